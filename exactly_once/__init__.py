@@ -1,0 +1,114 @@
+"""Apply Kafka messages to Postgres with exactly-once effects.
+
+    with ExactlyOnceConsumer({"bootstrap.servers": ..., "group.id": ...}, conninfo=...) as consumer:
+        consumer.subscribe(["payments"])
+        for unit in consumer:
+            with unit:
+                ...
+
+Offsets live in Postgres and move in the transaction of the effects, behind a fence that a paused old
+consumer cannot pass.
+"""
+
+from __future__ import annotations
+
+try:
+    import psycopg as _psycopg  # noqa: F401
+except ImportError as error:  # psycopg is there and finds no libpq
+    raise ImportError(f"{error}\nInstall libpq, or: pip install 'kafka-exactly-once[binary]'") from error
+
+from . import errors as _errors
+from .consumer import ExactlyOnceConsumer
+from .errors import (
+    Ahead,
+    BrokerUnreachable,
+    ClientFailed,
+    ClusterChanged,
+    ConfigurationError,
+    DatabaseUnreachable,
+    ExactlyOnceError,
+    Fenced,
+    HandlerCommitted,
+    HandlerError,
+    InstanceFenced,
+    LedgerRowMissing,
+    LogTruncated,
+    NoCommittedOffset,
+    OffsetBelowLogStart,
+    OffsetBeyondLogEnd,
+    OffsetOutOfRange,
+    OutcomeLost,
+    OutcomePending,
+    OwnedByConsumer,
+    OwnedBySpark,
+    PartitionHalted,
+    Redelivered,
+    Rewound,
+    SchemaTooNew,
+    SchemaTooOld,
+    StartError,
+    StartRefused,
+    TopicRecreated,
+    TransactionAborted,
+    TransactionBusy,
+    TransactionEnded,
+    UnitNotFinished,
+    UnitTooSlow,
+    UnknownTopic,
+    Unreachable,
+    WrongProcess,
+)
+from .unit import Unit
+from .units import Units
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Ahead",
+    "BrokerUnreachable",
+    "ClientFailed",
+    "ClusterChanged",
+    "ConfigurationError",
+    "DatabaseUnreachable",
+    "ExactlyOnceConsumer",
+    "ExactlyOnceError",
+    "Fenced",
+    "HandlerCommitted",
+    "HandlerError",
+    "InstanceFenced",
+    "LedgerRowMissing",
+    "LogTruncated",
+    "NoCommittedOffset",
+    "OffsetBelowLogStart",
+    "OffsetBeyondLogEnd",
+    "OffsetOutOfRange",
+    "OutcomeLost",
+    "OutcomePending",
+    "OwnedByConsumer",
+    "OwnedBySpark",
+    "PartitionHalted",
+    "Redelivered",
+    "Rewound",
+    "SchemaTooNew",
+    "SchemaTooOld",
+    "StartError",
+    "StartRefused",
+    "TopicRecreated",
+    "TransactionAborted",
+    "TransactionBusy",
+    "TransactionEnded",
+    "Unit",
+    "UnitNotFinished",
+    "UnitTooSlow",
+    "Units",
+    "UnknownTopic",
+    "Unreachable",
+    "WrongProcess",
+    "__version__",
+]
+
+# Tracebacks and pickles show the names under which users know them.
+for _name in __all__:
+    if isinstance(_public := globals()[_name], type):
+        _public.__module__ = __name__
+del _name, _public

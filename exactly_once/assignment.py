@@ -1,0 +1,165 @@
+"""Assignment: librdkafka's rebalance callbacks turned into events, and the client told what to fetch.
+
+Callbacks never raise and never wait: an exception out of them loses messages. A new partition is
+assigned to nothing at first; only when its row was acquired does :meth:`Assignment.place` make the
+client fetch it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+from .model import Partition
+
+logger = logging.getLogger(__name__)
+
+Positions = Mapping[Partition, tuple[int, int | None]]
+"""For each partition the offset to fetch from, and the leader epoch it belongs to."""
+
+
+class Change(Enum):
+    """What Kafka did to the assignment."""
+
+    ASSIGNED = "assigned"
+    REVOKED = "revoked"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One rebalance callback."""
+
+    change: Change
+    partitions: tuple[Partition, ...]
+
+
+class Assignment:
+    """What the client really fetches; differs from what Kafka assigned while rows are acquired."""
+
+    def __init__(self, *, incremental: bool) -> None:
+        self._incremental = incremental
+        self.events: deque[Event] = deque()
+        self.failures: deque[BaseException] = deque()
+        self.fetching: set[Partition] = set()
+        self.paused = False
+
+    def subscribe(self, client: Consumer, topics: list[str]) -> None:
+        """Subscribe the client with callbacks that record and return."""
+        client.subscribe(
+            topics,
+            on_assign=self._callback(Change.ASSIGNED, self._hold_back),
+            on_revoke=self._callback(Change.REVOKED, self._let_go),
+            on_lost=self._callback(Change.LOST, self._let_go),
+        )
+
+    def contain(self, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a callback of the user: what it raises is raised by the loop instead."""
+
+        def contained(*args: Any) -> Any:
+            try:
+                return callback(*args)
+            except BaseException as error:
+                self.failures.append(error)
+                return None
+
+        return contained
+
+    def place(self, client: Consumer, targets: Positions, others: Positions) -> None:
+        """Make the client fetch ``targets`` from their offsets, and go on with ``others``.
+
+        Only ``others`` tells an eager client where the rest stands, whose assignment is always whole.
+        """
+        again = [p for p in targets if p in self.fetching]
+        if self._incremental:
+            if again:
+                client.incremental_unassign(_bare(again))
+            client.incremental_assign(_positions(targets))
+        else:
+            client.assign(_positions({**others, **targets}))
+        self.fetching.update(targets)
+        for position in _positions({p: targets[p] for p in again}):
+            self._seek(client, position)
+        if self.paused:
+            client.pause(_bare(self.fetching))
+        elif again:
+            client.resume(_bare(again))
+
+    def pause(self, client: Consumer) -> None:
+        """Stop fetching, so that polling only keeps the membership alive."""
+        if not self.paused:
+            self.paused = True
+            client.pause(_bare(self.fetching))
+
+    def resume(self, client: Consumer) -> None:
+        """Fetch again."""
+        if self.paused:
+            self.paused = False
+            client.resume(_bare(self.fetching))
+
+    def _callback(
+        self, change: Change, act: Callable[[Consumer, list[Partition]], None]
+    ) -> Callable[[Consumer, list[TopicPartition]], None]:
+        def callback(client: Consumer, assigned: list[TopicPartition]) -> None:
+            try:
+                partitions = [Partition(tp.topic, tp.partition) for tp in assigned]
+                self.events.append(Event(change, tuple(partitions)))
+                act(client, partitions)
+            except BaseException as error:
+                self.failures.append(error)
+
+        return callback
+
+    def _hold_back(self, client: Consumer, partitions: list[Partition]) -> None:
+        """Accept the assignment without fetching anything of it."""
+        if self._incremental:
+            self._either(client.incremental_assign, client.assign)
+        else:
+            self.fetching.clear()
+            self._either(client.assign, client.incremental_assign)
+
+    def _let_go(self, client: Consumer, partitions: list[Partition]) -> None:
+        """Unassign exactly what was really assigned, also when that is nothing."""
+        if self._incremental:
+            client.incremental_unassign(_bare(p for p in partitions if p in self.fetching))
+            self.fetching.difference_update(partitions)
+        else:
+            client.unassign()
+            self.fetching.clear()
+
+    def _either(self, call: Callable[[list[TopicPartition]], None], other: Callable[..., None]) -> None:
+        """Assign nothing; where the configuration misled us about the protocol, use the other call."""
+        try:
+            call([])
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._STATE:
+                raise
+            self._incremental = not self._incremental
+            logger.info("rebalances of this client are %s", "incremental" if self._incremental else "eager")
+            other([])
+
+    def _seek(self, client: Consumer, position: TopicPartition) -> None:
+        """Have the broker check the leader epoch, which only a seek does after the first assign."""
+        try:
+            client.seek(position)
+        except KafkaException as error:
+            # The assign before has set the position; only the check of the epoch is missing.
+            logger.debug("seek to %s: %s", position, error)
+
+
+def _bare(partitions: Iterable[Partition]) -> list[TopicPartition]:
+    return [TopicPartition(*p) for p in sorted(partitions)]
+
+
+def _positions(positions: Positions) -> list[TopicPartition]:
+    return [
+        TopicPartition(p.topic, p.number, offset) if epoch is None
+        else TopicPartition(p.topic, p.number, offset, leader_epoch=epoch)
+        for p, (offset, epoch) in sorted(positions.items())
+    ]

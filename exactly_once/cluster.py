@@ -1,0 +1,174 @@
+"""The cluster: what Kafka knows of topics, their identity and the ranges of their logs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from confluent_kafka import (
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from .errors import BrokerUnreachable, UnknownTopic
+from .model import Partition
+
+logger = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 5.0
+"""How long one question to the cluster may take; the caller repeats it."""
+
+_ZERO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
+_NO_IDS = (
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.UNSUPPORTED_VERSION,
+    KafkaError._UNSUPPORTED_FEATURE,
+)
+
+
+class Topic(NamedTuple):
+    """A topic: its id (None where the broker gives none) and how many partitions it has."""
+
+    topic_id: str | None
+    partitions: int
+
+
+class Cluster:
+    """Asks the brokers, with bounded waiting. Made from the consumer's own connection settings."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._admin = AdminClient(dict(settings))
+        self._servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
+        self._said: set[str] = set()
+        self.cluster_id: str | None = None
+
+    def identify(self) -> str | None:
+        """Learn the cluster's id, once.
+
+        :raises BrokerUnreachable: when no broker answers.
+        """
+        if self.cluster_id is None:
+            try:
+                self.cluster_id = self._admin.list_topics(topic=None, timeout=REQUEST_SECONDS).cluster_id
+            except KafkaException as error:
+                raise self._unreachable(error) from error
+        return self.cluster_id
+
+    def describe(self, topics: Iterable[str]) -> dict[str, Topic]:
+        """Return identity and size of topics.
+
+        :raises UnknownTopic: naming the first that does not exist.
+        :raises BrokerUnreachable: when no broker answers.
+        """
+        return {name: self.described(name, future) for name, future in self.ask(topics).items()}
+
+    def ask(self, topics: Iterable[str]) -> dict[str, Future[Any]]:
+        """Start to describe topics; :meth:`described` reads each answer."""
+        names = list(topics)
+        if not names:
+            return {}
+        futures: dict[str, Future[Any]] = self._admin.describe_topics(
+            TopicCollection(names), request_timeout=REQUEST_SECONDS
+        )
+        return futures
+
+    def described(self, name: str, future: Future[Any]) -> Topic:
+        """Read the answer to :meth:`ask`; raises as :meth:`describe` does."""
+        try:
+            answer = future.result(REQUEST_SECONDS + 1)
+        except (KafkaException, TimeoutError) as error:
+            return self._not_described(name, error)
+        topic_id = str(answer.topic_id) if answer.topic_id is not None else _ZERO_ID
+        if topic_id == _ZERO_ID:
+            self._say_no_id(name)
+        return Topic(None if topic_id == _ZERO_ID else topic_id, len(answer.partitions))
+
+    def ranges(self, partitions: Iterable[Partition]) -> dict[Partition, tuple[int, int]]:
+        """Return for each partition the first offset in the log and the one after the last.
+
+        :raises BrokerUnreachable: when a leader does not answer.
+        """
+        partitions = list(partitions)
+        low = self._offsets(partitions, OffsetSpec.earliest())
+        high = self._offsets(partitions, OffsetSpec.latest())
+        return {p: (low[p], high[p]) for p in partitions}
+
+    def ends(self, partitions: Iterable[Partition], *, read_committed: bool = True) -> dict[Partition, int]:
+        """Return where a consumer of that isolation level would stop reading now."""
+        return self._offsets(list(partitions), OffsetSpec.latest(), read_committed=read_committed)
+
+    def at(self, partitions: Iterable[Partition], when: datetime) -> dict[Partition, int]:
+        """Return the offsets of the first messages not older than ``when``; the log end if there is none."""
+        partitions = list(partitions)
+        found = self._offsets(partitions, OffsetSpec.for_timestamp(int(when.timestamp() * 1000)))
+        ends = self._offsets([p for p in partitions if found[p] < 0], OffsetSpec.latest())
+        return {p: ends.get(p, found[p]) for p in partitions}
+
+    def committed(self, group_id: str, topic: str, partitions: int) -> dict[Partition, tuple[int, int | None]]:
+        """Return what Kafka holds for a group: offset and leader epoch, where there is one."""
+        asked = [TopicPartition(topic, number) for number in range(partitions)]
+        futures = self._admin.list_consumer_group_offsets(
+            [ConsumerGroupTopicPartitions(group_id, asked)], request_timeout=REQUEST_SECONDS
+        )
+        try:
+            answer = futures[group_id].result(REQUEST_SECONDS + 1)
+        except (KafkaException, TimeoutError) as error:
+            raise self._unreachable(error) from error
+        return {
+            Partition(tp.topic, tp.partition): (tp.offset, known_epoch(tp.leader_epoch))
+            for tp in answer.topic_partitions
+            if tp.offset >= 0
+        }
+
+    def _offsets(
+        self, partitions: list[Partition], spec: OffsetSpec, *, read_committed: bool = False
+    ) -> dict[Partition, int]:
+        if not partitions:
+            return {}
+        level = IsolationLevel.READ_COMMITTED if read_committed else IsolationLevel.READ_UNCOMMITTED
+        futures = self._admin.list_offsets(
+            {TopicPartition(*p): spec for p in partitions}, isolation_level=level, request_timeout=REQUEST_SECONDS
+        )
+        try:
+            return {
+                Partition(tp.topic, tp.partition): future.result(REQUEST_SECONDS + 1).offset
+                for tp, future in futures.items()
+            }
+        except (KafkaException, TimeoutError) as error:
+            raise self._unreachable(error) from error
+
+    def _not_described(self, name: str, error: Exception) -> Topic:
+        code = error.args[0].code() if isinstance(error, KafkaException) else None
+        if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
+            raise UnknownTopic(
+                f"there is no topic {name!r} on {self._servers}; create it, or pass wait_for_topics=True"
+            ) from error
+        if code not in _NO_IDS:
+            raise self._unreachable(error) from error
+        self._say_no_id(name)
+        metadata = self._admin.list_topics(topic=name, timeout=REQUEST_SECONDS).topics[name]
+        return Topic(None, len(metadata.partitions))
+
+    def _say_no_id(self, name: str) -> None:
+        if name not in self._said:
+            self._said.add(name)
+            logger.warning(
+                "the broker gives no topic id for %r: a topic that is deleted and made again goes unnoticed", name
+            )
+
+    def _unreachable(self, error: Exception) -> BrokerUnreachable:
+        return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {error}")
+
+
+def known_epoch(leader_epoch: int | None) -> int | None:
+    """Read a leader epoch as librdkafka gives it: -1 stands for none."""
+    return leader_epoch if leader_epoch is not None and leader_epoch >= 0 else None

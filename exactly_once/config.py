@@ -1,0 +1,169 @@
+"""Configuration: the options of the consumer and the settings of its Kafka client, checked at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, get_args
+
+from .errors import ConfigurationError
+from .session import Connection, connector
+
+StartPolicy = Literal["earliest", "latest", "committed"] | datetime
+RangePolicy = Literal["fail", "earliest", "latest"]
+Isolation = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
+
+_POLL_INTERVAL_MS = 300_000
+_UNIT_SECONDS = 60.0
+
+_FORCED = {"enable.auto.commit": False, "enable.auto.offset.store": False, "enable.partition.eof": True}
+_DEFAULTS = {"isolation.level": "read_committed", "fetch.queue.backoff.ms": 10}
+_CALLBACKS = ("error_cb", "stats_cb", "throttle_cb", "on_commit")
+_CONSUMER_ONLY = re.compile(
+    r"group\.|session\.|heartbeat\.|max\.poll\.|enable\.auto|auto\.|fetch\.|queued\.|isolation\.|check\.crcs"
+    r"|partition\.assignment|enable\.partition|coordinator\.query|consume\.callback|max\.partition|offset\.store"
+    r"|statistics\.interval"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of a consumer after every check."""
+
+    group_id: str
+    connect: Callable[[], Connection]
+    start: StartPolicy | None
+    on_out_of_range: RangePolicy
+    isolation: Isolation
+    max_messages: int
+    max_bytes: int
+    max_unit_seconds: float
+    startup_seconds: float
+    take_over: bool
+    wait_for_topics: bool
+    schema: str
+    migrate: bool
+    name: str | None
+
+
+def check_options(
+    kafka: Mapping[str, Any],
+    *,
+    conninfo: str | None,
+    connect: Callable[[], Connection] | None,
+    max_unit_seconds: float | None,
+    **rest: Any,
+) -> Options:
+    """Check the options against each other and against the client's settings.
+
+    :raises ConfigurationError: naming the option, what was given and what is possible.
+    """
+    if (conninfo is None) == (connect is None):
+        raise ConfigurationError("give either conninfo= (a connection string) or connect= (a callable), not both")
+    options = Options(
+        group_id=_group_id(kafka),
+        connect=connect or connector(conninfo or ""),
+        max_unit_seconds=_unit_seconds(kafka, max_unit_seconds),
+        **rest,
+    )
+    _check_choice("on_out_of_range", options.on_out_of_range, get_args(RangePolicy))
+    _check_choice("isolation", options.isolation, get_args(Isolation))
+    if options.start is not None and not isinstance(options.start, datetime):
+        _check_choice("start", options.start, ("earliest", "latest", "committed", "a datetime with a time zone"))
+    if isinstance(options.start, datetime) and options.start.tzinfo is None:
+        raise ConfigurationError(f"start={options.start!r} has no time zone; give one, for example tzinfo=UTC")
+    for name in ("max_messages", "max_bytes", "startup_seconds"):
+        if getattr(options, name) <= 0:
+            raise ConfigurationError(f"{name}={getattr(options, name)!r} must be positive")
+    check_schema_name(options.schema)
+    return options
+
+
+def check_schema_name(schema: str) -> None:
+    """Refuse names that Postgres would cut or that are none."""
+    if not schema or len(schema.encode()) > 63 or "\0" in schema:
+        raise ConfigurationError(f"schema={schema!r} is not the name of a schema (1 to 63 bytes)")
+
+
+def client_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings for the consuming client: the caller's, with what the protocol needs.
+
+    Callbacks are left out, they are wired by the assignment.
+
+    :raises ConfigurationError: for a setting that would break the guarantee, naming its key.
+    """
+    settings = {key: value for key, value in kafka.items() if key not in _CALLBACKS}
+    for key, forced in _FORCED.items():
+        if key in settings and _as_bool(settings[key]) is not forced:
+            raise ConfigurationError(
+                f"{key}={settings[key]!r} is refused: offsets live in Postgres, {key} must be {forced}. "
+                "Leave the key out."
+            )
+    reset = settings.get("auto.offset.reset", "error")
+    if reset != "error":
+        raise ConfigurationError(
+            f"auto.offset.reset={reset!r} is refused: a reset by the client would skip or repeat messages "
+            f"silently. {_instead_of_reset(str(reset))}"
+        )
+    return {**_DEFAULTS, **settings, **_FORCED, "auto.offset.reset": "error"}
+
+
+def callbacks(kafka: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Return the caller's own callbacks."""
+    return {name: kafka[name] for name in _CALLBACKS if callable(kafka.get(name))}
+
+
+def admin_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that an admin client shares with the consumer: where and as whom."""
+    return {k: v for k, v in kafka.items() if k not in _CALLBACKS and not _CONSUMER_ONLY.match(k)}
+
+
+def is_incremental(kafka: Mapping[str, Any]) -> bool:
+    """Tell whether rebalances of this client are incremental: cooperative-sticky or the new protocol."""
+    if str(kafka.get("group.protocol", "classic")).lower() == "consumer":
+        return True
+    return "cooperative-sticky" in str(kafka.get("partition.assignment.strategy", ""))
+
+
+def _group_id(kafka: Mapping[str, Any]) -> str:
+    group_id = kafka.get("group.id")
+    if not group_id:
+        raise ConfigurationError(
+            'group.id is missing from the Kafka settings; the ledger is kept per group: {"group.id": "accounts"}'
+        )
+    return str(group_id)
+
+
+def _unit_seconds(kafka: Mapping[str, Any], given: float | None) -> float:
+    try:
+        limit = float(kafka.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
+    except ValueError:
+        raise ConfigurationError(
+            f"max.poll.interval.ms={kafka['max.poll.interval.ms']!r} is not a number of milliseconds"
+        ) from None
+    seconds = min(_UNIT_SECONDS, limit / 2) if given is None else given
+    if not 0 < seconds < limit:
+        raise ConfigurationError(
+            f"max_unit_seconds={seconds!r} must be above 0 and below max.poll.interval.ms ({limit:g} s): "
+            "Kafka takes the partitions away from a member that is silent for longer"
+        )
+    return seconds
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r} is not possible; choose one of {', '.join(choices)}")
+
+
+def _instead_of_reset(reset: str) -> str:
+    if reset in ("earliest", "smallest", "beginning"):
+        return 'For a group without offsets say start="earliest"; see also on_out_of_range=.'
+    if reset in ("latest", "largest", "end"):
+        return 'For a group without offsets say start="latest"; see also on_out_of_range=.'
+    return "Say start= for a group without offsets, and on_out_of_range= for offsets outside the log."
+
+
+def _as_bool(value: object) -> bool | None:
+    return {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())

@@ -1,0 +1,413 @@
+"""The consumer: the loop that polls Kafka, has the upkeep done and hands out units."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import psycopg
+import tenacity
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from . import schema as schemas
+from . import service
+from .assignment import Assignment, Change
+from .cluster import Cluster
+from .config import (
+    Isolation,
+    Options,
+    RangePolicy,
+    StartPolicy,
+    admin_settings,
+    callbacks,
+    check_options,
+    client_settings,
+    is_incremental,
+)
+from .delivery import Delivery
+from .errors import (
+    BrokerUnreachable,
+    ClientFailed,
+    ConfigurationError,
+    DatabaseUnreachable,
+    InstanceFenced,
+    UnitNotFinished,
+    UnknownTopic,
+    WrongProcess,
+)
+from .failpoints import failpoint
+from .ledger import Ledger
+from .mirror import Mirror
+from .model import Partition
+from .ownership import Ownership
+from .retry import BACKOFF, at_start, patiently
+from .session import Connection, Session
+from .settlement import Counters, Settlement
+from .start import Starter
+from .unit import Stage, Unit
+from .unit_of_work import UnitOfWork
+from .units import Units
+from .upkeep import Upkeep
+from .watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+"""How long one fetch waits, and so how late a stop is noticed."""
+_GOODBYE_SECONDS = 2.0
+
+OnRebalance = Callable[["ExactlyOnceConsumer", list[TopicPartition]], object]
+
+_INSTEAD = {
+    "assign": "only subscribe() is supported: the ledger decides where a partition is read from",
+    "seek": "move offsets with `exactly-once reset`; the ledger decides where a partition is read from",
+    "commit": "leaving `with unit:` commits, offset and effects together",
+    "store_offsets": "leaving `with unit:` commits, offset and effects together",
+    "poll": "iterate: `for unit in consumer: with unit:`, or call run(handler)",
+    "consume": "iterate: `for unit in consumer: with unit:`, or call run(handler)",
+}
+
+
+class ExactlyOnceConsumer:
+    """Read Kafka topics so that each message takes effect in Postgres once.
+
+    ``kafka`` is the configuration that confluent-kafka's ``Consumer`` takes. Give ``conninfo``, or
+    ``connect``, a callable that returns a psycopg connection. All checks of options happen here and
+    raise :class:`ConfigurationError`; servers are first contacted by :meth:`subscribe`.
+
+    One thread owns the consumer; only :meth:`stop` may be called from others and from signal handlers.
+    """
+
+    def __init__(
+        self,
+        kafka: Mapping[str, Any],
+        *,
+        conninfo: str | None = None,
+        connect: Callable[[], Connection] | None = None,
+        start: StartPolicy | None = None,
+        on_out_of_range: RangePolicy = "fail",
+        isolation: Isolation = "READ COMMITTED",
+        max_messages: int = 500,
+        max_bytes: int = 64 * 1024 * 1024,
+        max_unit_seconds: float | None = None,
+        startup_seconds: float = 30.0,
+        wait_for_topics: bool = False,
+        take_over: bool = False,
+        schema: str = "exactly_once",
+        migrate: bool = False,
+        name: str | None = None,
+    ) -> None:
+        self._options = check_options(
+            kafka,
+            conninfo=conninfo,
+            connect=connect,
+            start=start,
+            on_out_of_range=on_out_of_range,
+            isolation=isolation,
+            max_messages=max_messages,
+            max_bytes=max_bytes,
+            max_unit_seconds=max_unit_seconds,
+            startup_seconds=startup_seconds,
+            wait_for_topics=wait_for_topics,
+            take_over=take_over,
+            schema=schema,
+            migrate=migrate,
+            name=name,
+        )
+        self._kafka = dict(kafka)
+        self._process = os.getpid()
+        self._thread: int | None = None
+        self._topics: list[str] = []
+        self._callbacks: dict[Change, OnRebalance | None] = {}
+        self._unit: Unit | None = None
+        self._stopping = threading.Event()
+        self._closed = False
+        self._assemble(self._options)
+        self._client = self._open_client()
+
+    def _assemble(self, options: Options) -> None:
+        """Make the parts and connect them; nothing is contacted yet."""
+        session = self._session = Session(options.connect, schema=options.schema)
+        self._watcher = Watcher(
+            options.connect, schema=options.schema, group_id=options.group_id, instance=session.instance
+        )
+        ledger = self._ledger = Ledger(
+            session,
+            group_id=options.group_id,
+            owner_kind="consumer",
+            owner_name=options.name,
+            take_over=options.take_over,
+            watch=self._watcher.acquiring,
+        )
+        self._assignment = Assignment(incremental=is_incremental(self._kafka))
+        self._ownership = Ownership()
+        self._mirror = Mirror()
+        self._delivery = Delivery(self._ownership, on_error=self._on_error)
+        self._settlement = Settlement(
+            ledger=ledger,
+            ownership=self._ownership,
+            delivery=self._delivery,
+            mirror=self._mirror,
+            watcher=self._watcher,
+            max_messages=options.max_messages,
+            max_unit_seconds=options.max_unit_seconds,
+        )
+        self._cluster = Cluster(admin_settings(self._kafka))
+        self._upkeep = Upkeep(
+            assignment=self._assignment,
+            ownership=self._ownership,
+            delivery=self._delivery,
+            ledger=ledger,
+            settlement=self._settlement,
+            starter=Starter(ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range),
+            cluster=self._cluster,
+            mirror=self._mirror,
+            notify=self._notify,
+        )
+        self._patiently = patiently(sleep=self._idle, stop=self._stopping)
+
+    def __repr__(self) -> str:
+        held = ", ".join(map(str, sorted(self._ownership.holdings)))
+        return f"<ExactlyOnceConsumer group {self._options.group_id!r}: {held or 'no partitions'}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Units:
+        return self.units()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _INSTEAD:
+            raise AttributeError(f"ExactlyOnceConsumer has no {name}(): {_INSTEAD[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def counters(self) -> Counters:
+        """What happened to units so far."""
+        return self._settlement.counters
+
+    def subscribe(
+        self,
+        topics: list[str],
+        *,
+        on_assign: OnRebalance | None = None,
+        on_revoke: OnRebalance | None = None,
+        on_lost: OnRebalance | None = None,
+    ) -> None:
+        """Join the group for these topics, after a look at both servers, the schema and the topics.
+
+        The callbacks are called by the loop, ``on_assign`` after acquisition and with the real
+        offsets; what they raise is raised by the iteration.
+
+        :raises DatabaseUnreachable: or :raises BrokerUnreachable: after ``startup_seconds``.
+        :raises UnknownTopic: unless ``wait_for_topics`` was given.
+        :raises SchemaTooOld: when ``exactly-once migrate`` has not been run.
+        """
+        self._check_use()
+        self._look_at_database()
+        self._look_at_topics([t for t in topics if not t.startswith("^")])
+        self._topics = list(topics)
+        self._callbacks = {Change.ASSIGNED: on_assign, Change.REVOKED: on_revoke, Change.LOST: on_lost or on_revoke}
+        self._assignment.subscribe(self._client, self._topics)
+
+    def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
+        """Iterate over units: for ever, or until an end.
+
+        With ``until_end`` the iteration ends when every partition of this member has reached where
+        its log ended when the partition was acquired. With ``idle_seconds`` it ends when nothing
+        came for so long. :meth:`stop` ends it always.
+        """
+        if not self._topics:
+            raise ConfigurationError("subscribe() first: there is nothing to iterate over")
+        return Units(self._next, self._cluster, self._ownership, self._upkeep, until_end=until_end, idle_seconds=idle_seconds)
+
+    def run(
+        self,
+        handler: Callable[[Unit], object],
+        *,
+        stop_seconds: float = 30.0,
+        wait: tenacity.wait.wait_base = BACKOFF,
+    ) -> None:
+        """Call ``handler(unit)`` for each unit until SIGTERM, SIGINT or :meth:`stop`; the form for services.
+
+        What is nobody's fault is tried again after ``wait``, polling Kafka with partitions paused. The
+        handler may be called again with the same messages, or with fewer of them. An error of
+        its own ends the run and propagates. On a signal the unit in hand may finish for ``stop_seconds``,
+        then it is rolled back and ``SystemExit(128 + signal)`` is raised.
+        """
+        units = self.units()
+        retrying = patiently(sleep=self._idle, stop=self._stopping, wait=wait)
+        with service.stopping_on_signals(self.stop, lambda: self._unit, stop_seconds):
+            service.serve(units, handler, retrying, self._stopping)
+
+    def stop(self) -> None:
+        """End the iteration after the unit in hand. Safe from threads and signal handlers."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Release the rows and leave the group. Idempotent; trouble on the way is logged, not raised."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        for step in (self._watcher.close, self._end_unit, self._say_goodbye, self._release, self._client.close, self._session.close):
+            try:
+                step()
+            except Exception as error:
+                logger.warning("while closing: %s", error)
+
+    # The loop.
+
+    def _next(self, is_over: Callable[[bool], bool]) -> Unit | None:
+        """Return the next unit, or None when stopped or ``is_over(nothing came)``."""
+        self._check_use()
+        if self._unit is not None and self._unit.stage is not Stage.DONE:
+            raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
+        while not self._stopping.is_set():
+            if self._upkeep.is_due and not self._keep_up():
+                continue
+            waiting = self._delivery.waiting
+            self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else self._settlement.limit)
+            if self._assignment.events:
+                continue
+            messages, ends = self._delivery.take(self._settlement.limit, self._options.max_bytes)
+            if messages:
+                is_over(False)
+                return self._hand_out(messages, ends)
+            if is_over(True):
+                return None
+        return None
+
+    def _hand_out(self, messages: list[Message], ends: Mapping[Partition, tuple[int, int | None]]) -> Unit:
+        advances = self._ownership.hand_out(ends)
+        work = UnitOfWork(self._ledger, isolation=self._options.isolation)
+        self._unit = Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)
+        failpoint("polled")
+        return self._unit
+
+    def _keep_up(self) -> bool:
+        """Have the upkeep done, however long a server is away; return whether it was done."""
+        try:
+            self._patiently(self._upkeep.step, self._client)
+        except Exception:
+            if self._stopping.is_set():
+                return False
+            raise
+        self._assignment.resume(self._client)
+        failpoint("positioned")
+        return True
+
+    def _fetch(self, timeout_seconds: float, count: int) -> None:
+        """Take what is there: wait for the first message only. Serves callbacks."""
+        try:
+            messages = self._client.consume(1, timeout_seconds)
+            if messages and count > 1:
+                messages += self._client.consume(count - 1, 0)
+        except BaseException:
+            # librdkafka's binding drops what it had fetched.
+            self._ownership.misplaced()
+            self._delivery.discard()
+            raise
+        self._upkeep.take_events()
+        self._delivery.accept(messages)
+        if self._assignment.failures:
+            raise self._assignment.failures.popleft()
+
+    def _idle(self, seconds: float) -> None:
+        """Wait, polling with partitions paused so that the membership survives."""
+        self._assignment.pause(self._client)
+        deadline = time.monotonic() + seconds
+        while not self._stopping.is_set() and (left := deadline - time.monotonic()) > 0:
+            self._fetch(min(left, POLL_SECONDS), 1)
+
+    def _on_error(self, message: Message) -> None:
+        """Handle an error event that came instead of a message."""
+        error = message.error()
+        assert error is not None
+        code = error.code()
+        if code == KafkaError._PARTITION_EOF:
+            self._upkeep.eof[Partition(str(message.topic()), message.partition() or 0)] = message.offset() or 0
+        elif code == KafkaError._AUTO_OFFSET_RESET:
+            self._upkeep.suspect(message)
+        elif "INSTANCE_ID" in error.name() or "instance" in error.str() and error.fatal():
+            raise InstanceFenced(f"{error.str()}; group.instance.id={self._kafka.get('group.instance.id')!r}")
+        elif error.fatal() or code in (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED):
+            raise ClientFailed(f"{error.name()}: {error.str()}")
+        else:
+            logger.info("Kafka client: %s", error.str())
+
+    def _notify(self, change: Change, partitions: list[TopicPartition]) -> None:
+        callback = self._callbacks.get(change)
+        if callback is not None:
+            callback(self, partitions)
+
+    # First contact and goodbye.
+
+    def _open_client(self) -> Consumer:
+        settings = client_settings(self._kafka)
+        for name, callback in callbacks(self._kafka).items():
+            if name != "on_commit":
+                settings[name] = self._assignment.contain(callback)
+        settings["on_commit"] = self._assignment.contain(self._on_commit)
+        try:
+            return Consumer(settings)
+        except KafkaException as error:
+            raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
+
+    def _on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
+        self._mirror.on_commit(error, offsets)
+        if "on_commit" in callbacks(self._kafka):
+            self._kafka["on_commit"](error, offsets)
+
+    def _check_use(self) -> None:
+        if os.getpid() != self._process:
+            raise WrongProcess("this consumer was made in another process; make one after the fork")
+        self._thread = self._thread or threading.get_ident()
+        if self._thread != threading.get_ident():
+            raise WrongProcess("this consumer belongs to the thread that subscribed; only stop() may be called from others")
+        if self._closed:
+            raise ConfigurationError("this consumer is closed; make a new one")
+
+    def _look_at_database(self) -> None:
+        try:
+            at_start(self._options.startup_seconds)(lambda: self._session.connection)
+        except psycopg.OperationalError as error:
+            raise DatabaseUnreachable(f"no connection to Postgres: {str(error).strip()}") from error
+        if self._options.migrate:
+            schemas.migrate(self._session.connection, self._options.schema)
+        schemas.check(self._session.connection, self._options.schema)
+
+    def _look_at_topics(self, topics: list[str]) -> None:
+        seconds = self._options.startup_seconds
+        at_start(seconds)(self._cluster.identify)
+        try:
+            at_start(seconds)(self._cluster.describe, topics)
+        except UnknownTopic:
+            if not self._options.wait_for_topics:
+                raise
+
+    def _end_unit(self) -> None:
+        if self._unit is not None and self._unit.stage is Stage.OPEN:
+            self._session.roll_back()
+
+    def _say_goodbye(self) -> None:
+        """Let dashboards see the last offsets, for a moment."""
+        if self._topics:
+            self._mirror.send(self._client, at_once=True)
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        while not self._mirror.is_idle and time.monotonic() < deadline:
+            self._client.poll(POLL_SECONDS / 2)
+
+    def _release(self) -> None:
+        held = self._ownership.tokens()
+        if held and not self._settlement.is_pending and not self._session.lost:
+            self._ledger.release(held)

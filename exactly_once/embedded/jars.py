@@ -1,0 +1,132 @@
+"""The jars of Apache Kafka: fetched once by their Maven coordinates, then kept in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import pwd
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import tenacity
+
+from .errors import DownloadError, package_directory
+
+KAFKA_VERSION = "4.3.0"
+_COORDINATES = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}+org.slf4j:slf4j-simple:1.7.36"
+_log = logging.getLogger(__name__)
+
+
+def kafka_home() -> Path:
+    """Return the directory with Kafka's jars, fetching them the first time.
+
+    Raises `DownloadError` if they cannot be had, `MissingExtra` if the resolver is not installed.
+    """
+    home = cache_directory() / f"kafka-{KAFKA_VERSION}"
+    if not home.is_dir():
+        with locked(home):
+            if not home.is_dir():
+                _fetch(home)
+    return home
+
+
+def classpath() -> str:
+    """Return the class path of a broker, in an order that never changes."""
+    return os.pathsep.join(str(jar) for jar in sorted(kafka_home().glob("*.jar")))
+
+
+def cache_directory() -> Path:
+    """Return this project's part of the user's cache; it need not exist."""
+    # Not Path.home(): it takes an empty HOME for the root directory.
+    home = os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
+    cache = os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")
+    return Path(cache, "kafka-exactly-once")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes from making *path* at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(home: Path) -> None:
+    package_directory("jgo")
+    with Progress(f"Apache Kafka {KAFKA_VERSION}: fetching its jars, once") as progress:
+        try:
+            _fetch_with_retries(home, progress)
+        except Exception as error:
+            raise DownloadError(
+                f"the jars of Apache Kafka {KAFKA_VERSION} could not be fetched: {error}"
+            ) from error
+
+
+@tenacity.retry(stop=tenacity.stop_after_attempt(3), wait=tenacity.wait_fixed(1), reraise=True)
+def _fetch_with_retries(home: Path, progress: Progress) -> None:
+    # A fresh directory for each attempt and one rename at the end: a broken download is never taken for a
+    # jar. It is not the user's Maven repository: POMs without their jars, left there, break other resolvers.
+    with tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
+        complete = Path(temporary, "complete")
+        complete.mkdir()
+        for jar in _resolve(Path(temporary), progress):
+            shutil.move(jar.resolve(), complete / jar.name)
+        complete.rename(home)
+
+
+def _resolve(directory: Path, progress: Progress) -> list[Path]:
+    from jgo.env import EnvironmentBuilder, LinkStrategy  # noqa: PLC0415  (an extra brings it)
+    from jgo.maven import MavenContext, PythonResolver  # noqa: PLC0415
+
+    context = MavenContext(
+        resolver=PythonResolver(progress_callback=progress.file),
+        repo_cache=directory / "maven",
+        timeout=30,
+    )
+    builder = EnvironmentBuilder(context, cache_dir=directory / "jgo", link_strategy=LinkStrategy.COPY)
+    return list(builder.from_endpoint(_COORDINATES).all_jars)
+
+
+class Progress:
+    """Show a long step on standard error: a live line on a terminal, plain lines otherwise."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._jars = 0
+        self._bytes = 0
+        self._is_live = sys.stderr.isatty()
+
+    def __enter__(self) -> Progress:
+        self._show("" if self._is_live else "\n")
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._is_live:
+            self._show("\n")
+        elif error is None:
+            self._show(" done\n")
+
+    @contextlib.contextmanager
+    def file(self, name: str, size: int) -> Iterator[Callable[[int], None]]:
+        """Count one file; its bytes are told to the function this yields."""
+        _log.debug("fetching %s, %d bytes", name, size)
+        yield self._add
+        self._jars += name.endswith(".jar")
+
+    def _add(self, count: int) -> None:
+        before = self._bytes
+        self._bytes += count
+        # A line for each megabyte is often enough for the eye.
+        if self._is_live and before >> 20 != self._bytes >> 20:
+            self._show("")
+
+    def _show(self, end: str) -> None:
+        start = "\r" if self._is_live else ""
+        amount = f": {self._jars} jars, {self._bytes >> 20} MB" if self._jars else ""
+        print(f"{start}{self._title}{amount}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,209 @@
+"""A real Apache Kafka of one or three brokers on this machine, from packages."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from . import broker
+from .errors import EmbeddedError, OptionError, StartError
+from .jars import KAFKA_VERSION
+from .ports import accepts, free_port
+from .process import ServerProcess
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+_POLL_SECONDS = 0.02
+
+
+class Kafka:
+    """Run Apache Kafka on 127.0.0.1; use it in a ``with`` statement.
+
+    Each node is broker and controller in one, with an id from 1. *properties* are added to every broker's
+    configuration. Without *directory* the data lives in a temporary one, deleted on `close`. A wrong option
+    raises `OptionError` here; a broker that does not come up raises `StartError`, with the tail of its log,
+    on `start`.
+    """
+
+    version = KAFKA_VERSION
+
+    def __init__(
+        self,
+        *,
+        brokers: int = 1,
+        directory: str | Path | None = None,
+        properties: Mapping[str, str] | None = None,
+    ) -> None:
+        if brokers not in (1, 3):
+            raise OptionError(f"brokers must be 1 or 3, not {brokers!r}")
+        self._properties = dict(properties or {})
+        _check(self._properties)
+        self._brokers = brokers
+        self._given_directory = None if directory is None else Path(directory).absolute()
+        self._directory: Path | None = None
+        self._nodes: dict[int, broker.Node] = {}
+        self._processes: dict[int, ServerProcess] = {}
+
+    def __repr__(self) -> str:
+        running = sorted(node for node in self._processes if self.is_running(node))
+        return f"<{type(self).__name__} brokers={self._brokers} running={running}>"
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """Return the addresses of all brokers, running or not."""
+        if not self._nodes:
+            raise EmbeddedError("Kafka was not started")
+        return ",".join(f"127.0.0.1:{node.port}" for node in self._nodes.values())
+
+    def port(self, node: int = 1) -> int:
+        """Return the port of one broker; it never changes."""
+        return self._node(node).port
+
+    def log(self, node: int = 1) -> Path:
+        """Return the file with one broker's own messages."""
+        return self._node(node).log
+
+    def pid(self, node: int = 1) -> int:
+        """Return the process id of one broker."""
+        return self._process(node).pid
+
+    def is_running(self, node: int = 1) -> bool:
+        """Tell whether the broker's process has not ended; a paused one is running."""
+        return node in self._processes and self._processes[node].is_running()
+
+    def start(self, *, wait: bool = True) -> Self:
+        """Start the brokers that do not run; with *wait*, return when all are up."""
+        self._place()
+        try:
+            for node in self._nodes:
+                self._launch(node)
+            if wait:
+                self.wait()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def wait(self, *, timeout_seconds: float = _START_SECONDS) -> None:
+        """Return when every running broker takes part in the cluster."""
+        self._wait_for([node for node in self._nodes if self.is_running(node)], timeout_seconds)
+
+    def stop(self, node: int | None = None) -> None:
+        """Stop one broker, or all, in good order; the data stays."""
+        nodes = list(self._processes) if node is None else [self._node(node).id]
+        # All are asked before any is waited for: each needs the others to hand over its partitions.
+        for each in nodes:
+            self._processes[each].send(signal.SIGCONT)
+            self._processes[each].send(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_SECONDS
+        for each in nodes:
+            left = max(0.0, deadline - time.monotonic())
+            self._processes[each].end(signal.SIGTERM, timeout_seconds=left)
+
+    def kill(self, node: int = 1) -> None:
+        """Kill one broker as ``kill -9`` does."""
+        self._process(node).end(signal.SIGKILL, timeout_seconds=_STOP_SECONDS)
+
+    def pause(self, node: int = 1) -> None:
+        """Freeze one broker: its connections stay open and nothing answers."""
+        self._process(node).send(signal.SIGSTOP)
+
+    def resume(self, node: int = 1) -> None:
+        """Let a paused broker go on."""
+        self._process(node).send(signal.SIGCONT)
+
+    def restart(self, node: int = 1) -> None:
+        """Start one broker again with its data and port; stop it first if it runs."""
+        self._node(node)
+        self.stop(node)
+        self._launch(node)
+        self._wait_for([node], _START_SECONDS)
+
+    def close(self) -> None:
+        """End all brokers and delete the temporary directory; may be called again."""
+        if self._given_directory is not None:
+            self.stop()
+            return
+        # Nobody will read this data again: no need for good order.
+        for process in self._processes.values():
+            process.end(signal.SIGKILL, timeout_seconds=_STOP_SECONDS)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory, self._nodes, self._processes = None, {}, {}
+
+    def _place(self) -> None:
+        if self._nodes:
+            return
+        broker.prepare()
+        self._directory = self._given_directory or Path(tempfile.mkdtemp(prefix="exactly-once-kafka-"))
+        for number in range(1, self._brokers + 1):
+            place = self._directory / f"node-{number}"
+            self._nodes[number] = broker.Node(number, free_port(), free_port(), place)
+        nodes = list(self._nodes.values())
+        cluster_id = broker.cluster_id_of(nodes[0]) or broker.new_cluster_id()
+        for node in nodes:
+            broker.write_files(node, nodes, self._properties, cluster_id)
+
+    def _launch(self, node: int) -> None:
+        if not self.is_running(node):
+            remove = self._directory if self._given_directory is None else None
+            self._processes[node] = broker.run(self._nodes[node], remove=remove)
+
+    def _wait_for(self, nodes: list[int], timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        for node in nodes:
+            while not accepts(self._nodes[node].port):
+                self._check_alive(node, deadline)
+                time.sleep(_POLL_SECONDS)
+        for node in nodes:
+            while not set(nodes) <= self._known_to(node):
+                self._check_alive(node, deadline)
+                time.sleep(_POLL_SECONDS)
+
+    def _known_to(self, node: int) -> set[int]:
+        client = AdminClient({"bootstrap.servers": f"127.0.0.1:{self._nodes[node].port}", "log_level": 0})
+        try:
+            return set(client.list_topics(timeout=2).brokers)
+        except KafkaException:
+            return set()
+
+    def _check_alive(self, node: int, deadline: float) -> None:
+        process = self._processes[node]
+        if not process.is_running():
+            problem = "ended while it started"
+        elif time.monotonic() > deadline:
+            problem = "did not come up in time"
+        else:
+            return
+        raise StartError(f"Kafka broker {node} {problem}; the end of {process.log}:\n{process.log_tail()}")
+
+    def _node(self, node: int) -> broker.Node:
+        if node not in self._nodes:
+            raise OptionError(f"no broker {node!r}; there are {sorted(self._nodes)}")
+        return self._nodes[node]
+
+    def _process(self, node: int) -> ServerProcess:
+        self._node(node)
+        return self._processes[node]
+
+
+def _check(properties: Mapping[Any, Any]) -> None:
+    for name, value in properties.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise OptionError(f"properties must map str to str, not {name!r} to {value!r}")
+        if name in broker.RESERVED:
+            raise OptionError(f"the property {name} is chosen here and cannot be given")

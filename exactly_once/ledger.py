@@ -1,0 +1,249 @@
+"""The ledger: the changes of its rows, each one statement over all partitions concerned.
+
+Every method but :meth:`Ledger.advance` opens its own short transaction. Waiting for a lock is
+bounded; a lock time-out surfaces as ``psycopg.errors.LockNotAvailable``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+from psycopg import sql
+
+from .errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
+from .model import Advance, OwnerKind, Partition, Row
+from .session import Connection, Session, cursor_on
+from .sql import query
+
+LOCK_SECONDS = 4.0
+"""How long a change of the ledger waits for rows that another transaction has locked."""
+
+Watch = Callable[[int, Sequence[Partition]], AbstractContextManager[None]]
+
+
+def _unwatched(pid: int, partitions: Sequence[Partition]) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class Ledger:
+    """The rows of one consumer group, seen by one owner.
+
+    ``watch`` is entered around every statement that may wait for another owner's transaction.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        group_id: str,
+        owner_kind: OwnerKind,
+        owner_name: str | None = None,
+        take_over: bool = False,
+        watch: Watch = _unwatched,
+    ) -> None:
+        self.session = session
+        self.group_id = group_id
+        self._owner_kind = owner_kind
+        self._owner_name = owner_name
+        self._take_over = take_over
+        self._watch = watch
+        self._advance = query("advance", session.schema)
+        self._advance_and_commit = self._advance + sql.SQL("; COMMIT")
+
+    def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
+        """Return which partitions have rows, and which were ever given one."""
+        with self._changing([]) as cursor:
+            self._run(cursor, "known", topics=list(topics))
+            found = [(Partition(topic, number), has_row) for topic, number, has_row in cursor]
+        return {p for p, has_row in found if has_row}, {p for p, _ in found}
+
+    def enrol(
+        self,
+        next_offsets: Mapping[Partition, int | None],
+        *,
+        cluster_id: str | None,
+        topic_ids: Mapping[str, str | None],
+    ) -> None:
+        """Make the rows of partitions; those that exist stay as they are."""
+        with self._changing([]) as cursor:
+            self._run(
+                cursor,
+                "enrol",
+                **_keys(next_offsets),
+                next_offsets=list(next_offsets.values()),
+                topic_ids=[topic_ids.get(p.topic) for p in next_offsets],
+                cluster_id=cluster_id,
+            )
+
+    def acquire(self, partitions: Sequence[Partition]) -> list[Row]:
+        """Become the owner of rows and return them.
+
+        Waits for a transaction of the old owner that has advanced, so it never returns a stale offset.
+
+        :raises OwnedBySpark: when a Spark job owns a row; nothing is acquired then. Likewise
+        :raises OwnedByConsumer: when this is a Spark job, and
+        :raises LedgerRowMissing: when there is no row.
+        """
+        with self._changing(partitions) as cursor:
+            rows = self._rows(
+                cursor,
+                "acquire",
+                partitions,
+                token=uuid4(),
+                owner_kind=self._owner_kind,
+                owner_instance=self.session.instance,
+                owner_name=self._owner_name,
+                take_over=self._take_over,
+            )
+            if len(rows) < len(partitions):
+                self._refuse(cursor, set(partitions) - {row.partition for row in rows})
+        return rows
+
+    def read(self, partitions: Sequence[Partition]) -> list[Row]:
+        """Read rows under lock: after every transaction that could still change them."""
+        with self._changing(partitions) as cursor:
+            return self._rows(cursor, "read_locked", partitions)
+
+    def start(self, rows: Iterable[Row]) -> set[Partition]:
+        """Commit chosen starting offsets and ids; return the partitions that were still ours."""
+        rows = list(rows)
+        with self._changing([r.partition for r in rows]) as cursor:
+            self._run(
+                cursor,
+                "start",
+                **_keys(r.partition for r in rows),
+                tokens=[r.owner_token for r in rows],
+                next_offsets=[r.next_offset for r in rows],
+                leader_epochs=[r.leader_epoch for r in rows],
+                topic_ids=[r.topic_id for r in rows],
+                cluster_id=rows[0].cluster_id if rows else None,
+            )
+            return {Partition(topic, number) for topic, number in cursor}
+
+    def correct(self, row: Row, new_offset: int, *, reason: str) -> bool:
+        """Move one row of ours that is out of range, with an entry in the audit table."""
+        with self._changing([row.partition]) as cursor:
+            self._run(
+                cursor,
+                "correct",
+                topic=row.partition.topic,
+                partition=row.partition.number,
+                token=row.owner_token,
+                old_offset=row.next_offset,
+                new_offset=new_offset,
+                reason=reason,
+            )
+            return cursor.rowcount == 1
+
+    def identify(self, tokens: Mapping[Partition, UUID], topic_id: str, *, cluster_id: str | None) -> None:
+        """Fill in the topic id of rows of ours that have none, with an entry in the audit table."""
+        with self._changing(list(tokens)) as cursor:
+            self._run(
+                cursor,
+                "identify",
+                **_keys(tokens),
+                tokens=list(tokens.values()),
+                topic_ids=[topic_id] * len(tokens),
+                cluster_id=cluster_id,
+            )
+
+    def advance(self, connection: Connection, advances: Sequence[Advance], *, xid: str, commit: bool) -> None:
+        """Move the rows of one unit inside its open transaction; COMMIT in the same round trip if asked.
+
+        The server itself raises on a short count, so that a COMMIT behind it is never reached.
+
+        :raises psycopg.Error: with SQLSTATE EO001 for a short count, EO002 in a foreign transaction.
+        """
+        parameters = {
+            "xid": xid,
+            "group_id": self.group_id,
+            **_keys(a.partition for a in advances),
+            "tokens": [a.token for a in advances],
+            "epochs": [a.epoch for a in advances],
+            "topic_ids": [a.topic_id for a in advances],
+            "expected": [a.expected for a in advances],
+            "next_offsets": [a.next_offset for a in advances],
+            "leader_epochs": [a.leader_epoch for a in advances],
+        }
+        # Parameters are merged on the client: only so may two statements share one message.
+        cursor = psycopg.ClientCursor(connection)
+        cursor.execute(self._advance_and_commit if commit else self._advance, parameters)
+
+    def resolve(self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float) -> list[Row]:
+        """Acquire our own rows under a fresh token; return those that were still ours.
+
+        The token is added to ``tokens`` before it is sent, so that the call can be repeated when
+        its answer was lost.
+        """
+        tokens.append(uuid4())
+        with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
+            return self._rows(cursor, "resolve", partitions, token=tokens[-1], tokens=tokens)
+
+    def release(self, held: Sequence[tuple[Partition, UUID]]) -> None:
+        """Give rows back. Rows that are locked or not ours any more are left alone."""
+        with self._changing([]) as cursor:
+            self._run(cursor, "release", **_keys(p for p, _ in held), tokens=[token for _, token in held])
+
+    def halt(self, advances: Sequence[Advance], *, reason: str) -> None:
+        """Forbid anybody to acquire these rows until an operator has reset them."""
+        with self._changing([a.partition for a in advances]) as cursor:
+            tokens = [a.token for a in advances]
+            self._run(cursor, "halt", **_keys(a.partition for a in advances), tokens=tokens, reason=reason)
+
+    @contextlib.contextmanager
+    def _changing(
+        self, waiting: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS
+    ) -> Iterator[psycopg.Cursor[tuple[Any, ...]]]:
+        with self.session.ledger_transaction(lock_timeout_seconds=lock_seconds) as (connection, pid):
+            watching = self._watch(pid, waiting) if waiting else contextlib.nullcontext()
+            with watching:
+                yield cursor_on(connection)
+
+    def _run(self, cursor: psycopg.Cursor[tuple[Any, ...]], name: str, /, **parameters: Any) -> None:
+        statement = query(name, self.session.schema)
+        cursor.execute(statement, {"group_id": self.group_id, **parameters}, prepare=False)
+
+    def _rows(
+        self, cursor: psycopg.Cursor[tuple[Any, ...]], name: str, partitions: Iterable[Partition], **parameters: Any
+    ) -> list[Row]:
+        self._run(cursor, name, **_keys(partitions), **parameters)
+        assert cursor.description is not None
+        columns = [column.name for column in cursor.description][2:]
+        return [
+            Row(partition=Partition(topic, number), **dict(zip(columns, rest, strict=True)))
+            for topic, number, *rest in cursor
+        ]
+
+    def _refuse(self, cursor: psycopg.Cursor[tuple[Any, ...]], refused: set[Partition]) -> None:
+        found = {row.partition: row for row in self._rows(cursor, "read_locked", sorted(refused))}
+        for partition in sorted(refused):
+            row = found.get(partition)
+            if row is None:
+                raise row_missing(self.group_id, partition)
+            owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
+            error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
+            raise error(
+                f"{partition} of group {self.group_id!r} is owned by a {row.owner_kind} ({owner}) and was not "
+                "released. If that owner has stopped for good, start with take_over=True, or release it "
+                "with: exactly-once reset --to current"
+            )
+
+
+def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
+    """Describe a row that should be there."""
+    return LedgerRowMissing(
+        f"the ledger has rows of {partition.topic!r} for group {group_id!r} but none of partition "
+        f"{partition.number}: somebody deleted it. Restore it, or give it an offset with: "
+        f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset N"
+    )
+
+
+def _keys(partitions: Iterable[Partition]) -> dict[str, Any]:
+    """Split partitions into the two arrays that every statement takes."""
+    partitions = list(partitions)
+    return {"topics": [p.topic for p in partitions], "partitions": [p.number for p in partitions]}

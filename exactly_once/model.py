@@ -1,0 +1,50 @@
+"""The nouns of the protocol: partitions, rows of the ledger, moves of an offset. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+from uuid import UUID
+
+OwnerKind = Literal["consumer", "spark"]
+
+
+class Partition(NamedTuple):
+    """One partition of one topic; sorts in the order in which rows are locked."""
+
+    topic: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}[{self.number}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of the ledger, as a locking statement returned it."""
+
+    partition: Partition
+    next_offset: int | None
+    leader_epoch: int | None = None
+    cluster_id: str | None = None
+    topic_id: str | None = None
+    owner_epoch: int = 0
+    owner_token: UUID | None = None
+    owner_kind: OwnerKind | None = None
+    owner_instance: UUID | None = None
+    owner_name: str | None = None
+    halted: str | None = None
+    previous_instance: UUID | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """What a unit of work asks of one row: to go from ``expected`` to ``next_offset``."""
+
+    partition: Partition
+    token: UUID
+    epoch: int
+    topic_id: str | None
+    expected: int
+    next_offset: int
+    leader_epoch: int | None

@@ -1,0 +1,306 @@
+"""Ownership: what this member may do with each partition. A pure state machine, no I/O.
+
+Events come in as method calls; :attr:`Ownership.releases` and the ``to_…`` methods say what has to
+be done next. The consumer's loop does it, and so does the simulator of the tests.
+
+    assigned ──> PENDING ──acquired──> STARTING ──started──> OWNED ──(placed)──> messages flow
+                    ^                      │                   │
+                    └──────proved────── FENCED <───fenced──────┘
+    revoked or lost: forgotten from any state, its row is released
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from uuid import UUID
+
+from .model import Advance, Partition, Row
+
+
+class State(Enum):
+    """How far this member has come with a partition that Kafka assigned to it."""
+
+    PENDING = "assigned by Kafka, not acquired in the ledger"
+    STARTING = "acquired, its starting offset is being checked"
+    OWNED = "acquired and checked"
+    FENCED = "somebody else acquired it; membership must be proved first"
+
+
+class Verdict(Enum):
+    """Why an advance did not match a row."""
+
+    MATCHES = "nothing wrong with this row"
+    FENCED = "token or epoch differ"
+    AHEAD = "the row is above what was expected"
+    REWOUND = "the row is below what was expected"
+    MISSING = "there is no row"
+    RECREATED = "the topic id differs"
+
+
+@dataclass(slots=True)
+class Holding:
+    """A partition that Kafka assigned to this member.
+
+    ``expected`` is the ledger's offset, ``handed_out`` the end of what units were given, ``fetched``
+    the end of what the client delivered; a unit starts only where the first two agree.
+    """
+
+    state: State = State.PENDING
+    token: UUID | None = None
+    epoch: int = 0
+    topic_id: str | None = None
+    cluster_id: str | None = None
+    leader_epoch: int | None = None
+    expected: int = -1
+    handed_out: int = -1
+    fetched: int = -1
+    placed: bool = False
+    previous_instance: UUID | None = None
+
+
+@dataclass(slots=True)
+class Doubt:
+    """A unit whose outcome is unknown, with every token under which it may still be found."""
+
+    advances: Sequence[Advance]
+    tokens: list[UUID] = field(default_factory=list)
+
+
+class Resolution(Enum):
+    """What became of a unit that was in doubt."""
+
+    COMMITTED = "it had landed"
+    ABORTED = "it will never land"
+    FENCED = "the rows belong to somebody else by now"
+
+
+class Ownership:
+    """The partitions of one member, what it knows of each, and what must be done next."""
+
+    def __init__(self) -> None:
+        self.holdings: dict[Partition, Holding] = {}
+        self.releases: list[tuple[Partition, UUID]] = []
+        self.doubt: Doubt | None = None
+        self.is_unsettled = True
+        """Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done."""
+
+    # What Kafka says.
+
+    def assigned(self, partitions: Iterable[Partition]) -> None:
+        """Take note of new partitions; they are pending until their rows are acquired."""
+        for partition in partitions:
+            self._forget(partition)
+            self.holdings[partition] = Holding()
+            self.is_unsettled = True
+
+    def revoked(self, partitions: Iterable[Partition]) -> None:
+        """Forget partitions that were revoked or lost; their rows are to be released."""
+        for partition in partitions:
+            self._forget(partition)
+
+    # What the ledger says.
+
+    def acquired(self, rows: Iterable[Row]) -> None:
+        """Take note of rows that are ours now. They are not read from before :meth:`started`."""
+        for row in rows:
+            holding = self.holdings.get(row.partition)
+            if holding is None:
+                assert row.owner_token is not None
+                self.releases.append((row.partition, row.owner_token))
+                continue
+            holding.state = State.STARTING
+            holding.token, holding.epoch = row.owner_token, row.owner_epoch
+            holding.previous_instance = row.previous_instance
+            holding.placed = False
+
+    def started(self, partition: Partition, row: Row) -> None:
+        """Own a partition whose row was checked and has an offset."""
+        holding = self.holdings.get(partition)
+        if holding is None or holding.token != row.owner_token or row.next_offset is None:
+            return
+        holding.state = State.OWNED
+        holding.topic_id, holding.cluster_id = row.topic_id, row.cluster_id
+        self._go_to(holding, row)
+
+    def not_started(self, partitions: Iterable[Partition]) -> None:
+        """Give back what was acquired and cannot be started; it is pending again."""
+        for partition in partitions:
+            holding = self.holdings.get(partition)
+            if holding is not None and holding.state is State.STARTING:
+                self._forget(partition)
+                self.holdings[partition] = Holding()
+
+    def proved(self, partitions: Iterable[Partition]) -> None:
+        """Allow fenced partitions to be acquired again: Kafka still counts us as their member."""
+        for partition in partitions:
+            holding = self.holdings.get(partition)
+            if holding is not None and holding.state is State.FENCED:
+                holding.state = State.PENDING
+
+    # What the client did.
+
+    def placed(self, partitions: Iterable[Partition]) -> None:
+        """Take note that the client now fetches from the expected offset."""
+        for partition in partitions:
+            holding = self.holdings[partition]
+            holding.placed = True
+            holding.handed_out = holding.fetched = holding.expected
+
+    def misplaced(self) -> None:
+        """Distrust every position of the client, after an exception out of poll or consume."""
+        self.is_unsettled = True
+        for holding in self.holdings.values():
+            holding.placed = False
+
+    # What becomes of units.
+
+    def hand_out(self, ends: Mapping[Partition, tuple[int, int | None]]) -> list[Advance]:
+        """Give messages up to ``ends`` (offset after the last, its leader epoch) to a unit.
+
+        :raises AssertionError: when an earlier unit of a partition was not accounted for.
+        """
+        advances = []
+        for partition in sorted(ends):
+            holding, (end, leader_epoch) = self.holdings[partition], ends[partition]
+            assert holding.state is State.OWNED and holding.token is not None, partition
+            assert holding.handed_out == holding.expected < end, (partition, holding, end)
+            holding.handed_out = end
+            advances.append(
+                Advance(
+                    partition=partition,
+                    token=holding.token,
+                    epoch=holding.epoch,
+                    topic_id=holding.topic_id,
+                    expected=holding.expected,
+                    next_offset=end,
+                    leader_epoch=leader_epoch,
+                )
+            )
+        return advances
+
+    def committed(self, advances: Iterable[Advance]) -> None:
+        """Move on: the unit and its offsets are durable."""
+        for advance in advances:
+            holding = self._held(advance)
+            if holding is not None:
+                holding.expected, holding.leader_epoch = advance.next_offset, advance.leader_epoch
+
+    def aborted(self, advances: Iterable[Advance]) -> None:
+        """Take back what a unit was given: it will never land."""
+        for advance in advances:
+            holding = self._held(advance)
+            if holding is not None:
+                holding.handed_out = holding.expected
+
+    def unknown(self, advances: Sequence[Advance]) -> None:
+        """Stop everything until the outcome of this unit is resolved."""
+        self.doubt = Doubt(advances, sorted({a.token for a in advances}))
+
+    def resolved(self, rows: Iterable[Row]) -> Resolution:
+        """Read the outcome of the unit in doubt from its rows, acquired under a fresh token."""
+        assert self.doubt is not None
+        found = {row.partition: row for row in rows}
+        resolution = Resolution.FENCED
+        for advance in self.doubt.advances:
+            row, holding = found.get(advance.partition), self._held(advance)
+            if row is None:
+                self._fence(holding)
+                continue
+            landed = row.next_offset == advance.next_offset
+            resolution = Resolution.COMMITTED if landed else Resolution.ABORTED
+            if holding is None:
+                assert row.owner_token is not None
+                self.releases.append((row.partition, row.owner_token))
+                continue
+            holding.token = row.owner_token
+            if landed:
+                holding.expected, holding.leader_epoch = advance.next_offset, advance.leader_epoch
+            elif row.next_offset == advance.expected:
+                holding.handed_out = holding.expected
+            else:
+                self._go_to(holding, row)
+        self.doubt = None
+        return resolution
+
+    def judge(self, advances: Iterable[Advance], rows: Iterable[Row]) -> dict[Partition, Verdict]:
+        """Say for each partition of a short advance what is wrong, and act on it."""
+        found = {row.partition: row for row in rows}
+        verdicts = {}
+        for advance in advances:
+            row = found.get(advance.partition)
+            verdict = verdicts[advance.partition] = verdict_on(advance, row)
+            holding = self._held(advance)
+            if holding is None:
+                continue
+            holding.handed_out = holding.expected
+            if verdict is Verdict.FENCED:
+                self._fence(holding)
+            elif verdict in (Verdict.AHEAD, Verdict.REWOUND):
+                assert row is not None
+                self._go_to(holding, row)
+        return verdicts
+
+    # What to do next.
+
+    def to_acquire(self) -> list[Partition]:
+        """Return the partitions whose rows must be acquired, in locking order."""
+        return self._in_state(State.PENDING)
+
+    def to_prove(self) -> list[Partition]:
+        """Return the partitions for which membership must be proved before they are acquired."""
+        return self._in_state(State.FENCED)
+
+    def to_place(self) -> dict[Partition, Holding]:
+        """Return what the client must be told to fetch, or to fetch from elsewhere."""
+        return {p: h for p, h in self.holdings.items() if h.state is State.OWNED and not h.placed}
+
+    def deliverable(self, partition: Partition) -> Holding | None:
+        """Return the holding if messages of this partition may be handed to units now."""
+        holding = self.holdings.get(partition)
+        return holding if holding is not None and holding.state is State.OWNED and holding.placed else None
+
+    def tokens(self) -> list[tuple[Partition, UUID]]:
+        """Return all that is ours in the ledger, for a release at the end."""
+        held = [(p, h.token) for p, h in self.holdings.items() if h.token is not None]
+        return sorted(held + self.releases)
+
+    def _in_state(self, state: State) -> list[Partition]:
+        return sorted(p for p, h in self.holdings.items() if h.state is state)
+
+    def _forget(self, partition: Partition) -> None:
+        holding = self.holdings.pop(partition, None)
+        self.is_unsettled = True
+        if holding is not None and holding.token is not None:
+            self.releases.append((partition, holding.token))
+
+    def _held(self, advance: Advance) -> Holding | None:
+        """Find the holding under which the unit began; a newer one of the partition does not count."""
+        holding = self.holdings.get(advance.partition)
+        return holding if holding is not None and holding.token == advance.token else None
+
+    def _fence(self, holding: Holding | None) -> None:
+        self.is_unsettled = True
+        if holding is not None:
+            holding.state, holding.token, holding.placed = State.FENCED, None, False
+
+    def _go_to(self, holding: Holding, row: Row) -> None:
+        assert row.next_offset is not None
+        self.is_unsettled = True
+        holding.expected = holding.handed_out = holding.fetched = row.next_offset
+        holding.leader_epoch = row.leader_epoch
+        holding.placed = False
+
+
+def verdict_on(advance: Advance, row: Row | None) -> Verdict:
+    """Compare one row, read under lock, with what a unit expected of it: the token first."""
+    if row is None:
+        return Verdict.MISSING
+    if row.owner_token != advance.token or row.owner_epoch != advance.epoch:
+        return Verdict.FENCED
+    if row.topic_id != advance.topic_id:
+        return Verdict.RECREATED
+    if row.next_offset is None or row.next_offset < advance.expected:
+        return Verdict.REWOUND
+    return Verdict.AHEAD if row.next_offset > advance.expected else Verdict.MATCHES

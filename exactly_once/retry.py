@@ -1,0 +1,64 @@
+"""Retry: what is worth waiting for, and how long, as tenacity's objects."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import psycopg
+import tenacity
+from confluent_kafka import KafkaException
+
+from .errors import Redelivered, Unreachable
+from .outcome import Fault, classify, driver_error
+
+logger = logging.getLogger(__name__)
+
+BACKOFF = tenacity.wait_exponential_jitter(initial=0.05, max=5.0, jitter=0.1)
+"""Seconds between tries: 0.05, doubling up to 5, each with up to 0.1 of jitter."""
+
+
+def is_passing(error: BaseException) -> bool:
+    """Tell whether an error of the loop itself goes away by waiting: a server that is away or busy."""
+    if isinstance(error, (Redelivered, Unreachable)):
+        return True
+    if isinstance(error, KafkaException):
+        return bool(error.args[0].retriable())
+    driver = driver_error(error) if isinstance(error, psycopg.Error) else None
+    if driver is None:
+        return False
+    # Without a SQLSTATE the server did not answer: no connection, or a broken one.
+    lost = driver.sqlstate is None and isinstance(driver, psycopg.OperationalError)
+    return classify(driver, connection_lost=lost) in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION)
+
+
+def patiently(
+    *, sleep: Callable[[float], None], stop: threading.Event, wait: tenacity.wait.wait_base = BACKOFF
+) -> tenacity.Retrying:
+    """Return a retrier that waits by calling ``sleep`` until it works, or ``stop`` is set."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_passing),
+        wait=wait,
+        stop=tenacity.stop_when_event_set(stop),
+        sleep=sleep,
+        before_sleep=_log,
+        reraise=True,
+    )
+
+
+def at_start(seconds: float) -> tenacity.Retrying:
+    """Return a retrier for the first contact with a server: bounded, then the error itself."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_passing),
+        wait=BACKOFF,
+        stop=tenacity.stop_after_delay(seconds),
+        reraise=True,
+    )
+
+
+def _log(state: tenacity.RetryCallState) -> None:
+    """Say at once that something is waited for, then less and less often."""
+    count = state.attempt_number
+    if count & (count - 1) == 0 and state.outcome is not None:
+        logger.warning("waiting (try %s): %s", count, state.outcome.exception())

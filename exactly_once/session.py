@@ -1,0 +1,214 @@
+"""Session: the one connection of a consumer to Postgres, opened anew when it is lost.
+
+Nothing is ever set for longer than a transaction, so a transaction pooler may stand in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from uuid import UUID, uuid4
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+
+from .errors import ConfigurationError, OutcomeLost
+from .sql import query
+
+logger = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[Any]
+
+_DEFAULTS = {
+    # A half-open connection is covered by no server time-out. In sum these stay far below the
+    # default max.poll.interval.ms of 300 seconds.
+    "connect_timeout": "10",
+    "keepalives_idle": "15",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+_END_WAIT_SECONDS = 10.0
+
+
+class Begun(NamedTuple):
+    """A transaction of ours: its id, the backend that runs it, the life of the server it began in."""
+
+    xid: str
+    pid: int
+    server: str
+
+
+def connector(conninfo: str) -> Callable[[], Connection]:
+    """Return a callable that opens connections to ``conninfo`` as the library needs them.
+
+    :raises ConfigurationError: when libpq cannot read ``conninfo``; its text is not repeated.
+    """
+    try:
+        given = conninfo_to_dict(conninfo)
+    except psycopg.Error:
+        raise ConfigurationError(
+            "conninfo is not a connection string that libpq understands; "
+            "expected postgresql://user@host:port/database or key=value pairs"
+        ) from None
+    complete = make_conninfo("", **{**_DEFAULTS, **given})
+    return lambda: psycopg.connect(complete, autocommit=True, prepare_threshold=None)
+
+
+def address(connection: Connection) -> str:
+    """Name host, port and database of a connection, and nothing secret."""
+    info = connection.info
+    return f"{info.host}:{info.port}/{info.dbname}"
+
+
+class Session:
+    """Owns the connection; begins, and finds out what became of, transactions on it."""
+
+    def __init__(self, connect: Callable[[], Connection], *, schema: str) -> None:
+        self.schema = schema
+        self.instance: UUID = uuid4()
+        self.marker = f"exactly_once:{self.instance}"
+        self.connect = connect
+        self._connection: Connection | None = None
+        self._server = ""
+        marker = sql.Literal(self.marker)
+        self._begin = {
+            level: query("begin", schema, marker=marker, isolation=sql.SQL(level)).as_bytes(None)
+            for level in ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
+        }
+
+    @property
+    def connection(self) -> Connection:
+        """The live connection, opened if there is none.
+
+        :raises psycopg.OperationalError: when the server cannot be reached.
+        """
+        if self.lost:
+            self.discard()
+            connection = self.connect()
+            if connection.info.transaction_status is TransactionStatus.IDLE:
+                connection.autocommit = True
+            self._server = self._ask_server(connection)
+            self._connection = connection
+        assert self._connection is not None
+        return self._connection
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is no connection that could still be used."""
+        return self._connection is None or is_lost(self._connection)
+
+    def discard(self) -> None:
+        """Close the connection; the next use opens another."""
+        if self._connection is not None:
+            with contextlib.suppress(psycopg.Error):
+                self._connection.close()
+        self._connection = None
+
+    def begin(self, isolation: str) -> Begun:
+        """Open a transaction in one round trip and learn its id."""
+        cursor = cursor_on(self.connection).execute(self._begin[isolation])
+        xid, pid = last_row(cursor)
+        return Begun(xid, pid, self._server)
+
+    @contextlib.contextmanager
+    def ledger_transaction(self, *, lock_timeout_seconds: float) -> Iterator[tuple[Connection, int]]:
+        """Run a short transaction that only touches the ledger; yield connection and backend pid."""
+        connection = self.connection
+        opening = query(
+            "begin_ledger",
+            self.schema,
+            marker=sql.Literal(self.marker),
+            lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),
+        )
+        try:
+            (pid,) = last_row(cursor_on(connection).execute(opening))
+            yield connection, pid
+            connection.execute("COMMIT")
+        except BaseException:
+            self.roll_back()
+            raise
+
+    def roll_back(self) -> None:
+        """End whatever transaction is open; a connection that cannot do even that is discarded."""
+        if self._connection is None:
+            return
+        try:
+            if self.lost or self._connection.info.transaction_status is TransactionStatus.ACTIVE:
+                self.discard()
+            elif self._connection.info.transaction_status is not TransactionStatus.IDLE:
+                self._connection.execute("ROLLBACK")
+        except psycopg.Error:
+            self.discard()
+
+    def fate(self, begun: Begun) -> str:
+        """Find out what became of a transaction whose COMMIT was never sent by us.
+
+        Return ``committed`` or ``aborted``. One that still runs on a lost connection is ended first.
+
+        :raises psycopg.OperationalError: when the server cannot be asked now.
+        :raises OutcomeLost: when the server does not know.
+        """
+        deadline = time.monotonic() + _END_WAIT_SECONDS
+        while True:
+            status = self._status(begun)
+            if status in ("committed", "aborted"):
+                return status
+            if status is None or time.monotonic() > deadline:
+                raise OutcomeLost(
+                    f"Postgres cannot say what became of transaction {begun.xid} (it answered {status!r}); "
+                    "look whether its effects are there, then use exactly-once reset"
+                )
+            self._end(begun)
+
+    def close(self) -> None:
+        """Close the connection for good."""
+        self.discard()
+
+    def _status(self, begun: Begun) -> str | None:
+        connection = self.connection
+        if self._server != begun.server:
+            # After a crash or a failover the ids of transactions that left no trace are given out
+            # again, so the answer could be about somebody else's. Without our COMMIT ours is gone.
+            logger.warning("the database server was restarted; transaction %s did not survive", begun.xid)
+            return "aborted"
+        cursor = cursor_on(connection)
+        cursor.execute(query("xact_status", self.schema), {"xid": begun.xid}, prepare=False)
+        status: str | None = last_row(cursor)[0]
+        return status
+
+    def _end(self, begun: Begun) -> None:
+        """End the backend that still runs the transaction, and wait until it is gone."""
+        parameters = {"xid": begun.xid, "marker": self.marker}
+        cursor_on(self.connection).execute(query("end_transaction", self.schema), parameters, prepare=False)
+        self.connection.execute("SELECT pg_sleep(0.02)")
+
+    def _ask_server(self, connection: Connection) -> str:
+        return str(last_row(cursor_on(connection).execute(query("server", self.schema)))[0])
+
+
+def is_lost(connection: Connection) -> bool:
+    """Tell whether a connection is closed, broken or in an unknown state."""
+    return (
+        connection.closed or connection.broken or connection.info.transaction_status is TransactionStatus.UNKNOWN
+    )
+
+
+def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Make a cursor that gives tuples and prepares nothing, however the connection is set up."""
+    return psycopg.Cursor(connection, row_factory=tuple_row)
+
+
+def last_row(cursor: psycopg.Cursor[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Read the only row of the last statement of several."""
+    while cursor.nextset():
+        pass
+    row = cursor.fetchone()
+    assert row is not None
+    return row

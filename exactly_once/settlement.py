@@ -1,0 +1,283 @@
+"""Settlement: what becomes of a unit and of its messages. The outcome table, row by row."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, fields
+from typing import NoReturn
+
+import psycopg
+
+from .delivery import Delivery
+from .errors import (
+    Ahead,
+    ExactlyOnceError,
+    Fenced,
+    HandlerCommitted,
+    OutcomeLost,
+    OutcomePending,
+    Redelivered,
+    Rewound,
+    TopicRecreated,
+    UnitTooSlow,
+)
+from .ledger import LOCK_SECONDS, Ledger, row_missing
+from .mirror import Mirror
+from .model import Advance, Row
+from .outcome import SHORT_COUNT, Fault, classify, driver_error
+from .ownership import Ownership, Resolution, Verdict
+from .session import is_lost
+from .unit import Unit
+from .unit_of_work import CommitUnknown
+from .watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened to units so far, for logs and tests."""
+
+    committed: int = 0
+    messages: int = 0
+    redelivered: int = 0
+    fenced: int = 0
+    ahead: int = 0
+    rewound: int = 0
+    resolved_committed: int = 0
+    resolved_aborted: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name))
+
+
+class Settlement:
+    """Begins, commits, undoes and resolves the units of one consumer."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        ownership: Ownership,
+        delivery: Delivery,
+        mirror: Mirror,
+        watcher: Watcher,
+        max_messages: int,
+        max_unit_seconds: float,
+    ) -> None:
+        self._ledger = ledger
+        self._ownership = ownership
+        self._delivery = delivery
+        self._mirror = mirror
+        self._watcher = watcher
+        self._max_messages = max_messages
+        self._max_unit_seconds = max_unit_seconds
+        self._began_at = 0.0
+        self._pending: tuple[Unit, bool] | None = None
+        self.limit = max_messages
+        self.counters = Counters()
+        self.failed: ExactlyOnceError | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a unit waits for its outcome."""
+        return self._pending is not None
+
+    def begin(self, unit: Unit) -> None:
+        """Open the unit's transaction.
+
+        :raises Redelivered: when the database cannot be reached or refuses for now.
+        """
+        self._began_at = time.monotonic()
+        try:
+            unit.work.begin()
+        except BaseException as error:
+            lost = unit.work.is_lost
+            unit.work.roll_back()
+            self._give_back(unit)
+            self._raise_fault(unit, error, lost=lost)
+            raise
+        assert unit.work.begun is not None
+        holdings = (self._ownership.holdings.get(a.partition) for a in unit.advances)
+        previous = [h.previous_instance for h in holdings if h is not None and h.previous_instance is not None]
+        self._watcher.watch(unit.work.begun.pid, previous=previous)
+
+    def finish(self, unit: Unit) -> None:
+        """Commit the unit; raise whatever became of it instead."""
+        try:
+            unit.work.commit(unit.advances)
+        except CommitUnknown as unknown:
+            assert unknown.__cause__ is not None
+            self._after_unknown(unit, unknown.__cause__)
+        except BaseException as error:
+            self.abandon(unit, error)
+            raise
+        else:
+            self._landed(unit)
+        finally:
+            self._watcher.clear()
+
+    def abandon(self, unit: Unit, error: BaseException) -> None:
+        """Undo a unit before its COMMIT was sent; return if ``error`` itself tells it best.
+
+        :raises HandlerCommitted: when the handler had committed by itself.
+        :raises Redelivered: when it is nobody's fault, or nobody can say yet.
+        """
+        self._watcher.clear()
+        lost = unit.work.is_lost
+        unit.work.roll_back()
+        try:
+            fate = unit.work.fate()
+        except psycopg.Error:
+            self._pending = (unit, False)
+            if not isinstance(error, Exception):
+                return
+            raise OutcomePending(_told(unit, "the database cannot be asked what became of it")) from error
+        except OutcomeLost as lost_outcome:
+            self.failed = lost_outcome
+            raise
+        if fate == "committed":
+            self._handler_committed(unit, error)
+        driver = driver_error(error)
+        if driver is not None and driver.sqlstate == SHORT_COUNT:
+            self._judge(unit, error)
+        self._give_back(unit)
+        self._raise_fault(unit, error, lost=lost)
+
+    def settle(self) -> None:
+        """Find out what became of the unit that is pending, if there is one.
+
+        :raises psycopg.Error: when the database cannot be asked now; call again.
+        :raises HandlerCommitted: when the handler had committed by itself.
+        """
+        if self._pending is None:
+            return
+        unit, commit_sent = self._pending
+        if commit_sent:
+            self._resolve(unit)
+        elif unit.work.fate() == "committed":
+            self._handler_committed(unit, None)
+        else:
+            self._give_back(unit)
+        self._pending = None
+
+    def _landed(self, unit: Unit) -> None:
+        self._ownership.committed(unit.advances)
+        self._delivery.committed()
+        for advance in unit.advances:
+            self._mirror.applied(advance.partition, advance.next_offset, advance.leader_epoch)
+        self.counters.committed += 1
+        self.counters.messages += len(unit.messages)
+        late = time.monotonic() - self._began_at > self._max_unit_seconds
+        self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
+
+    def _give_back(self, unit: Unit) -> None:
+        self.counters.redelivered += 1
+        self._ownership.aborted(unit.advances)
+        self._delivery.put_back(unit.messages)
+
+    def _after_unknown(self, unit: Unit, error: BaseException) -> None:
+        """Try once to learn the outcome of a COMMIT that was not confirmed."""
+        lost = is_lost(unit.work.connection)
+        self._ownership.unknown(unit.advances)
+        self._pending = (unit, True)
+        try:
+            resolution = self._resolve(unit)
+        except psycopg.Error:
+            if not isinstance(error, Exception):
+                raise error from None
+            raise OutcomePending(_told(unit, "COMMIT was not confirmed, and the database cannot be asked")) from error
+        self._pending = None
+        if not isinstance(error, Exception):
+            raise error
+        if resolution is Resolution.FENCED:
+            raise Fenced(_told(unit, "COMMIT was not confirmed, and its rows belong to another owner")) from error
+        if resolution is Resolution.ABORTED:
+            self._raise_fault(unit, error, lost=lost)
+            raise error
+
+    def _resolve(self, unit: Unit) -> Resolution:
+        doubt = self._ownership.doubt
+        assert doubt is not None
+        partitions = sorted(a.partition for a in unit.advances)
+        rows = self._ledger.resolve(partitions, doubt.tokens, lock_seconds=LOCK_SECONDS)
+        resolution = self._ownership.resolved(rows)
+        if resolution is Resolution.COMMITTED:
+            self.counters.resolved_committed += 1
+            self._landed(unit)
+        else:
+            self.counters.resolved_aborted += 1
+            self._delivery.put_back(unit.messages)
+        self._delivery.discard()
+        logger.warning("the outcome of %r was in doubt: %s", unit, resolution.value)
+        return resolution
+
+    def _judge(self, unit: Unit, error: BaseException) -> NoReturn:
+        """Read the rows of a unit that could not advance, and raise what is wrong with them."""
+        try:
+            rows = self._ledger.read(sorted(a.partition for a in unit.advances))
+        except psycopg.Error:
+            self._ownership.unknown(unit.advances)
+            self._pending = (unit, True)
+            raise OutcomePending(_told(unit, "the ledger did not advance and cannot be read now")) from error
+        verdicts = self._ownership.judge(unit.advances, rows)
+        self.counters.redelivered += 1
+        self._delivery.put_back(unit.messages)
+        stored = {row.partition: row for row in rows}
+        for verdict in (Verdict.MISSING, Verdict.RECREATED, Verdict.REWOUND, Verdict.FENCED, Verdict.AHEAD):
+            for advance in unit.advances:
+                if verdicts[advance.partition] is verdict:
+                    raise self._wrong(unit, verdict, advance, stored.get(advance.partition)) from error
+        raise Redelivered(_told(unit, "its rows were changed and changed back")) from error
+
+    def _wrong(self, unit: Unit, verdict: Verdict, advance: Advance, row: Row | None) -> ExactlyOnceError:
+        """Describe the worst thing that kept a unit from advancing."""
+        place = f"{advance.partition} of group {self._ledger.group_id!r}"
+        if row is None:
+            return row_missing(self._ledger.group_id, advance.partition)
+        if verdict is Verdict.RECREATED:
+            return TopicRecreated(f"{place}: started with topic id {advance.topic_id}, the ledger has {row.topic_id}")
+        if verdict is Verdict.REWOUND:
+            self.counters.rewound += 1
+            return Rewound(
+                f"{place}: expected offset {advance.expected}, the ledger is back at {row.next_offset}: the database "
+                "lost commits in a failover, effects and offsets together; going on from the ledger"
+            )
+        if verdict is Verdict.AHEAD:
+            self.counters.ahead += 1
+            return Ahead(f"{place}: expected offset {advance.expected}, the ledger is at {row.next_offset}")
+        self.counters.fenced += 1
+        owner = row.owner_name or row.owner_instance if row.owner_token else "nobody, it was reset or released"
+        return Fenced(_told(unit, f"{place} is owned by {owner} now (owner epoch {row.owner_epoch})"))
+
+    def _handler_committed(self, unit: Unit, error: BaseException | None) -> NoReturn:
+        """Halt the partitions: their effects are durable, their offset is not."""
+        reason = f"the handler committed a transaction by itself with the messages of {unit!r}"
+        self.failed = HandlerCommitted(
+            f"{reason}: its effects are durable, the offset is not. The partitions are halted. Take COMMIT, "
+            "conn.commit() and `with connection:` out of the handler, decide which messages took effect, then: "
+            "exactly-once reset --to-offset N"
+        )
+        self._pending = None
+        try:
+            self._ledger.halt(unit.advances, reason=reason)
+        except psycopg.Error as trouble:
+            logger.critical("could not halt the partitions of %r in the ledger: %s", unit, trouble)
+        raise self.failed from error
+
+    def _raise_fault(self, unit: Unit, error: BaseException, *, lost: bool) -> None:
+        """Raise what the outcome table says of ``error``, or return if it is to propagate itself."""
+        if not isinstance(error, Exception) or isinstance(error, ExactlyOnceError):
+            return
+        fault = classify(error, connection_lost=lost)
+        if fault is Fault.DURATION:
+            self.limit = max(1, len(unit.messages) // 2)
+            if len(unit.messages) == 1:
+                raise UnitTooSlow(_told(unit, f"one message is not done in the time that is allowed: {error}")) from error
+        if fault in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION):
+            raise Redelivered(_told(unit, str(error).strip())) from error
+
+
+def _told(unit: Unit, what: str) -> str:
+    return f"{what} ({unit!r}); nothing is lost, the messages come again if they did not take effect"

@@ -1,0 +1,40 @@
+"""SQL: the named queries and the migrations, as files beside this one.
+
+A query is written with ``{schema}`` where the schema's name belongs and, in the few places where
+Postgres takes no parameters (BEGIN, SET), with other names in braces that the caller fills in.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+
+from psycopg import sql
+
+_NAME = re.compile(r"^-- name: (\w+)\n((?:--.*\n)*)", re.MULTILINE)
+
+
+def query(name: str, schema: str, **parts: sql.Composable) -> sql.Composed:
+    """Return the query ``name`` for one schema, its other placeholders filled in."""
+    return sql.SQL(_queries()[name]).format(schema=sql.Identifier(schema), **parts)  # type: ignore[arg-type]
+
+
+def migrations(schema: str) -> dict[int, sql.Composed]:
+    """Return the migrations by number, in order."""
+    folder = files(__name__) / "migrations"
+    found = sorted((int(f.name.split("_")[0]), f.read_text("utf-8")) for f in folder.iterdir() if f.name.endswith(".sql"))
+    return {number: sql.SQL(text).format(schema=sql.Identifier(schema)) for number, text in found}  # type: ignore[arg-type]
+
+
+def grants(schema: str, role: str) -> sql.Composed:
+    """Return what a worker's role must be granted."""
+    text = (files(__name__) / "grants.sql").read_text("utf-8")
+    return sql.SQL(text).format(schema=sql.Identifier(schema), role=sql.Identifier(role))  # type: ignore[arg-type]
+
+
+@cache
+def _queries() -> dict[str, str]:
+    """Split the file at its name lines."""
+    _, *parts = _NAME.split((files(__name__) / "queries.sql").read_text("utf-8"))
+    return {name: body.strip() for name, _, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}

@@ -1,0 +1,88 @@
+-- The ledger: for every partition of a consumer group the first offset that was not applied yet.
+CREATE TABLE {schema}.ledger (
+    group_id       text        NOT NULL,
+    topic          text        NOT NULL,
+    partition      int         NOT NULL,
+    cluster_id     text,
+    topic_id       text,
+    next_offset    bigint      CHECK (next_offset >= 0),
+    leader_epoch   int,
+    owner_epoch    bigint      NOT NULL DEFAULT 0,
+    owner_token    uuid,
+    owner_kind     text        CHECK (owner_kind IN ('consumer', 'spark')),
+    owner_instance uuid,
+    owner_name     text,
+    halted         text,
+    acquired_at    timestamptz,
+    advanced_at    timestamptz,
+    PRIMARY KEY (group_id, topic, partition)
+) WITH (fillfactor = 20);
+
+COMMENT ON COLUMN {schema}.ledger.next_offset IS 'first offset not yet applied; null until the start was chosen';
+COMMENT ON COLUMN {schema}.ledger.owner_token IS 'drawn by the owner at each acquisition; null when released';
+COMMENT ON COLUMN {schema}.ledger.halted IS 'why nobody may acquire the partition until an operator resets it';
+
+-- Every change of an offset that was not an advance.
+CREATE TABLE {schema}.audit (
+    id             bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at             timestamptz NOT NULL DEFAULT clock_timestamp(),
+    actor          text        NOT NULL DEFAULT session_user,
+    action         text        NOT NULL,
+    reason         text        NOT NULL,
+    group_id       text        NOT NULL,
+    topic          text        NOT NULL,
+    partition      int         NOT NULL,
+    old_offset     bigint,
+    new_offset     bigint,
+    old_topic_id   text,
+    new_topic_id   text,
+    old_cluster_id text,
+    new_cluster_id text
+);
+
+-- Moves the offsets of one unit of work, all or none, inside the transaction of its effects.
+-- The count is checked here and not by the client, so that COMMIT may share the round trip.
+CREATE FUNCTION {schema}.advance(
+    unit_xid xid8, unit_group text, topics text[], partitions int[], tokens uuid[], epochs bigint[],
+    topic_ids text[], expected bigint[], next_offsets bigint[], leader_epochs int[]
+) RETURNS void LANGUAGE plpgsql AS $advance$
+DECLARE
+    moved bigint;
+BEGIN
+    IF pg_current_xact_id() <> unit_xid THEN
+        RAISE EXCEPTION 'the transaction of this unit of work has ended' USING ERRCODE = 'EO002';
+    END IF;
+    WITH held AS (
+        SELECT l.topic, l.partition, a.next_offset, a.leader_epoch
+        FROM unnest(topics, partitions, tokens, epochs, topic_ids, expected, next_offsets, leader_epochs)
+             AS a(topic, partition, token, epoch, topic_id, expected, next_offset, leader_epoch)
+        JOIN {schema}.ledger l
+          ON l.group_id = unit_group AND l.topic = a.topic AND l.partition = a.partition
+        WHERE l.owner_token = a.token
+          AND l.owner_epoch = a.epoch
+          AND l.topic_id IS NOT DISTINCT FROM a.topic_id
+          AND l.next_offset = a.expected
+        ORDER BY l.topic, l.partition
+        FOR UPDATE OF l)
+    UPDATE {schema}.ledger l
+    SET next_offset = held.next_offset, leader_epoch = held.leader_epoch, advanced_at = clock_timestamp()
+    FROM held
+    WHERE l.group_id = unit_group AND l.topic = held.topic AND l.partition = held.partition;
+    GET DIAGNOSTICS moved = ROW_COUNT;
+    IF moved <> cardinality(partitions) THEN
+        RAISE EXCEPTION 'advanced % of % partitions', moved, cardinality(partitions)
+            USING ERRCODE = 'EO001';
+    END IF;
+END
+$advance$;
+
+CREATE INDEX audit_enrolled ON {schema}.audit (group_id, topic) WHERE action = 'enrol';
+
+-- One row: what is installed, and the oldest schema version a release must know to work with it.
+CREATE TABLE {schema}.version (
+    only_row       boolean     PRIMARY KEY DEFAULT true CHECK (only_row),
+    version        int         NOT NULL,
+    oldest_reader  int         NOT NULL,
+    migrated_at    timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+INSERT INTO {schema}.version (version, oldest_reader) VALUES (1, 1);

@@ -1,0 +1,269 @@
+-- Every statement of the library that is not DDL. A query starts with its name and its purpose.
+-- All that lock several rows take them in the order of (topic, partition).
+
+-- name: begin
+-- Open a unit of work or a change of the ledger: who we are, and by what the server knows it.
+BEGIN ISOLATION LEVEL {isolation};
+SET LOCAL application_name = {marker};
+SELECT pg_current_xact_id()::text, pg_backend_pid()
+
+-- name: begin_ledger
+-- Open a short transaction that only touches the ledger.
+BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL application_name = {marker};
+SET LOCAL lock_timeout = {lock_timeout};
+SELECT pg_backend_pid()
+
+-- name: xact_status
+-- What became of a transaction; null when the server no longer knows.
+SELECT pg_xact_status(%(xid)s::xid8)
+
+-- name: server
+-- Tell one life of the server from the next: transaction ids of a crashed life may be given out again.
+SELECT pg_postmaster_start_time()::text || ' ' || coalesce(stats_reset::text, '') FROM pg_stat_bgwriter
+
+-- name: known
+-- Which partitions have rows, and which had one once. Never used to learn an offset.
+SELECT topic, partition, true AS has_row FROM {schema}.ledger
+WHERE group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
+UNION ALL
+SELECT topic, partition, false FROM {schema}.audit
+WHERE action = 'enrol' AND group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
+
+-- name: enrol
+-- Give partitions their rows; those that exist stay as they are.
+WITH made AS (
+    INSERT INTO {schema}.ledger (group_id, topic, partition, next_offset, cluster_id, topic_id)
+    SELECT %(group_id)s, e.topic, e.partition, e.next_offset, %(cluster_id)s, e.topic_id
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[], %(topic_ids)s::text[])
+         AS e(topic, partition, next_offset, topic_id)
+    ORDER BY e.topic, e.partition
+    ON CONFLICT DO NOTHING
+    RETURNING group_id, topic, partition, next_offset, cluster_id, topic_id)
+INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_offset, new_cluster_id, new_topic_id)
+SELECT 'enrol', 'the first time that this group met the partition', group_id, topic, partition, next_offset,
+       cluster_id, topic_id
+FROM made
+
+-- name: acquire
+-- Become the owner. Waits for a transaction of the old owner that has advanced.
+WITH held AS (
+    SELECT l.topic, l.partition, l.owner_instance AS previous_instance
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+    WHERE l.owner_token IS NULL OR l.owner_kind = %(owner_kind)s OR %(take_over)s
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l)
+UPDATE {schema}.ledger l
+SET owner_epoch = l.owner_epoch + 1, owner_token = %(token)s, owner_kind = %(owner_kind)s,
+    owner_instance = %(owner_instance)s, owner_name = %(owner_name)s, acquired_at = clock_timestamp()
+FROM held
+WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+RETURNING l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
+          l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted,
+          held.previous_instance
+
+-- name: read_locked
+-- Read rows as they are after every transaction that still may change them.
+SELECT l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
+       l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted
+FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
+JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+ORDER BY l.topic, l.partition
+FOR UPDATE OF l
+
+-- name: start
+-- Commit the chosen starting offsets, with the ids that they belong to, before anything is fetched.
+WITH held AS (
+    SELECT l.topic, l.partition, s.next_offset, s.leader_epoch, s.topic_id
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[], %(next_offsets)s::bigint[],
+                %(leader_epochs)s::int[], %(topic_ids)s::text[])
+         AS s(topic, partition, token, next_offset, leader_epoch, topic_id)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = s.topic AND l.partition = s.partition
+    WHERE l.owner_token = s.token AND l.next_offset IS NULL
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l)
+UPDATE {schema}.ledger l
+SET next_offset = held.next_offset, leader_epoch = held.leader_epoch,
+    cluster_id = %(cluster_id)s, topic_id = held.topic_id
+FROM held
+WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+RETURNING l.topic, l.partition
+
+-- name: correct
+-- Apply on_out_of_range to one partition that we own, and write it down.
+WITH before AS (
+    SELECT * FROM {schema}.ledger
+    WHERE group_id = %(group_id)s AND topic = %(topic)s AND partition = %(partition)s
+      AND owner_token = %(token)s AND next_offset = %(old_offset)s
+    FOR UPDATE),
+after AS (
+    UPDATE {schema}.ledger l SET next_offset = %(new_offset)s, leader_epoch = NULL
+    FROM before
+    WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
+    RETURNING l.group_id, l.topic, l.partition)
+INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset)
+SELECT 'out of range', %(reason)s, group_id, topic, partition, %(old_offset)s, %(new_offset)s FROM after
+
+-- name: identify
+-- Fill in ids that were unknown when the row was made, and write it down.
+WITH before AS (
+    SELECT l.*, i.new_topic_id
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[], %(topic_ids)s::text[])
+         AS i(topic, partition, token, new_topic_id)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = i.topic AND l.partition = i.partition
+    WHERE l.owner_token = i.token AND l.topic_id IS NULL
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l),
+after AS (
+    UPDATE {schema}.ledger l
+    SET topic_id = before.new_topic_id, cluster_id = coalesce(l.cluster_id, %(cluster_id)s)
+    FROM before
+    WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
+    RETURNING l.group_id, l.topic, l.partition, l.topic_id)
+INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_topic_id, new_cluster_id)
+SELECT 'identify', 'the ids had been unknown', group_id, topic, partition, topic_id, %(cluster_id)s FROM after
+
+-- name: advance
+-- The last statement of a unit of work. Raises EO001 on a short count, EO002 in a foreign transaction.
+SELECT {schema}.advance(
+    %(xid)s::xid8, %(group_id)s::text, %(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[],
+    %(epochs)s::bigint[], %(topic_ids)s::text[], %(expected)s::bigint[], %(next_offsets)s::bigint[],
+    %(leader_epochs)s::int[])
+
+-- name: resolve
+-- Acquire our own rows again: whatever attempt was still on its way either landed before this, or never will.
+WITH held AS (
+    SELECT l.topic, l.partition
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+    WHERE l.owner_token = ANY(%(tokens)s::uuid[])
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l)
+UPDATE {schema}.ledger l SET owner_token = %(token)s
+FROM held
+WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+RETURNING l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
+          l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted
+
+-- name: release
+-- Give rows back. A row that somebody has locked is being decided about elsewhere: leave it.
+WITH held AS (
+    SELECT l.topic, l.partition
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[]) AS w(topic, partition, token)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+    WHERE l.owner_token = w.token
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l SKIP LOCKED)
+UPDATE {schema}.ledger l SET owner_token = NULL
+FROM held
+WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+
+-- name: halt
+-- Nobody may acquire these partitions until an operator has decided.
+WITH held AS (
+    SELECT l.topic, l.partition
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[]) AS w(topic, partition, token)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+    WHERE l.owner_token = w.token
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l)
+UPDATE {schema}.ledger l SET halted = %(reason)s
+FROM held
+WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+
+-- name: end_stale_blockers
+-- End the backends of frozen owners that a transaction of ours waits for. Only backends that carry our
+-- marker and run under our role, and of those: our own lost ones, the ones of instances that own no row
+-- any more, the owners of the rows that we are acquiring, and what an earlier owner of a row of ours
+-- began before we acquired it.
+SELECT a.pid, a.application_name, pg_terminate_backend(a.pid)
+FROM unnest(pg_blocking_pids(%(pid)s)) AS b(pid)
+JOIN pg_stat_activity a ON a.pid = b.pid,
+     substr(a.application_name, 14) AS blocker
+WHERE a.application_name LIKE 'exactly\_once:%%'
+  AND a.usename = current_user
+  AND (blocker = %(instance)s
+       OR NOT EXISTS (
+           SELECT FROM {schema}.ledger l
+           WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = blocker)
+       OR EXISTS (
+           SELECT FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
+           JOIN {schema}.ledger l
+             ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+           WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = blocker)
+       OR (blocker = ANY(%(previous)s::text[])
+           AND a.xact_start < (SELECT max(l.acquired_at) FROM {schema}.ledger l
+                               WHERE l.owner_instance::text = %(instance)s)))
+
+-- name: end_transaction
+-- End the backend that still runs a transaction of ours on a connection that we have lost.
+SELECT a.pid, pg_terminate_backend(a.pid)
+FROM pg_stat_activity a
+WHERE a.backend_xid::text = ((%(xid)s::text)::numeric %% 4294967296)::text
+  AND a.application_name = %(marker)s
+  AND a.usename = current_user
+
+-- name: status
+-- What an operator wants to see of a group. A snapshot: for looking, never for starting.
+SELECT group_id, topic, partition, next_offset, leader_epoch, cluster_id, topic_id, owner_epoch, owner_kind,
+       owner_name, owner_instance::text, owner_token IS NOT NULL AS owned, halted, acquired_at, advanced_at,
+       extract(epoch FROM clock_timestamp() - advanced_at)::float8 AS advanced_seconds_ago
+FROM {schema}.ledger
+WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
+ORDER BY group_id, topic, partition
+
+-- name: reset
+-- An operator moves offsets. Raising the epoch and clearing the token fences a live owner.
+WITH before AS (
+    SELECT l.*, r.new_offset
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[])
+         AS r(topic, partition, new_offset)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = r.topic AND l.partition = r.partition
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l),
+after AS (
+    UPDATE {schema}.ledger l
+    SET next_offset = before.new_offset, leader_epoch = NULL, halted = NULL,
+        owner_epoch = l.owner_epoch + 1, owner_token = NULL
+    FROM before
+    WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
+    RETURNING l.topic, l.partition)
+INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset)
+SELECT 'reset', %(reason)s, before.group_id, topic, partition, before.next_offset, before.new_offset
+FROM before JOIN after USING (topic, partition)
+ORDER BY topic, partition
+RETURNING topic, partition, old_offset, new_offset
+
+-- name: adopt
+-- An operator declares that rows belong to another topic id or cluster, at the offsets given.
+WITH before AS (
+    SELECT l.*, r.new_offset, r.new_topic_id
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[], %(topic_ids)s::text[])
+         AS r(topic, partition, new_offset, new_topic_id)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = r.topic AND l.partition = r.partition
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l),
+after AS (
+    UPDATE {schema}.ledger l
+    SET next_offset = before.new_offset, leader_epoch = NULL, halted = NULL,
+        topic_id = before.new_topic_id, cluster_id = %(cluster_id)s,
+        owner_epoch = l.owner_epoch + 1, owner_token = NULL
+    FROM before
+    WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
+    RETURNING l.topic, l.partition)
+INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset,
+                            old_topic_id, new_topic_id, old_cluster_id, new_cluster_id)
+SELECT 'adopt', %(reason)s, before.group_id, topic, partition, before.next_offset, before.new_offset,
+       before.topic_id, before.new_topic_id, before.cluster_id, %(cluster_id)s
+FROM before JOIN after USING (topic, partition)
+ORDER BY topic, partition
+RETURNING topic, partition, old_offset, new_offset
+
+-- name: has_schema
+-- Tell whether the schema was ever made.
+SELECT to_regclass(format('%%I.version', %(schema)s::text)) IS NOT NULL
+
+-- name: version
+-- Which schema is there, and the oldest release line that may still work with it.
+SELECT version, oldest_reader FROM {schema}.version

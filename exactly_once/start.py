@@ -1,0 +1,222 @@
+"""Start: from which offset a partition is read, and the checks before the first fetch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+
+from .cluster import Cluster, Topic
+from .errors import (
+    ClusterChanged,
+    LogTruncated,
+    NoCommittedOffset,
+    OffsetBelowLogStart,
+    OffsetBeyondLogEnd,
+    OffsetOutOfRange,
+    PartitionHalted,
+    StartRefused,
+    TopicRecreated,
+)
+from .ledger import Ledger, row_missing
+from .model import Partition, Row
+
+from .config import RangePolicy, StartPolicy
+
+logger = logging.getLogger(__name__)
+
+Range = tuple[int, int]
+
+
+class Starter:
+    """Enrols topics, and turns acquired rows into rows that may be read from."""
+
+    def __init__(
+        self, ledger: Ledger, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
+    ) -> None:
+        self._ledger = ledger
+        self._cluster = cluster
+        self._group_id = ledger.group_id
+        self._start = start
+        self._on_out_of_range = on_out_of_range
+        self._topics: dict[str, Topic] = {}
+
+    def describe(self, topics: Iterable[str]) -> None:
+        """Learn identity and size of topics; the answers are used until the next call."""
+        self._cluster.identify()
+        self._topics.update(self._cluster.describe(topics))
+
+    def enrol(self, partitions: Sequence[Partition]) -> None:
+        """Make the rows that are missing, for whole topics at once.
+
+        :raises StartRefused: when Kafka holds offsets for a topic that the ledger does not know, and
+            ``start`` was not given.
+        :raises LedgerRowMissing: when a row was there once.
+        """
+        topics = {p.topic for p in partitions}
+        have, had = self._ledger.known(topics)
+        for topic in sorted(topics):
+            rows = {p for p in have if p.topic == topic}
+            numbers = range(max(self._topics[topic].partitions, *(p.number + 1 for p in partitions if p.topic == topic)))
+            missing = [p for p in (Partition(topic, n) for n in numbers) if p not in rows]
+            self._refuse_lost(missing, rows, had, wanted=set(partitions))
+            if not rows:
+                self._refuse_unadopted(topic)
+                self._make(dict.fromkeys(missing))
+            elif missing:
+                # Added later: whatever arrived before somebody was assigned to it must not be missed.
+                self._make({p: low for p, (low, _) in self._cluster.ranges(missing).items()})
+
+    def begin(self, rows: Sequence[Row]) -> list[Row]:
+        """Check acquired rows and choose offsets for new ones; return those that may be read now.
+
+        :raises StartError: naming what was stored, what was found, and what mends it.
+        """
+        rows = [self._identified(row) for row in rows]
+        ranges = self._cluster.ranges(row.partition for row in rows)
+        new = [row for row in rows if row.next_offset is None]
+        ready = [row for row in rows if row.next_offset is not None] + self._choose(new, ranges)
+        return [self.in_range(row, ranges[row.partition]) for row in ready]
+
+    def in_range(self, row: Row, log: Range, *, truncated: bool = False) -> Row:
+        """Check one row against its log; move it if ``on_out_of_range`` says so.
+
+        :raises OffsetOutOfRange: when the policy is ``fail``.
+        """
+        error = _out_of_range(self._group_id, row, log, truncated=truncated)
+        if error is None:
+            return row
+        if self._on_out_of_range == "fail":
+            raise error
+        offset = log[0] if self._on_out_of_range == "earliest" else log[1]
+        logger.error("%s; on_out_of_range=%r moves it to %s", error, self._on_out_of_range, offset)
+        self._ledger.correct(row, offset, reason=str(error))
+        return replace(row, next_offset=offset, leader_epoch=None)
+
+    def recheck(self, topic: str, found: Topic, held: Mapping[Partition, str | None]) -> None:
+        """Compare a topic's id, asked for again, with what its partitions were started with.
+
+        :raises TopicRecreated: when it is another topic by now.
+        """
+        self._topics[topic] = found
+        for partition, topic_id in held.items():
+            if found.topic_id is not None and topic_id is not None and topic_id != found.topic_id:
+                raise _recreated(self._group_id, partition, topic_id, found.topic_id)
+
+    def _refuse_lost(
+        self, missing: list[Partition], rows: set[Partition], had: set[Partition], *, wanted: set[Partition]
+    ) -> None:
+        for partition in missing:
+            if partition in had or (partition in wanted and partition.number < len(rows)):
+                raise row_missing(self._group_id, partition)
+
+    def _refuse_unadopted(self, topic: str) -> None:
+        if self._start is not None:
+            return
+        committed = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+        # Asked again, because a member that started a moment ago mirrors its offsets to Kafka.
+        if committed and not self._ledger.known([topic])[0]:
+            raise StartRefused(
+                f"Kafka holds committed offsets of group {self._group_id!r} for topic {topic!r} "
+                f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
+                'start="committed" to go on from there, or start="earliest" to read everything again'
+            )
+
+    def _make(self, next_offsets: Mapping[Partition, int | None]) -> None:
+        ids = {topic: found.topic_id for topic, found in self._topics.items()}
+        self._ledger.enrol(next_offsets, cluster_id=self._cluster.cluster_id, topic_ids=ids)
+
+    def _identified(self, row: Row) -> Row:
+        """Compare a row's ids with the cluster's; fill in those that had been unknown."""
+        if row.halted is not None:
+            raise PartitionHalted(
+                f"{row.partition} of group {self._group_id!r} is halted at offset {row.next_offset}: {row.halted}. "
+                f"Decide which offset is right, then: {_reset(row.partition)} --to-offset N"
+            )
+        cluster_id, topic_id = self._cluster.cluster_id, self._topics[row.partition.topic].topic_id
+        if row.cluster_id is not None and cluster_id is not None and row.cluster_id != cluster_id:
+            raise ClusterChanged(
+                f"{row.partition} of group {self._group_id!r}: the ledger belongs to cluster {row.cluster_id}, "
+                f"this is cluster {cluster_id}. Check bootstrap.servers; if the topic really moved: {_adopt(row.partition)}"
+            )
+        if row.topic_id is not None and topic_id is not None and row.topic_id != topic_id:
+            raise _recreated(self._group_id, row.partition, row.topic_id, topic_id)
+        if row.topic_id is None and topic_id is not None:
+            assert row.owner_token is not None
+            self._ledger.identify({row.partition: row.owner_token}, topic_id, cluster_id=cluster_id)
+        return replace(row, cluster_id=row.cluster_id or cluster_id, topic_id=row.topic_id or topic_id)
+
+    def _choose(self, rows: list[Row], ranges: Mapping[Partition, Range]) -> list[Row]:
+        """Commit the starting offsets of new rows; a row that was taken from us is left out."""
+        if not rows:
+            return []
+        chosen = self._chosen([row.partition for row in rows], ranges)
+        started = [
+            replace(row, next_offset=chosen[row.partition][0], leader_epoch=chosen[row.partition][1]) for row in rows
+        ]
+        ours = self._ledger.start(started)
+        return [row for row in started if row.partition in ours]
+
+    def _chosen(
+        self, partitions: list[Partition], ranges: Mapping[Partition, Range]
+    ) -> dict[Partition, tuple[int, int | None]]:
+        if isinstance(self._start, datetime):
+            return {p: (offset, None) for p, offset in self._cluster.at(partitions, self._start).items()}
+        if self._start == "latest":
+            return {p: (offset, None) for p, offset in self._cluster.ends(partitions).items()}
+        if self._start == "committed":
+            return self._committed(partitions, ranges)
+        return {p: (ranges[p][0], None) for p in partitions}
+
+    def _committed(
+        self, partitions: list[Partition], ranges: Mapping[Partition, Range]
+    ) -> dict[Partition, tuple[int, int | None]]:
+        found: dict[Partition, tuple[int, int | None]] = {}
+        for topic in {p.topic for p in partitions}:
+            found |= self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+        for partition in partitions:
+            low, high = ranges[partition]
+            if partition not in found and low < high:
+                raise NoCommittedOffset(
+                    f'start="committed", but Kafka holds no offset of group {self._group_id!r} for {partition}, '
+                    f"whose log has offsets {low} to {high}. Choose one with: {_reset(partition)} --to-offset N"
+                )
+        return {p: found.get(p, (ranges[p][0], None)) for p in partitions}
+
+
+def _out_of_range(group_id: str, row: Row, log: Range, *, truncated: bool) -> OffsetOutOfRange | None:
+    low, high = log
+    offset = row.next_offset
+    assert offset is not None
+    place = f"{row.partition} of group {group_id!r}: the ledger stands at offset {offset}"
+    mend = f"Choose where to go on: {_reset(row.partition)} --to-offset N, or set on_out_of_range="
+    if offset < low:
+        return OffsetBelowLogStart(
+            f"{place}, the log starts at {low}: retention removed {low - offset} offsets before they were applied. {mend}"
+        )
+    if offset > high:
+        return OffsetBeyondLogEnd(
+            f"{place}, the log ends at {high}: it was truncated, recreated or belongs elsewhere. {mend}"
+        )
+    if truncated:
+        return LogTruncated(
+            f"{place} (leader epoch {row.leader_epoch}), but the log was rewritten below it after an unclean leader "
+            f"election; effects of messages that are gone stay. {mend}"
+        )
+    return None
+
+
+def _recreated(group_id: str, partition: Partition, stored: str, found: str) -> TopicRecreated:
+    return TopicRecreated(
+        f"{partition} of group {group_id!r}: the ledger belongs to topic id {stored}, the topic of that name now has "
+        f"id {found}: it was deleted and made again. To read the new one: {_adopt(partition)}"
+    )
+
+
+def _reset(partition: Partition) -> str:
+    return f"exactly-once reset --topic {partition.topic} --partition {partition.number}"
+
+
+def _adopt(partition: Partition) -> str:
+    return f"exactly-once adopt --topic {partition.topic}"

@@ -1,0 +1,115 @@
+"""Unit: one batch of messages and the transaction in which they take effect, as a user meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from confluent_kafka import Message
+from psycopg import sql
+
+from .errors import UnitNotFinished
+from .failpoints import failpoint
+from .model import Advance
+from .session import Connection
+from .unit_of_work import UnitOfWork
+
+if TYPE_CHECKING:
+    import psycopg
+    from psycopg.abc import Params, Query
+
+
+class Stage(Enum):
+    """How far a unit has come."""
+
+    NEW = "not entered"
+    OPEN = "open"
+    DONE = "done"
+
+
+class Settles(Protocol):
+    """What brings a unit to its end."""
+
+    def begin(self, unit: Unit) -> None:
+        """Open the unit's transaction."""
+
+    def finish(self, unit: Unit) -> None:
+        """Commit the unit, or raise what became of it."""
+
+    def abandon(self, unit: Unit, error: BaseException) -> None:
+        """Undo the unit; raise instead of ``error`` where that says more."""
+
+
+class Unit:
+    """A batch of messages in one transaction: ``with unit:`` commits on leaving.
+
+    An exception in the block rolls everything back, the same messages come again in a new unit, and
+    it always propagates. What is nobody's fault is raised as :class:`~exactly_once.Redelivered`.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message], advances: Sequence[Advance], *, attempt: int, work: UnitOfWork, settle: Settles
+    ) -> None:
+        self.messages = messages
+        self.attempt = attempt
+        self.advances = advances
+        self.work = work
+        self.stage = Stage.NEW
+        self._settle = settle
+
+    def __repr__(self) -> str:
+        span = ", ".join(f"{a.partition} {a.expected}..{a.next_offset - 1}" for a in self.advances)
+        return f"<Unit {self.stage.value}: {len(self.messages)} messages, {span}, attempt {self.attempt}>"
+
+    def __enter__(self) -> Self:
+        if self.stage is not Stage.NEW:
+            raise UnitNotFinished(f"this unit was entered before: {self!r}; iterate on for the next one")
+        self.stage = Stage.DONE
+        self._settle.begin(self)
+        self.stage = Stage.OPEN
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stage = Stage.DONE
+        if error is not None:
+            self._settle.abandon(self, error)
+            return
+        failpoint("handled")
+        self._settle.finish(self)
+
+    @property
+    def connection(self) -> Connection:
+        """The psycopg connection with the open transaction, for everything that has no shortcut here.
+
+        Do not commit, roll back or close it. Savepoints (``with connection.transaction():``) are fine.
+
+        :raises UnitNotFinished: outside of the ``with`` block.
+        """
+        if self.stage is not Stage.OPEN:
+            raise UnitNotFinished(f"this unit is not open: {self!r}; use it inside `with unit:`")
+        return self.work.connection
+
+    def execute(self, query: Query, params: Params | None = None) -> psycopg.Cursor[Any]:
+        """Execute one statement in the transaction and return its cursor."""
+        return self.connection.execute(query, params)
+
+    def executemany(self, query: Query, params: Iterable[Params]) -> None:
+        """Execute one statement for each set of parameters, in few round trips."""
+        self.connection.cursor().executemany(query, params)
+
+    def copy(self, table: str | sql.Identifier, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Append rows to a table by COPY. ``table`` may be qualified: ``"bank.payment"``.
+
+        ``rows`` is read to its end before COPY starts, so that an error in it costs no connection.
+        """
+        rows = list(rows)
+        name = sql.Identifier(*table.split(".")) if isinstance(table, str) else table
+        names = sql.SQL(", ").join(map(sql.Identifier, columns))
+        statement = sql.SQL("COPY {} ({}) FROM STDIN").format(name, names)
+        with self.connection.cursor() as cursor, cursor.copy(statement) as copy:
+            for row in rows:
+                copy.write_row(row)

@@ -1,0 +1,111 @@
+"""Unit of work: one guarded transaction that moves offsets together with effects.
+
+It knows the database side only; what becomes of the messages is decided by :mod:`.settlement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psycopg
+from psycopg.pq import PipelineStatus, TransactionStatus
+
+from .errors import TransactionAborted, TransactionBusy, TransactionEnded
+from .failpoints import failpoint, is_armed
+from .ledger import Ledger
+from .model import Advance
+from .outcome import FOREIGN_TRANSACTION, driver_error
+from .session import Begun, Connection, is_lost
+
+
+class CommitUnknown(Exception):
+    """COMMIT was sent and not confirmed; ``__cause__`` says what happened instead."""
+
+
+class UnitOfWork:
+    """BEGIN, effects, guards, advance, COMMIT; all of it durable or nothing."""
+
+    def __init__(self, ledger: Ledger, *, isolation: str = "READ COMMITTED") -> None:
+        self._ledger = ledger
+        self._isolation = isolation
+        self._connection: Connection | None = None
+        self.begun: Begun | None = None
+
+    @property
+    def connection(self) -> Connection:
+        """The connection that the transaction is open on."""
+        assert self._connection is not None
+        return self._connection
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection on which the transaction began is gone."""
+        return self._connection is None or is_lost(self._connection)
+
+    def begin(self) -> None:
+        """Open the transaction and learn its id, in one round trip."""
+        self.begun = self._ledger.session.begin(self._isolation)
+        self._connection = self._ledger.session.connection
+        failpoint("begun")
+
+    def commit(self, advances: Sequence[Advance]) -> None:
+        """Check that the transaction is still the one that began, advance the ledger, COMMIT.
+
+        :raises HandlerError: when the handler ended or broke the transaction.
+        :raises CommitUnknown: when COMMIT was sent and its outcome is not known.
+        :raises psycopg.Error: for what failed before COMMIT could be reached.
+        """
+        self._guard()
+        failpoint("guarded")
+        assert self.begun is not None
+        connection = self.connection
+        try:
+            if is_armed("advanced"):
+                self._ledger.advance(connection, advances, xid=self.begun.xid, commit=False)
+                failpoint("advanced")
+                connection.execute("COMMIT")
+            else:
+                self._ledger.advance(connection, advances, xid=self.begun.xid, commit=True)
+        except BaseException as error:
+            status = connection.info.transaction_status
+            if status not in (TransactionStatus.INERROR, TransactionStatus.INTRANS):
+                raise CommitUnknown from error
+            driver = driver_error(error)
+            if driver is not None and driver.sqlstate == FOREIGN_TRANSACTION:
+                raise _ended() from error
+            raise
+        failpoint("committed")
+
+    def roll_back(self) -> None:
+        """End the transaction without effects; a connection that cannot do it is discarded."""
+        self._ledger.session.roll_back()
+
+    def fate(self) -> str:
+        """Find out what became of the transaction: ``committed`` or ``aborted``; raises as the session does."""
+        assert self.begun is not None
+        return self._ledger.session.fate(self.begun)
+
+    def _guard(self) -> None:
+        """Refuse to go on when the handler left the transaction in another state."""
+        connection = self.connection
+        if is_lost(connection):
+            raise psycopg.OperationalError("the connection was lost inside the unit of work")
+        if connection.pgconn.pipeline_status != PipelineStatus.OFF:
+            raise TransactionBusy("the handler left a pipeline open on unit.connection; leave its block before returning")
+        status = connection.info.transaction_status
+        if status is TransactionStatus.INERROR:
+            raise TransactionAborted(
+                "a SQL error was swallowed: the transaction is aborted and nothing of it can be stored. Let the error "
+                "propagate, or put the statement into `with unit.connection.transaction():` and catch it outside"
+            )
+        if status is TransactionStatus.ACTIVE:
+            raise TransactionBusy("the handler left a COPY open on unit.connection; use it in a with block")
+        if status is TransactionStatus.IDLE:
+            raise _ended()
+
+
+def _ended() -> TransactionEnded:
+    return TransactionEnded(
+        "the handler ended the transaction of the unit (ROLLBACK); nothing was stored. The unit commits by itself; "
+        "raise an exception to undo it, use `with unit.connection.transaction():` for a part of it"
+    )

@@ -1,0 +1,65 @@
+"""Units: the iteration over units, and when it is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from .cluster import Cluster
+from .model import Partition
+from .ownership import Ownership, State
+from .unit import Unit
+from .upkeep import Upkeep
+
+
+class Units:
+    """An iterator that an exception does not end: iterate on, and the same messages come again."""
+
+    def __init__(
+        self,
+        next_unit: Callable[[Callable[[bool], bool]], Unit | None],
+        cluster: Cluster,
+        ownership: Ownership,
+        upkeep: Upkeep,
+        *,
+        until_end: bool,
+        idle_seconds: float | None,
+    ) -> None:
+        self._next_unit = next_unit
+        self._cluster = cluster
+        self._ownership = ownership
+        self._upkeep = upkeep
+        self._until_end = until_end
+        self._idle_seconds = idle_seconds
+        self._ends: dict[Partition, int] = {}
+        self._busy_at = time.monotonic()
+
+    def __iter__(self) -> Units:
+        return self
+
+    def __next__(self) -> Unit:
+        unit = self._next_unit(self._is_over)
+        if unit is None:
+            raise StopIteration
+        return unit
+
+    def _is_over(self, nothing_came: bool) -> bool:
+        """Judge the moment: called before each unit, and whenever a fetch brought nothing."""
+        if not nothing_came:
+            self._busy_at = time.monotonic()
+            return False
+        if self._idle_seconds is not None and time.monotonic() - self._busy_at >= self._idle_seconds:
+            return True
+        return self._until_end and self._upkeep.was_assigned and self._has_reached_ends()
+
+    def _has_reached_ends(self) -> bool:
+        """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
+        holdings = self._ownership.holdings
+        if any(h.state is not State.OWNED or not h.placed for h in holdings.values()):
+            return False
+        unknown = [p for p in holdings if p not in self._ends]
+        self._ends |= self._cluster.ends(unknown)
+        return all(
+            max(holding.expected, self._upkeep.eof.get(partition, 0)) >= self._ends[partition]
+            for partition, holding in holdings.items()
+        )

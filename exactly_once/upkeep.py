@@ -1,0 +1,243 @@
+"""Upkeep: brings ledger, Kafka client and memory to where the ownership wants them, between units.
+
+One pass of :meth:`Upkeep.step` does whatever is due. It may fail because a server is away; the
+consumer then keeps polling and calls it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import psycopg
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
+
+from .assignment import Assignment, Change
+from .cluster import Cluster
+from .delivery import Delivery
+from .errors import BrokerUnreachable, StartError
+from .ledger import Ledger
+from .mirror import MIRROR_SECONDS, Mirror
+from .model import Partition, Row
+from .ownership import Ownership, State
+from .settlement import Settlement
+from .start import Starter
+
+logger = logging.getLogger(__name__)
+
+RECHECK_SECONDS = 5.0
+"""How often topic ids are asked for again; what a recreated topic delivers in between is not noticed."""
+_BUSY_SECONDS = 1.0
+
+Notify = Callable[[Change, list[TopicPartition]], None]
+
+
+class Upkeep:
+    """Everything that is done between units, in the order in which it must be done."""
+
+    def __init__(
+        self,
+        *,
+        assignment: Assignment,
+        ownership: Ownership,
+        delivery: Delivery,
+        ledger: Ledger,
+        settlement: Settlement,
+        starter: Starter,
+        cluster: Cluster,
+        mirror: Mirror,
+        notify: Notify,
+    ) -> None:
+        self._assignment = assignment
+        self._ownership = ownership
+        self._delivery = delivery
+        self._ledger = ledger
+        self._settlement = settlement
+        self._starter = starter
+        self._cluster = cluster
+        self._mirror = mirror
+        self._notify = notify
+        self._news: list[tuple[Change, list[TopicPartition]]] = []
+        self._suspects: dict[Partition, str] = {}
+        self._asked: dict[str, Future[Any]] = {}
+        self._next_recheck = 0.0
+        self._next_look = 0.0
+        self._not_before = 0.0
+        self.eof: dict[Partition, int] = {}
+        self.was_assigned = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether :meth:`step` has anything to do before the next unit."""
+        return bool(
+            self._assignment.events
+            or self._ownership.is_unsettled
+            or self._settlement.is_pending
+            or self._suspects
+            or self._ledger.session.lost
+            or time.monotonic() >= self._next_look
+        )
+
+    def step(self, client: Consumer) -> None:
+        """Do what is due. Call it again after an error that passes."""
+        self._next_look = time.monotonic() + MIRROR_SECONDS / 2
+        self.take_events()
+        if self._settlement.failed is not None:
+            raise self._settlement.failed
+        _ = self._ledger.session.connection
+        self._settlement.settle()
+        self._release()
+        self._acquire()
+        self._examine_suspects()
+        self._place(client)
+        self._prove(client)
+        self._recheck_topics()
+        self._mirror.send(client)
+        self._ownership.is_unsettled = bool(self._ownership.to_place())
+        self._tell()
+
+    def take_events(self) -> None:
+        """Apply what the rebalance callbacks recorded."""
+        while self._assignment.events:
+            event = self._assignment.events.popleft()
+            if event.change is Change.ASSIGNED:
+                self.was_assigned = True
+                self._ownership.assigned(event.partitions)
+                self._next_recheck = 0.0
+            else:
+                self._ownership.revoked(event.partitions)
+                self._mirror.forget(event.partitions)
+                self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
+            for partition in event.partitions:
+                self.eof.pop(partition, None)
+                self._suspects.pop(partition, None)
+            self._delivery.discard()
+
+    def suspect(self, message: Message) -> None:
+        """Take note that the client could not read on at its offset."""
+        error = message.error()
+        self._suspects[Partition(str(message.topic()), message.partition() or 0)] = "" if error is None else error.str()
+
+    def _release(self) -> None:
+        """Give back rows; best effort, because an acquisition needs no release."""
+        held, self._ownership.releases = self._ownership.releases, []
+        if held:
+            try:
+                self._ledger.release(held)
+            except psycopg.Error as error:
+                logger.info("rows were not released: %s", error)
+
+    def _acquire(self) -> None:
+        """Acquire, check and start what is pending."""
+        pending = self._ownership.to_acquire()
+        if not pending or time.monotonic() < self._not_before:
+            return
+        self._starter.describe({p.topic for p in pending})
+        self._starter.enrol(pending)
+        rows = self._acquire_free(pending)
+        if len(rows) < len(pending):
+            self._not_before = time.monotonic() + _BUSY_SECONDS
+        self._ownership.acquired(rows)
+        self._begin(rows)
+
+    def _acquire_free(self, pending: list[Partition]) -> list[Row]:
+        """Acquire all at once; where a row stays locked, one by one, leaving the locked ones for later."""
+        try:
+            return self._ledger.acquire(pending)
+        except psycopg.errors.LockNotAvailable:
+            logger.warning("a transaction of an earlier owner still holds rows of %s", ", ".join(map(str, pending)))
+        rows: list[Row] = []
+        for partition in pending if len(pending) > 1 else []:
+            try:
+                rows += self._ledger.acquire([partition])
+            except psycopg.errors.LockNotAvailable:
+                logger.warning("%s stays with its earlier owner's transaction for now", partition)
+        return rows
+
+    def _begin(self, rows: list[Row]) -> None:
+        try:
+            ready = self._starter.begin(rows) if rows else []
+            for row in ready:
+                self._ownership.started(row.partition, row)
+        finally:
+            # What could not be started is given back and tried anew.
+            self._ownership.not_started(row.partition for row in rows)
+
+    def _place(self, client: Consumer) -> None:
+        """Tell the client what to fetch, and from where."""
+        targets = self._ownership.to_place()
+        if not targets:
+            return
+        others = {
+            p: (h.fetched, h.leader_epoch)
+            for p, h in self._ownership.holdings.items()
+            if h.placed and p in self._assignment.fetching
+        }
+        self._delivery.discard()
+        self._assignment.place(client, {p: (h.expected, h.leader_epoch) for p, h in targets.items()}, others)
+        self._ownership.placed(targets)
+        for partition in targets:
+            self.eof.pop(partition, None)
+        self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.expected) for p, h in targets.items()]))
+
+    def _prove(self, client: Consumer) -> None:
+        """After a fence: acquire again only when Kafka still counts us as a member."""
+        fenced = self._ownership.to_prove()
+        if not fenced or time.monotonic() < self._not_before:
+            return
+        offsets = {}
+        if not self._mirror.is_proving:
+            rows = self._ledger.read(fenced)
+            offsets = {r.partition: (r.next_offset, r.leader_epoch) for r in rows if r.next_offset is not None}
+            if not offsets:
+                self._not_before = time.monotonic() + _BUSY_SECONDS
+                return
+        proved = self._mirror.prove(client, offsets)
+        if proved:
+            self._ownership.proved(proved)
+        elif proved is not None:
+            self._not_before = time.monotonic() + _BUSY_SECONDS
+
+    def _recheck_topics(self) -> None:
+        """Compare topic ids with those that the partitions were started with, without waiting."""
+        now = time.monotonic()
+        if self._asked and all(future.done() for future in self._asked.values()):
+            asked, self._asked = self._asked, {}
+            for topic, future in asked.items():
+                self._compare(topic, future)
+        if now >= self._next_recheck:
+            self._next_recheck = now + RECHECK_SECONDS
+            owned = {p.topic for p, h in self._ownership.holdings.items() if h.state is State.OWNED}
+            self._asked = self._asked or self._cluster.ask(owned)
+
+    def _compare(self, topic: str, future: Future[Any]) -> None:
+        try:
+            found = self._cluster.described(topic, future)
+        except BrokerUnreachable as error:
+            logger.info("topic id of %r not checked this time: %s", topic, error)
+            return
+        held = {p: h for p, h in self._ownership.holdings.items() if p.topic == topic and h.state is State.OWNED}
+        self._starter.recheck(topic, found, {p: h.topic_id for p, h in held.items()})
+
+    def _examine_suspects(self) -> None:
+        """Find out why the client could not read on; move, or raise, or just place it again."""
+        for partition, reason in list(self._suspects.items()):
+            holding = self._ownership.deliverable(partition)
+            if holding is None:
+                continue
+            (row,) = self._ledger.read([partition])
+            log = self._cluster.ranges([partition])[partition]
+            if row.owner_token == holding.token:
+                row = self._starter.in_range(row, log, truncated="truncat" in reason.lower())
+                logger.warning("%s: reading on at offset %s after: %s", partition, row.next_offset, reason)
+                self._ownership.started(partition, row)
+            del self._suspects[partition]
+        self._delivery.discard()
+
+    def _tell(self) -> None:
+        """Call the user's rebalance callbacks, outside of librdkafka's."""
+        while self._news:
+            self._notify(*self._news.pop(0))

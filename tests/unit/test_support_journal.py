@@ -1,0 +1,143 @@
+"""The oracle finds what it is there to find: a scan of a topic against a journal in a real Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psycopg
+import pytest
+from confluent_kafka import Producer
+
+from exactly_once.embedded import Postgres
+from tests.support import journal
+from tests.support.journal import Entry, Identity, Record
+from tests.support.topics import produce
+
+TOPIC = "payments"
+RECORDS = [
+    Record(TOPIC, partition, offset, b"key", b"%d" % offset) for partition in (0, 1) for offset in range(3)
+]
+
+
+def effect(record: Record, worker: str = "worker", xid: int = 1) -> Entry:
+    return Entry(*record.identity, record.value, worker, xid)
+
+
+EFFECTS = [effect(record) for record in RECORDS]
+
+
+@pytest.fixture(scope="module")
+def postgres_conninfo() -> Iterator[str]:
+    with Postgres() as postgres:
+        yield postgres.conninfo
+
+
+@pytest.fixture
+def empty_journal(postgres_conninfo: str) -> str:
+    journal.create(postgres_conninfo)
+    return postgres_conninfo
+
+
+@pytest.fixture
+def mock_cluster() -> Iterator[str]:
+    """librdkafka's own brokers, in this process: enough to scan, not to prove anything about a log."""
+    owner = Producer({"bootstrap.servers": "ignored", "test.mock.num.brokers": 1})
+    (broker,) = owner.list_topics(timeout=10).brokers.values()
+    yield f"{broker.host}:{broker.port}"
+    del owner  # the cluster lives as long as its producer
+
+
+def apply(conninfo: str, records: list[Record], worker: str, count: int) -> None:
+    with psycopg.connect(conninfo) as connection, connection.cursor() as cursor:
+        cursor.executemany(journal.APPEND, [(*record.identity, record.value, worker) for record in records])
+        cursor.execute(journal.COUNT, (TOPIC, count))
+
+
+def test_each_message_with_one_effect_is_exact() -> None:
+    verdict = journal.compare(RECORDS, EFFECTS, len(RECORDS))
+    assert verdict.exact
+    assert verdict.messages == 6
+
+
+def test_a_message_without_effect_is_lost() -> None:
+    verdict = journal.compare(RECORDS, EFFECTS[1:], None)
+    assert verdict.lost == [Identity(TOPIC, 0, 0)]
+    assert not verdict.exact
+
+
+def test_a_second_effect_is_a_duplicate_that_names_worker_and_transaction() -> None:
+    second = effect(RECORDS[4], worker="zombie", xid=2)
+    verdict = journal.compare(RECORDS, [*EFFECTS, second], None)
+    assert verdict.duplicated == {Identity(TOPIC, 1, 1): [EFFECTS[4], second]}
+    assert not verdict.exact
+    assert "1 duplicated" in str(verdict)
+    assert "zombie" in str(verdict)
+
+
+def test_an_effect_of_no_message_is_foreign() -> None:
+    aborted = Entry(TOPIC, 0, 99, b"", "worker", 1)
+    verdict = journal.compare(RECORDS, [*EFFECTS, aborted], None)
+    assert verdict.foreign == [aborted]
+    assert not verdict.exact
+
+
+def test_an_effect_with_another_value_is_altered() -> None:
+    null = EFFECTS[0]._replace(value=None)
+    verdict = journal.compare(RECORDS, [null, *EFFECTS[1:]], None)
+    assert verdict.altered == [Identity(TOPIC, 0, 0)]
+    assert not verdict.exact
+
+
+def test_a_counter_that_differs_is_not_exact() -> None:
+    verdict = journal.compare(RECORDS, EFFECTS, 7)
+    assert not verdict.counter_ok
+    assert not verdict.exact
+    assert replace(verdict, counter_ok=True).exact
+
+
+def test_the_journal_keeps_every_effect_with_its_transaction(empty_journal: str) -> None:
+    apply(empty_journal, RECORDS[:2], "first", 2)
+    apply(empty_journal, RECORDS[:1], "second", 1)
+    first, second, other = journal.entries(empty_journal, TOPIC)
+    assert first.identity == second.identity == RECORDS[0].identity
+    assert {first.worker, second.worker} == {"first", "second"}
+    assert first.xid == other.xid != second.xid
+    assert journal.counted(empty_journal, TOPIC) == 3
+
+
+def test_a_transaction_that_is_rolled_back_leaves_nothing_in_the_journal(empty_journal: str) -> None:
+    with psycopg.connect(empty_journal) as connection:
+        connection.execute(journal.COUNT, (TOPIC, 1))
+        connection.execute(journal.APPEND, (*RECORDS[0].identity, None, "worker"))
+        connection.rollback()
+    assert journal.entries(empty_journal, TOPIC) == []
+    assert journal.counted(empty_journal, TOPIC) == 0
+
+
+def test_create_starts_an_empty_journal_in_place_of_the_last(empty_journal: str) -> None:
+    apply(empty_journal, RECORDS, "worker", 6)
+    journal.create(empty_journal)
+    assert journal.entries(empty_journal, TOPIC) == []
+
+
+def test_scan_returns_every_message_of_every_partition_the_empty_ones_read_too(mock_cluster: str) -> None:
+    produce(mock_cluster, TOPIC, 1_000, 2)
+    records = journal.scan(mock_cluster, TOPIC)
+    assert sorted(int(record.value or b"") for record in records) == list(range(1_000))
+    assert {record.partition for record in records} == {0, 1}
+    assert [record.offset for record in records if record.partition == 1] == list(range(500))
+
+
+def test_check_compares_the_scan_with_the_journal_and_the_counter(
+    empty_journal: str, mock_cluster: str
+) -> None:
+    produce(mock_cluster, TOPIC, 10, 2)
+    records = journal.scan(mock_cluster, TOPIC)
+    apply(empty_journal, records, "worker", len(records))
+    assert journal.check(empty_journal, mock_cluster, TOPIC).exact
+    apply(empty_journal, records[:1], "worker", 0)
+    verdict = journal.check(empty_journal, mock_cluster, TOPIC)
+    assert list(verdict.duplicated) == [records[0].identity]
+    assert verdict.counter_ok
+    assert not verdict.lost
