@@ -17,7 +17,6 @@ try:
 except ImportError as error:  # psycopg is there and finds no libpq
     raise ImportError(f"{error}\nInstall libpq, or: pip install 'kafka-exactly-once[binary]'") from error
 
-from . import errors as _errors
 from .consumer import ExactlyOnceConsumer
 from .errors import (
     Ahead,

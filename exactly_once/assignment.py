@@ -65,7 +65,7 @@ class Assignment:
         def contained(*args: Any) -> Any:
             try:
                 return callback(*args)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - out of a callback it would lose messages
                 self.failures.append(error)
                 return None
 
@@ -111,7 +111,7 @@ class Assignment:
                 partitions = [Partition(tp.topic, tp.partition) for tp in assigned]
                 self.events.append(Event(change, tuple(partitions)))
                 act(client, partitions)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - out of a callback it would lose messages
                 self.failures.append(error)
 
         return callback
@@ -159,7 +159,8 @@ def _bare(partitions: Iterable[Partition]) -> list[TopicPartition]:
 
 def _positions(positions: Positions) -> list[TopicPartition]:
     return [
-        TopicPartition(p.topic, p.number, offset) if epoch is None
+        TopicPartition(p.topic, p.number, offset)
+        if epoch is None
         else TopicPartition(p.topic, p.number, offset, leader_epoch=epoch)
         for p, (offset, epoch) in sorted(positions.items())
     ]

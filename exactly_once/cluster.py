@@ -16,7 +16,7 @@ from confluent_kafka import (
     TopicCollection,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from .errors import BrokerUnreachable, UnknownTopic
 from .model import Partition
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 REQUEST_SECONDS = 5.0
 """How long one question to the cluster may take; the caller repeats it."""
 
+_EARLIEST, _LATEST = OffsetSpec.earliest(), OffsetSpec.latest()  # type: ignore[no-untyped-call]
 _ZERO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
 _NO_IDS = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -98,19 +99,19 @@ class Cluster:
         :raises BrokerUnreachable: when a leader does not answer.
         """
         partitions = list(partitions)
-        low = self._offsets(partitions, OffsetSpec.earliest())
-        high = self._offsets(partitions, OffsetSpec.latest())
+        low = self._offsets(partitions, _EARLIEST)
+        high = self._offsets(partitions, _LATEST)
         return {p: (low[p], high[p]) for p in partitions}
 
     def ends(self, partitions: Iterable[Partition], *, read_committed: bool = True) -> dict[Partition, int]:
         """Return where a consumer of that isolation level would stop reading now."""
-        return self._offsets(list(partitions), OffsetSpec.latest(), read_committed=read_committed)
+        return self._offsets(list(partitions), _LATEST, read_committed=read_committed)
 
     def at(self, partitions: Iterable[Partition], when: datetime) -> dict[Partition, int]:
         """Return the offsets of the first messages not older than ``when``; the log end if there is none."""
         partitions = list(partitions)
         found = self._offsets(partitions, OffsetSpec.for_timestamp(int(when.timestamp() * 1000)))
-        ends = self._offsets([p for p in partitions if found[p] < 0], OffsetSpec.latest())
+        ends = self._offsets([p for p in partitions if found[p] < 0], _LATEST)
         return {p: ends.get(p, found[p]) for p in partitions}
 
     def committed(self, group_id: str, topic: str, partitions: int) -> dict[Partition, tuple[int, int | None]]:
@@ -136,7 +137,9 @@ class Cluster:
             return {}
         level = IsolationLevel.READ_COMMITTED if read_committed else IsolationLevel.READ_UNCOMMITTED
         futures = self._admin.list_offsets(
-            {TopicPartition(*p): spec for p in partitions}, isolation_level=level, request_timeout=REQUEST_SECONDS
+            {TopicPartition(*p): spec for p in partitions},
+            isolation_level=level,
+            request_timeout=REQUEST_SECONDS,
         )
         try:
             return {
@@ -162,7 +165,8 @@ class Cluster:
         if name not in self._said:
             self._said.add(name)
             logger.warning(
-                "the broker gives no topic id for %r: a topic that is deleted and made again goes unnoticed", name
+                "the broker gives no topic id for %r: a topic that is deleted and made again goes unnoticed",
+                name,
             )
 
     def _unreachable(self, error: Exception) -> BrokerUnreachable:

@@ -31,7 +31,6 @@ from .config import (
 )
 from .delivery import Delivery
 from .errors import (
-    BrokerUnreachable,
     ClientFailed,
     ConfigurationError,
     DatabaseUnreachable,
@@ -217,7 +216,11 @@ class ExactlyOnceConsumer:
         self._look_at_database()
         self._look_at_topics([t for t in topics if not t.startswith("^")])
         self._topics = list(topics)
-        self._callbacks = {Change.ASSIGNED: on_assign, Change.REVOKED: on_revoke, Change.LOST: on_lost or on_revoke}
+        self._callbacks = {
+            Change.ASSIGNED: on_assign,
+            Change.REVOKED: on_revoke,
+            Change.LOST: on_lost or on_revoke,
+        }
         self._assignment.subscribe(self._client, self._topics)
 
     def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
@@ -229,7 +232,14 @@ class ExactlyOnceConsumer:
         """
         if not self._topics:
             raise ConfigurationError("subscribe() first: there is nothing to iterate over")
-        return Units(self._next, self._cluster, self._ownership, self._upkeep, until_end=until_end, idle_seconds=idle_seconds)
+        return Units(
+            self._next,
+            self._cluster,
+            self._ownership,
+            self._upkeep,
+            until_end=until_end,
+            idle_seconds=idle_seconds,
+        )
 
     def run(
         self,
@@ -259,16 +269,23 @@ class ExactlyOnceConsumer:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        for step in (self._watcher.close, self._end_unit, self._say_goodbye, self._release, self._client.close, self._session.close):
+        for step in (
+            self._watcher.close,
+            self._end_unit,
+            self._say_goodbye,
+            self._release,
+            self._client.close,
+            self._session.close,
+        ):
             try:
                 step()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the next steps matter more
                 logger.warning("while closing: %s", error)
 
     # The loop.
 
-    def _next(self, is_over: Callable[[bool], bool]) -> Unit | None:
-        """Return the next unit, or None when stopped or ``is_over(nothing came)``."""
+    def _next(self, units: Units) -> Unit | None:
+        """Return the next unit, or None when stopped or the iteration is over."""
         self._check_use()
         if self._unit is not None and self._unit.stage is not Stage.DONE:
             raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
@@ -281,9 +298,9 @@ class ExactlyOnceConsumer:
                 continue
             messages, ends = self._delivery.take(self._settlement.limit, self._options.max_bytes)
             if messages:
-                is_over(False)
+                units.came()
                 return self._hand_out(messages, ends)
-            if is_over(True):
+            if units.is_over():
                 return None
         return None
 
@@ -338,9 +355,12 @@ class ExactlyOnceConsumer:
             self._upkeep.eof[Partition(str(message.topic()), message.partition() or 0)] = message.offset() or 0
         elif code == KafkaError._AUTO_OFFSET_RESET:
             self._upkeep.suspect(message)
-        elif "INSTANCE_ID" in error.name() or "instance" in error.str() and error.fatal():
+        elif "INSTANCE_ID" in error.name() or ("instance" in error.str() and error.fatal()):
             raise InstanceFenced(f"{error.str()}; group.instance.id={self._kafka.get('group.instance.id')!r}")
-        elif error.fatal() or code in (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED):
+        elif error.fatal() or code in (
+            KafkaError.TOPIC_AUTHORIZATION_FAILED,
+            KafkaError.GROUP_AUTHORIZATION_FAILED,
+        ):
             raise ClientFailed(f"{error.name()}: {error.str()}")
         else:
             logger.info("Kafka client: %s", error.str())
@@ -373,7 +393,9 @@ class ExactlyOnceConsumer:
             raise WrongProcess("this consumer was made in another process; make one after the fork")
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
-            raise WrongProcess("this consumer belongs to the thread that subscribed; only stop() may be called from others")
+            raise WrongProcess(
+                "this consumer belongs to the thread that subscribed; only stop() may be called from others"
+            )
         if self._closed:
             raise ConfigurationError("this consumer is closed; make a new one")
 

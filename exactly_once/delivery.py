@@ -48,8 +48,8 @@ class Delivery:
         kept: list[Message] = []
         for partition, run in _runs(messages):
             holding = self._ownership.deliverable(partition)
-            run = [] if holding is None else self._in_order(holding, run)
-            kept += run
+            if holding is not None:
+                kept += self._in_order(holding, run)
         self.dropped += len(messages) - len(kept)
         self._waiting = self._waiting + kept if self._waiting else kept
 

@@ -209,7 +209,11 @@ class Ledger:
         cursor.execute(statement, {"group_id": self.group_id, **parameters}, prepare=False)
 
     def _rows(
-        self, cursor: psycopg.Cursor[tuple[Any, ...]], name: str, partitions: Iterable[Partition], **parameters: Any
+        self,
+        cursor: psycopg.Cursor[tuple[Any, ...]],
+        name: str,
+        partitions: Iterable[Partition],
+        **parameters: Any,
     ) -> list[Row]:
         self._run(cursor, name, **_keys(partitions), **parameters)
         assert cursor.description is not None

@@ -93,7 +93,8 @@ class Mirror:
 
     def _commit(self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]], metadata: str) -> bool:
         positions = [
-            TopicPartition(p.topic, p.number, offset, metadata=metadata) if epoch is None
+            TopicPartition(p.topic, p.number, offset, metadata=metadata)
+            if epoch is None
             else TopicPartition(p.topic, p.number, offset, metadata=metadata, leader_epoch=epoch)
             for p, (offset, epoch) in sorted(offsets.items())
         ]

@@ -63,5 +63,9 @@ def driver_error(error: BaseException) -> psycopg.Error | None:
             return candidate
         seen.add(id(candidate))
         orig = getattr(candidate, "orig", None)
-        waiting += [orig if isinstance(orig, BaseException) else None, candidate.__cause__, candidate.__context__]
+        waiting += [
+            orig if isinstance(orig, BaseException) else None,
+            candidate.__cause__,
+            candidate.__context__,
+        ]
     return None

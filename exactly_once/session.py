@@ -195,9 +195,7 @@ class Session:
 
 def is_lost(connection: Connection) -> bool:
     """Tell whether a connection is closed, broken or in an unknown state."""
-    return (
-        connection.closed or connection.broken or connection.info.transaction_status is TransactionStatus.UNKNOWN
-    )
+    return connection.closed or connection.broken or connection.info.transaction_status is TransactionStatus.UNKNOWN
 
 
 def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:

@@ -274,7 +274,9 @@ class Settlement:
         if fault is Fault.DURATION:
             self.limit = max(1, len(unit.messages) // 2)
             if len(unit.messages) == 1:
-                raise UnitTooSlow(_told(unit, f"one message is not done in the time that is allowed: {error}")) from error
+                raise UnitTooSlow(
+                    _told(unit, f"one message is not done in the time that is allowed: {error}")
+                ) from error
         if fault in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION):
             raise Redelivered(_told(unit, str(error).strip())) from error
 

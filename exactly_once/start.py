@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from .cluster import Cluster, Topic
+from .config import RangePolicy, StartPolicy
 from .errors import (
     ClusterChanged,
     LogTruncated,
@@ -21,8 +22,6 @@ from .errors import (
 )
 from .ledger import Ledger, row_missing
 from .model import Partition, Row
-
-from .config import RangePolicy, StartPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,9 @@ class Starter:
         have, had = self._ledger.known(topics)
         for topic in sorted(topics):
             rows = {p for p in have if p.topic == topic}
-            numbers = range(max(self._topics[topic].partitions, *(p.number + 1 for p in partitions if p.topic == topic)))
+            numbers = range(
+                max(self._topics[topic].partitions, *(p.number + 1 for p in partitions if p.topic == topic))
+            )
             missing = [p for p in (Partition(topic, n) for n in numbers) if p not in rows]
             self._refuse_lost(missing, rows, had, wanted=set(partitions))
             if not rows:
@@ -138,7 +139,8 @@ class Starter:
         if row.cluster_id is not None and cluster_id is not None and row.cluster_id != cluster_id:
             raise ClusterChanged(
                 f"{row.partition} of group {self._group_id!r}: the ledger belongs to cluster {row.cluster_id}, "
-                f"this is cluster {cluster_id}. Check bootstrap.servers; if the topic really moved: {_adopt(row.partition)}"
+                f"this is cluster {cluster_id}. Check bootstrap.servers; "
+                f"if the topic really moved: {_adopt(row.partition)}"
             )
         if row.topic_id is not None and topic_id is not None and row.topic_id != topic_id:
             raise _recreated(self._group_id, row.partition, row.topic_id, topic_id)
@@ -193,7 +195,8 @@ def _out_of_range(group_id: str, row: Row, log: Range, *, truncated: bool) -> Of
     mend = f"Choose where to go on: {_reset(row.partition)} --to-offset N, or set on_out_of_range="
     if offset < low:
         return OffsetBelowLogStart(
-            f"{place}, the log starts at {low}: retention removed {low - offset} offsets before they were applied. {mend}"
+            f"{place}, the log starts at {low}: retention removed {low - offset} offsets "
+            f"before they were applied. {mend}"
         )
     if offset > high:
         return OffsetBeyondLogEnd(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
 
 from confluent_kafka import Message
 from psycopg import sql
@@ -18,7 +18,10 @@ from .unit_of_work import UnitOfWork
 
 if TYPE_CHECKING:
     import psycopg
-    from psycopg.abc import Params, Query
+    from psycopg.abc import Params
+
+Statement = LiteralString | bytes | sql.SQL | sql.Composed
+"""What psycopg executes; a string must be a literal, so that no value gets into it but as a parameter."""
 
 
 class Stage(Enum):
@@ -50,7 +53,13 @@ class Unit:
     """
 
     def __init__(
-        self, messages: Sequence[Message], advances: Sequence[Advance], *, attempt: int, work: UnitOfWork, settle: Settles
+        self,
+        messages: Sequence[Message],
+        advances: Sequence[Advance],
+        *,
+        attempt: int,
+        work: UnitOfWork,
+        settle: Settles,
     ) -> None:
         self.messages = messages
         self.attempt = attempt
@@ -93,11 +102,11 @@ class Unit:
             raise UnitNotFinished(f"this unit is not open: {self!r}; use it inside `with unit:`")
         return self.work.connection
 
-    def execute(self, query: Query, params: Params | None = None) -> psycopg.Cursor[Any]:
+    def execute(self, query: Statement, params: Params | None = None) -> psycopg.Cursor[Any]:
         """Execute one statement in the transaction and return its cursor."""
         return self.connection.execute(query, params)
 
-    def executemany(self, query: Query, params: Iterable[Params]) -> None:
+    def executemany(self, query: Statement, params: Iterable[Params]) -> None:
         """Execute one statement for each set of parameters, in few round trips."""
         self.connection.cursor().executemany(query, params)
 

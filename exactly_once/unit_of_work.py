@@ -91,7 +91,9 @@ class UnitOfWork:
         if is_lost(connection):
             raise psycopg.OperationalError("the connection was lost inside the unit of work")
         if connection.pgconn.pipeline_status != PipelineStatus.OFF:
-            raise TransactionBusy("the handler left a pipeline open on unit.connection; leave its block before returning")
+            raise TransactionBusy(
+                "the handler left a pipeline open on unit.connection; leave its block before returning"
+            )
         status = connection.info.transaction_status
         if status is TransactionStatus.INERROR:
             raise TransactionAborted(

@@ -17,7 +17,7 @@ class Units:
 
     def __init__(
         self,
-        next_unit: Callable[[Callable[[bool], bool]], Unit | None],
+        next_unit: Callable[[Units], Unit | None],
         cluster: Cluster,
         ownership: Ownership,
         upkeep: Upkeep,
@@ -38,16 +38,17 @@ class Units:
         return self
 
     def __next__(self) -> Unit:
-        unit = self._next_unit(self._is_over)
+        unit = self._next_unit(self)
         if unit is None:
             raise StopIteration
         return unit
 
-    def _is_over(self, nothing_came: bool) -> bool:
-        """Judge the moment: called before each unit, and whenever a fetch brought nothing."""
-        if not nothing_came:
-            self._busy_at = time.monotonic()
-            return False
+    def came(self) -> None:
+        """Take note that there is something to do."""
+        self._busy_at = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Judge whether this is the end, at a moment when a fetch brought nothing."""
         if self._idle_seconds is not None and time.monotonic() - self._busy_at >= self._idle_seconds:
             return True
         return self._until_end and self._upkeep.was_assigned and self._has_reached_ends()

@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import psycopg
-from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
+from confluent_kafka import Consumer, Message, TopicPartition
 
 from .assignment import Assignment, Change
 from .cluster import Cluster
 from .delivery import Delivery
-from .errors import BrokerUnreachable, StartError
+from .errors import BrokerUnreachable
 from .ledger import Ledger
 from .mirror import MIRROR_SECONDS, Mirror
 from .model import Partition, Row

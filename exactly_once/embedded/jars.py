@@ -63,9 +63,7 @@ def _fetch(home: Path) -> None:
         try:
             _fetch_with_retries(home, progress)
         except Exception as error:
-            raise DownloadError(
-                f"the jars of Apache Kafka {KAFKA_VERSION} could not be fetched: {error}"
-            ) from error
+            raise DownloadError(f"the jars of Apache Kafka {KAFKA_VERSION} could not be fetched: {error}") from error
 
 
 @tenacity.retry(stop=tenacity.stop_after_attempt(3), wait=tenacity.wait_fixed(1), reraise=True)

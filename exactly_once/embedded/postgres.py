@@ -204,13 +204,9 @@ class Postgres:
         deadline = time.monotonic() + _START_SECONDS
         while not self._is_ready():
             if not self._process.is_running():
-                raise StartError(
-                    f"Postgres ended while it started; the end of its log:\n{self._process.log_tail()}"
-                )
+                raise StartError(f"Postgres ended while it started; the end of its log:\n{self._process.log_tail()}")
             if time.monotonic() > deadline:
-                raise StartError(
-                    f"Postgres did not come up in time; the end of its log:\n{self._process.log_tail()}"
-                )
+                raise StartError(f"Postgres did not come up in time; the end of its log:\n{self._process.log_tail()}")
             time.sleep(_POLL_SECONDS)
 
     def _is_ready(self) -> bool:

@@ -17,20 +17,22 @@ _NAME = re.compile(r"^-- name: (\w+)\n((?:--.*\n)*)", re.MULTILINE)
 
 def query(name: str, schema: str, **parts: sql.Composable) -> sql.Composed:
     """Return the query ``name`` for one schema, its other placeholders filled in."""
-    return sql.SQL(_queries()[name]).format(schema=sql.Identifier(schema), **parts)  # type: ignore[arg-type]
+    return sql.SQL(_queries()[name]).format(schema=sql.Identifier(schema), **parts)
 
 
 def migrations(schema: str) -> dict[int, sql.Composed]:
     """Return the migrations by number, in order."""
     folder = files(__name__) / "migrations"
-    found = sorted((int(f.name.split("_")[0]), f.read_text("utf-8")) for f in folder.iterdir() if f.name.endswith(".sql"))
-    return {number: sql.SQL(text).format(schema=sql.Identifier(schema)) for number, text in found}  # type: ignore[arg-type]
+    found = sorted(
+        (int(f.name.split("_")[0]), f.read_text("utf-8")) for f in folder.iterdir() if f.name.endswith(".sql")
+    )
+    return {number: sql.SQL(text).format(schema=sql.Identifier(schema)) for number, text in found}
 
 
 def grants(schema: str, role: str) -> sql.Composed:
     """Return what a worker's role must be granted."""
     text = (files(__name__) / "grants.sql").read_text("utf-8")
-    return sql.SQL(text).format(schema=sql.Identifier(schema), role=sql.Identifier(role))  # type: ignore[arg-type]
+    return sql.SQL(text).format(schema=sql.Identifier(schema), role=sql.Identifier(role))
 
 
 @cache

@@ -1,0 +1,92 @@
+"""Fixtures of all tests: real servers, and names that no other test uses."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from exactly_once import ExactlyOnceConsumer, failpoints
+from exactly_once.schema import migrate
+
+pytest_plugins = ["exactly_once.embedded.pytest_plugin"]
+
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "eager": {"partition.assignment.strategy": "range"},
+    "cooperative": {"partition.assignment.strategy": "cooperative-sticky"},
+    "consumer": {"group.protocol": "consumer"},
+}
+"""The three rebalance protocols, as settings of the client."""
+
+MakeConsumer = Callable[..., ExactlyOnceConsumer]
+
+
+@pytest.fixture(scope="session")
+def bootstrap_servers(exactly_once_kafka: str) -> str:
+    """A real broker."""
+    return exactly_once_kafka
+
+
+@pytest.fixture(scope="session")
+def postgres_conninfo(exactly_once_postgres: str) -> str:
+    """A real Postgres, without our schema."""
+    return exactly_once_postgres
+
+
+@pytest.fixture(scope="session")
+def conninfo(postgres_conninfo: str) -> str:
+    """A real Postgres with our schema."""
+    with psycopg.connect(postgres_conninfo, autocommit=True) as connection:
+        migrate(connection)
+    return postgres_conninfo
+
+
+@pytest.fixture
+def name() -> str:
+    """A name for topic, group and table that no other test uses."""
+    return f"t{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(params=PROTOCOLS)
+def protocol(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The settings of each rebalance protocol in turn."""
+    return PROTOCOLS[request.param]
+
+
+@pytest.fixture
+def db(conninfo: str) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
+    """A plain connection, for looking and for interfering."""
+    with psycopg.connect(conninfo, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def make_consumer(bootstrap_servers: str, conninfo: str, name: str) -> Iterator[MakeConsumer]:
+    """Make consumers of group ``name``; they are closed after the test.
+
+    ``make_consumer(kafka_settings, **options)``; both may be left out, ``conninfo`` can be replaced.
+    """
+    made: list[ExactlyOnceConsumer] = []
+    numbers = itertools.count(1)
+
+    def make(kafka: dict[str, Any] | None = None, /, **options: Any) -> ExactlyOnceConsumer:
+        if "connect" not in options:
+            options.setdefault("conninfo", conninfo)
+        options.setdefault("name", f"{name}-{next(numbers)}")
+        settings = {"bootstrap.servers": bootstrap_servers, "group.id": name, **(kafka or {})}
+        made.append(ExactlyOnceConsumer(settings, **options))
+        return made[-1]
+
+    yield make
+    for consumer in made:
+        consumer.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_armed() -> Iterator[None]:
+    yield
+    failpoints.disarm()
