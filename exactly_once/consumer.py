@@ -44,7 +44,7 @@ from .ledger import Ledger
 from .mirror import Mirror
 from .model import Partition
 from .ownership import Ownership
-from .retry import BACKOFF, at_start, patiently
+from .retry import BACKOFF, briefly, patiently
 from .session import Connection, Session
 from .settlement import Counters, Settlement
 from .start import Starter
@@ -59,6 +59,12 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 """How long one fetch waits, and so how late a stop is noticed."""
 _GOODBYE_SECONDS = 2.0
+_REOPEN_SECONDS = 1.0
+_FATAL_CODES = (
+    KafkaError._FATAL,  # noqa: SLF001 - that is its public name
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+)
 
 OnRebalance = Callable[["ExactlyOnceConsumer", list[TopicPartition]], object]
 
@@ -126,6 +132,7 @@ class ExactlyOnceConsumer:
         self._unit: Unit | None = None
         self._stopping = threading.Event()
         self._closed = False
+        self._must_reopen = False
         self._assemble(self._options)
         self._client = self._open_client()
 
@@ -146,7 +153,8 @@ class ExactlyOnceConsumer:
         self._assignment = Assignment(incremental=is_incremental(self._kafka))
         self._ownership = Ownership()
         self._mirror = Mirror()
-        self._delivery = Delivery(self._ownership, on_error=self._on_error)
+        queue_bytes = int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024
+        self._delivery = Delivery(self._ownership, on_error=self._on_error, queue_bytes=queue_bytes)
         self._settlement = Settlement(
             ledger=ledger,
             ownership=self._ownership,
@@ -216,6 +224,7 @@ class ExactlyOnceConsumer:
         self._look_at_database()
         self._look_at_topics([t for t in topics if not t.startswith("^")])
         self._topics = list(topics)
+        self._delivery.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
         self._callbacks = {
             Change.ASSIGNED: on_assign,
             Change.REVOKED: on_revoke,
@@ -290,6 +299,8 @@ class ExactlyOnceConsumer:
         if self._unit is not None and self._unit.stage is not Stage.DONE:
             raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
         while not self._stopping.is_set():
+            if self._must_reopen:
+                self._reopen_client()
             if self._upkeep.is_due and not self._keep_up():
                 continue
             waiting = self._delivery.waiting
@@ -347,23 +358,36 @@ class ExactlyOnceConsumer:
             self._fetch(min(left, POLL_SECONDS), 1)
 
     def _on_error(self, message: Message) -> None:
-        """Handle an error event that came instead of a message."""
+        """Handle an error event that came instead of a message; what must stop the loop is raised later."""
         error = message.error()
         assert error is not None
-        code = error.code()
+        code, text = error.code(), error.str()
         if code == KafkaError._PARTITION_EOF:
             self._upkeep.eof[Partition(str(message.topic()), message.partition() or 0)] = message.offset() or 0
         elif code == KafkaError._AUTO_OFFSET_RESET:
             self._upkeep.suspect(message)
-        elif "INSTANCE_ID" in error.name() or ("instance" in error.str() and error.fatal()):
-            raise InstanceFenced(f"{error.str()}; group.instance.id={self._kafka.get('group.instance.id')!r}")
-        elif error.fatal() or code in (
-            KafkaError.TOPIC_AUTHORIZATION_FAILED,
-            KafkaError.GROUP_AUTHORIZATION_FAILED,
-        ):
-            raise ClientFailed(f"{error.name()}: {error.str()}")
+        elif code == _FATAL_CODES[0] and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
+            self._must_reopen = True
+        elif code == _FATAL_CODES[0] and _text(KafkaError.FENCED_INSTANCE_ID) in text:
+            instance = self._kafka.get("group.instance.id")
+            self._assignment.failures.append(InstanceFenced(f"{text}; group.instance.id={instance!r}"))
+        elif code in _FATAL_CODES:
+            self._assignment.failures.append(ClientFailed(f"{error.name()}: {text}"))
         else:
-            logger.info("Kafka client: %s", error.str())
+            logger.info("Kafka client: %s", text)
+
+    def _reopen_client(self) -> None:
+        """Join anew: under ``group.protocol=consumer`` a static member keeps its place until it expires."""
+        instance = self._kafka.get("group.instance.id")
+        logger.warning("group.instance.id=%r is still taken by an earlier process; joining again", instance)
+        self._client.close()
+        self._ownership.revoked(list(self._ownership.holdings))
+        self._delivery.discard()
+        self._assignment.fetching.clear()
+        self._stopping.wait(_REOPEN_SECONDS)
+        self._client = self._open_client()
+        self._assignment.subscribe(self._client, self._topics)
+        self._must_reopen = False
 
     def _notify(self, change: Change, partitions: list[TopicPartition]) -> None:
         callback = self._callbacks.get(change)
@@ -401,7 +425,7 @@ class ExactlyOnceConsumer:
 
     def _look_at_database(self) -> None:
         try:
-            at_start(self._options.startup_seconds)(lambda: self._session.connection)
+            briefly(self._options.startup_seconds)(lambda: self._session.connection)
         except psycopg.OperationalError as error:
             raise DatabaseUnreachable(f"no connection to Postgres: {str(error).strip()}") from error
         if self._options.migrate:
@@ -410,9 +434,9 @@ class ExactlyOnceConsumer:
 
     def _look_at_topics(self, topics: list[str]) -> None:
         seconds = self._options.startup_seconds
-        at_start(seconds)(self._cluster.identify)
+        briefly(seconds)(self._cluster.identify)
         try:
-            at_start(seconds)(self._cluster.describe, topics)
+            briefly(seconds)(self._cluster.describe, topics)
         except UnknownTopic:
             if not self._options.wait_for_topics:
                 raise
@@ -433,3 +457,8 @@ class ExactlyOnceConsumer:
         held = self._ownership.tokens()
         if held and not self._settlement.is_pending and not self._session.lost:
             self._ledger.release(held)
+
+
+def _text(code: int) -> str:
+    """Return librdkafka's words for an error, which is all that tells one fatal error from another."""
+    return KafkaError(code).str()

@@ -19,13 +19,20 @@ Ends = dict[Partition, tuple[int, int | None]]
 
 
 class Delivery:
-    """Accepts messages in the order of the client and gives them out in batches."""
+    """Accepts messages in the order of the client and gives them out in batches.
 
-    def __init__(self, ownership: Ownership, *, on_error: Callable[[Message], None]) -> None:
+    ``queue_bytes`` is what the client holds at most: batches need no weighing below it.
+    """
+
+    def __init__(self, ownership: Ownership, *, on_error: Callable[[Message], None], queue_bytes: int = 0) -> None:
         self._ownership = ownership
         self._on_error = on_error
         self._waiting: list[Message] = []
         self._again: list[Message] = []
+        self._ends: Ends | None = None
+        self._queue_bytes = queue_bytes
+        self.only_topic: str | None = None
+        """The one topic there is, if so; it need not be asked of each message then."""
         self.attempt = 0
         self.gaps = 0
         self.dropped = 0
@@ -46,11 +53,15 @@ class Delivery:
                 self._on_error(error)
             messages = [m for m in messages if m.error() is None]
         kept: list[Message] = []
-        for partition, run in _runs(messages):
+        ends: Ends = {}
+        for partition, run in self._runs(messages):
             holding = self._ownership.deliverable(partition)
-            if holding is not None:
-                kept += self._in_order(holding, run)
+            current = [] if holding is None else self._in_order(holding, run)
+            if current:
+                kept += current
+                ends[partition] = _end(current[-1])
         self.dropped += len(messages) - len(kept)
+        self._ends = None if self._waiting else ends
         self._waiting = self._waiting + kept if self._waiting else kept
 
     def take(self, max_messages: int, max_bytes: int) -> tuple[list[Message], Ends]:
@@ -58,13 +69,16 @@ class Delivery:
 
         At least one message, if there is any, however large it is.
         """
+        ends = None
         if self._again:
             batch, self._again = self._cut(self._again, max_messages, max_bytes)
         else:
             self.attempt = 0
             batch, self._waiting = self._cut(self._waiting, max_messages, max_bytes)
+            ends = None if self._waiting else self._ends
+            self._ends = None
         self.attempt += 1
-        return batch, ends_of(batch)
+        return batch, self._ends_of(batch) if ends is None else ends
 
     def put_back(self, messages: Sequence[Message]) -> None:
         """Give these messages out again, before all others and in one batch."""
@@ -80,6 +94,7 @@ class Delivery:
         """Drop the messages of partitions that may not be delivered now, or were refetched."""
         self._again = [m for m in self._again if self._is_current(m)]
         self._waiting = [m for m in self._waiting if self._is_current(m)]
+        self._ends = None
 
     def _is_current(self, message: Message) -> bool:
         holding = self._ownership.deliverable(_partition(message))
@@ -101,8 +116,18 @@ class Delivery:
             kept.append(message)
         return kept
 
+    def _ends_of(self, messages: list[Message]) -> Ends:
+        return {partition: _end(run[-1]) for partition, run in self._runs(messages)}
+
+    def _runs(self, messages: list[Message]) -> Iterable[tuple[Partition, list[Message]]]:
+        """Split into runs of one partition; the loop over single messages stays in C."""
+        topics = [(self.only_topic, messages)] if self.only_topic else groupby(messages, Message.topic)
+        for topic, same_topic in topics:
+            for number, run in groupby(same_topic, Message.partition):
+                yield Partition(str(topic), number or 0), list(run)
+
     def _cut(self, messages: list[Message], count: int, size: int) -> tuple[list[Message], list[Message]]:
-        if len(messages) <= count and sum(map(len, messages)) <= size:
+        if len(messages) <= count and (size >= self._queue_bytes > 0 or sum(map(len, messages)) <= size):
             return messages, []
         end, total = 0, 0
         for message in messages[:count]:
@@ -113,16 +138,8 @@ class Delivery:
         return messages[:end], messages[end:]
 
 
-def ends_of(messages: list[Message]) -> Ends:
-    """Return where a batch ends in each of its partitions."""
-    return {partition: (_offset(run[-1]) + 1, run[-1].leader_epoch()) for partition, run in _runs(messages)}
-
-
-def _runs(messages: list[Message]) -> Iterable[tuple[Partition, list[Message]]]:
-    """Split into runs of one partition; the loop over single messages stays in C."""
-    for topic, same_topic in groupby(messages, Message.topic):
-        for number, run in groupby(same_topic, Message.partition):
-            yield Partition(str(topic), number or 0), list(run)
+def _end(message: Message) -> tuple[int, int | None]:
+    return _offset(message) + 1, message.leader_epoch()
 
 
 def _offset(message: Message) -> int:

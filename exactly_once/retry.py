@@ -15,8 +15,8 @@ from .outcome import Fault, classify, driver_error
 
 logger = logging.getLogger(__name__)
 
-BACKOFF = tenacity.wait_exponential_jitter(initial=0.05, max=5.0, jitter=0.1)
-"""Seconds between tries: 0.05, doubling up to 5, each with up to 0.1 of jitter."""
+BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=5.0)
+"""Seconds between tries: up to 0.1, doubling up to 5, each time a random part of it."""
 
 
 def is_passing(error: BaseException) -> bool:
@@ -47,8 +47,8 @@ def patiently(
     )
 
 
-def at_start(seconds: float) -> tenacity.Retrying:
-    """Return a retrier for the first contact with a server: bounded, then the error itself."""
+def briefly(seconds: float) -> tenacity.Retrying:
+    """Return a retrier that gives up after so long, with the error itself."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_passing),
         wait=BACKOFF,

@@ -27,12 +27,14 @@ from .mirror import Mirror
 from .model import Advance, Row
 from .outcome import SHORT_COUNT, Fault, classify, driver_error
 from .ownership import Ownership, Resolution, Verdict
+from .retry import briefly
 from .session import is_lost
 from .unit import Unit
-from .unit_of_work import CommitUnknown
 from .watcher import Watcher
 
 logger = logging.getLogger(__name__)
+
+_HALT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -107,14 +109,13 @@ class Settlement:
         """Commit the unit; raise whatever became of it instead."""
         try:
             unit.work.commit(unit.advances)
-        except CommitUnknown as unknown:
-            assert unknown.__cause__ is not None
-            self._after_unknown(unit, unknown.__cause__)
+            self._landed(unit)
         except BaseException as error:
+            if unit.work.is_unknown:
+                self._after_unknown(unit, error)
+                return
             self.abandon(unit, error)
             raise
-        else:
-            self._landed(unit)
         finally:
             self._watcher.clear()
 
@@ -261,7 +262,7 @@ class Settlement:
         )
         self._pending = None
         try:
-            self._ledger.halt(unit.advances, reason=reason)
+            briefly(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=reason)
         except psycopg.Error as trouble:
             logger.critical("could not halt the partitions of %r in the ledger: %s", unit, trouble)
         raise self.failed from error

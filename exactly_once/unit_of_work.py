@@ -18,10 +18,6 @@ from .outcome import FOREIGN_TRANSACTION, driver_error
 from .session import Begun, Connection, is_lost
 
 
-class CommitUnknown(Exception):
-    """COMMIT was sent and not confirmed; ``__cause__`` says what happened instead."""
-
-
 class UnitOfWork:
     """BEGIN, effects, guards, advance, COMMIT; all of it durable or nothing."""
 
@@ -30,6 +26,8 @@ class UnitOfWork:
         self._isolation = isolation
         self._connection: Connection | None = None
         self.begun: Begun | None = None
+        self.is_unknown = False
+        """Whether COMMIT was sent and nobody has told yet what came of it."""
 
     @property
     def connection(self) -> Connection:
@@ -52,29 +50,31 @@ class UnitOfWork:
         """Check that the transaction is still the one that began, advance the ledger, COMMIT.
 
         :raises HandlerError: when the handler ended or broke the transaction.
-        :raises CommitUnknown: when COMMIT was sent and its outcome is not known.
+        :raises BaseException: whatever happened after COMMIT was sent; :attr:`is_unknown` is set then.
         :raises psycopg.Error: for what failed before COMMIT could be reached.
         """
         self._guard()
         failpoint("guarded")
-        assert self.begun is not None
-        connection = self.connection
+        self.is_unknown = True
         try:
-            if is_armed("advanced"):
-                self._ledger.advance(connection, advances, xid=self.begun.xid, commit=False)
-                failpoint("advanced")
-                connection.execute("COMMIT")
-            else:
-                self._ledger.advance(connection, advances, xid=self.begun.xid, commit=True)
+            self._advance_and_commit(advances)
+            failpoint("committed")
         except BaseException as error:
-            status = connection.info.transaction_status
-            if status not in (TransactionStatus.INERROR, TransactionStatus.INTRANS):
-                raise CommitUnknown from error
+            status = self.connection.info.transaction_status
+            self.is_unknown = status not in (TransactionStatus.INERROR, TransactionStatus.INTRANS)
             driver = driver_error(error)
             if driver is not None and driver.sqlstate == FOREIGN_TRANSACTION:
                 raise _ended() from error
             raise
-        failpoint("committed")
+
+    def _advance_and_commit(self, advances: Sequence[Advance]) -> None:
+        assert self.begun is not None
+        if is_armed("advanced"):
+            self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
+            failpoint("advanced")
+            self.connection.execute("COMMIT")
+        else:
+            self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=True)
 
     def roll_back(self) -> None:
         """End the transaction without effects; a connection that cannot do it is discarded."""

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 RECHECK_SECONDS = 5.0
 """How often topic ids are asked for again; what a recreated topic delivers in between is not noticed."""
 _BUSY_SECONDS = 1.0
+_AGAIN_SECONDS = 0.05
 
 Notify = Callable[[Change, list[TopicPartition]], None]
 
@@ -97,6 +98,8 @@ class Upkeep:
         self._recheck_topics()
         self._mirror.send(client)
         self._ownership.is_unsettled = bool(self._ownership.to_place())
+        if self._ownership.to_acquire() or self._ownership.to_prove():
+            self._next_look = time.monotonic() + _AGAIN_SECONDS
         self._tell()
 
     def take_events(self) -> None:

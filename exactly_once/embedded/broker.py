@@ -28,8 +28,17 @@ from .jars import KAFKA_VERSION, Progress, classpath, kafka_home, locked
 from .ports import accepts, free_port
 from .process import ServerProcess
 
-# Both must be the same for the run that makes the archive and the runs that use it.
-_JVM = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+# The same for the run that makes the archive and the runs that use it.
+_JVM = (
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    # Archived machine code gains little here and Java 25 warns of collisions in it.
+    "-XX:+UnlockDiagnosticVMOptions",
+    "-XX:-AOTAdapterCaching",
+    # An archive that does not fit is left unused; that is no news for the broker's log.
+    "-Xlog:aot*=off",
+    "--sun-misc-unsafe-memory-access=allow",
+)
 _LOGGING = (
     "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
     "-Dorg.slf4j.simpleLogger.showDateTime=true",
@@ -119,8 +128,9 @@ def write_files(node: Node, nodes: Sequence[Node], properties: Mapping[str, str]
 
 def run(node: Node, *, remove: Path | None, options: Sequence[str] = ()) -> ServerProcess:
     """Start the broker's process; it is not up yet."""
-    if not options and _archive().stat().st_size:
-        options = [f"-XX:AOTCache={_archive()}"]
+    archive = _archive()
+    if not options and archive.exists() and archive.stat().st_size:
+        options = [f"-XX:AOTCache={archive}"]
     command = _java("-Xmx512m", *options, "kafka.Kafka", str(node.directory / "server.properties"))
     return ServerProcess(command, log=node.log, remove=remove)
 

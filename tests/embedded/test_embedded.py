@@ -244,9 +244,7 @@ def test_data_in_a_given_directory_outlives_the_server(place: Path) -> None:
         assert cluster_id_of(kafka) == cluster_id
 
 
-def test_servers_listen_on_the_loopback_interface_only(
-    kafka: embedded.Kafka, postgres: embedded.Postgres
-) -> None:
+def test_servers_listen_on_the_loopback_interface_only(kafka: embedded.Kafka, postgres: embedded.Postgres) -> None:
     for pid in (kafka.pid(), postgres.pid):
         listening = [
             connection.laddr.ip.removeprefix("::ffff:")
@@ -315,9 +313,7 @@ def test_failed_starts_show_the_log_and_leave_nothing(place: Path, monkeypatch: 
     with pytest.raises(embedded.StartError, match="shared_buffers"):
         embedded.start(settings={"shared_buffers": "nonsense"})
     assert not list(place.iterdir())
-    assert not [
-        each for each in psutil.Process().children(recursive=True) if str(place) in str(each.cmdline())
-    ]
+    assert not [each for each in psutil.Process().children(recursive=True) if str(place) in str(each.cmdline())]
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +368,11 @@ OWNER = textwrap.dedent(
     import os, signal, sys, time
     from exactly_once import embedded
 
-    servers = embedded.start()
+    if "keep" in sys.argv:
+        kafka, postgres = (kind(directory=sys.argv[2]) for kind in (embedded.Kafka, embedded.Postgres))
+        servers = embedded.Servers(kafka.start(), postgres.start())
+    else:
+        servers = embedded.start()
     pids = [servers.kafka.pid(), servers.postgres.pid]
     if "fork" in sys.argv and not os.fork():
         os.close(1)
@@ -421,6 +421,16 @@ def test_a_killed_owner_leaves_no_orphan_and_no_data(words: tuple[str, ...]) -> 
             each.kill()
         assert owner.stdout is not None
         owner.stdout.close()
+
+
+def test_a_killed_owner_leaves_its_given_directory(place: Path) -> None:
+    owner, family, _ = start_owner("keep", str(place))
+    assert owner.stdout is not None
+    owner.kill()
+    owner.wait(10)
+    owner.stdout.close()
+    until(lambda: all_gone(family), 20, "the end of the servers")
+    assert {each.name for each in place.iterdir()} == {"data", "node-1", "server.log"}
 
 
 def test_ctrl_c_reaches_the_owner_and_not_the_servers() -> None:

@@ -411,9 +411,7 @@ class _Messages:
         return message
 
     def _size(self) -> int:
-        return 1 + int.from_bytes(
-            self._buffer[1:_HEAD_BYTES], "big"
-        )  # the length does not count the type byte
+        return 1 + int.from_bytes(self._buffer[1:_HEAD_BYTES], "big")  # the length does not count the type byte
 
 
 def _startup_packet(client: socket.socket) -> bytes:

@@ -1,1 +1,1 @@
-"""Tests that need no Kafka broker."""
+"""Tests of single modules."""

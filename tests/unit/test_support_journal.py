@@ -1,23 +1,20 @@
-"""The oracle finds what it is there to find: a scan of a topic against a journal in a real Postgres."""
+"""The oracle finds what it is there to find: a scan of a real topic against a journal in a real Postgres."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import psycopg
 import pytest
 from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, ConfigResource  # type: ignore[attr-defined]
 
-from exactly_once.embedded import Postgres
 from tests.support import journal
 from tests.support.journal import Entry, Identity, Record
-from tests.support.topics import produce
+from tests.support.topics import create_topic, produce
 
 TOPIC = "payments"
-RECORDS = [
-    Record(TOPIC, partition, offset, b"key", b"%d" % offset) for partition in (0, 1) for offset in range(3)
-]
+RECORDS = [Record(TOPIC, partition, offset, b"key", b"%d" % offset) for partition in (0, 1) for offset in range(3)]
 
 
 def effect(record: Record, worker: str = "worker", xid: int = 1) -> Entry:
@@ -27,12 +24,6 @@ def effect(record: Record, worker: str = "worker", xid: int = 1) -> Entry:
 EFFECTS = [effect(record) for record in RECORDS]
 
 
-@pytest.fixture(scope="module")
-def postgres_conninfo() -> Iterator[str]:
-    with Postgres() as postgres:
-        yield postgres.conninfo
-
-
 @pytest.fixture
 def empty_journal(postgres_conninfo: str) -> str:
     journal.create(postgres_conninfo)
@@ -40,18 +31,18 @@ def empty_journal(postgres_conninfo: str) -> str:
 
 
 @pytest.fixture
-def mock_cluster() -> Iterator[str]:
-    """librdkafka's own brokers, in this process: enough to scan, not to prove anything about a log."""
-    owner = Producer({"bootstrap.servers": "ignored", "test.mock.num.brokers": 1})
-    (broker,) = owner.list_topics(timeout=10).brokers.values()
-    yield f"{broker.host}:{broker.port}"
-    del owner  # the cluster lives as long as its producer
+def transaction(bootstrap_servers: str, name: str) -> Producer:
+    """A transactional producer with a transaction begun."""
+    producer = Producer({"bootstrap.servers": bootstrap_servers, "transactional.id": name})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    return producer
 
 
 def apply(conninfo: str, records: list[Record], worker: str, count: int) -> None:
     with psycopg.connect(conninfo) as connection, connection.cursor() as cursor:
         cursor.executemany(journal.APPEND, [(*record.identity, record.value, worker) for record in records])
-        cursor.execute(journal.COUNT, (TOPIC, count))
+        cursor.execute(journal.COUNT, (records[0].topic, count))
 
 
 def test_each_message_with_one_effect_is_exact() -> None:
@@ -121,23 +112,60 @@ def test_create_starts_an_empty_journal_in_place_of_the_last(empty_journal: str)
     assert journal.entries(empty_journal, TOPIC) == []
 
 
-def test_scan_returns_every_message_of_every_partition_the_empty_ones_read_too(mock_cluster: str) -> None:
-    produce(mock_cluster, TOPIC, 1_000, 2)
-    records = journal.scan(mock_cluster, TOPIC)
+def test_scan_returns_every_message_of_every_partition_the_empty_ones_read_too(
+    bootstrap_servers: str,
+) -> None:
+    topic = create_topic(bootstrap_servers, 3)
+    produce(bootstrap_servers, topic, 1_000, 2)
+    records = journal.scan(bootstrap_servers, topic)
     assert sorted(int(record.value or b"") for record in records) == list(range(1_000))
-    assert {record.partition for record in records} == {0, 1}
     assert [record.offset for record in records if record.partition == 1] == list(range(500))
 
 
-def test_check_compares_the_scan_with_the_journal_and_the_counter(
-    empty_journal: str, mock_cluster: str
+def test_scan_reads_past_an_aborted_tail_without_its_messages(bootstrap_servers: str, transaction: Producer) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    produce(bootstrap_servers, topic, 1, 1)
+    transaction.produce(topic, b"aborted")
+    transaction.flush()
+    transaction.abort_transaction()
+    assert [record.value for record in journal.scan(bootstrap_servers, topic)] == [b"0"]
+
+
+def test_scan_does_not_take_what_an_open_transaction_hides_for_the_end(
+    bootstrap_servers: str, transaction: Producer
 ) -> None:
-    produce(mock_cluster, TOPIC, 10, 2)
-    records = journal.scan(mock_cluster, TOPIC)
+    topic = create_topic(bootstrap_servers, 1)
+    transaction.produce(topic, b"open")
+    transaction.flush()
+    produce(bootstrap_servers, topic, 1, 1)
+    with pytest.raises(TimeoutError, match="open transaction"):
+        journal.scan(bootstrap_servers, topic, timeout_seconds=1)
+    transaction.commit_transaction()
+    assert [record.value for record in journal.scan(bootstrap_servers, topic)] == [b"open", b"0"]
+
+
+def test_scan_of_an_unknown_topic_is_an_error(bootstrap_servers: str, name: str) -> None:
+    with pytest.raises(LookupError, match=name):
+        journal.scan(bootstrap_servers, name)
+
+
+def test_check_compares_the_scan_with_the_journal_and_the_counter(empty_journal: str, bootstrap_servers: str) -> None:
+    topic = create_topic(bootstrap_servers, 2)
+    produce(bootstrap_servers, topic, 10, 2)
+    records = journal.scan(bootstrap_servers, topic)
     apply(empty_journal, records, "worker", len(records))
-    assert journal.check(empty_journal, mock_cluster, TOPIC).exact
+    assert journal.check(empty_journal, bootstrap_servers, topic).exact
     apply(empty_journal, records[:1], "worker", 0)
-    verdict = journal.check(empty_journal, mock_cluster, TOPIC)
+    verdict = journal.check(empty_journal, bootstrap_servers, topic)
     assert list(verdict.duplicated) == [records[0].identity]
     assert verdict.counter_ok
     assert not verdict.lost
+
+
+def test_create_topic_sets_partitions_and_configuration(bootstrap_servers: str, name: str) -> None:
+    assert create_topic(bootstrap_servers, 3, name=name, cleanup_policy="compact") == name
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    resource = ConfigResource(ConfigResource.Type.TOPIC, name)
+    config = admin.describe_configs([resource])[resource].result(timeout=10)
+    assert config["cleanup.policy"].value == "compact"
+    assert len(admin.list_topics(name, timeout=10).topics[name].partitions) == 3

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import psycopg
 import pytest
 
-from exactly_once.embedded import Postgres
 from tests.support.pgbouncer import PgBouncer, pgbouncer_missing
 from tests.support.proxy import COMMIT, PostgresProxy
 from tests.support.require import skip_unless
@@ -45,24 +45,10 @@ class Observer:
         """Wait until a backend has ended."""
         until(lambda: self.state(pid) is None, 10, f"the end of backend {pid}")
 
-    def lock(self) -> None:
-        """Make others wait for the table until `unlock`."""
-        self._connection.execute("BEGIN; LOCK TABLE effect")
-
-    def unlock(self) -> None:
-        """Let them go on."""
-        self._connection.execute("COMMIT")
-
     def _one(self, query: str, *parameters: object) -> tuple[object, ...]:
         row = self._connection.execute(query, parameters).fetchone()
         assert row is not None
         return tuple(row)
-
-
-@pytest.fixture(scope="module")
-def postgres_conninfo() -> Iterator[str]:
-    with Postgres() as postgres:
-        yield postgres.conninfo
 
 
 @pytest.fixture
@@ -89,6 +75,17 @@ def connection(proxy: PostgresProxy) -> Iterator[psycopg.Connection]:
 @pytest.fixture
 def pid(connection: psycopg.Connection) -> int:
     return connection.info.backend_pid  # taken now: a broken connection says 0
+
+
+@contextmanager
+def background(proxy: PostgresProxy) -> Iterator[Executor]:
+    """Give a thread for a call that the proxy makes wait, and end the call when the test fails meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield pool
+        except BaseException:
+            proxy.cut_all()
+            raise
 
 
 def insert_in_pipeline(connection: psycopg.Connection) -> None:
@@ -133,9 +130,10 @@ def test_clients_that_ask_for_encryption_are_served_in_the_clear(proxy: Postgres
 
 
 def test_cancel_requests_reach_the_server(
-    connection: psycopg.Connection, observer: Observer, pid: int
+    proxy: PostgresProxy, connection: psycopg.Connection, observer: Observer, pid: int
 ) -> None:
-    with ThreadPoolExecutor(1) as pool:
+    connection.execute("SELECT 1")  # begins the transaction, so that "active" means the next statement
+    with background(proxy) as pool:
         sleeper = pool.submit(connection.execute, "SELECT pg_sleep(60)")
         until(lambda: observer.state(pid) == "active", 10, "the query to run")
         connection.cancel_safe(timeout=10)
@@ -246,7 +244,7 @@ def test_hold_with_the_client_kept_delays_its_commit(
 ) -> None:
     fault = proxy.hold(close_client=False)
     connection.execute(INSERT)
-    with ThreadPoolExecutor(1) as pool:
+    with background(proxy) as pool:
         commit = pool.submit(connection.commit)
         fault.wait()
         assert observer.effects() == 0
@@ -276,7 +274,7 @@ def test_hold_answer_has_committed_while_the_client_still_waits(
 ) -> None:
     fault = proxy.hold_answer()
     connection.execute(INSERT)
-    with ThreadPoolExecutor(1) as pool:
+    with background(proxy) as pool:
         commit = pool.submit(connection.commit)
         fault.wait()
         assert observer.effects() == 1
@@ -318,7 +316,7 @@ def test_black_hole_silences_existing_connections_without_closing_them(
 ) -> None:
     connection.execute(INSERT)
     proxy.black_hole()
-    with ThreadPoolExecutor(1) as pool:
+    with background(proxy) as pool:
         commit = pool.submit(connection.commit)
         with pytest.raises(psycopg.errors.ConnectionTimeout):
             psycopg.connect(proxy.conninfo, connect_timeout=2)
@@ -335,14 +333,19 @@ def test_black_hole_silences_existing_connections_without_closing_them(
 
 
 def test_black_hole_swallows_an_answer_on_its_way(
-    proxy: PostgresProxy, connection: psycopg.Connection, observer: Observer, pid: int
+    postgres_conninfo: str,
+    proxy: PostgresProxy,
+    connection: psycopg.Connection,
+    observer: Observer,
+    pid: int,
 ) -> None:
-    observer.lock()
-    with ThreadPoolExecutor(1) as pool:
+    connection.execute("SELECT 1")  # begins the transaction, so that "active" means the next statement
+    with psycopg.connect(postgres_conninfo) as blocker, background(proxy) as pool:
+        blocker.execute("LOCK TABLE effect")
         answer = pool.submit(connection.execute, "LOCK TABLE effect")
         until(lambda: observer.state(pid) == "active", 10, "the statement to wait")
         proxy.black_hole()
-        observer.unlock()
+        blocker.commit()
         until(lambda: observer.state(pid) == "idle in transaction", 10, "the statement to end")
         with pytest.raises(TimeoutError):
             answer.result(0.2)
@@ -353,7 +356,7 @@ def test_black_hole_swallows_an_answer_on_its_way(
 
 def test_a_connection_attempted_during_a_black_hole_is_served_after_healing(proxy: PostgresProxy) -> None:
     proxy.black_hole()
-    with ThreadPoolExecutor(1) as pool:
+    with background(proxy) as pool:
         attempt = pool.submit(lambda: psycopg.connect(proxy.conninfo, connect_timeout=30))
         until(lambda: proxy.waiting, 10, "the connection to arrive")
         proxy.heal()
@@ -389,9 +392,7 @@ def test_cut_all_ends_a_held_commit_without_sending_it(
     assert observer.effects() == 0
 
 
-def test_statements_and_round_trips_are_recorded(
-    proxy: PostgresProxy, connection: psycopg.Connection
-) -> None:
+def test_statements_and_round_trips_are_recorded(proxy: PostgresProxy, connection: psycopg.Connection) -> None:
     before = proxy.round_trips
     connection.execute(INSERT)
     connection.execute("SELECT %s", (1,))
@@ -415,9 +416,7 @@ def test_waiting_for_a_fault_that_no_statement_meets_fails(proxy: PostgresProxy)
         proxy.cut_before().wait(0.01)
 
 
-def test_leaving_the_proxy_ends_its_threads_and_connections(
-    postgres_conninfo: str, observer: Observer
-) -> None:
+def test_leaving_the_proxy_ends_its_threads_and_connections(postgres_conninfo: str, observer: Observer) -> None:
     with PostgresProxy(postgres_conninfo) as proxy:
         connection = psycopg.connect(proxy.conninfo)
         pid = connection.info.backend_pid

@@ -1,0 +1,325 @@
+"""A worker process that consumes with the library into the journal, and the test's hold on it.
+
+The process prints one JSON line per event. The test's side, `Worker`, reads them with deadlines and sends
+signals by pid; `Crew` starts workers of one group and ends all of them, whatever the test does.
+
+Events: ready, assigned, revoked, lost, failpoint, handling, unit, redelivered, failed, ended. A worker that ends
+by itself prints `ended` with its counters; with status 3 it has printed `failed` with the error before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import psycopg
+from confluent_kafka import TopicPartition
+
+from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, failpoints
+from tests.support import journal
+from tests.support.waiting import until
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILED = 3
+
+Event: TypeAlias = dict[str, Any]
+
+
+def record(unit: Unit, worker: str, *, counts: bool = True) -> None:
+    """Have the effects that the oracle checks: journal entries, and the counter unless it is not wanted."""
+    unit.executemany(journal.APPEND, [journal.entry(message, worker) for message in unit.messages])
+    if counts:
+        for topic in sorted({str(message.topic()) for message in unit.messages}):
+            number = sum(message.topic() == topic for message in unit.messages)
+            unit.execute(journal.COUNT, (topic, number))
+
+
+def drain(consumer: ExactlyOnceConsumer, worker: str = "test", *, counts: bool = True) -> int:
+    """Consume to the end into the journal, as the documented loop does; return how many messages took effect."""
+    units = consumer.units(until_end=True)
+    done = 0
+    while True:
+        try:
+            for unit in units:
+                with unit:
+                    record(unit, worker, counts=counts)
+                done += len(unit.messages)
+            return done
+        except Redelivered:
+            continue
+
+
+def ensure_journal(conninfo: str) -> None:
+    """Create the journal if it is not there; tests tell their entries apart by their topics."""
+    with psycopg.connect(conninfo) as connection:
+        found = connection.execute("SELECT to_regclass('journal.entries')").fetchone()
+    if found == (None,):
+        journal.create(conninfo)
+
+
+# The test's side.
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.name = str(config["name"])
+        self.events: list[Event] = []
+        self._seen = 0
+        self._news = threading.Condition()
+        self._log = tempfile.NamedTemporaryFile("w+", prefix=f"{self.name}-", suffix=".log")
+        command = [sys.executable, "-m", "tests.support.worker", json.dumps(config)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        self._reader = threading.Thread(target=self._read, name=f"reader of {self.name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def wait(self, event: str, timeout_seconds: float = 30, **fields: object) -> Event:
+        """Return the next event of this kind and with these fields that was not returned before."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._news:
+            while True:
+                for number in range(self._seen, len(self.events)):
+                    found = self.events[number]
+                    if found["event"] == event and fields.items() <= found.items():
+                        self._seen = number + 1
+                        return found
+                ended = not self._reader.is_alive()
+                if ended or not self._news.wait(max(0.0, deadline - time.monotonic())):
+                    why = f"it ended with status {self._process.poll()}" if ended else f"{timeout_seconds:g} s passed"
+                    raise AssertionError(f"no event {event!r} {fields} of {self.name}: {why}\n{self.story()}")
+
+    def count(self, event: str, **fields: object) -> int:
+        """How many such events there were up to now."""
+        with self._news:
+            return sum(e["event"] == event and fields.items() <= e.items() for e in self.events)
+
+    def stop(self) -> None:
+        """Freeze it, and return when it is frozen."""
+        os.kill(self.pid, signal.SIGSTOP)
+        self.wait_stopped()
+
+    def wait_stopped(self) -> None:
+        """Return when it is frozen."""
+        until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 10, "a stop")
+
+    def cont(self) -> None:
+        """Let it go on."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def term(self) -> None:
+        """Ask it to stop."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it as ``kill -9`` does."""
+        self._process.kill()
+        self._process.wait(10)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended; a frozen one is running."""
+        return self._process.poll() is None
+
+    def wait_exit(self, timeout_seconds: float = 60) -> int:
+        """Return its exit status, the negative number of the signal if one ended it."""
+        try:
+            status = self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} runs on after {timeout_seconds:g} s\n{self.story()}") from None
+        self._reader.join(10)
+        return status
+
+    def finish(self, timeout_seconds: float = 60) -> Event:
+        """Wait for its end in good order and return its counters."""
+        status = self.wait_exit(timeout_seconds)
+        assert status == 0, f"{self.name} ended with status {status}\n{self.story()}"
+        counters: Event = self.events[-1]["counters"]
+        return counters
+
+    def story(self) -> str:
+        """Its last events and what it logged, for the message of an assertion."""
+        log = Path(self._log.name).read_text()[-6000:]
+        return "\n".join([f"--- events of {self.name}", *map(str, self.events[-15:]), "--- its log", log])
+
+    def end(self) -> None:
+        """End it, frozen or not, and give back what it holds."""
+        if self.is_running:
+            self.kill()
+        self._reader.join(10)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._news:
+                self.events.append(json.loads(line))
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+
+class Crew:
+    """Workers of one group on one topic: `with Crew(servers, conninfo, "g", ["t"]) as crew: crew.start()`."""
+
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        conninfo: str,
+        group: str,
+        topics: Sequence[str],
+        *,
+        kafka: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.workers: list[Worker] = []
+        self._config = {
+            "conninfo": conninfo,
+            "topics": list(topics),
+            "kafka": {"bootstrap.servers": bootstrap_servers, "group.id": group, **(kafka or {})},
+        }
+        if (kafka or {}).get("group.protocol") != "consumer":  # there the broker decides: 6 seconds
+            self._config["kafka"] |= {"session.timeout.ms": 3000, "heartbeat.interval.ms": 500}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            if isinstance(error, Exception):
+                error.add_note(worker.story())
+            worker.end()
+
+    def start(self, *, ready: bool = True, **config: Any) -> Worker:
+        """Start a worker; `ready=False` returns before it has subscribed.
+
+        The configuration: conninfo, options (of the consumer), mode ("loop", the default, or "run"), until_end,
+        idle_seconds, stop_seconds, counts, handler_seconds, failpoint = [name, action, pass], seed.
+        """
+        name = f"worker-{len(self.workers) + 1}"
+        self.workers.append(worker := Worker({**self._config, "name": name, **config}))
+        if ready:
+            worker.wait("ready")
+        return worker
+
+
+# The process.
+
+
+def emit(event: str, **fields: object) -> None:
+    """Print one event."""
+    # One write: a kill leaves no half line behind.
+    os.write(1, (json.dumps({"event": event, **fields}) + "\n").encode())
+
+
+def main(config: Mapping[str, Any]) -> int:
+    """Consume as told; return the exit status."""
+    name = str(config["name"])
+    consumer = ExactlyOnceConsumer(
+        config["kafka"], conninfo=config["conninfo"], name=name, **config.get("options", {})
+    )
+    with consumer:
+        try:
+            consumer.subscribe(
+                config["topics"],
+                on_assign=_teller("assigned"),
+                on_revoke=_teller("revoked"),
+                on_lost=_teller("lost"),
+            )
+            _arm(config.get("failpoint"))
+            emit("ready", pid=os.getpid())
+            if config.get("mode") == "run":
+                consumer.run(_handler(config), stop_seconds=config.get("stop_seconds", 30))
+            else:
+                _loop(consumer, config)
+        except Exception as error:
+            emit("failed", error=type(error).__name__, text=str(error))
+            raise
+    counters = {field: getattr(consumer.counters, field) for field in consumer.counters.__slots__}
+    emit("ended", counters=counters)
+    return 0
+
+
+def _loop(consumer: ExactlyOnceConsumer, config: Mapping[str, Any]) -> None:
+    """Go on after everything that is nobody's fault, as the documentation says."""
+    handler = _handler(config)
+    units = consumer.units(until_end=config.get("until_end", False), idle_seconds=config.get("idle_seconds"))
+    signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
+    while True:
+        try:
+            for unit in units:
+                with unit:
+                    handler(unit)
+                first, *_, last = [*unit.messages, *unit.messages]
+                emit("unit", count=len(unit.messages), attempt=unit.attempt, first=_place(first), last=_place(last))
+            return
+        except Redelivered as error:
+            emit("redelivered", error=type(error).__name__, text=str(error))
+
+
+def _handler(config: Mapping[str, Any]) -> Callable[[Unit], None]:
+    def handle(unit: Unit) -> None:
+        emit("handling", count=len(unit.messages), attempt=unit.attempt)
+        record(unit, str(config["name"]), counts=config.get("counts", True))
+        if seconds := config.get("handler_seconds"):
+            time.sleep(seconds)
+
+    return handle
+
+
+def _teller(event: str) -> Callable[[ExactlyOnceConsumer, list[TopicPartition]], None]:
+    def tell(_: ExactlyOnceConsumer, partitions: list[TopicPartition]) -> None:
+        emit(event, partitions=[[tp.topic, tp.partition, tp.offset] for tp in partitions])
+
+    return tell
+
+
+def _place(message: Any) -> list[object]:
+    return [message.topic(), message.partition(), message.offset()]
+
+
+def _arm(failpoint: Sequence[Any] | None) -> None:
+    """Injure this process at the given pass of a failpoint: kill, stop or raise."""
+    if failpoint is None:
+        return
+    name, action, nth = failpoint
+    passes = 0
+
+    def strike() -> None:
+        nonlocal passes
+        passes += 1
+        if passes != nth:
+            return
+        emit("failpoint", name=name, action=action)
+        if action == "raise":
+            raise RuntimeError(f"failpoint {name}")
+        os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+
+    failpoints.arm(name, strike)
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main(json.loads(sys.argv[1])))
