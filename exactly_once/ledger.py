@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -52,8 +53,9 @@ class Ledger:
         self._owner_name = owner_name
         self._take_over = take_over
         self._watch = watch
-        self._advance = query("advance", session.schema)
-        self._advance_and_commit = self._advance + sql.SQL("; COMMIT")
+        self._group_literal = sql.Literal(group_id).as_bytes(None)
+        self._advance = query("advance", session.schema).as_bytes(None)
+        self._advance_and_commit = self._advance + b"; COMMIT"
 
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
         """Return which partitions have rows, and which were ever given one."""
@@ -159,20 +161,21 @@ class Ledger:
 
         :raises psycopg.Error: with SQLSTATE EO001 for a short count, EO002 in a foreign transaction.
         """
-        parameters = {
-            "xid": xid,
-            "group_id": self.group_id,
-            **_keys(a.partition for a in advances),
-            "tokens": [a.token for a in advances],
-            "epochs": [a.epoch for a in advances],
-            "topic_ids": [a.topic_id for a in advances],
-            "expected": [a.expected for a in advances],
-            "next_offsets": [a.next_offset for a in advances],
-            "leader_epochs": [a.leader_epoch for a in advances],
+        # Written out instead of bound: only without parameters may two statements share one message.
+        values = {
+            b"xid": b"'%d'" % int(xid),
+            b"group_id": self._group_literal,
+            b"topics": _name_array(tuple(a.partition.topic for a in advances)),
+            b"partitions": _array(a.partition.number for a in advances),
+            b"tokens": _array(a.token for a in advances),
+            b"epochs": _array(a.epoch for a in advances),
+            b"topic_ids": _name_array(tuple(a.topic_id for a in advances)),
+            b"expected": _array(a.expected for a in advances),
+            b"next_offsets": _array(a.next_offset for a in advances),
+            b"leader_epochs": _array(a.leader_epoch for a in advances),
         }
-        # Parameters are merged on the client: only so may two statements share one message.
-        cursor = psycopg.ClientCursor(connection)
-        cursor.execute(self._advance_and_commit if commit else self._advance, parameters)
+        statement = self._advance_and_commit if commit else self._advance
+        cursor_on(connection).execute(statement % values)
 
     def resolve(self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float) -> list[Row]:
         """Acquire our own rows under a fresh token; return those that were still ours.
@@ -233,8 +236,8 @@ class Ledger:
             error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
             raise error(
                 f"{partition} of group {self.group_id!r} is owned by a {row.owner_kind} ({owner}) and was not "
-                "released. If that owner has stopped for good, start with take_over=True, or release it "
-                "with: exactly-once reset --to current"
+                "released. If that owner has stopped for good, start with take_over=True, or release it with: "
+                f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-current"
             )
 
 
@@ -251,3 +254,14 @@ def _keys(partitions: Iterable[Partition]) -> dict[str, Any]:
     """Split partitions into the two arrays that every statement takes."""
     partitions = list(partitions)
     return {"topics": [p.topic for p in partitions], "partitions": [p.number for p in partitions]}
+
+
+def _array(values: Iterable[int | UUID | None]) -> bytes:
+    """Write numbers, ids and nulls as a literal array; none of them can contain a quote."""
+    return f"'{{{','.join('NULL' if value is None else str(value) for value in values)}}}'".encode()
+
+
+@lru_cache(maxsize=64)
+def _name_array(names: tuple[str | None, ...]) -> bytes:
+    """Write names as a literal array. Units mostly name the same topics, so the escaping is done once."""
+    return b"ARRAY[" + b",".join(sql.Literal(name).as_bytes(None) for name in names) + b"]"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from .cluster import Cluster
+from .errors import BrokerUnreachable
 from .model import Partition
 from .ownership import Ownership, State
 from .unit import Unit
 from .upkeep import Upkeep
+
+logger = logging.getLogger(__name__)
 
 
 class Units:
@@ -58,8 +62,11 @@ class Units:
         holdings = self._ownership.holdings
         if any(h.state is not State.OWNED or not h.placed for h in holdings.values()):
             return False
-        unknown = [p for p in holdings if p not in self._ends]
-        self._ends |= self._cluster.ends(unknown)
+        try:
+            self._ends |= self._cluster.ends(p for p in holdings if p not in self._ends)
+        except BrokerUnreachable as error:
+            logger.warning("where the logs end is not known yet: %s", error)
+            return False
         return all(
             max(holding.expected, self._upkeep.eof.get(partition, 0)) >= self._ends[partition]
             for partition, holding in holdings.items()

@@ -18,7 +18,7 @@ from confluent_kafka import Consumer, Message, TopicPartition
 from .assignment import Assignment, Change
 from .cluster import Cluster
 from .delivery import Delivery
-from .errors import BrokerUnreachable
+from .errors import BrokerUnreachable, TopicRecreated, UnknownTopic
 from .ledger import Ledger
 from .mirror import MIRROR_SECONDS, Mirror
 from .model import Partition, Row
@@ -138,26 +138,31 @@ class Upkeep:
         pending = self._ownership.to_acquire()
         if not pending or time.monotonic() < self._not_before:
             return
-        self._starter.describe({p.topic for p in pending})
-        self._starter.enrol(pending)
-        rows = self._acquire_free(pending)
-        if len(rows) < len(pending):
+        try:
+            self._starter.describe({p.topic for p in pending})
+            self._starter.enrol(pending)
+            rows = self._acquire_free(pending)
+            self._ownership.acquired(rows)
+            self._begin(rows)
+        except BrokerUnreachable as error:
+            # Partitions that were acquired before need not wait for a leader of these.
+            logger.warning("%s cannot be started now: %s", ", ".join(map(str, pending)), error)
+        if self._ownership.to_acquire():
             self._not_before = time.monotonic() + _BUSY_SECONDS
-        self._ownership.acquired(rows)
-        self._begin(rows)
 
     def _acquire_free(self, pending: list[Partition]) -> list[Row]:
         """Acquire all at once; where a row stays locked, one by one, leaving the locked ones for later."""
         try:
             return self._ledger.acquire(pending)
         except psycopg.errors.LockNotAvailable:
-            logger.warning("a transaction of an earlier owner still holds rows of %s", ", ".join(map(str, pending)))
+            names = ", ".join(map(str, pending))
+            logger.warning("another transaction holds rows of %s; if it stays, see also pg_prepared_xacts", names)
         rows: list[Row] = []
         for partition in pending if len(pending) > 1 else []:
             try:
                 rows += self._ledger.acquire([partition])
             except psycopg.errors.LockNotAvailable:
-                logger.warning("%s stays with its earlier owner's transaction for now", partition)
+                logger.warning("%s stays locked for now", partition)
         return rows
 
     def _begin(self, rows: list[Row]) -> None:
@@ -175,7 +180,7 @@ class Upkeep:
         if not targets:
             return
         others = {
-            p: (h.fetched, h.leader_epoch)
+            p: (h.fetched, None)  # the epoch we know is that of what was applied, which may be an older one
             for p, h in self._ownership.holdings.items()
             if h.placed and p in self._assignment.fetching
         }
@@ -219,11 +224,18 @@ class Upkeep:
     def _compare(self, topic: str, future: Future[Any]) -> None:
         try:
             found = self._cluster.described(topic, future)
-        except BrokerUnreachable as error:
-            logger.info("topic id of %r not checked this time: %s", topic, error)
+        except (BrokerUnreachable, UnknownTopic) as error:
+            # Of a topic that is gone Kafka takes the partitions away; one made again has another id.
+            logger.warning("topic id of %r not checked this time: %s", topic, error)
             return
         held = {p: h for p, h in self._ownership.holdings.items() if p.topic == topic and h.state is State.OWNED}
-        self._starter.recheck(topic, found, {p: h.topic_id for p, h in held.items()})
+        try:
+            self._starter.recheck(topic, found, {p: h.topic_id for p, h in held.items()})
+        except TopicRecreated:
+            # Pending again: whoever goes on in spite of the error meets it once more.
+            self._ownership.assigned(held)
+            self._delivery.discard()
+            raise
 
     def _examine_suspects(self) -> None:
         """Find out why the client could not read on; move, or raise, or just place it again."""

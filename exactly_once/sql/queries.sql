@@ -214,7 +214,8 @@ WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
 ORDER BY group_id, topic, partition
 
 -- name: reset
--- An operator moves offsets. Raising the epoch and clearing the token fences a live owner.
+-- An operator moves offsets; null leaves one as it is now. Raising the epoch and clearing the token fences
+-- a live owner.
 WITH before AS (
     SELECT l.*, r.new_offset
     FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[])
@@ -224,19 +225,22 @@ WITH before AS (
     FOR UPDATE OF l),
 after AS (
     UPDATE {schema}.ledger l
-    SET next_offset = before.new_offset, leader_epoch = NULL, halted = NULL,
+    SET next_offset = coalesce(before.new_offset, before.next_offset), halted = NULL,
+        leader_epoch = CASE WHEN before.new_offset IS NULL THEN l.leader_epoch END,
         owner_epoch = l.owner_epoch + 1, owner_token = NULL
     FROM before
     WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
     RETURNING l.topic, l.partition)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset)
-SELECT 'reset', %(reason)s, before.group_id, topic, partition, before.next_offset, before.new_offset
+SELECT 'reset', %(reason)s, before.group_id, topic, partition, before.next_offset,
+       coalesce(before.new_offset, before.next_offset)
 FROM before JOIN after USING (topic, partition)
 ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
 
 -- name: adopt
--- An operator declares that rows belong to another topic id or cluster, at the offsets given.
+-- An operator declares that rows belong to another topic id or cluster, at the offsets given; null
+-- leaves an offset as it is.
 WITH before AS (
     SELECT l.*, r.new_offset, r.new_topic_id
     FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[], %(topic_ids)s::text[])
@@ -246,7 +250,7 @@ WITH before AS (
     FOR UPDATE OF l),
 after AS (
     UPDATE {schema}.ledger l
-    SET next_offset = before.new_offset, leader_epoch = NULL, halted = NULL,
+    SET next_offset = coalesce(before.new_offset, before.next_offset), leader_epoch = NULL, halted = NULL,
         topic_id = before.new_topic_id, cluster_id = %(cluster_id)s,
         owner_epoch = l.owner_epoch + 1, owner_token = NULL
     FROM before
@@ -254,7 +258,8 @@ after AS (
     RETURNING l.topic, l.partition)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset,
                             old_topic_id, new_topic_id, old_cluster_id, new_cluster_id)
-SELECT 'adopt', %(reason)s, before.group_id, topic, partition, before.next_offset, before.new_offset,
+SELECT 'adopt', %(reason)s, before.group_id, topic, partition, before.next_offset,
+       coalesce(before.new_offset, before.next_offset),
        before.topic_id, before.new_topic_id, before.cluster_id, %(cluster_id)s
 FROM before JOIN after USING (topic, partition)
 ORDER BY topic, partition
@@ -267,3 +272,15 @@ SELECT to_regclass(format('%%I.version', %(schema)s::text)) IS NOT NULL
 -- name: version
 -- Which schema is there, and the oldest release line that may still work with it.
 SELECT version, oldest_reader FROM {schema}.version
+
+-- name: enrol_for_operator
+-- Give partitions the rows that they lack, before an operator's change gives them their offsets.
+WITH made AS (
+    INSERT INTO {schema}.ledger (group_id, topic, partition, cluster_id, topic_id)
+    SELECT %(group_id)s, e.topic, e.partition, %(cluster_id)s, e.topic_id
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(topic_ids)s::text[]) AS e(topic, partition, topic_id)
+    ORDER BY e.topic, e.partition
+    ON CONFLICT DO NOTHING
+    RETURNING group_id, topic, partition, cluster_id, topic_id)
+INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_cluster_id, new_topic_id)
+SELECT 'enrol', %(reason)s, group_id, topic, partition, cluster_id, topic_id FROM made
