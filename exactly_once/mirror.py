@@ -66,19 +66,20 @@ class Mirror:
         """
         proof = self._proof
         if proof is None or time.monotonic() > proof.deadline:
-            self._proof = proof = Proof(f"exactly_once:{uuid4()}", time.monotonic() + _PROOF_SECONDS)
+            metadata, deadline = f"exactly_once:{uuid4()}", time.monotonic() + _PROOF_SECONDS
+            self._proof = proof = Proof(metadata, deadline, frozenset(offsets))
             if not self._commit(client, offsets, metadata=proof.metadata):
                 self._proof = None
                 return set()
         if proof.error is None and not proof.answered:
             return None
         self._proof = None
-        return set() if proof.error else set(offsets)
+        return set() if proof.error else set(proof.partitions)
 
     @property
     def is_proving(self) -> bool:
         """Whether a proof is on its way."""
-        return self._proof is not None
+        return self._proof is not None and time.monotonic() <= self._proof.deadline
 
     def on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
         """Handle librdkafka's answer to a commit."""
@@ -111,8 +112,9 @@ class Mirror:
 class Proof:
     """One commit that is told from the mirrored ones by its metadata."""
 
-    def __init__(self, metadata: str, deadline: float) -> None:
+    def __init__(self, metadata: str, deadline: float, partitions: frozenset[Partition]) -> None:
         self.metadata = metadata
         self.deadline = deadline
+        self.partitions = partitions
         self.answered = False
         self.error: KafkaError | None = None

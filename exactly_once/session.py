@@ -77,6 +77,7 @@ class Session:
         self.connect = connect
         self._connection: Connection | None = None
         self._server = ""
+        self._closed = False
         marker = sql.Literal(self.marker)
         self._begin = {
             level: query("begin", schema, marker=marker, isolation=sql.SQL(level)).as_bytes(None)
@@ -89,6 +90,8 @@ class Session:
 
         :raises psycopg.OperationalError: when the server cannot be reached.
         """
+        if self._closed:
+            raise psycopg.OperationalError("this consumer is closed")
         if self.lost:
             self.discard()
             connection = self.connect()
@@ -97,6 +100,8 @@ class Session:
             self._server = self._ask_server(connection)
             self._connection = connection
         assert self._connection is not None
+        if self._connection.info.transaction_status is TransactionStatus.IDLE and not self._connection.autocommit:
+            self._connection.autocommit = True
         return self._connection
 
     @property
@@ -113,8 +118,12 @@ class Session:
 
     def begin(self, isolation: str) -> Begun:
         """Open a transaction in one round trip and learn its id."""
-        cursor = cursor_on(self.connection).execute(self._begin[isolation])
+        connection = self.connection
+        cursor = cursor_on(connection).execute(self._begin[isolation], prepare=False)
         xid, pid = last_row(cursor)
+        # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
+        # way to say so inside a transaction.
+        connection._autocommit = False  # noqa: SLF001
         return Begun(xid, pid, self._server)
 
     @contextlib.contextmanager
@@ -128,9 +137,9 @@ class Session:
             lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),
         )
         try:
-            (pid,) = last_row(cursor_on(connection).execute(opening))
+            (pid,) = last_row(cursor_on(connection).execute(opening, prepare=False))
             yield connection, pid
-            connection.execute("COMMIT")
+            connection.execute("COMMIT", prepare=False)
         except BaseException:
             self.roll_back()
             raise
@@ -143,7 +152,7 @@ class Session:
             if self.lost or self._connection.info.transaction_status is TransactionStatus.ACTIVE:
                 self.discard()
             elif self._connection.info.transaction_status is not TransactionStatus.IDLE:
-                self._connection.execute("ROLLBACK")
+                self._connection.execute("ROLLBACK", prepare=False)
         except psycopg.Error:
             self.discard()
 
@@ -156,8 +165,15 @@ class Session:
         :raises OutcomeLost: when the server does not know.
         """
         deadline = time.monotonic() + _END_WAIT_SECONDS
+        is_new = self.lost
         while True:
-            status = self._status(begun)
+            try:
+                status = self._status(begun)
+            except psycopg.Error:
+                if is_new or not self.lost:
+                    raise
+                is_new = True  # the connection had been lost unnoticed: ask on another one
+                continue
             if status in ("committed", "aborted"):
                 return status
             if status is None or time.monotonic() > deadline:
@@ -169,6 +185,7 @@ class Session:
 
     def close(self) -> None:
         """Close the connection for good."""
+        self._closed = True
         self.discard()
 
     def _status(self, begun: Begun) -> str | None:
@@ -187,10 +204,10 @@ class Session:
         """End the backend that still runs the transaction, and wait until it is gone."""
         parameters = {"xid": begun.xid, "marker": self.marker}
         cursor_on(self.connection).execute(query("end_transaction", self.schema), parameters, prepare=False)
-        self.connection.execute("SELECT pg_sleep(0.02)")
+        self.connection.execute("SELECT pg_sleep(0.02)", prepare=False)
 
     def _ask_server(self, connection: Connection) -> str:
-        return str(last_row(cursor_on(connection).execute(query("server", self.schema)))[0])
+        return str(last_row(cursor_on(connection).execute(query("server", self.schema), prepare=False))[0])
 
 
 def is_lost(connection: Connection) -> bool:

@@ -255,10 +255,11 @@ class Settlement:
     def _handler_committed(self, unit: Unit, error: BaseException | None) -> NoReturn:
         """Halt the partitions: their effects are durable, their offset is not."""
         reason = f"the handler committed a transaction by itself with the messages of {unit!r}"
+        first = unit.advances[0].partition
         self.failed = HandlerCommitted(
             f"{reason}: its effects are durable, the offset is not. The partitions are halted. Take COMMIT, "
-            "conn.commit() and `with connection:` out of the handler, decide which messages took effect, then: "
-            "exactly-once reset --to-offset N"
+            "conn.commit() and `with connection:` out of the handler, decide which messages took effect, then "
+            f"for each: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
         )
         self._pending = None
         try:

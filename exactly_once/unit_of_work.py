@@ -72,7 +72,7 @@ class UnitOfWork:
         if is_armed("advanced"):
             self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
             failpoint("advanced")
-            self.connection.execute("COMMIT")
+            self.connection.execute("COMMIT", prepare=False)
         else:
             self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=True)
 

@@ -77,6 +77,7 @@ class Upkeep:
             self._assignment.events
             or self._ownership.is_unsettled
             or self._settlement.is_pending
+            or self._settlement.failed is not None
             or self._suspects
             or self._ledger.session.lost
             or time.monotonic() >= self._next_look

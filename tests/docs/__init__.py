@@ -1,0 +1,1 @@
+"""The documents are kept true: what they show is run."""
