@@ -13,7 +13,7 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -56,7 +56,7 @@ def settings(servers: Servers) -> dict[str, object]:
     }
 
 
-def write(connection: psycopg.Connection, messages: list[Message]) -> None:
+def write(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
     """Binary COPY of one batch."""
     with connection.cursor() as cursor, cursor.copy(COPY) as copy:
         copy.set_types(TYPES)
@@ -64,7 +64,7 @@ def write(connection: psycopg.Connection, messages: list[Message]) -> None:
             copy.write_row((message.partition(), message.offset(), message.value()))
 
 
-def ignore(connection: psycopg.Connection, messages: list[Message]) -> None:
+def ignore(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
     """Consume only."""
 
 
@@ -212,14 +212,20 @@ def library_for(servers: Servers, ready: threading.Event, stop: threading.Event)
     with ExactlyOnceConsumer(settings(servers), conninfo=servers.conninfo) as consumer:
         consumer.subscribe([servers.topic])
         warm(servers)
-        threading.Thread(target=lambda: (stop.wait(), consumer.stop())).start()
+        threading.Thread(target=stop_later, args=(consumer, stop)).start()
         for unit in consumer:
             with unit:
                 insert(unit.connection, unit.messages)
             ready.set()
 
 
-def insert(connection: psycopg.Connection, messages: list[Message]) -> None:
+def stop_later(consumer: ExactlyOnceConsumer, stop: threading.Event) -> None:
+    """End the iteration when the measurement is over."""
+    stop.wait()
+    consumer.stop()
+
+
+def insert(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
     """Write a few rows as a handler would, in one round trip."""
     connection.execute(
         "INSERT INTO sink SELECT * FROM unnest(%s::int4[], %s::int8[], %s::bytea[])",

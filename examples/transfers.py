@@ -13,6 +13,8 @@ import psycopg
 
 from exactly_once import ExactlyOnceConsumer, Unit
 
+logger = logging.getLogger("transfers")
+
 TABLES = """
     CREATE TABLE IF NOT EXISTS transfer_account (id int PRIMARY KEY, balance numeric NOT NULL DEFAULT 0);
     CREATE TABLE IF NOT EXISTS transfer_statement (account int, amount numeric, said_at timestamptz DEFAULT now());
@@ -30,8 +32,8 @@ def transfer(unit: Unit) -> None:
     )
     unit.execute(
         "UPDATE transfer_account SET balance = balance + moved.amount "
-        "FROM (SELECT id, sum(amount) AS amount FROM unnest(%s::int[], %s::numeric[]) AS m(id, amount) GROUP BY id) AS moved "
-        "WHERE transfer_account.id = moved.id",
+        "FROM (SELECT id, sum(amount) AS amount FROM unnest(%s::int[], %s::numeric[]) AS m(id, amount) GROUP BY id) "
+        "AS moved WHERE transfer_account.id = moved.id",
         [accounts, amounts],
     )
     unit.copy("transfer_statement", ["account", "amount"], moves)
@@ -53,7 +55,7 @@ def main() -> None:
 
 def tell(consumer: ExactlyOnceConsumer, partitions: object) -> None:
     """Say what this worker got; called by the loop, with the real offsets."""
-    logging.info("reading %s", partitions)
+    logger.info("reading %s", partitions)
 
 
 if __name__ == "__main__":

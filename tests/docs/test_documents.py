@@ -56,7 +56,7 @@ def bank(db: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
     db.execute("DROP TABLE account")
 
 
-@pytest.mark.parametrize("block", blocks("python"))
+@pytest.mark.parametrize("block", list(blocks("python")))
 def test_code_block_applies_every_payment_once(
     block: str, payments: str, bank: psycopg.Connection[Any], bootstrap_servers: str, conninfo: str
 ) -> None:
@@ -78,7 +78,7 @@ def test_code_block_applies_every_payment_once(
     assert balance() == total, errors
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", list(commands()))
 def test_command_works(command: str, conninfo: str) -> None:
     words = shlex.split(command)
     match words:
