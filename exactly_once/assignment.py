@@ -88,8 +88,9 @@ class Assignment:
             self._seek(client, position)
         if self.paused:
             client.pause(_bare(self.fetching))
-        elif again:
-            client.resume(_bare(again))
+        else:
+            # A pause outlives a revocation: a partition that comes back may still be paused.
+            client.resume(_bare(targets))
 
     def pause(self, client: Consumer) -> None:
         """Stop fetching, so that polling only keeps the membership alive."""

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from confluent_kafka import (
+    ConsumerGroupState,
     ConsumerGroupTopicPartitions,
     IsolationLevel,
     KafkaError,
@@ -18,7 +19,7 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from .errors import BrokerUnreachable, UnknownTopic
+from .errors import BrokerUnreachable, ConfigurationError, UnknownTopic
 from .model import Partition
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,10 @@ class Cluster:
     """Asks the brokers, with bounded waiting. Made from the consumer's own connection settings."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._admin = AdminClient(dict(settings))
+        try:
+            self._admin = AdminClient(dict(settings))
+        except KafkaException as error:
+            raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
         self._servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
         self._said: set[str] = set()
         self.cluster_id: str | None = None
@@ -129,6 +133,23 @@ class Cluster:
             for tp in answer.topic_partitions
             if tp.offset >= 0
         }
+
+    def leaves_idle(self, group_id: str, member_id: str | None, *, cooperative: bool) -> bool:
+        """Tell whether the group is at rest and has nothing for this member; if in doubt, it has."""
+        future = self._admin.describe_consumer_groups([group_id], request_timeout=REQUEST_SECONDS)[group_id]
+        try:
+            group = future.result(REQUEST_SECONDS + 1)
+        except (KafkaException, TimeoutError) as error:
+            logger.debug("group %r cannot be described now: %s", group_id, error)
+            return False
+        members = {member.member_id: member for member in group.members}
+        ours = members.get(member_id)
+        if group.state is not ConsumerGroupState.STABLE or ours is None or ours.assignment.topic_partitions:
+            return False
+        if ours.target_assignment is not None:
+            return not ours.target_assignment.topic_partitions
+        # What others are to give up is given to us in a second round, some time after the first.
+        return not cooperative or all(len(m.assignment.topic_partitions) < 2 for m in members.values())
 
     def _offsets(
         self, partitions: list[Partition], spec: OffsetSpec, *, read_committed: bool = False

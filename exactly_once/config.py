@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, get_args
@@ -82,9 +82,15 @@ def check_options(
 
 
 def check_schema_name(schema: str) -> None:
-    """Refuse names that Postgres would cut or that are none."""
-    if not schema or len(schema.encode()) > 63 or "\0" in schema:
-        raise ConfigurationError(f"schema={schema!r} is not the name of a schema (1 to 63 bytes)")
+    """Refuse names that Postgres would cut, that are none, or that look like a placeholder to psycopg."""
+    if not schema or len(schema.encode()) > 63 or "\0" in schema or "%" in schema:
+        raise ConfigurationError(f"schema={schema!r} is not the name of a schema (1 to 63 bytes, no %)")
+
+
+def check_topics(topics: Sequence[str]) -> None:
+    """Refuse what is no list of names; a single name would pass for a list of letters."""
+    if isinstance(topics, str) or not topics or not all(topics):
+        raise ConfigurationError(f"topics={topics!r} is not possible; give a list of names: ['payments']")
 
 
 def client_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:

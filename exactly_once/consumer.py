@@ -26,6 +26,7 @@ from .config import (
     admin_settings,
     callbacks,
     check_options,
+    check_topics,
     client_settings,
     is_incremental,
 )
@@ -221,6 +222,7 @@ class ExactlyOnceConsumer:
         :raises SchemaTooOld: when ``exactly-once migrate`` has not been run.
         """
         self._check_use()
+        check_topics(topics)
         self._look_at_database()
         self._look_at_topics([t for t in topics if not t.startswith("^")])
         self._topics = list(topics)
@@ -246,6 +248,7 @@ class ExactlyOnceConsumer:
             self._cluster,
             self._ownership,
             self._upkeep,
+            is_left_idle=self._is_left_idle,
             until_end=until_end,
             idle_seconds=idle_seconds,
         )
@@ -298,7 +301,18 @@ class ExactlyOnceConsumer:
         self._check_use()
         if self._unit is not None and self._unit.stage is not Stage.DONE:
             raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
-        while not self._stopping.is_set():
+        if not self._ownership.is_sound or not (self._settlement.is_pending or self._ownership.is_accounted):
+            # A signal handler may raise between any two lines: fetch again from where the ledger stands.
+            self._delivery.drop_all()
+            self._ownership.misplaced()
+        with self._ownership.changing():
+            self._unit = self._find_unit(units)
+        if self._assignment.failures and self._unit is None:
+            raise self._assignment.failures.popleft()
+        return self._unit
+
+    def _find_unit(self, units: Units) -> Unit | None:
+        while not self._stopping.is_set() and not self._assignment.failures:
             if self._must_reopen:
                 self._reopen_client()
             if self._upkeep.is_due and not self._keep_up():
@@ -318,9 +332,8 @@ class ExactlyOnceConsumer:
     def _hand_out(self, messages: list[Message], ends: Mapping[Partition, tuple[int, int | None]]) -> Unit:
         advances = self._ownership.hand_out(ends)
         work = UnitOfWork(self._ledger, isolation=self._options.isolation)
-        self._unit = Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)
         failpoint("polled")
-        return self._unit
+        return Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)
 
     def _keep_up(self) -> bool:
         """Have the upkeep done, however long a server is away; return whether it was done."""
@@ -336,19 +349,11 @@ class ExactlyOnceConsumer:
 
     def _fetch(self, timeout_seconds: float, count: int) -> None:
         """Take what is there: wait for the first message only. Serves callbacks."""
-        try:
-            messages = self._client.consume(1, timeout_seconds)
-            if messages and count > 1:
-                messages += self._client.consume(count - 1, 0)
-        except BaseException:
-            # librdkafka's binding drops what it had fetched.
-            self._ownership.misplaced()
-            self._delivery.discard()
-            raise
+        messages = self._client.consume(1, timeout_seconds)
+        if messages and count > 1:
+            messages += self._client.consume(count - 1, 0)
         self._upkeep.take_events()
         self._delivery.accept(messages)
-        if self._assignment.failures:
-            raise self._assignment.failures.popleft()
 
     def _idle(self, seconds: float) -> None:
         """Wait, polling with partitions paused so that the membership survives."""
@@ -356,6 +361,8 @@ class ExactlyOnceConsumer:
         deadline = time.monotonic() + seconds
         while not self._stopping.is_set() and (left := deadline - time.monotonic()) > 0:
             self._fetch(min(left, POLL_SECONDS), 1)
+            if self._assignment.failures:
+                raise self._assignment.failures.popleft()
 
     def _on_error(self, message: Message) -> None:
         """Handle an error event that came instead of a message; what must stop the loop is raised later."""
@@ -388,6 +395,10 @@ class ExactlyOnceConsumer:
         self._client = self._open_client()
         self._assignment.subscribe(self._client, self._topics)
         self._must_reopen = False
+
+    def _is_left_idle(self) -> bool:
+        member_id, cooperative = self._client.memberid(), is_incremental(self._kafka)
+        return self._cluster.leaves_idle(self._options.group_id, member_id, cooperative=cooperative)
 
     def _notify(self, change: Change, partitions: list[TopicPartition]) -> None:
         callback = self._callbacks.get(change)

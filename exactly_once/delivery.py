@@ -90,6 +90,10 @@ class Delivery:
         if not self._again:
             self.attempt = 0
 
+    def drop_all(self) -> None:
+        """Drop everything: it will be fetched again."""
+        self._waiting, self._again, self._ends = [], [], None
+
     def discard(self) -> None:
         """Drop the messages of partitions that may not be delivered now, or were refetched."""
         self._again = [m for m in self._again if self._is_current(m)]

@@ -53,7 +53,6 @@ class Ledger:
         self._owner_name = owner_name
         self._take_over = take_over
         self._watch = watch
-        self._group_literal = sql.Literal(group_id).as_bytes(None)
         self._advance = query("advance", session.schema).as_bytes(None)
         self._advance_and_commit = self._advance + b"; COMMIT"
 
@@ -164,7 +163,7 @@ class Ledger:
         # Written out instead of bound: only without parameters may two statements share one message.
         values = {
             b"xid": b"'%d'" % int(xid),
-            b"group_id": self._group_literal,
+            b"group_id": sql.Literal(self.group_id).as_bytes(connection),
             b"topics": _name_array(tuple(a.partition.topic for a in advances)),
             b"partitions": _array(a.partition.number for a in advances),
             b"tokens": _array(a.token for a in advances),
@@ -175,7 +174,7 @@ class Ledger:
             b"leader_epochs": _array(a.leader_epoch for a in advances),
         }
         statement = self._advance_and_commit if commit else self._advance
-        cursor_on(connection).execute(statement % values)
+        cursor_on(connection).execute(statement % values, prepare=False)
 
     def resolve(self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float) -> list[Row]:
         """Acquire our own rows under a fresh token; return those that were still ours.

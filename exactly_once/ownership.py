@@ -11,7 +11,8 @@ be done next. The consumer's loop does it, and so does the simulator of the test
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from uuid import UUID
@@ -85,6 +86,20 @@ class Ownership:
         self.doubt: Doubt | None = None
         self.is_unsettled = True
         """Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done."""
+        self.is_sound = True
+        """Whether no :meth:`changing` was cut short; :meth:`misplaced` makes it sound again."""
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Enclose a change of positions. An exception in it, of a signal handler say, leaves them unsound."""
+        before, self.is_sound = self.is_sound, False
+        yield
+        self.is_sound = before
+
+    @property
+    def is_accounted(self) -> bool:
+        """Whether it is known of every unit what became of it."""
+        return all(h.handed_out == h.expected for h in self.holdings.values() if h.placed)
 
     # What Kafka says.
 
@@ -153,6 +168,7 @@ class Ownership:
         self.is_unsettled = True
         for holding in self.holdings.values():
             holding.placed = False
+        self.is_sound = True
 
     # What becomes of units.
 
@@ -243,6 +259,18 @@ class Ownership:
                 self._go_to(holding, row)
         return verdicts
 
+    def seen(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> None:
+        """Compare rows that were read under lock between units: a reset or a failover shows here first."""
+        found = {row.partition: row for row in rows}
+        for partition in partitions:
+            row, holding = found.get(partition), self.holdings.get(partition)
+            if holding is None or holding.state is not State.OWNED:
+                continue
+            if row is None or row.owner_token != holding.token or row.owner_epoch != holding.epoch:
+                self._fence(holding)
+            elif row.next_offset != holding.expected:
+                self._go_to(holding, row)
+
     # What to do next.
 
     def to_acquire(self) -> list[Partition]:
@@ -287,8 +315,11 @@ class Ownership:
             holding.state, holding.token, holding.placed = State.FENCED, None, False
 
     def _go_to(self, holding: Holding, row: Row) -> None:
-        assert row.next_offset is not None
         self.is_unsettled = True
+        if row.next_offset is None:
+            # A failover lost the chosen start: acquire and choose again.
+            holding.state, holding.token, holding.placed = State.PENDING, None, False
+            return
         holding.expected = holding.handed_out = holding.fetched = row.next_offset
         holding.leader_epoch = row.leader_epoch
         holding.placed = False

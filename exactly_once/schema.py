@@ -12,8 +12,6 @@ from .sql import grants, migrations, query
 VERSION = 1
 """The version of the schema that this release was written for."""
 
-_LOCK = "SELECT pg_advisory_xact_lock(hashtext('exactly_once.migrate'), hashtext(%(schema)s))"
-
 
 def migrate(connection: Connection, schema: str = "exactly_once") -> list[int]:
     """Bring the schema up to date in one transaction; return the migrations that ran.
@@ -24,13 +22,13 @@ def migrate(connection: Connection, schema: str = "exactly_once") -> list[int]:
     """
     cursor = cursor_on(connection)
     with connection.transaction():
-        cursor.execute(_LOCK, {"schema": schema}, prepare=False)
+        cursor.execute(query("migration_lock", schema), {"schema": schema}, prepare=False)
         found = _installed(cursor, schema)
         if found is not None:
             _refuse_too_new(connection, schema, found)
         todo = {n: ddl for n, ddl in migrations(schema).items() if found is None or n > found[0]}
         if found is None:
-            cursor.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(schema)))
+            cursor.execute(query("create_schema", schema))
         for ddl in todo.values():
             cursor.execute(ddl)
     return list(todo)
@@ -38,7 +36,7 @@ def migrate(connection: Connection, schema: str = "exactly_once") -> list[int]:
 
 def as_sql(schema: str = "exactly_once", role: str = "exactly_once_worker") -> str:
     """Return everything that a new schema needs as text: DDL, then the grants for a worker's role."""
-    create = sql.SQL("CREATE SCHEMA IF NOT EXISTS {};").format(sql.Identifier(schema))
+    create = query("create_schema", schema) + sql.SQL(";")
     parts = [create, *migrations(schema).values(), grants(schema, role)]
     return "\n\n".join(part.as_string(None).strip() for part in parts) + "\n"
 

@@ -118,6 +118,7 @@ class Session:
 
     def begin(self, isolation: str) -> Begun:
         """Open a transaction in one round trip and learn its id."""
+        self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
         connection = self.connection
         cursor = cursor_on(connection).execute(self._begin[isolation], prepare=False)
         xid, pid = last_row(cursor)
@@ -129,6 +130,7 @@ class Session:
     @contextlib.contextmanager
     def ledger_transaction(self, *, lock_timeout_seconds: float) -> Iterator[tuple[Connection, int]]:
         """Run a short transaction that only touches the ledger; yield connection and backend pid."""
+        self.roll_back()  # as above
         connection = self.connection
         opening = query(
             "begin_ledger",
@@ -204,7 +206,7 @@ class Session:
         """End the backend that still runs the transaction, and wait until it is gone."""
         parameters = {"xid": begun.xid, "marker": self.marker}
         cursor_on(self.connection).execute(query("end_transaction", self.schema), parameters, prepare=False)
-        self.connection.execute("SELECT pg_sleep(0.02)", prepare=False)
+        self.connection.execute(query("give_time", self.schema), prepare=False)
 
     def _ask_server(self, connection: Connection) -> str:
         return str(last_row(cursor_on(connection).execute(query("server", self.schema), prepare=False))[0])

@@ -96,8 +96,8 @@ class Settlement:
             unit.work.begin()
         except BaseException as error:
             lost = unit.work.is_lost
-            unit.work.roll_back()
             self._give_back(unit)
+            unit.work.roll_back()
             self._raise_fault(unit, error, lost=lost)
             raise
         assert unit.work.begun is not None
@@ -127,11 +127,11 @@ class Settlement:
         """
         self._watcher.clear()
         lost = unit.work.is_lost
+        self._pending = (unit, False)  # so that an interruption of what follows loses nothing
         unit.work.roll_back()
         try:
             fate = unit.work.fate()
         except psycopg.Error:
-            self._pending = (unit, False)
             if not isinstance(error, Exception):
                 return
             raise OutcomePending(_told(unit, "the database cannot be asked what became of it")) from error
@@ -143,6 +143,7 @@ class Settlement:
         driver = driver_error(error)
         if driver is not None and driver.sqlstate == SHORT_COUNT:
             self._judge(unit, error)
+        self._pending = None
         self._give_back(unit)
         self._raise_fault(unit, error, lost=lost)
 
@@ -155,17 +156,21 @@ class Settlement:
         if self._pending is None:
             return
         unit, commit_sent = self._pending
-        if commit_sent:
+        if commit_sent and self._ownership.doubt is None:
+            self._ownership.misplaced()  # it was resolved, and interrupted then
+        elif commit_sent:
             self._resolve(unit)
-        elif unit.work.fate() == "committed":
-            self._handler_committed(unit, None)
         else:
+            unit.work.roll_back()  # again: it may have been interrupted
+            if unit.work.fate() == "committed":
+                self._handler_committed(unit, None)
             self._give_back(unit)
         self._pending = None
 
     def _landed(self, unit: Unit) -> None:
-        self._ownership.committed(unit.advances)
-        self._delivery.committed()
+        with self._ownership.changing():
+            self._ownership.committed(unit.advances)
+            self._delivery.committed()
         for advance in unit.advances:
             self._mirror.applied(advance.partition, advance.next_offset, advance.leader_epoch)
         self.counters.committed += 1
@@ -175,8 +180,9 @@ class Settlement:
 
     def _give_back(self, unit: Unit) -> None:
         self.counters.redelivered += 1
-        self._ownership.aborted(unit.advances)
-        self._delivery.put_back(unit.messages)
+        with self._ownership.changing():
+            self._ownership.aborted(unit.advances)
+            self._delivery.put_back(unit.messages)
 
     def _after_unknown(self, unit: Unit, error: BaseException) -> None:
         """Try once to learn the outcome of a COMMIT that was not confirmed."""
@@ -203,14 +209,15 @@ class Settlement:
         assert doubt is not None
         partitions = sorted(a.partition for a in unit.advances)
         rows = self._ledger.resolve(partitions, doubt.tokens, lock_seconds=LOCK_SECONDS)
-        resolution = self._ownership.resolved(rows)
-        if resolution is Resolution.COMMITTED:
-            self.counters.resolved_committed += 1
-            self._landed(unit)
-        else:
-            self.counters.resolved_aborted += 1
-            self._delivery.put_back(unit.messages)
-        self._delivery.discard()
+        with self._ownership.changing():
+            resolution = self._ownership.resolved(rows)
+            if resolution is Resolution.COMMITTED:
+                self.counters.resolved_committed += 1
+                self._landed(unit)
+            else:
+                self.counters.resolved_aborted += 1
+                self._delivery.put_back(unit.messages)
+            self._delivery.discard()
         logger.warning("the outcome of %r was in doubt: %s", unit, resolution.value)
         return resolution
 
@@ -222,9 +229,11 @@ class Settlement:
             self._ownership.unknown(unit.advances)
             self._pending = (unit, True)
             raise OutcomePending(_told(unit, "the ledger did not advance and cannot be read now")) from error
-        verdicts = self._ownership.judge(unit.advances, rows)
-        self.counters.redelivered += 1
-        self._delivery.put_back(unit.messages)
+        self._pending = None
+        with self._ownership.changing():
+            verdicts = self._ownership.judge(unit.advances, rows)
+            self.counters.redelivered += 1
+            self._delivery.put_back(unit.messages)
         stored = {row.partition: row for row in rows}
         for verdict in (Verdict.MISSING, Verdict.RECREATED, Verdict.REWOUND, Verdict.FENCED, Verdict.AHEAD):
             for advance in unit.advances:

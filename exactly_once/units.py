@@ -26,6 +26,7 @@ class Units:
         ownership: Ownership,
         upkeep: Upkeep,
         *,
+        is_left_idle: Callable[[], bool],
         until_end: bool,
         idle_seconds: float | None,
     ) -> None:
@@ -33,6 +34,7 @@ class Units:
         self._cluster = cluster
         self._ownership = ownership
         self._upkeep = upkeep
+        self._is_left_idle = is_left_idle
         self._until_end = until_end
         self._idle_seconds = idle_seconds
         self._ends: dict[Partition, int] = {}
@@ -55,11 +57,14 @@ class Units:
         """Judge whether this is the end, at a moment when a fetch brought nothing."""
         if self._idle_seconds is not None and time.monotonic() - self._busy_at >= self._idle_seconds:
             return True
-        return self._until_end and self._upkeep.was_assigned and self._has_reached_ends()
+        return self._until_end and self._has_reached_ends()
 
     def _has_reached_ends(self) -> bool:
         """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
         holdings = self._ownership.holdings
+        if not holdings:
+            # Nothing is also what a member holds between two assignments; only the group can tell.
+            return self._is_left_idle()
         if any(h.state is not State.OWNED or not h.placed for h in holdings.values()):
             return False
         try:

@@ -65,10 +65,10 @@ class Upkeep:
         self._suspects: dict[Partition, str] = {}
         self._asked: dict[str, Future[Any]] = {}
         self._next_recheck = 0.0
+        self._next_rows = 0.0
         self._next_look = 0.0
         self._not_before = 0.0
         self.eof: dict[Partition, int] = {}
-        self.was_assigned = False
 
     @property
     def is_due(self) -> bool:
@@ -93,6 +93,7 @@ class Upkeep:
         self._settlement.settle()
         self._release()
         self._acquire()
+        self._look_at_rows()
         self._examine_suspects()
         self._place(client)
         self._prove(client)
@@ -106,9 +107,8 @@ class Upkeep:
     def take_events(self) -> None:
         """Apply what the rebalance callbacks recorded."""
         while self._assignment.events:
-            event = self._assignment.events.popleft()
+            event = self._assignment.events[0]
             if event.change is Change.ASSIGNED:
-                self.was_assigned = True
                 self._ownership.assigned(event.partitions)
                 self._next_recheck = 0.0
             else:
@@ -119,6 +119,8 @@ class Upkeep:
                 self.eof.pop(partition, None)
                 self._suspects.pop(partition, None)
             self._delivery.discard()
+            # Only now: an event that was interrupted is applied again.
+            self._assignment.events.popleft()
 
     def suspect(self, message: Message) -> None:
         """Take note that the client could not read on at its offset."""
@@ -200,7 +202,9 @@ class Upkeep:
         offsets = {}
         if not self._mirror.is_proving:
             rows = self._ledger.read(fenced)
-            offsets = {r.partition: (r.next_offset, r.leader_epoch) for r in rows if r.next_offset is not None}
+            # Where a failover lost the chosen start, or the row, nothing was applied.
+            offsets = {r.partition: (r.next_offset or 0, r.leader_epoch) for r in rows}
+            self._ownership.proved(set(fenced) - set(offsets))
             if not offsets:
                 self._not_before = time.monotonic() + _BUSY_SECONDS
                 return
@@ -238,15 +242,30 @@ class Upkeep:
             self._delivery.discard()
             raise
 
+    def _look_at_rows(self) -> None:
+        """Notice a reset or a failover also where no message comes to tell of it."""
+        if time.monotonic() < self._next_rows:
+            return
+        self._next_rows = time.monotonic() + RECHECK_SECONDS
+        owned = sorted(p for p, h in self._ownership.holdings.items() if h.state is State.OWNED)
+        if owned:
+            self._ownership.seen(owned, self._ledger.read(owned))
+            self._delivery.discard()
+
     def _examine_suspects(self) -> None:
         """Find out why the client could not read on; move, or raise, or just place it again."""
+        # First whether it still is the same topic: no policy may move an offset into another one.
+        for topic in {p.topic for p in self._suspects}:
+            self._compare(topic, self._cluster.ask([topic])[topic])
         for partition, reason in list(self._suspects.items()):
             holding = self._ownership.deliverable(partition)
             if holding is None:
                 continue
-            (row,) = self._ledger.read([partition])
+            rows = self._ledger.read([partition])
+            self._ownership.seen([partition], rows)
             log = self._cluster.ranges([partition])[partition]
-            if row.owner_token == holding.token:
+            if self._ownership.deliverable(partition) is holding:
+                (row,) = rows
                 row = self._starter.in_range(row, log, truncated="truncat" in reason.lower())
                 logger.warning("%s: reading on at offset %s after: %s", partition, row.next_offset, reason)
                 self._ownership.started(partition, row)

@@ -204,6 +204,10 @@ WHERE a.backend_xid::text = ((%(xid)s::text)::numeric %% 4294967296)::text
   AND a.application_name = %(marker)s
   AND a.usename = current_user
 
+-- name: give_time
+-- Let a backend that was told to end do so.
+SELECT pg_sleep(0.02)
+
 -- name: status
 -- What an operator wants to see of a group. A snapshot: for looking, never for starting.
 SELECT group_id, topic, partition, next_offset, leader_epoch, cluster_id, topic_id, owner_epoch, owner_kind,
@@ -264,6 +268,14 @@ SELECT 'adopt', %(reason)s, before.group_id, topic, partition, before.next_offse
 FROM before JOIN after USING (topic, partition)
 ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
+
+-- name: migration_lock
+-- Let one process migrate at a time; the lock ends with its transaction.
+SELECT pg_advisory_xact_lock(hashtext('exactly_once.migrate'), hashtext(%(schema)s))
+
+-- name: create_schema
+-- Make the schema itself, unless an administrator has done so.
+CREATE SCHEMA IF NOT EXISTS {schema}
 
 -- name: has_schema
 -- Tell whether the schema was ever made.

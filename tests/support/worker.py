@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, LiteralString, Self, TypeAlias
 
 import psycopg
-from confluent_kafka import TopicPartition
+from confluent_kafka import Message, TopicPartition
 
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, failpoints
 from tests.support import journal
@@ -79,7 +79,8 @@ class Worker:
         self.events: list[Event] = []
         self._seen = 0
         self._news = threading.Condition()
-        self._log = tempfile.NamedTemporaryFile("w+", prefix=f"{self.name}-", suffix=".log")
+        # Open as long as the process may write to it.
+        self._log = tempfile.NamedTemporaryFile("w+", prefix=f"{self.name}-")  # noqa: SIM115
         command = [sys.executable, "-m", "tests.support.worker", json.dumps(config)]
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._log, text=True)
         self._reader = threading.Thread(target=self._read, name=f"reader of {self.name}", daemon=True)
@@ -155,8 +156,13 @@ class Worker:
 
     def story(self) -> str:
         """Its last events and what it logged, for the message of an assertion."""
-        log = Path(self._log.name).read_text()[-6000:]
-        return "\n".join([f"--- events of {self.name}", *map(str, self.events[-15:]), "--- its log", log])
+        return "\n".join(
+            [f"--- events of {self.name}", *map(str, self.events[-15:]), "--- its log", self.log()[-6000:]]
+        )
+
+    def log(self) -> str:
+        """What it logged up to now."""
+        return Path(self._log.name).read_text()
 
     def end(self) -> None:
         """End it, frozen or not, and give back what it holds."""
@@ -178,7 +184,10 @@ class Worker:
 
 
 class Crew:
-    """Workers of one group on one topic: `with Crew(servers, conninfo, "g", ["t"]) as crew: crew.start()`."""
+    """Workers of one group, and what the database says of it: `with Crew(...) as crew: crew.start()`.
+
+    `workers_conninfo` is given to the workers where it is not to be the plain way to the database.
+    """
 
     def __init__(
         self,
@@ -188,22 +197,27 @@ class Crew:
         topics: Sequence[str],
         *,
         kafka: Mapping[str, Any] | None = None,
+        workers_conninfo: str | None = None,
     ) -> None:
+        ensure_journal(conninfo)
         self.workers: list[Worker] = []
-        self._config = {
-            "conninfo": conninfo,
-            "topics": list(topics),
-            "kafka": {"bootstrap.servers": bootstrap_servers, "group.id": group, **(kafka or {})},
-        }
-        if (kafka or {}).get("group.protocol") != "consumer":  # there the broker decides: 6 seconds
-            self._config["kafka"] |= {"session.timeout.ms": 3000, "heartbeat.interval.ms": 500}
+        self.group = group
+        self._bootstrap_servers = bootstrap_servers
+        self._conninfo = conninfo
+        self._topics = list(topics)
+        settings = {"bootstrap.servers": bootstrap_servers, "group.id": group, **(kafka or {})}
+        if settings.get("group.protocol") != "consumer":  # there the broker decides: 6 seconds
+            settings |= {"session.timeout.ms": 3000, "heartbeat.interval.ms": 500}
+        self._config = {"conninfo": workers_conninfo or conninfo, "topics": self._topics, "kafka": settings}
 
     def __enter__(self) -> Self:
+        self._db = psycopg.connect(self._conninfo, autocommit=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._db.close()
         for worker in self.workers:
             if isinstance(error, Exception):
                 error.add_note(worker.story())
@@ -213,13 +227,53 @@ class Crew:
         """Start a worker; `ready=False` returns before it has subscribed.
 
         The configuration: conninfo, options (of the consumer), mode ("loop", the default, or "run"), until_end,
-        idle_seconds, stop_seconds, counts, handler_seconds, failpoint = [name, action, pass], seed.
+        idle_seconds, stop_seconds, counts, handler_seconds, failpoint = [name, action, pass].
         """
         name = f"worker-{len(self.workers) + 1}"
         self.workers.append(worker := Worker({**self._config, "name": name, **config}))
         if ready:
             worker.wait("ready")
         return worker
+
+    def end_well(self, *workers: Worker) -> None:
+        """Ask workers to stop and see that they end in good order."""
+        for worker in workers:
+            worker.term()
+        for worker in workers:
+            worker.finish()
+
+    def look(self, query: LiteralString) -> list[tuple[Any, ...]]:
+        """Query the ledger; `%s` is the group."""
+        return self._db.execute(query, (self.group,)).fetchall()
+
+    def owners(self) -> dict[str, int]:
+        """Return how many rows each worker owns."""
+        query = """
+            SELECT owner_name, count(*) FROM exactly_once.ledger
+            WHERE group_id = %s AND owner_token IS NOT NULL GROUP BY 1
+        """
+        return dict(self.look(query))
+
+    def epochs(self) -> dict[tuple[str, int], int]:
+        """Return the owner epoch of each partition."""
+        query = "SELECT topic, partition, owner_epoch FROM exactly_once.ledger WHERE group_id = %s"
+        return {(topic, partition): epoch for topic, partition, epoch in self.look(query)}
+
+    def applied(self) -> int:
+        """Return the sum of the ledger's offsets: how many messages were applied, if logs start at 0."""
+        query = "SELECT coalesce(sum(next_offset), 0)::int FROM exactly_once.ledger WHERE group_id = %s"
+        total: int = self.look(query)[0][0]
+        return total
+
+    def until_applied(self, total: int, timeout_seconds: float = 40) -> None:
+        """Wait until so many messages were applied."""
+        until(lambda: self.applied() >= total, timeout_seconds, f"{total} messages to be applied")
+
+    def assert_exact(self, *, counts: bool = True) -> None:
+        """Each message of the topics took effect exactly once."""
+        for topic in self._topics:
+            verdict = journal.check(self._conninfo, self._bootstrap_servers, topic, counts=counts)
+            assert verdict.exact, verdict
 
 
 # The process.
@@ -234,9 +288,7 @@ def emit(event: str, **fields: object) -> None:
 def main(config: Mapping[str, Any]) -> int:
     """Consume as told; return the exit status."""
     name = str(config["name"])
-    consumer = ExactlyOnceConsumer(
-        config["kafka"], conninfo=config["conninfo"], name=name, **config.get("options", {})
-    )
+    consumer = ExactlyOnceConsumer(config["kafka"], conninfo=config["conninfo"], name=name, **config.get("options", {}))
     with consumer:
         try:
             consumer.subscribe(
@@ -293,7 +345,7 @@ def _teller(event: str) -> Callable[[ExactlyOnceConsumer, list[TopicPartition]],
     return tell
 
 
-def _place(message: Any) -> list[object]:
+def _place(message: Message) -> list[object]:
     return [message.topic(), message.partition(), message.offset()]
 
 

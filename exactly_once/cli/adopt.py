@@ -1,0 +1,79 @@
+"""``exactly-once adopt``: declare that a group's offsets belong to the topic and cluster of today."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+from . import options, output, plan
+from .problems import CommandError
+from .servers import open_database
+
+_DESCRIPTION = """\
+A topic that was deleted and made again, or that moved to another cluster, has other offsets than the
+ledger knows, so consumers refuse to start. This command gives the rows of a group the ids that Kafka has
+now, and offsets by one of --to-... or --keep-offsets. A dry run unless --execute is said; then everything
+happens in one transaction, is kept in the audit table, and a live owner is fenced."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "adopt",
+        help="take a recreated topic or another cluster for the ledger's",
+        description=_DESCRIPTION,
+        epilog=options.EPILOG,
+    )
+    plan.add_targets(
+        parser,
+        keep="--keep-offsets",
+        keep_help="leave the offsets: the new log has the same messages at the same places",
+    )
+    options.add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show what would be adopted, or adopt it."""
+    settings = options.settings(args)
+    for key in ("conninfo", "group_id", "bootstrap_servers"):
+        settings.required(key)
+    with open_database(settings) as session:
+        chosen = plan.make_plan(session, settings, args, ask_kafka=True)
+        _refuse_own(chosen)
+        if not args.force:
+            plan.refuse_outside(chosen)
+        if args.execute:
+            chosen = plan.execute(session, chosen, "adopt", reason=args.reason)
+    _tell(chosen, args)
+    return 0
+
+
+def _refuse_own(chosen: plan.Plan) -> None:
+    """Refuse what needs no adoption, so that offsets are not moved by the wrong command."""
+    rows = [move.stored for move in chosen.moves if move.stored]
+    now = (chosen.cluster_id, chosen.topic_id)
+    if not rows:
+        raise CommandError(
+            f"group {chosen.group_id!r} has no rows of topic {chosen.topic!r}: there is nothing to adopt"
+        )
+    if all((row.cluster_id, row.topic_id) == now for row in rows):
+        raise CommandError(
+            f"the rows belong to topic id {now[1]} of cluster {now[0]} already: there is nothing to adopt. To move "
+            f"offsets: exactly-once reset --topic {chosen.topic}"
+        )
+
+
+def _tell(chosen: plan.Plan, args: argparse.Namespace) -> None:
+    if args.json:
+        output.print_json(plan.summary(chosen, executed=args.execute))
+        return
+    rows = [move.stored for move in chosen.moves if move.stored]
+    print(f"group {chosen.group_id}, topic {chosen.topic}, to {chosen.target}")
+    print(f"topic id {_ids(row.topic_id for row in rows)} -> {chosen.topic_id}")
+    print(f"cluster  {_ids(row.cluster_id for row in rows)} -> {chosen.cluster_id}")
+    output.print_table(*plan.table(chosen))
+    print("done" if args.execute else "dry run: nothing was changed; --execute does it")
+
+
+def _ids(ids: Iterable[str | None]) -> str:
+    return ", ".join(sorted({found or "unknown" for found in ids}))

@@ -1,0 +1,114 @@
+"""``exactly-once demo``: payments survive kill -9 and zombies, next to an ordinary loop that does not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psycopg
+
+from exactly_once import embedded
+from exactly_once.demo import nemesis, result
+from exactly_once.demo.checker import check
+from exactly_once.demo.display import Display, open_display
+from exactly_once.demo.trial import Setting, Trial
+from exactly_once.schema import migrate
+
+_MESSAGES = 100_000
+_QUICK_MESSAGES = 20_000
+_TITLES = {
+    "exactly_once": "With the library: offsets and effects in one transaction, behind a fence",
+    "at_least_once": "An ordinary loop, the same faults: poll, write, commit the database, commit Kafka",
+}
+_DESCRIPTION = """\
+Start a Kafka and a Postgres of its own, and let two workers apply payments while they are killed and
+frozen: first with the library, then by an ordinary loop. Both are checked against the topic. Exit code 0
+only if nothing was lost or doubled with the library."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "demo", help="see it survive kill -9 and zombies, in about a minute", description=_DESCRIPTION
+    )
+    parser.add_argument("--messages", type=_positive, metavar="N", help=f"how many payments ({_MESSAGES})")
+    parser.add_argument("--seed", type=int, metavar="N", help="repeat the payments and faults of another run")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"half the time: {_QUICK_MESSAGES} payments and fewer faults"
+    )
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
+    parser.add_argument("--keep", action="store_true", help="leave the servers running until Ctrl-C")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo."""
+    # So that everything it started ends, too, when it is asked to end.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        return _demo(args)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    seed = random.SystemRandom().randrange(10_000) if args.seed is None else args.seed
+    with open_display() as display:
+        display.say(f"starting Kafka and Postgres; --seed {seed} repeats the payments and faults")
+        with embedded.start() as servers:
+            setting = Setting(
+                bootstrap_servers=servers.bootstrap_servers,
+                conninfo=servers.conninfo,
+                seed=seed,
+                messages=args.messages or (_QUICK_MESSAGES if args.quick else _MESSAGES),
+                faults=nemesis.plan(seed, quick=args.quick),
+                session_ms=1_500 if args.quick else 3_000,
+            )
+            results = {loop: _side(loop, setting, display) for loop in _TITLES}
+            display.line("")
+            display.table(result.HEAD, result.rows(results), good=results["exactly_once"].is_exact)
+            display.line(f"\n{result.conclusion(results, seed=seed)}")
+            display.line("Next: the README does it with your own consumer; docs/guarantees.md says what is promised.")
+            if args.keep:
+                _keep(setting, display)
+    if args.json:
+        print(json.dumps(result.as_json(results, seed=seed)), flush=True)
+    return 0 if results["exactly_once"].is_exact else 1
+
+
+def _side(loop: str, setting: Setting, display: Display) -> result.Result:
+    """Run one side, and check it."""
+    display.title(_TITLES[loop])
+    with psycopg.connect(setting.conninfo, autocommit=True) as connection:
+        migrate(connection)
+    with tempfile.TemporaryDirectory(prefix="exactly-once-demo-") as directory:
+        trial = Trial(loop, setting, display, Path(directory))
+        tally = trial.run()
+    display.say("checking it against the topic, read anew from its beginning")
+    verdict = check(setting.bootstrap_servers, setting.conninfo, trial.topic, trial.schema)
+    return result.Result(tally, verdict, setting.messages)
+
+
+def _keep(setting: Setting, display: Display) -> None:
+    """Wait for Ctrl-C."""
+    where = f"--conninfo {setting.conninfo} --bootstrap-servers {setting.bootstrap_servers}"
+    display.line(f"\nThe servers stay until Ctrl-C. Kafka: {setting.bootstrap_servers}  Postgres: {setting.conninfo}")
+    display.line("In another terminal:")
+    display.line(f"  exactly-once status {where}")
+    display.line(f"  psql {setting.conninfo} -c 'TABLE demo_exactly_once.journal LIMIT 10'")
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        display.line("")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError("must be positive")
+    return number

@@ -1,0 +1,66 @@
+"""``exactly-once migrate``: make the schema of the ledger, or bring it up to date."""
+
+from __future__ import annotations
+
+import argparse
+
+from exactly_once import schema as schemas
+from exactly_once.session import address
+from exactly_once.sql import grants
+
+from . import options, output
+from .problems import UsageError
+from .servers import open_database
+
+_ROLE = "exactly_once_worker"
+_DESCRIPTION = """\
+Make the schema of the ledger or bring it up to date, in one transaction; safe to run from any number of
+deployments at once. With --role that role is granted what a consumer needs, and no more; it must exist.
+With --sql nothing is asked or changed: the statements for a new schema are printed, for whoever may run
+them:  exactly-once migrate --sql --role bank_worker | psql -v ON_ERROR_STOP=1 ..."""
+_HEAD = "-- The schema of kafka-exactly-once, and what a role needs to consume with it. The role must exist.\n"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "migrate", help="make the schema or bring it up to date", description=_DESCRIPTION, epilog=options.EPILOG
+    )
+    parser.add_argument("--sql", action="store_true", help="print the statements for a new schema, do nothing")
+    parser.add_argument("--role", metavar="NAME", help=f"the role that consumes (with --sql: {_ROLE})")
+    options.add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Migrate, or print how."""
+    settings = options.settings(args)
+    if args.role is not None and (not args.role or "\0" in args.role):
+        raise UsageError("--role is not the name of a role")
+    if args.sql:
+        text = f"{_HEAD}BEGIN;\n\n{schemas.as_sql(settings.schema, args.role or _ROLE)}\nCOMMIT;\n"
+        if args.json:
+            output.print_json({"sql": text})
+        else:
+            print(text, end="")
+        return 0
+    with open_database(settings, check=False) as session:
+        where = address(session.connection)
+        # One transaction for both: grants given at the same time by two processes would collide.
+        with session.connection.transaction():
+            ran = schemas.migrate(session.connection, settings.schema)
+            if args.role is not None:
+                session.connection.execute(grants(settings.schema, args.role))
+    found = {"database": where, "schema": settings.schema, "version": schemas.VERSION, "migrations": ran}
+    if args.json:
+        output.print_json({**found, "role": args.role})
+        return 0
+    print(f"schema {settings.schema} in {where}: {_told(ran)}")
+    if args.role is not None:
+        print(f"role {args.role} may consume with it")
+    return 0
+
+
+def _told(ran: list[int]) -> str:
+    if not ran:
+        return f"nothing to do, version {schemas.VERSION} is there"
+    return f"ran migration{'s' if len(ran) > 1 else ''} {', '.join(map(str, ran))}"

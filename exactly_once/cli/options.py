@@ -1,0 +1,171 @@
+"""Options: what every command takes, from the command line, the environment and a TOML file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from exactly_once.config import admin_settings, check_schema_name
+from exactly_once.errors import ConfigurationError
+
+from .problems import EXIT_CODES, UsageError
+
+_KEYS = ("bootstrap_servers", "group_id", "conninfo", "schema")
+_ENVIRONMENT = {key: f"EXACTLY_ONCE_{key.upper()}" for key in ("bootstrap_servers", "group_id", "conninfo")}
+_IN_KAFKA = {"bootstrap_servers": "bootstrap.servers", "group_id": "group.id"}
+_SECRET_KEY = re.compile(r"password|passphrase|secret|token|jaas|oauthbearer\.config|key\.pem|private\.key")
+
+EPILOG = f"""\
+The command line goes before the environment, which goes before the file. A file:
+  conninfo = "postgresql://bank@db.example:5432/bank"    # better without a password: ~/.pgpass, PGPASSFILE
+  bootstrap_servers = "kafka.example:9092"
+  group_id = "accounts"
+  [kafka]                                                # any setting of librdkafka
+  security.protocol = "SASL_SSL"
+
+{EXIT_CODES}"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Which servers, group and schema a command is about. What may hold a secret is not in its repr."""
+
+    schema: str
+    group_id: str | None = None
+    bootstrap_servers: str | None = None
+    conninfo: str | None = field(default=None, repr=False)
+    kafka: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    secrets: frozenset[str] = field(default=frozenset(), repr=False)
+
+    def required(self, key: str) -> str:
+        """Return a setting that the command cannot do without.
+
+        :raises UsageError: naming the three places where it can be given.
+        """
+        value: str | None = getattr(self, key)
+        if value:
+            return value
+        raise UsageError(f"say --{key.replace('_', '-')}, or set {_ENVIRONMENT[key]}, or {key} in the file of --config")
+
+    def admin(self) -> dict[str, Any]:
+        """Return the settings of a Kafka client that only asks and logs nothing by itself."""
+        return {"log_level": 0, **admin_settings(self.kafka), "bootstrap.servers": self.required("bootstrap_servers")}
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every command takes."""
+    group = parser.add_argument_group("where")
+    group.add_argument(
+        "--bootstrap-servers", metavar="HOST:PORT,...", help=_help("Kafka's brokers", "bootstrap_servers")
+    )
+    group.add_argument("--group-id", metavar="GROUP", help=_help("the consumer group", "group_id"))
+    group.add_argument(
+        "--conninfo",
+        metavar="CONNINFO",
+        help=_help(
+            "connection string of Postgres; others can see a command line, so give a password elsewhere", "conninfo"
+        ),
+    )
+    group.add_argument("--schema", metavar="SCHEMA", help="schema of the ledger (exactly_once)")
+    group.add_argument("--config", metavar="FILE.toml", type=Path, help="file with any of these, see below")
+    look = parser.add_argument_group("how")
+    look.add_argument("--json", action="store_true", help="print one JSON document")
+    look.add_argument("--debug", action="store_true", help="on an error print the traceback, too")
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    """Put together what was given; leaves in ``args`` what no output may show.
+
+    :raises UsageError: for a key that nobody knows, or a value of the wrong kind.
+    """
+    stored = _read(args.config) if args.config is not None else {}
+    kafka = _flat(stored.pop("kafka", {}))
+    found = {key: _first(key, args, stored, kafka) for key in _KEYS}
+    result = Settings(
+        schema=found["schema"] or "exactly_once",
+        group_id=found["group_id"],
+        bootstrap_servers=found["bootstrap_servers"],
+        conninfo=found["conninfo"],
+        kafka=kafka,
+        secrets=_secrets(found["conninfo"], kafka),
+    )
+    args.secrets = result.secrets
+    try:
+        check_schema_name(result.schema)
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from None
+    return result
+
+
+def _help(what: str, key: str) -> str:
+    return f"{what} ({_ENVIRONMENT[key]})"
+
+
+def _first(key: str, args: argparse.Namespace, stored: Mapping[str, Any], kafka: Mapping[str, Any]) -> str | None:
+    environment = os.environ.get(_ENVIRONMENT.get(key, ""))
+    for value in (getattr(args, key), environment, stored.get(key), kafka.get(_IN_KAFKA.get(key, ""))):
+        if value:
+            return str(value)
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read the file; its values are never repeated in a complaint."""
+    try:
+        with path.open("rb") as file:
+            stored = tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"cannot read --config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        where = re.search(r"at line \d+, column \d+|at end of document", str(error))
+        raise UsageError(f"--config {path} is not TOML{f' ({where[0]})' if where else ''}") from None
+    unknown = sorted(set(stored) - {*_KEYS, "kafka"})
+    if unknown:
+        raise UsageError(
+            f"--config {path}: unknown key {', '.join(unknown)}; there are {', '.join(_KEYS)} and the table [kafka]"
+        )
+    for key, value in stored.items():
+        if not isinstance(value, dict if key == "kafka" else str):
+            raise UsageError(f"--config {path}: {key} must be a {'table' if key == 'kafka' else 'string'}")
+    return stored
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Undo what TOML makes of a dotted key that is not quoted: ``sasl.password = ...`` is a table in a table."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, (str, int, float)):
+            flat[prefix + key] = value
+        else:
+            raise UsageError(f"--config: {prefix}{key} in [kafka] must be a string, a number, true or false")
+    return flat
+
+
+def _secrets(conninfo: str | None, kafka: Mapping[str, Any]) -> frozenset[str]:
+    """Collect every text that must not be shown, also in the pieces that libpq may take it for."""
+    found = {str(value) for key, value in kafka.items() if _SECRET_KEY.search(key)}
+    found |= {line for value in found for line in value.splitlines()}
+    found.add(os.environ.get("PGPASSWORD", ""))
+    if conninfo:
+        try:
+            given = conninfo_to_dict(conninfo)
+        except psycopg.Error:
+            given = {}
+        found |= {str(given[key]) for key in ("password", "sslpassword", "oauth_client_secret") if given.get(key)}
+        # An "@" or "/" that should have been written %40 or %2F makes the rest of a password a host's name.
+        if password := re.match(r"\w+://[^:/@]*:(.*)@", conninfo):
+            pieces = {password[1], *re.split(r"[@/?#:]", password[1])}
+            found |= pieces | {unquote(piece) for piece in pieces}
+    return frozenset(found - {""})

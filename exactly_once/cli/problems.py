@@ -1,0 +1,86 @@
+"""Problems: what a command cannot do, told in one line that holds no secret. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+EXIT_CODES = """\
+exit codes:
+  0    done (a dry run too)
+  1    not done: stderr says in one line why and what mends it; the ledger is as it was
+  2    the command line, an environment variable or the configuration file is wrong
+  130  interrupted"""
+
+HIDDEN = "***"
+_IN_URI = re.compile(r"(\w+://[^\s:/@]*:)\S*@")
+_IN_PAIRS = re.compile(
+    r"((?:password|passphrase|secret)[\w.]*\s*[=:]\s*)('(?:[^'\\]|\\.)*'|\"[^\"]*\"|[^\s,;)]+)", re.IGNORECASE
+)
+_HINTS = {
+    "InsufficientPrivilege": "`exactly-once migrate --sql --role NAME` prints the grants that a role needs",
+    "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
+    "InvalidSchemaName": "run `exactly-once migrate`, or say --schema",
+}
+
+
+class CommandError(Exception):
+    """A command refuses to do what it was asked, or cannot."""
+
+
+class UsageError(CommandError):
+    """The command line, the environment and the configuration file do not say what is needed."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose complaints repeat no secret and whose help keeps its line breaks."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("allow_abbrev", False)
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2 and one line; argparse would repeat a connection string that it cannot place."""
+        name = self.prog.split()[0]
+        self.exit(2, f"{name}: error: {without_secrets(message)}; see {self.prog} --help\n")
+
+
+def other_distribution() -> str | None:
+    """Say so if the package that was imported as ``exactly_once`` is not this one."""
+    package = importlib.import_module("exactly_once")
+    if hasattr(package, "ExactlyOnceConsumer"):
+        return None
+    return (
+        f"the package exactly_once in {package.__file__} is not kafka-exactly-once: another distribution, called "
+        "exactly-once, has the same import name. Both cannot be installed together: pip uninstall -y exactly-once "
+        "kafka-exactly-once && pip install kafka-exactly-once"
+    )
+
+
+def one_line(error: BaseException, secrets: Iterable[str] = ()) -> str:
+    """Tell an error and what mends it in one line."""
+    # What a server says of a statement goes on for several lines: the statement itself, and where in it.
+    said = getattr(getattr(error, "diag", None), "message_primary", None)
+    text = " ".join((said or str(error)).split()) or type(error).__name__
+    hint = _HINTS.get(type(error).__name__)
+    if not _is_ours(error):
+        text = f"{type(error).__name__}: {text} (--debug shows where)"
+    return without_secrets(f"{text}; {hint}" if hint else text, secrets)
+
+
+def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
+    """Hide what is known to be secret, and what looks like the password of a connection string."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return _IN_PAIRS.sub(rf"\1{HIDDEN}", _IN_URI.sub(rf"\1{HIDDEN}@", text))
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Tell whether an error was worded for users: by us, by the drivers, or by the system about a file."""
+    if isinstance(error, (CommandError, ImportError, OSError)):
+        return True
+    return type(error).__module__.split(".")[0] in ("exactly_once", "psycopg", "cimpl")

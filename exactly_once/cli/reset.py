@@ -1,0 +1,70 @@
+"""``exactly-once reset``: move offsets, fence whoever owns them, let halted partitions go on."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import options, output, plan
+from .problems import CommandError
+from .servers import open_database
+
+_DESCRIPTION = """\
+Move the offsets of one topic of a group, or with --to-current only fence, release and un-halt its
+partitions. A dry run unless --execute is said; then everything happens in one transaction, is kept in
+the audit table, and a row that somebody deleted is made again. A live owner is fenced: what it has not
+committed is rolled back, and it goes on from the new offset when it next commits. Effects stay: moving
+back applies messages a second time, moving on leaves messages out."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "reset", help="move the offsets of a topic, with fencing", description=_DESCRIPTION, epilog=options.EPILOG
+    )
+    plan.add_targets(
+        parser,
+        keep="--to-current",
+        keep_help="leave the offsets; fence and release owners, un-halt (no brokers needed)",
+    )
+    options.add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show what would be moved, or move it."""
+    settings = options.settings(args)
+    settings.required("conninfo")
+    settings.required("group_id")
+    is_kept = args.target.kind == "current"
+    is_blind = args.force and args.target.kind == "offset" and not settings.bootstrap_servers
+    if not is_kept and not is_blind:
+        settings.required("bootstrap_servers")
+    with open_database(settings) as session:
+        chosen = plan.make_plan(session, settings, args, ask_kafka=not is_kept and not is_blind)
+        _refuse_foreign(chosen)
+        if not args.force:
+            plan.refuse_outside(chosen)
+        if args.execute:
+            chosen = plan.execute(session, chosen, "reset", reason=args.reason)
+    _tell(chosen, args)
+    return 0
+
+
+def _refuse_foreign(chosen: plan.Plan) -> None:
+    """Refuse offsets for rows that belong to another topic or cluster: no consumer would take them."""
+    for move in chosen.moves:
+        for what, now in (("topic_id", chosen.topic_id), ("cluster_id", chosen.cluster_id)):
+            stored = getattr(move.stored, what, None)
+            if None not in (stored, now) and stored != now:
+                raise CommandError(
+                    f"{move.partition} of group {chosen.group_id!r} belongs to {what} {stored}, Kafka has {now} now. "
+                    f"If that is meant: exactly-once adopt --topic {chosen.topic} with the same --to-..."
+                )
+
+
+def _tell(chosen: plan.Plan, args: argparse.Namespace) -> None:
+    if args.json:
+        output.print_json(plan.summary(chosen, executed=args.execute))
+        return
+    print(f"group {chosen.group_id}, topic {chosen.topic}, to {chosen.target}")
+    output.print_table(*plan.table(chosen))
+    print("done" if args.execute else "dry run: nothing was changed; --execute does it")

@@ -1,0 +1,149 @@
+"""Servers: a command's connections to Postgres and Kafka, and what they say of partitions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import psycopg
+from confluent_kafka import KafkaError
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import class_row
+
+from exactly_once import schema as schemas
+from exactly_once.cluster import Cluster, Topic
+from exactly_once.errors import BrokerUnreachable, ConfigurationError, DatabaseUnreachable, UnknownTopic
+from exactly_once.model import Partition
+from exactly_once.session import Session, connector
+from exactly_once.sql import query
+
+from .options import Settings
+from .problems import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A row of the ledger as a snapshot showed it; the columns of the query ``status``."""
+
+    group_id: str
+    topic: str
+    partition: int
+    next_offset: int | None
+    leader_epoch: int | None
+    cluster_id: str | None
+    topic_id: str | None
+    owner_epoch: int
+    owner_kind: str | None
+    owner_name: str | None
+    owner_instance: str | None
+    owned: bool
+    halted: str | None
+    acquired_at: datetime | None
+    advanced_at: datetime | None
+    advanced_seconds_ago: float | None
+
+    @property
+    def place(self) -> Partition:
+        """Which partition the row is about."""
+        return Partition(self.topic, self.partition)
+
+    @property
+    def owner(self) -> str | None:
+        """Who owns the row now, by name if it has one."""
+        return (self.owner_name or self.owner_instance) if self.owned else None
+
+
+class Log(NamedTuple):
+    """The first offset of a partition's log and the one after its last."""
+
+    start: int
+    end: int
+
+
+class CommandCluster(Cluster):
+    """A cluster whose errors tell the client's own reason: a refused login is else only a time-out."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._reasons: list[str] = []
+        super().__init__({**settings, "error_cb": self._note})
+
+    def _note(self, error: KafkaError) -> None:
+        if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  (a public name)
+            self._reasons.append(error.str())
+
+    def _unreachable(self, error: Exception) -> BrokerUnreachable:
+        self._admin.poll(0)
+        if not self._reasons:
+            return super()._unreachable(error)
+        return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {self._reasons[0]}")
+
+    def topics(self, names: Iterable[str]) -> dict[str, Topic]:
+        """Describe those of the topics that exist."""
+        found = {}
+        for name, future in self.ask(names).items():
+            with contextlib.suppress(UnknownTopic):
+                found[name] = self.described(name, future)
+        return found
+
+    def logs(self, partitions: Iterable[Partition]) -> dict[Partition, Log]:
+        """Return where the logs of partitions that exist start and end."""
+        return {partition: Log(*found) for partition, found in self.ranges(partitions).items()}
+
+
+@contextlib.contextmanager
+def open_database(settings: Settings, *, check: bool = True) -> Iterator[Session]:
+    """Connect to Postgres and look whether the schema fits.
+
+    :raises DatabaseUnreachable: naming host and port.
+    """
+    try:
+        connect = connector(settings.required("conninfo"))
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from None
+    session = Session(connect, schema=settings.schema)
+    try:
+        try:
+            connection = session.connection
+        except psycopg.OperationalError as error:
+            where = _address(settings.required("conninfo"))
+            raise DatabaseUnreachable(f"no connection to Postgres at {where}: {error}") from error
+        if check:
+            schemas.check(connection, settings.schema)
+        yield session
+    finally:
+        session.close()
+
+
+def open_cluster(settings: Settings) -> CommandCluster:
+    """Connect to Kafka.
+
+    :raises BrokerUnreachable: naming the brokers, and why if the client knows.
+    """
+    try:
+        cluster = CommandCluster(settings.admin())
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from None
+    cluster.identify()
+    return cluster
+
+
+def stored_rows(session: Session, *, group_id: str | None, topic: str | None = None) -> list[Stored]:
+    """Read rows of the ledger: a snapshot, for looking."""
+    with session.connection.cursor(row_factory=class_row(Stored)) as cursor:
+        cursor.execute(query("status", session.schema), {"group_id": group_id}, prepare=False)
+        return [row for row in cursor if topic in (None, row.topic)]
+
+
+def _address(conninfo: str) -> str:
+    """Name host, port and database as libpq would fill them in, and nothing else."""
+    given = {**_libpq_defaults(), **{k: v for k, v in conninfo_to_dict(conninfo).items() if v}}
+    host = given.get("host") or given.get("hostaddr") or "(local socket)"
+    return f"{host}:{given.get('port') or 5432}/{given.get('dbname') or given.get('user') or ''}"
+
+
+def _libpq_defaults() -> dict[str, str]:
+    names = ((option.keyword.decode(), option.val) for option in psycopg.pq.Conninfo.get_defaults())
+    return {name: value.decode() for name, value in names if value}

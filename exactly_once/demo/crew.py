@@ -1,0 +1,158 @@
+"""Crew: the worker processes as their parent sees them, and a spare that is ready to replace a dead one.
+
+Each is in a process group of its own: Ctrl-C in a terminal reaches only the parent, which decides. If the
+parent is killed, workers end with their standard input; a frozen one gets SIGHUP and SIGCONT from the
+kernel, because its group is orphaned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from .order import Order
+
+Event = Mapping[str, Any]
+
+
+class Worker:
+    """One process. It waits until it gets an order."""
+
+    def __init__(self, log: Path, events: queue.Queue[tuple[Worker, Event]]) -> None:
+        self.number = 0
+        self.partitions: dict[int, float] = {}
+        """Those that it has, as far as it has told, and since when."""
+        self.reports: list[str] = []
+        """What it has told, by name, in order."""
+        self._events = events
+        self._log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "exactly_once.demo.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
+                process_group=0,
+            )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.number} pid={self._process.pid}>"
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the process is stopped; a signal to go on that comes earlier would be lost."""
+        return self.status is None and psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def heard(self, event: Event) -> None:
+        """Take note of what it reports."""
+        self.reports.append(event["event"])
+        for partition in event.get("partitions", ()):
+            self.partitions.pop(partition, None)
+            if event["event"] == "assigned":
+                self.partitions[partition] = event["time"]
+
+    def has_since(self, partitions: Iterable[int], moment: float) -> bool:
+        """Tell whether it was given all of these after ``moment``; the clock is one for all processes."""
+        return all(self.partitions.get(partition, 0.0) > moment for partition in partitions)
+
+    def begin(self, order: Order) -> None:
+        """Give it its order."""
+        self.number = order.number
+        self._write(order.to_line())
+
+    def arm(self, kind: str, at: str, after: int) -> None:
+        """Have it killed or frozen at a failpoint."""
+        self._write(json.dumps({"kind": kind, "at": at, "after": after}))
+
+    def disarm(self) -> None:
+        """Take back what was armed."""
+        self._write("null")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.status is None:
+            os.kill(self._process.pid, number)
+
+    def end(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self.send(signal.SIGKILL)
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+
+    def last_words(self) -> str:
+        """Return the end of what it wrote on standard error."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._events.put((self, json.loads(line)))
+        self._process.wait()
+        self._events.put((self, {"event": "ended"}))
+
+
+class Crew:
+    """The workers of one side, by number. Leaving the ``with`` statement ends every process."""
+
+    def __init__(self, orders: Mapping[int, Order], directory: Path) -> None:
+        self._orders = orders
+        self._directory = directory
+        self._processes: list[Worker] = []
+        self._spares: list[Worker] = []
+        self.events: queue.Queue[tuple[Worker, Event]] = queue.Queue()
+        self.workers: dict[int, Worker] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._processes:
+            worker.end()
+
+    def warm_up(self) -> None:
+        """Start a process that waits for its order, with everything imported."""
+        log = self._directory / f"process-{len(self._processes) + 1}.log"
+        worker = Worker(log, self.events)
+        self._processes.append(worker)
+        self._spares.append(worker)
+
+    def start(self, number: int) -> None:
+        """Give place ``number`` to a process that is warm, and warm up the next one."""
+        if not self._spares:
+            self.warm_up()
+        worker = self._spares.pop(0)
+        worker.begin(self._orders[number])
+        self.workers[number] = worker
+        self.warm_up()
+
+    def other(self, worker: Worker) -> Worker:
+        """Return the other worker of two."""
+        return next(each for each in self.workers.values() if each is not worker)

@@ -1,0 +1,135 @@
+"""Payments: the tables, the messages and the effect of a batch. The same for both loops.
+
+A payment moves money between two accounts of one branch, and a branch is a partition. Each side has a
+schema with accounts and a journal. The journal has no unique key, so that a second effect is seen
+instead of prevented.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from psycopg import sql
+
+BRANCHES = 6
+ACCOUNTS = 100
+"""In each branch."""
+OPENING_BALANCE = 1_000
+_REGRETTED = 5
+"""Payments of a Kafka transaction that is aborted: they are in the log and must take no effect."""
+
+_CREATE = """
+    CREATE SCHEMA {schema};
+    CREATE TABLE {schema}.account (
+        branch int, id int, balance bigint NOT NULL, PRIMARY KEY (branch, id)
+    ) WITH (fillfactor = 50);
+    INSERT INTO {schema}.account
+        SELECT branch, id, {opening} FROM generate_series(0, {branches} - 1) branch,
+             generate_series(0, {accounts} - 1) id;
+    CREATE TABLE {schema}.journal (
+        partition int NOT NULL, "offset" bigint NOT NULL, worker text NOT NULL,
+        xid xid8 NOT NULL DEFAULT pg_current_xact_id());
+    CREATE INDEX ON {schema}.journal (partition, "offset");
+"""
+_APPEND = 'COPY {schema}.journal (partition, "offset", worker) FROM STDIN'
+# Rows are locked in order, so that a zombie and its successor cannot deadlock.
+_MOVE = """
+    WITH change AS (
+        SELECT branch, id, sum(amount) AS amount
+        FROM unnest(%s::int[], %s::int[], %s::bigint[]) AS c(branch, id, amount)
+        GROUP BY branch, id),
+    held AS (
+        SELECT branch, id, amount FROM {schema}.account JOIN change USING (branch, id)
+        ORDER BY branch, id
+        FOR UPDATE OF account)
+    UPDATE {schema}.account a SET balance = balance + held.amount
+    FROM held WHERE a.branch = held.branch AND a.id = held.id
+"""
+
+
+def create_tables(connection: psycopg.Connection[Any], schema: str) -> None:
+    """Make the accounts and the empty journal of one side."""
+    statement = sql.SQL(_CREATE).format(
+        schema=sql.Identifier(schema),
+        opening=sql.Literal(OPENING_BALANCE),
+        branches=sql.Literal(BRANCHES),
+        accounts=sql.Literal(ACCOUNTS),
+    )
+    connection.execute(statement)
+
+
+def create_topic(bootstrap_servers: str, topic: str) -> None:
+    """Make the topic: a partition for each branch."""
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 3})
+    for future in admin.create_topics([NewTopic(topic, BRANCHES, 1)]).values():
+        future.result(30)
+
+
+def apply(connection: psycopg.Connection[Any], schema: str, messages: Sequence[Message], worker: str) -> None:
+    """Write the effects of a batch: an entry in the journal each, and the money moved."""
+    name = sql.Identifier(schema)
+    branches: list[int] = []
+    accounts: list[int] = []
+    amounts: list[int] = []
+    with connection.cursor() as cursor, cursor.copy(sql.SQL(_APPEND).format(schema=name)) as copy:
+        for message in messages:
+            copy.write_row((message.partition(), message.offset(), worker))
+            for account, amount in changes(message.value()):
+                branches.append(message.partition() or 0)
+                accounts.append(account)
+                amounts.append(amount)
+    connection.execute(sql.SQL(_MOVE).format(schema=name), (branches, accounts, amounts))
+
+
+def changes(value: bytes | None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Read a payment: the two accounts and what each balance changes by."""
+    payment = json.loads(value or b"{}")
+    return (payment["from"], -payment["amount"]), (payment["to"], payment["amount"])
+
+
+class Publisher:
+    """Publishes the payments of a seed, in Kafka transactions, as many at a time as it is asked for."""
+
+    def __init__(self, bootstrap_servers: str, topic: str, *, seed: int) -> None:
+        self._topic = topic
+        self._random = random.Random(f"payments {seed}")  # noqa: S311  (to be repeated, not to be secret)
+        self._producer = Producer(
+            {"bootstrap.servers": bootstrap_servers, "transactional.id": topic, "linger.ms": 5, "log_level": 3}
+        )
+        self._producer.init_transactions(30)
+        self._delivered: dict[int, int] = {}
+        self.published = 0
+        self.last: dict[int, int] = {}
+        """For each partition the offset of the last payment that counts."""
+
+    def publish(self, count: int) -> None:
+        """Publish ``count`` payments, after a few that are taken back."""
+        self._send(_REGRETTED)
+        self._producer.abort_transaction(30)
+        self._send(count)
+        self._producer.commit_transaction(30)
+        self.last |= self._delivered
+        self.published += count
+
+    def _send(self, count: int) -> None:
+        self._delivered = {}
+        self._producer.begin_transaction()
+        for _ in range(count):
+            branch = self._random.randrange(BRANCHES)
+            payer, payee = self._random.sample(range(ACCOUNTS), 2)
+            value = json.dumps({"from": payer, "to": payee, "amount": self._random.randint(1, 50)})
+            self._producer.produce(self._topic, value, str(payer), partition=branch, on_delivery=self._on_delivery)
+            self._producer.poll(0)
+        # In the log before the transaction ends, also if it ends by an abort.
+        self._producer.flush(30)
+
+    def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
+        if error is None:
+            self._delivered[message.partition() or 0] = message.offset() or 0

@@ -1,0 +1,280 @@
+"""Trial: one side of the demo. Payments come in, workers apply them, faults strike, and it is drained."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from . import payments
+from .crew import Crew, Event, Worker
+from .display import Display
+from .nemesis import BETWEEN_COMMITS, MOMENTS, Fault
+from .order import Order
+
+WORKERS = (1, 2)
+_LOOK_SECONDS = 0.25
+_STUCK_SECONDS = 60.0
+_IDLE_SECONDS = 1.5
+"""Longer than any failpoint stays unpassed while there is work."""
+_STILL_SECONDS = 20.0
+_MOST_ERRORS = 5
+
+
+class Stuck(Exception):
+    """What should have happened did not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the two sides have in common."""
+
+    bootstrap_servers: str
+    conninfo: str
+    seed: int
+    messages: int
+    faults: Sequence[Fault]
+    session_ms: int
+
+    @property
+    def max_messages(self) -> int:
+        """How large a batch is: so small that what comes in with each fault makes many."""
+        return max(1, min(500, self.messages // (len(self.faults) + 1) // 20))
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What happened on one side while it ran."""
+
+    crashes: int = 0
+    frozen: int = 0
+    fenced: int = 0
+    landed: int = 0
+    """Zombies whose effects were stored nevertheless."""
+    errors: int = 0
+    """Workers that ended by themselves."""
+    drained: bool = False
+    """Whether everything was applied and the workers stopped when they were told to."""
+    seconds: float = 0.0
+
+
+class Trial:
+    """One side: its topic, its tables, its two workers."""
+
+    def __init__(self, loop: str, setting: Setting, display: Display, directory: Path) -> None:
+        self.topic = f"payments-{loop.replace('_', '-')}"
+        self.schema = f"demo_{loop}"
+        self.group_id = self.topic
+        self.tally = Tally()
+        self._loop = loop
+        self._setting = setting
+        self._display = display
+        self._crew = Crew({number: self._order(number) for number in WORKERS}, directory)
+        self._publisher: payments.Publisher
+        self._connection: psycopg.Connection[Any]
+        self._faults_left = len(setting.faults)
+        self._stopping = False
+        self._looked_at = 0.0
+        self._applied = 0
+        self._reached: dict[int, int] = {}
+        self._moved_at = time.monotonic()
+
+    def run(self) -> Tally:
+        """Inflict every fault, publish every payment, wait until all is applied, stop the workers."""
+        began_at = time.monotonic()
+        with psycopg.connect(self._setting.conninfo, autocommit=True) as self._connection, self._crew:
+            try:
+                self._prepare()
+                for fault in self._setting.faults:
+                    self._publish()
+                    self._faults_left -= 1
+                    self._inflict(fault)
+                self._drain()
+                self._stop()
+                self.tally.drained = True
+            except Stuck as trouble:
+                self._display.say(f"gave up waiting for {trouble}", style="bold red")
+        self._display.no_progress()
+        self.tally.seconds = round(time.monotonic() - began_at, 1)
+        return self.tally
+
+    def _order(self, number: int) -> Order:
+        setting = self._setting
+        return Order(
+            loop=self._loop,
+            number=number,
+            bootstrap_servers=setting.bootstrap_servers,
+            conninfo=setting.conninfo,
+            topic=self.topic,
+            group_id=self.group_id,
+            schema=self.schema,
+            max_messages=setting.max_messages,
+            session_ms=setting.session_ms,
+        )
+
+    def _prepare(self) -> None:
+        for _ in WORKERS:
+            self._crew.warm_up()
+        payments.create_topic(self._setting.bootstrap_servers, self.topic)
+        payments.create_tables(self._connection, self.schema)
+        for number in WORKERS:
+            self._crew.start(number)
+        self._publisher = payments.Publisher(self._setting.bootstrap_servers, self.topic, seed=self._setting.seed)
+        self._until(self._all_have_some, "the workers to share the topic")
+        self._display.say(f"two workers are ready; {self._setting.messages:,} payments come in while faults strike")
+
+    def _publish(self) -> bool:
+        """Let the next portion come in, an equal share for each fault to come; return whether there was one."""
+        left = self._setting.messages - self._publisher.published
+        if left > 0:
+            self._publisher.publish(-(-left // (self._faults_left + 1)))
+            self._moved_at = time.monotonic()
+        return left > 0
+
+    # Faults.
+
+    def _inflict(self, fault: Fault) -> None:
+        victim = self._crew.workers[fault.victim]
+        victim.arm(fault.kind, fault.at, fault.after)
+        sign = "dying" if fault.kind == "kill" else "frozen"
+        if not self._until(lambda: sign in victim.reports, f"{victim} to pass {fault.at}", feeding=True):
+            victim.disarm()
+            self._display.say(f"worker {fault.victim} ran out of payments before it passed {fault.at!r}")
+        elif fault.kind == "kill":
+            self._replace(victim, fault.at)
+        else:
+            self._freeze(victim, fault.at)
+
+    def _replace(self, victim: Worker, at: str) -> None:
+        """Wait until a new process does the work of a killed one."""
+        moment = BETWEEN_COMMITS if (at, self._loop) == ("committed", "at_least_once") else MOMENTS[at]
+        killed_at = time.monotonic()
+        self._until(lambda: self._crew.workers[victim.number] is not victim, f"the end of {victim}")
+        self._until(lambda: bool(self._crew.workers[victim.number].partitions), f"a successor of {victim}")
+        seconds = time.monotonic() - killed_at
+        self._display.say(
+            f"worker {victim.number} killed (-9) {moment} ({at}); replaced in {seconds:.1f} s", style="red"
+        )
+
+    def _freeze(self, victim: Worker, at: str) -> None:
+        """Let the other worker take a frozen one's partitions, wake it up and see what its batch does."""
+        frozen_at = time.monotonic()
+        self.tally.frozen += 1
+        self._display.say(f"worker {victim.number} frozen (SIGSTOP) {MOMENTS[at]} ({at})", style="cyan")
+        self._until(lambda: victim.is_frozen, f"{victim} to stand still")
+        held = list(victim.partitions)
+        self._until(lambda: self._crew.other(victim).has_since(held, frozen_at), f"a successor of frozen {victim}")
+        woken_at = time.monotonic()
+        self._display.say(
+            f"worker {self._crew.other(victim).number} took over after {woken_at - frozen_at:.1f} s; "
+            f"worker {victim.number} wakes up, a zombie",
+            style="cyan",
+        )
+        told = len(victim.reports)
+        victim.send(signal.SIGCONT)
+        ends = {"fenced", "landed", "redelivered", "ended"}
+        self._until(lambda: not ends.isdisjoint(victim.reports[told:]), f"the fate of the batch of {victim}")
+        self._judge(victim, next(report for report in victim.reports[told:] if report in ends))
+        # Its old partitions count no more: both must have been given some since.
+        self._until(lambda: self._all_have_some(since=woken_at), "both workers to work again")
+
+    def _all_have_some(self, *, since: float = 0.0) -> bool:
+        workers = self._crew.workers.values()
+        return all(any(moment > since for moment in worker.partitions.values()) for worker in workers)
+
+    def _judge(self, zombie: Worker, end: str) -> None:
+        if end == "fenced":
+            self.tally.fenced += 1
+            self._display.say(f"worker {zombie.number} was fenced, its batch rolled back", style="green")
+        elif end == "landed":
+            self.tally.landed += 1
+            self._display.say(f"worker {zombie.number} stored its batch, and so does its successor", style="red")
+        else:
+            self._display.say(f"worker {zombie.number} lost its transaction, its batch rolled back", style="green")
+
+    # The end.
+
+    def _drain(self) -> None:
+        """Publish what is left, and wait until the last payment of every partition is applied."""
+        self._publish()
+        self._display.say("no more faults; applying what is left")
+        while not self._is_drained():
+            self._listen()
+            if time.monotonic() - self._moved_at > _STILL_SECONDS:
+                raise Stuck("the last payments to be applied")
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for worker in self._crew.workers.values():
+            worker.send(signal.SIGTERM)
+        self._until(lambda: all("ended" in w.reports for w in self._crew.workers.values()), "the workers to stop")
+
+    # Listening and looking.
+
+    def _until(self, condition: Callable[[], bool], what: str, *, feeding: bool = False) -> bool:
+        """Listen until ``condition`` holds. With ``feeding``, workers get more work when they have none.
+
+        :raises Stuck: after a minute. Returns False when there is no more work to give.
+        """
+        deadline = time.monotonic() + _STUCK_SECONDS
+        while not condition():
+            self._listen()
+            if time.monotonic() > deadline:
+                raise Stuck(what)
+            if feeding and self._is_idle() and not self._publish():
+                return False
+        return True
+
+    def _listen(self) -> None:
+        """Take in what workers report, waiting for a moment; look how far they are."""
+        with contextlib.suppress(queue.Empty):
+            self._take(*self._crew.events.get(timeout=_LOOK_SECONDS / 5))
+            while True:
+                self._take(*self._crew.events.get_nowait())
+        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
+            self._look()
+
+    def _take(self, worker: Worker, event: Event) -> None:
+        worker.heard(event)
+        if event["event"] != "ended":
+            return
+        if "dying" in worker.reports:
+            self.tally.crashes += 1
+        elif worker.status or not self._stopping:
+            self._complain(worker)
+        if not self._stopping:
+            self._crew.start(worker.number)
+
+    def _complain(self, worker: Worker) -> None:
+        """Tell of a worker that ended by an error of its own."""
+        self.tally.errors += 1
+        self._display.say(f"worker {worker.number} ended by itself ({worker.status}):", style="bold red")
+        self._display.line(worker.last_words())
+        if self.tally.errors > _MOST_ERRORS:
+            raise Stuck("workers to stay alive")
+
+    def _look(self) -> None:
+        """Learn from the journal how far the workers are."""
+        statement = 'SELECT partition, count(*), max("offset") FROM {}.journal GROUP BY partition'
+        rows = self._connection.execute(sql.SQL(statement).format(sql.Identifier(self.schema))).fetchall()
+        applied = sum(count for _, count, _ in rows)
+        if applied != self._applied:
+            self._moved_at = time.monotonic()
+        self._applied = applied
+        self._reached = {partition: last for partition, _, last in rows}
+        self._display.progress(min(applied, self._setting.messages), self._setting.messages)
+        self._looked_at = time.monotonic()
+
+    def _is_idle(self) -> bool:
+        return self._is_drained() and time.monotonic() - self._moved_at > _IDLE_SECONDS
+
+    def _is_drained(self) -> bool:
+        return all(self._reached.get(p, -1) >= last for p, last in self._publisher.last.items())

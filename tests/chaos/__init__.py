@@ -1,0 +1,1 @@
+"""Kills, zombies and mixed faults against worker processes."""

@@ -1,0 +1,129 @@
+"""Interrupts: an exception from a signal handler at any line of the library loses and doubles nothing.
+
+A signal handler may raise between any two lines: Ctrl-C, an alarm that bounds a handler, a service manager's
+SystemExit. Here the exception is raised by a trace function instead of a signal, so that a seed names the
+line. Whoever catches it and iterates on must get every message once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import exactly_once
+from exactly_once import ExactlyOnceConsumer, Redelivered
+from tests.conftest import MakeConsumer
+from tests.support import journal
+from tests.support.topics import create_topic, produce
+from tests.support.worker import drain, ensure_journal, record
+
+MESSAGES = 240
+INTERRUPTS = int(os.environ.get("EXACTLY_ONCE_INTERRUPTS", "120"))
+LIBRARY = str(Path(exactly_once.__file__).parent)
+
+
+class Interrupt(BaseException):
+    """What the signal handler raises; like KeyboardInterrupt it is no Exception."""
+
+
+class Interrupter:
+    """Raises at the n-th line that the library executes in this thread."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.where: list[str] = []
+
+    @contextmanager
+    def after(self, lines: int) -> Iterator[None]:
+        """Interrupt the block after so many lines of the library, once."""
+        self.left = lines
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, _: object) -> Any:
+        # Callbacks are called by librdkafka: an exception out of them is its matter, and they contain them.
+        if not frame.f_code.co_filename.startswith(LIBRARY) or "assignment.py" in frame.f_code.co_filename:
+            return None
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and self.left > 0:
+            self.left -= 1
+            if self.left == 0:
+                name = Path(frame.f_code.co_filename).name
+                self.where.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
+                raise Interrupt(self.where[-1])
+        return self._line
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_interrupt_at_any_line_loses_and_doubles_nothing(
+    seed: int, make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str
+) -> None:
+    """Caught by the loop of the user, who iterates on with the same consumer."""
+    print("seed", seed)
+    chance = random.Random(seed)
+    ensure_journal(conninfo)
+    topic = create_topic(bootstrap_servers, 2)
+    interrupter = Interrupter()
+    with make_consumer(max_messages=20) as consumer:
+        consumer.subscribe([topic])
+        for number in range(INTERRUPTS):
+            produce(bootstrap_servers, topic, MESSAGES // 10, 2, start=number * MESSAGES // 10)
+            with interrupter.after(chance.randrange(1, 1200)):
+                _go_on(consumer)
+        drain(consumer)
+    print(len(interrupter.where), "interrupts at", len(set(interrupter.where)), "places")
+    verdict = journal.check(conninfo, bootstrap_servers, topic)
+    assert verdict.exact, verdict
+    assert len(interrupter.where) > INTERRUPTS // 4
+
+
+def _go_on(consumer: ExactlyOnceConsumer) -> None:
+    try:
+        for unit in consumer.units(idle_seconds=0.15):
+            with unit:
+                record(unit, "test")
+    except (Interrupt, Redelivered):
+        pass
+
+
+def _consume_for_ever(consumer: ExactlyOnceConsumer, topic: str, interruption: AbstractContextManager[None]) -> None:
+    with consumer:
+        consumer.subscribe([topic])
+        with interruption:
+            for unit in consumer:
+                with unit:
+                    record(unit, "test")
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_interrupt_that_ends_the_consumer_loses_and_doubles_nothing(
+    seed: int, make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str
+) -> None:
+    """As Ctrl-C does it: out of the `with` block, and another consumer goes on."""
+    print("seed", seed)
+    chance = random.Random(seed)
+    topic = create_topic(bootstrap_servers, 2)
+    ensure_journal(conninfo)
+    interrupter = Interrupter()
+    for number in range(INTERRUPTS // 6):
+        produce(bootstrap_servers, topic, 60, 2, start=number * 60)
+        with pytest.raises(Interrupt):
+            _consume_for_ever(make_consumer(max_messages=20), topic, interrupter.after(chance.randrange(1, 1500)))
+    with make_consumer() as consumer:
+        consumer.subscribe([topic])
+        drain(consumer)
+    verdict = journal.check(conninfo, bootstrap_servers, topic)
+    assert verdict.exact, verdict

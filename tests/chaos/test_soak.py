@@ -1,0 +1,38 @@
+"""The soak in CI: about a minute of random faults; more with EXACTLY_ONCE_SOAK_SECONDS, and a seed of one's own."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import psycopg
+import pytest
+
+from exactly_once.embedded import Kafka, Postgres
+from exactly_once.schema import migrate
+from tests.chaos.soak import PARTITIONS, Soak, show
+from tests.support.proxy import PostgresProxy
+from tests.support.topics import create_topic
+from tests.support.worker import Crew
+
+SECONDS = float(os.environ.get("EXACTLY_ONCE_SOAK_SECONDS", "60"))
+SEED = int(os.environ.get("EXACTLY_ONCE_SOAK_SEED", str(random.randrange(1_000_000))))
+
+
+@pytest.mark.timeout(SECONDS * 2 + 300)
+def test_soak_loses_and_doubles_nothing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Servers of its own: others' tests need theirs unbroken."""
+    with capsys.disabled():
+        print(f"\nsoak: seed {SEED}, {SECONDS:g} s", flush=True)
+    with Kafka() as kafka, Postgres() as postgres:
+        with psycopg.connect(postgres.conninfo, autocommit=True) as connection:
+            migrate(connection)
+        topic = create_topic(kafka.bootstrap_servers, PARTITIONS)
+        with (
+            PostgresProxy(postgres.conninfo) as proxy,
+            Crew(kafka.bootstrap_servers, postgres.conninfo, name, [topic], workers_conninfo=proxy.conninfo) as crew,
+        ):
+            verdict = Soak(seed=SEED, kafka=kafka, postgres=postgres, topic=topic, crew=crew, proxy=proxy).run(SECONDS)
+    with capsys.disabled():
+        print(show(verdict), flush=True)
+    assert verdict["exact"], show(verdict)

@@ -1,0 +1,93 @@
+"""Zombies: workers frozen beyond the session timeout, with a unit open, that then wake up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.chaos.conftest import MakeCrew
+from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
+from tests.support.worker import Crew
+
+MESSAGES = 600
+OPTIONS = {"max_messages": 50}
+TAKEOVER_SECONDS = 40
+
+
+@pytest.mark.parametrize("failpoint", ["polled", "begun", "handled", "advanced", "committed"])
+def test_zombie_that_wakes_up_stores_nothing_and_works_on(
+    failpoint: str, protocol: dict[str, Any], make_crew: MakeCrew, bootstrap_servers: str
+) -> None:
+    """Frozen with a unit open, its partition is taken over; awake, it is fenced and serves what Kafka gives it."""
+    topic = create_topic(bootstrap_servers, 1)
+    produce(bootstrap_servers, topic, MESSAGES, 1)
+    # Without the counter: a frozen transaction would hold its row, and every other effect behind it.
+    crew = make_crew(topic, kafka=protocol)
+    zombie = crew.start(options=OPTIONS, counts=False, failpoint=[failpoint, "stop", 3])
+    zombie.wait("failpoint", name=failpoint)
+    zombie.wait_stopped()
+    heir = crew.start(options=OPTIONS, counts=False)
+    heir.wait("assigned", TAKEOVER_SECONDS)
+    crew.until_applied(MESSAGES)
+    epochs = crew.epochs()
+
+    zombie.cont()
+    if failpoint != "committed":  # the moment after COMMIT: nothing of it is in doubt
+        zombie.wait("redelivered")
+    produce(bootstrap_servers, topic, MESSAGES, 1, start=MESSAGES)
+    crew.until_applied(2 * MESSAGES)
+    assert crew.epochs() == epochs, "the zombie took the partition back from a living owner"
+
+    heir.kill()
+    produce(bootstrap_servers, topic, 100, 1, start=2 * MESSAGES)
+    crew.until_applied(2 * MESSAGES + 100)
+    assert crew.owners() == {zombie.name: 1}
+    crew.assert_exact(counts=False)
+    crew.end_well(zombie)
+
+
+def test_frozen_transaction_does_not_hold_up_the_heir(make_crew: MakeCrew, bootstrap_servers: str) -> None:
+    """It holds the row of the counter, which every unit of the heir needs."""
+    topic = create_topic(bootstrap_servers, 1)
+    produce(bootstrap_servers, topic, MESSAGES, 1)
+    crew = make_crew(topic)
+    zombie = crew.start(options=OPTIONS, failpoint=["handled", "stop", 3])
+    zombie.wait("failpoint")
+    zombie.wait_stopped()
+    heir = crew.start(options=OPTIONS)
+    heir.wait("assigned", TAKEOVER_SECONDS)
+    crew.until_applied(MESSAGES)
+    zombie.cont()
+    zombie.wait("redelivered")
+    crew.end_well(heir, zombie)
+    crew.assert_exact()
+
+
+def test_members_frozen_in_turn_both_work_on(
+    protocol: dict[str, Any], make_crew: MakeCrew, bootstrap_servers: str
+) -> None:
+    """Two members, four partitions, each frozen once at any moment until all its rows were taken."""
+    topic = create_topic(bootstrap_servers, 4)
+    crew = make_crew(topic, kafka=protocol)
+    workers = [crew.start(options=OPTIONS, counts=False) for _ in range(2)]
+    everybody = {worker.name for worker in workers}
+    total = 0
+    for frozen, other in (workers, workers[::-1]):
+        _until_owned_by(crew, *everybody)
+        frozen.stop()
+        _until_owned_by(crew, other.name)
+        produce(bootstrap_servers, topic, 400, 4, start=total)
+        total += 400
+        crew.until_applied(total)
+        frozen.cont()
+    _until_owned_by(crew, *everybody)
+    produce(bootstrap_servers, topic, 400, 4, start=total)
+    crew.until_applied(total + 400)
+    crew.assert_exact(counts=False)
+    crew.end_well(*workers)
+
+
+def _until_owned_by(crew: Crew, *names: str) -> None:
+    until(lambda: set(crew.owners()) == set(names), TAKEOVER_SECONDS, f"every row to be owned by one of {names}")

@@ -1,0 +1,123 @@
+"""``exactly-once adopt``: rows are given the topic and the cluster of today, only when somebody says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from exactly_once import ClusterChanged, Fenced, TopicRecreated
+from tests.cli.conftest import Command, audit, ledger, offsets, read_to_end, suggested
+from tests.conftest import MakeConsumer
+from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
+
+Db = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def recreated(consumed: str, bootstrap_servers: str) -> str:
+    """A topic that was deleted and made again with six messages and one partition more."""
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    admin.delete_topics([consumed])[consumed].result(30)
+    until(lambda: consumed not in admin.list_topics(timeout=10).topics, 30, "the topic's end")
+    create_topic(bootstrap_servers, 3, name=consumed)
+    produce(bootstrap_servers, consumed, 6, 3)
+    return consumed
+
+
+def test_a_recreated_topic_is_read_from_where_the_operator_says(
+    operate: Command, recreated: str, db: Db, name: str, make_consumer: MakeConsumer
+) -> None:
+    with pytest.raises(TopicRecreated) as refused:
+        read_to_end(make_consumer, recreated)
+    before = ledger(db, name)
+    mend = [*suggested(str(refused.value)), "--to-earliest"]
+    shown = operate(*mend, "--json")
+    assert shown.code == 0
+    # The consumer that refused had met the third partition already, as one that was added.
+    assert [(p["old_offset"], p["new_offset"]) for p in shown.partitions] == [(10, 0), (10, 0), (0, 0)]
+    assert shown.partitions[0]["old_topic_id"] == before[0][4] != shown.json["topic_id"]
+    assert ledger(db, name) == before, "that was a dry run"
+    assert operate(*mend, "--reason", "new topic", "--execute").code == 0
+    assert audit(db, name, "adopt") == [(0, 10, 0, "new topic"), (1, 10, 0, "new topic"), (2, 0, 0, "new topic")]
+    assert read_to_end(make_consumer, recreated) == [(p, o) for p in range(3) for o in range(2)]
+
+
+def test_partitions_that_the_new_topic_has_more_get_rows_and_offsets_too(
+    operate: Command, recreated: str, db: Db, name: str
+) -> None:
+    shown = operate("adopt", "--topic", recreated, "--to-latest", "--execute", "--json")
+    assert [(p["old_offset"], p["new_offset"], p["is_new"]) for p in shown.partitions] == [
+        (10, 2, False),
+        (10, 2, False),
+        (None, 2, True),
+    ]
+    assert offsets(db, name) == [2, 2, 2]
+
+
+def test_reset_refuses_rows_of_the_old_topic_and_names_adopt(
+    operate: Command, recreated: str, db: Db, name: str
+) -> None:
+    before = ledger(db, name)
+    refused = operate("reset", "--topic", recreated, "--to-earliest", "--execute")
+    assert refused.code == 1
+    assert suggested(refused.err)[0] == "adopt"
+    assert ledger(db, name) == before
+    assert "the topic was deleted and made again" in operate("status").out
+
+
+def test_keeping_offsets_that_the_new_log_does_not_have_is_refused(
+    operate: Command, recreated: str, db: Db, name: str
+) -> None:
+    before = ledger(db, name)
+    refused = operate("adopt", "--topic", recreated, "--keep-offsets", "--execute")
+    assert refused.code == 1
+    assert "outside its log, which has offsets 0 to 2" in refused.err
+    assert ledger(db, name) == before
+    assert operate("adopt", "--topic", recreated, "--keep-offsets", "--execute", "--force").code == 0
+    assert offsets(db, name) == [10, 10]
+
+
+def test_another_cluster_is_adopted_with_the_offsets_that_are_there(
+    operate: Command, consumed: str, db: Db, make_consumer: MakeConsumer, bootstrap_servers: str
+) -> None:
+    """As after a topic was copied offset by offset: other ids, the same log."""
+    db.execute(
+        "UPDATE exactly_once.ledger SET cluster_id = 'elsewhere', topic_id = 'another' WHERE topic = %s", (consumed,)
+    )
+    with pytest.raises(ClusterChanged) as refused:
+        read_to_end(make_consumer, consumed)
+    assert "belongs to cluster elsewhere" in operate("status").out
+    shown = operate(*suggested(str(refused.value)), "--keep-offsets", "--execute")
+    assert shown.code == 0
+    assert "cluster  elsewhere -> " in shown.out
+    produce(bootstrap_servers, consumed, 2, 2, start=20)
+    assert read_to_end(make_consumer, consumed) == [(0, 10), (1, 10)]
+
+
+def test_a_live_owner_is_fenced(operate: Command, topic: str, db: Db, name: str, make_consumer: MakeConsumer) -> None:
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+    unit = next(consumer.units())
+    db.execute("UPDATE exactly_once.ledger SET cluster_id = 'elsewhere' WHERE group_id = %s", (name,))
+    with pytest.raises(Fenced), unit:
+        assert operate("adopt", "--topic", topic, "--to-earliest", "--execute").code == 0
+    assert offsets(db, name) == [0, 0]
+
+
+def test_rows_that_fit_need_no_adoption(operate: Command, consumed: str, db: Db, name: str) -> None:
+    before = ledger(db, name)
+    refused = operate("adopt", "--topic", consumed, "--to-earliest", "--execute")
+    assert refused.code == 1
+    assert suggested(refused.err)[0] == "reset"
+    assert ledger(db, name) == before
+
+
+def test_a_group_without_rows_has_nothing_to_adopt(operate: Command, topic: str, db: Db, name: str) -> None:
+    refused = operate("adopt", "--topic", topic, "--to-earliest", "--execute")
+    assert refused.code == 1
+    assert "nothing to adopt" in refused.err
+    assert ledger(db, name) == []

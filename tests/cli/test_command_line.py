@@ -1,0 +1,196 @@
+"""The command line itself: entry points, help, exit codes, and what is imported when."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import exactly_once
+from exactly_once import cli
+from tests.cli.conftest import Command
+
+PACKAGE = Path(exactly_once.__file__).parent
+WHERE = ("--bootstrap-servers", "--group-id", "--conninfo", "--schema", "--config", "--json", "--debug")
+TARGETS = ("--topic", "--partition", "--to-earliest", "--to-latest", "--to-offset", "--to-time", "--reason")
+OPTIONS = {
+    "migrate": ("--sql", "--role"),
+    "status": (),
+    "reset": (*TARGETS, "--to-current", "--execute", "--force"),
+    "adopt": (*TARGETS, "--keep-offsets", "--execute", "--force"),
+}
+
+
+def python(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter of its own."""
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_help_of_a_command_names_its_options_and_the_exit_codes(command: Command, name: str) -> None:
+    result = command(name, "--help")
+    assert result.code == 0
+    for option in (*WHERE, *OPTIONS[name]):
+        assert re.search(rf"{option}\b", result.out), option
+    assert "exit codes:\n  0 " in result.out
+    assert "EXACTLY_ONCE_CONNINFO" in result.out
+
+
+def test_the_help_names_every_command_and_the_exit_codes(command: Command) -> None:
+    result = command("--help")
+    assert result.code == 0
+    assert all(re.search(rf"^    {name} ", result.out, re.MULTILINE) for name in cli.COMMANDS)
+    assert "exit codes:" in result.out
+
+
+@pytest.mark.parametrize("module", ["exactly_once", "exactly_once.cli"])
+def test_the_package_can_be_run_as_a_module(module: str) -> None:
+    result = python("-m", module, "--version")
+    assert (result.returncode, result.stdout) == (0, f"kafka-exactly-once {exactly_once.__version__}\n")
+
+
+def test_the_console_scripts_run_main() -> None:
+    for script in ("exactly-once", "kafka-exactly-once"):
+        path = Path(sys.executable).with_name(script)
+        if not path.exists():
+            pytest.skip("the package is not installed with its scripts")
+        result = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        assert (result.returncode, result.stdout) == (0, f"kafka-exactly-once {exactly_once.__version__}\n")
+
+
+@pytest.mark.parametrize("args", [[], ["no-such-command"], ["status", "--no-such-option"], ["reset", "--topic", "t"]])
+def test_a_wrong_command_line_is_one_line_and_exits_with_2(command: Command, args: list[str]) -> None:
+    result = command(*args)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("exactly-once: error: ")
+    assert result.err.count("\n") == 1
+
+
+def test_options_cannot_be_abbreviated(command: Command) -> None:
+    """An abbreviation in a script would break, or change its meaning, when an option is added."""
+    assert command("reset", "--topic", "t", "--to-cur").code == 2
+
+
+def test_an_error_has_a_traceback_only_with_debug(conninfo: str) -> None:
+    args = ["-m", "exactly_once", "status", "--conninfo", conninfo, "--schema", "no_such_schema"]
+    plain = python(*args)
+    assert plain.returncode == 1
+    assert plain.stderr.count("\n") == 1
+    debug = python(*args, "--debug")
+    assert debug.returncode == 1
+    assert debug.stderr.startswith("Traceback")
+    assert debug.stderr.endswith(plain.stderr)
+
+
+def test_an_unexpected_error_is_one_line_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server shows such an error: it stands for a defect of ours."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("no\nsuch key")
+
+    monkeypatch.setattr("exactly_once.cli.status.open_database", fail)
+    result = command("status", "--conninfo", "host=127.0.0.1")
+    assert (result.code, result.out) == (1, "")
+    assert result.err == "exactly-once: error: KeyError: 'no\\nsuch key' (--debug shows where)\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error(conninfo: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    args = [sys.executable, "-m", "exactly_once", "status", "--conninfo", conninfo, "--json"]
+    result = subprocess.run(args, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_the_commands_import_nothing_beyond_the_core() -> None:
+    """The demo and what it needs are imported only when the command line names it."""
+    allowed = {*sys.stdlib_module_names, "exactly_once", "confluent_kafka", "psycopg", "tenacity"}
+    for path in (PACKAGE / "cli").glob("*.py"):
+        if path.name.startswith("demo"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.append(str(node.module))
+            assert {name.split(".")[0] for name in names} <= allowed, path
+    script = (
+        "import sys; from exactly_once.cli import main; main(['migrate', '--sql']);"
+        "sys.exit('exactly_once.cli.demo' in sys.modules or 'rich' in sys.modules)"
+    )
+    assert python("-c", script).returncode == 0
+
+
+def test_a_demo_without_its_extra_names_the_extra() -> None:
+    script = (
+        "import sys; sys.modules['exactly_once.cli.demo'] = None; from exactly_once.cli import main;"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    named = python("-c", script, "demo")
+    assert named.returncode == 1
+    assert "pip install 'kafka-exactly-once[demo]'" in named.stderr
+    assert named.stderr.count("\n") == 1
+    listed = python("-c", script, "--help")
+    assert listed.returncode == 0
+    assert "kafka-exactly-once[demo]" in listed.stdout
+
+
+def test_the_other_distribution_of_that_name_is_told_apart(tmp_path: Path) -> None:
+    """Installed last, it puts its own ``__init__.py`` over ours and leaves our ``cli`` beside it."""
+    other = tmp_path / "exactly_once"
+    other.mkdir()
+    (other / "__init__.py").write_text('"""Somebody else\'s."""\n')
+    (other / "cli").symlink_to(PACKAGE / "cli")
+    for args in (["status"], ["--help"], ["demo"]):
+        result = python("-m", "exactly_once.cli", *args, cwd=tmp_path)
+        assert result.returncode == 1
+        assert result.stderr.startswith("exactly-once: error: the package exactly_once in ")
+        assert "is not kafka-exactly-once" in result.stderr
+        assert "pip uninstall -y exactly-once" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_every_command_that_an_error_of_the_library_names_is_accepted(command: Command) -> None:
+    """Literals of the sources, f-strings with their fields filled in; --help ends a command that is."""
+    named = set()
+    for path in PACKAGE.rglob("*.py"):
+        if "cli" not in path.parts:
+            named |= _named_in(path)
+    assert {name.split()[0] for name in named} == {"migrate", "reset", "adopt"}
+    complete = {name for name in named if " --t" in name}
+    assert any("--to-current" in name for name in complete)
+    for name in sorted(complete):
+        result = command(*name.replace("--to-offset N", "--to-offset 5").split(), "--help")
+        assert (result.code, result.err) == (0, ""), name
+        for option in re.findall(r"--[a-z-]+", name):
+            assert re.search(rf"{option}\b", result.out), name
+
+
+def _named_in(path: Path) -> set[str]:
+    """Every `exactly-once ...` in the strings of a module, as far as it looks like a command line."""
+    found = set()
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    pieces = {id(value) for node in nodes if isinstance(node, ast.JoinedStr) for value in node.values}
+    for node in nodes:
+        if id(node) in pieces:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(p.value) if isinstance(p, ast.Constant) else "7" for p in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        found |= set(re.findall(r"exactly-once ((?:migrate|reset|adopt|status)(?: --[a-z-]+(?: [\w.]+)?)*)", text))
+    return found

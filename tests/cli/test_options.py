@@ -1,0 +1,119 @@
+"""Where settings come from: the command line, then the environment, then a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+
+NOWHERE = "host=127.0.0.1 port=1 dbname=nowhere"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where a test puts its configuration."""
+    return tmp_path / "exactly-once.toml"
+
+
+def test_a_file_gives_everything(
+    command: Command, consumed: str, file: Path, conninfo: str, bootstrap_servers: str
+) -> None:
+    file.write_text(
+        f'conninfo = "{conninfo}"\nbootstrap_servers = "{bootstrap_servers}"\ngroup_id = "{consumed}"\n'
+        'schema = "exactly_once"\n[kafka]\n"socket.timeout.ms" = 7000\nsecurity.protocol = "PLAINTEXT"\n'
+        "enable.auto.commit = false\n"
+    )
+    result = command("status", "--config", file, "--json")
+    assert (result.code, result.err) == (0, "")
+    assert [(p["group_id"], p["lag"]) for p in result.partitions] == [(consumed, 0), (consumed, 0)]
+
+
+def test_a_consumers_own_settings_can_be_pasted_under_kafka(
+    command: Command, consumed: str, file: Path, conninfo: str, bootstrap_servers: str
+) -> None:
+    file.write_text(
+        f'conninfo = "{conninfo}"\n[kafka]\n"bootstrap.servers" = "{bootstrap_servers}"\n"group.id" = "{consumed}"\n'
+        '"max.poll.interval.ms" = 60000\n"partition.assignment.strategy" = "range"\n'
+    )
+    result = command("status", "--config", file, "--json")
+    assert (result.code, result.err) == (0, "")
+    assert [p["lag"] for p in result.partitions] == [0, 0]
+
+
+def test_the_environment_goes_before_the_file_and_the_command_line_before_both(
+    command: Command, consumed: str, file: Path, conninfo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(f'conninfo = "{NOWHERE}"\ngroup_id = "of-the-file"\nschema = "of_the_file"\n')
+    monkeypatch.setenv("EXACTLY_ONCE_CONNINFO", conninfo)
+    monkeypatch.setenv("EXACTLY_ONCE_GROUP_ID", "of-the-environment")
+    args = ("status", "--config", file, "--schema", "exactly_once")
+    assert command(*args).out == "the ledger has no rows of group of-the-environment\n"
+    assert len(command(*args, "--json", "--group-id", consumed).partitions) == 2
+    monkeypatch.delenv("EXACTLY_ONCE_CONNINFO")
+    assert "127.0.0.1:1/nowhere" in command(*args).err
+    assert "schema 'of_the_file'" in command("status", "--config", file, "--conninfo", conninfo).err
+
+
+def test_brokers_can_come_from_the_environment(
+    command: Command, consumed: str, conninfo: str, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXACTLY_ONCE_BOOTSTRAP_SERVERS", bootstrap_servers)
+    result = command("status", "--conninfo", conninfo, "--group-id", consumed, "--json")
+    assert [p["log_end"] for p in result.partitions] == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('conn_info = "x"\ngroup = "y"\n', "unknown key conn_info, group; there are bootstrap_servers"),
+        ("group_id = 5\n", "group_id must be a string"),
+        ('kafka = "x"\n', "kafka must be a table"),
+        ('[kafka]\n"debug" = ["all"]\n', "debug in [kafka] must be a string"),
+        ('conninfo = "x\n', "is not TOML (at line 1"),
+        ("\xff", "is not TOML"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_name(command: Command, file: Path, text: str, complaint: str) -> None:
+    file.write_bytes(text.encode("latin-1"))
+    result = command("status", "--config", file, "--conninfo", NOWHERE)
+    assert (result.code, result.out) == (2, "")
+    assert complaint in result.err
+    assert str(file) in result.err or "[kafka]" in result.err
+
+
+def test_a_file_that_is_not_there_is_named(command: Command, file: Path) -> None:
+    result = command("status", "--config", file)
+    assert result.code == 2
+    assert f"cannot read --config {file}: No such file or directory" in result.err
+
+
+def test_a_setting_that_librdkafka_does_not_know_is_refused_by_name(
+    command: Command, file: Path, conninfo: str
+) -> None:
+    file.write_text(f'conninfo = "{conninfo}"\nbootstrap_servers = "127.0.0.1:1"\n[kafka]\nsasl.pasword = "x"\n')
+    result = command("status", "--config", file)
+    assert result.code == 2
+    assert 'No such configuration property: "sasl.pasword"' in result.err
+
+
+@pytest.mark.parametrize(
+    ("args", "missing"),
+    [
+        (["status"], "--conninfo, or set EXACTLY_ONCE_CONNINFO, or conninfo in the file of --config"),
+        (["reset", "--topic", "t", "--to-current", "--conninfo", NOWHERE], "--group-id, or set EXACTLY_ONCE_GROUP_ID"),
+        (
+            ["adopt", "--topic", "t", "--keep-offsets", "--conninfo", NOWHERE, "--group-id", "g"],
+            "--bootstrap-servers, or set EXACTLY_ONCE_BOOTSTRAP_SERVERS",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_the_places_to_say_it(command: Command, args: list[str], missing: str) -> None:
+    result = command(*args)
+    assert result.code == 2
+    assert missing in result.err
+
+
+def test_a_schema_that_is_no_name_is_refused(command: Command) -> None:
+    assert "is not the name of a schema" in command("migrate", "--sql", "--schema", "x" * 64).err

@@ -1,0 +1,283 @@
+"""``exactly-once reset``: offsets move in one transaction, owners are fenced, halted partitions go on."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from exactly_once import Fenced, HandlerCommitted, LedgerRowMissing, OffsetBelowLogStart, OwnedBySpark, PartitionHalted
+from tests.cli.conftest import Command, audit, ledger, offsets, read_to_end, suggested
+from tests.conftest import MakeConsumer
+from tests.support.topics import create_topic, produce
+
+Db = psycopg.Connection[Any]
+EVERYTHING = [(p, o) for p in range(2) for o in range(10)]
+
+
+def test_a_dry_run_shows_old_and_new_and_changes_nothing(operate: Command, consumed: str, db: Db, name: str) -> None:
+    before = ledger(db, name)
+    result = operate("reset", "--topic", consumed, "--to-earliest", "--json")
+    assert result.code == 0
+    assert result.json["executed"] is False
+    assert [(p["partition"], p["old_offset"], p["new_offset"]) for p in result.partitions] == [(0, 10, 0), (1, 10, 0)]
+    assert ledger(db, name) == before
+    assert audit(db, name, "reset") == []
+    text = operate("reset", "--topic", consumed, "--to-earliest")
+    assert "dry run: nothing was changed" in text.out
+    assert text.out.splitlines()[2].split() == ["0", "10", "->", "0", "0", "10", "-"]
+
+
+def test_execute_moves_all_partitions_and_leaves_audit_rows(
+    operate: Command, consumed: str, db: Db, name: str, make_consumer: MakeConsumer
+) -> None:
+    result = operate("reset", "--topic", consumed, "--to-earliest", "--reason", "a bug of ours", "--execute")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("done\n")
+    assert offsets(db, name) == [0, 0]
+    assert audit(db, name, "reset") == [(0, 10, 0, "a bug of ours"), (1, 10, 0, "a bug of ours")]
+    assert read_to_end(make_consumer, consumed) == EVERYTHING
+
+
+def test_only_the_partitions_that_are_named_move(operate: Command, consumed: str, db: Db, name: str) -> None:
+    assert operate("reset", "--topic", consumed, "--partition", 1, "--to-offset", 4, "--execute").code == 0
+    assert offsets(db, name) == [10, 4]
+
+
+def test_to_latest_leaves_out_what_came_meanwhile(
+    operate: Command, consumed: str, db: Db, name: str, bootstrap_servers: str
+) -> None:
+    produce(bootstrap_servers, consumed, 6, 2, start=20)
+    assert operate("reset", "--topic", consumed, "--to-latest", "--execute").code == 0
+    assert offsets(db, name) == [13, 13]
+
+
+def test_to_time_finds_the_first_message_that_is_not_older(
+    operate: Command, db: Db, name: str, bootstrap_servers: str, make_consumer: MakeConsumer
+) -> None:
+    create_topic(bootstrap_servers, 1, name=name)
+    producer = Producer({"bootstrap.servers": bootstrap_servers})
+    noon = int(datetime(2026, 1, 31, 12, tzinfo=UTC).timestamp() * 1000)
+    for minute in range(5):
+        producer.produce(name, b"x", partition=0, timestamp=noon + minute * 60_000)
+    assert producer.flush(30) == 0
+    read_to_end(make_consumer, name)
+    # A zone that is not UTC: 13:02 there is 12:02 in UTC.
+    result = operate("reset", "--topic", name, "--to-time", "2026-01-31T13:01:30+01:00", "--execute")
+    assert (result.code, offsets(db, name)) == (0, [2])
+    result = operate("reset", "--topic", name, "--to-time", "2026-02-01T00:00:00Z", "--execute")
+    assert (result.code, offsets(db, name)) == (0, [5])
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [
+        (["--to-time", "2026-01-31T12:00:00"], "has no zone"),
+        (["--to-time", "yesterday"], "not a time"),
+        (["--to-time", "1969-12-31T23:59:59.999+00:00"], "before 1970"),
+        (["--to-offset", "-1"], "is not an offset"),
+        (["--to-offset", str(2**63)], "is not an offset"),
+        (["--to-earliest", "--to-latest"], "not allowed with"),
+        (["--to-current", "--partition", "-1"], "-1 is not the number of a partition"),
+        ([], "one of the arguments"),
+    ],
+)
+def test_targets_that_mean_nothing_are_refused_before_any_server_is_asked(
+    command: Command, target: list[str], complaint: str
+) -> None:
+    result = command("reset", "--topic", "t", *target)
+    assert result.code == 2
+    assert complaint in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_offsets_outside_the_log_need_force(operate: Command, consumed: str, db: Db, name: str) -> None:
+    refused = operate("reset", "--topic", consumed, "--to-offset", 11, "--execute")
+    assert refused.code == 1
+    assert "offset 11 of" in refused.err
+    assert "offsets 0 to 10" in refused.err
+    assert offsets(db, name) == [10, 10]
+    assert operate("reset", "--topic", consumed, "--to-offset", 10, "--execute").code == 0
+    assert operate("reset", "--topic", consumed, "--to-offset", 11, "--execute", "--force").code == 0
+    assert offsets(db, name) == [11, 11]
+
+
+def test_a_live_owner_is_fenced_and_goes_on_from_the_new_offset(
+    operate: Command, topic: str, db: Db, name: str, make_consumer: MakeConsumer
+) -> None:
+    db.execute(f'CREATE TABLE "{name}" (partition int, "offset" bigint)')
+    consumer = make_consumer(max_messages=4)
+    consumer.subscribe([topic])
+    effect = f'INSERT INTO "{name}" VALUES (%s, %s)'
+    units = consumer.units(until_end=True)
+    with next(units) as unit:
+        unit.executemany(effect, [(m.partition(), m.offset()) for m in unit.messages])
+    unit = next(units)
+    epochs: list[int] = []
+    with pytest.raises(Fenced, match="nobody, it was reset or released"), unit:  # noqa: PT012
+        unit.executemany(effect, [(m.partition(), m.offset()) for m in unit.messages])
+        epochs += [p["owner_epoch"] for p in operate("status", "--json").partitions]
+        shown = operate("reset", "--topic", topic, "--to-offset", 2, "--execute")
+        assert shown.code == 0
+        assert f"fences consumer {name}-1" in shown.out
+    assert [p["owner_epoch"] for p in operate("status", "--json").partitions] == [e + 1 for e in epochs]
+    assert offsets(db, name) == [2, 2], "the fenced unit moved nothing"
+    db.execute(f'TRUNCATE "{name}"')
+    for unit in units:
+        try:
+            with unit:
+                unit.executemany(effect, [(m.partition(), m.offset()) for m in unit.messages])
+        except Fenced:
+            continue  # the other partition, which had been handed out before the reset
+    effects = db.execute(f'SELECT * FROM "{name}" ORDER BY 1, 2').fetchall()
+    assert effects == [(p, o) for p in range(2) for o in range(2, 10)]
+
+
+def test_to_current_fences_and_keeps_what_the_owner_committed_meanwhile(
+    operate: Command, topic: str, db: Db, name: str, make_consumer: MakeConsumer
+) -> None:
+    consumer = make_consumer(max_messages=4)
+    consumer.subscribe([topic])
+    units = consumer.units(until_end=True)
+    with next(units):
+        pass
+    positions = "SELECT partition, next_offset, leader_epoch FROM exactly_once.ledger WHERE group_id = %s ORDER BY 1"
+    stood = db.execute(positions, (name,)).fetchall()
+    assert {epoch for _, _, epoch in stood} != {None}
+    unit = next(units)
+    with pytest.raises(Fenced), unit:
+        assert operate("reset", "--topic", topic, "--to-current", "--execute").code == 0
+    assert db.execute(positions, (name,)).fetchall() == stood, "the offset is the same, so is the epoch of its log"
+    assert db.execute(
+        "SELECT count(*) FROM exactly_once.ledger WHERE group_id = %s AND owner_token IS NULL", (name,)
+    ).fetchone() == (2,)
+
+
+def test_to_current_needs_no_broker(command: Command, consumed: str, conninfo: str, name: str) -> None:
+    result = command("reset", "--topic", consumed, "--to-current", "--conninfo", conninfo, "--group-id", name, "--json")
+    assert result.code == 0
+    assert [(p["old_offset"], p["new_offset"]) for p in result.partitions] == [(10, 10), (10, 10)]
+    refused = command("reset", "--topic", consumed, "--to-earliest", "--conninfo", conninfo, "--group-id", name)
+    assert refused.code == 2
+    assert "--bootstrap-servers" in refused.err
+
+
+def test_a_row_that_is_locked_by_a_running_unit_is_waited_for_with_a_limit(
+    operate: Command, consumed: str, conninfo: str, name: str, db: Db
+) -> None:
+    with psycopg.connect(conninfo) as other:
+        other.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE", (name,))
+        result = operate("reset", "--topic", consumed, "--to-earliest", "--execute")
+    assert result.code == 1
+    assert "a unit of work" in result.err
+    assert offsets(db, name) == [10, 10]
+
+
+def test_a_halted_partition_goes_on_after_the_command_that_the_error_names(
+    operate: Command, topic: str, name: str, make_consumer: MakeConsumer, db: Db
+) -> None:
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+    unit = next(consumer.units())
+    with pytest.raises(HandlerCommitted) as committed, unit:
+        unit.connection.commit()
+    consumer.close()
+    halted = {p["partition"] for p in operate("status", "--json").partitions if p["halted"]}
+    assert halted == {m.partition() for m in unit.messages}
+    assert "halted: the handler committed" in operate("status").out
+    with pytest.raises(PartitionHalted) as refused:
+        read_to_end(make_consumer, topic)
+    for error in (committed.value, refused.value):
+        given = [arg if arg != "N" else "5" for arg in suggested(str(error))]
+        assert operate(*given).code == 0
+    for partition in halted:
+        mend = ("reset", "--topic", topic, "--partition", partition, "--to-offset", 5, "--execute")
+        shown = operate(*mend)
+        assert shown.code == 0
+        assert "no longer halted: the handler committed" in shown.out
+    expected = [(p, o) for p in range(2) for o in range(5 if p in halted else 0, 10)]
+    assert read_to_end(make_consumer, topic) == expected
+
+
+def test_a_deleted_row_is_made_again_by_the_command_that_the_error_names(
+    operate: Command, consumed: str, db: Db, name: str, make_consumer: MakeConsumer
+) -> None:
+    before = ledger(db, name)[0]
+    db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s AND partition = 0", (name,))
+    with pytest.raises(LedgerRowMissing) as refused:
+        read_to_end(make_consumer, consumed)
+    mend = [arg if arg != "N" else "7" for arg in suggested(str(refused.value))]
+    assert "new row" in operate(*mend).out
+    assert len(ledger(db, name)) == 1, "that was a dry run"
+    assert operate(*mend, "--reason", "somebody slipped", "--execute").code == 0
+    made = ledger(db, name)[0]
+    assert made[:5] == before[:5], "the ids are those that Kafka has"
+    assert offsets(db, name) == [7, 10]
+    assert audit(db, name, "enrol")[-1] == (0, None, None, "somebody slipped")
+    assert audit(db, name, "reset") == [(0, None, 7, "somebody slipped")]
+    assert read_to_end(make_consumer, consumed) == [(0, 7), (0, 8), (0, 9)]
+
+
+def test_a_row_of_a_spark_job_is_released_by_the_command_that_the_error_names(
+    operate: Command, consumed: str, db: Db, name: str, make_consumer: MakeConsumer
+) -> None:
+    db.execute(
+        "UPDATE exactly_once.ledger SET owner_kind = 'spark', owner_token = gen_random_uuid() WHERE group_id = %s",
+        (name,),
+    )
+    with pytest.raises(OwnedBySpark) as refused:
+        read_to_end(make_consumer, consumed)
+    mend = suggested(str(refused.value))
+    assert mend[-1] == "--to-current"
+    assert operate(*mend, "--execute").code == 0
+    assert operate("reset", "--topic", consumed, "--to-current", "--execute").code == 0
+    assert read_to_end(make_consumer, consumed) == []
+
+
+def test_an_offset_that_retention_has_passed_is_mended_by_the_command_that_the_error_names(
+    operate: Command, topic: str, make_consumer: MakeConsumer, bootstrap_servers: str
+) -> None:
+    read_to_end(make_consumer, topic)
+    assert operate("reset", "--topic", topic, "--to-offset", 3, "--execute").code == 0
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    for future in admin.delete_records([TopicPartition(topic, p, 5) for p in range(2)]).values():
+        future.result(30)
+    with pytest.raises(OffsetBelowLogStart) as refused:
+        read_to_end(make_consumer, topic)
+    assert "below the log start 5" in operate("status").out
+    mend = [arg if arg != "N" else "5" for arg in suggested(str(refused.value))]
+    assert operate(*mend, "--execute").code == 0
+    assert operate("reset", "--topic", topic, "--to-earliest", "--execute").code == 0
+    assert read_to_end(make_consumer, topic) == [(p, o) for p in range(2) for o in range(5, 10)]
+
+
+def test_a_new_group_is_given_its_start_before_it_first_runs(
+    operate: Command, topic: str, db: Db, name: str, make_consumer: MakeConsumer
+) -> None:
+    refused = operate("reset", "--topic", topic, "--partition", 1, "--to-offset", 8, "--execute")
+    assert refused.code == 1
+    assert "leave out --partition" in refused.err
+    assert ledger(db, name) == []
+    assert operate("reset", "--topic", topic, "--to-offset", 8, "--execute").code == 0
+    assert read_to_end(make_consumer, topic) == [(0, 8), (0, 9), (1, 8), (1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["--topic", "no-such-topic", "--to-earliest"], "no topic 'no-such-topic'"),
+        (["--topic", "{topic}", "--partition", "2", "--to-earliest"], "the topic has 2 partitions"),
+        (["--topic", "no-such-topic", "--to-current"], "no rows of topic"),
+        (["--topic", "{topic}", "--partition", "7", "--to-current"], "no row of"),
+    ],
+)
+def test_what_is_not_there_is_named(operate: Command, consumed: str, args: list[str], complaint: str) -> None:
+    result = operate("reset", *(arg.format(topic=consumed) for arg in args), "--execute")
+    assert result.code == 1
+    assert complaint in result.err
+    assert result.err.startswith("exactly-once: error: ")
+    assert result.err.count("\n") == 1

@@ -1,0 +1,191 @@
+"""The demo's parts that judge and draw: the checker, the nemesis, the result and the display."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+
+from exactly_once.demo import nemesis, payments
+from exactly_once.demo.checker import TOTAL, Verdict, check, compare
+from exactly_once.demo.display import Display, open_display
+from exactly_once.demo.result import HEAD, Result, as_json, conclusion, rows
+from exactly_once.demo.trial import Tally
+from exactly_once.failpoints import NAMES
+
+PAYMENT = b'{"from": 1, "to": 2, "amount": 30}'
+PLACE = (0, 7)
+PAID = {(0, 1): 970, (0, 2): 1030, (0, 3): 1000}
+EXACT = Verdict(messages=10, lost=0, duplicated=0, foreign=0, wrong_balances=0, balance=TOTAL)
+CALM = Tally(crashes=8, frozen=2, fenced=2, drained=True)
+
+
+def test_comparison_of_one_effect_for_each_message_finds_nothing_wrong() -> None:
+    verdict = compare({PLACE: PAYMENT}, {PLACE: 1}, PAID)
+    assert (verdict.messages, verdict.lost, verdict.duplicated, verdict.foreign) == (1, 0, 0, 0)
+    assert verdict.wrong_balances == 0
+    assert verdict.balance == 3000
+
+
+def test_comparison_counts_a_message_without_effect_as_lost() -> None:
+    verdict = compare({PLACE: PAYMENT}, {}, dict.fromkeys(PAID, 1000))
+    assert (verdict.lost, verdict.duplicated, verdict.wrong_balances) == (1, 0, 2)
+
+
+def test_comparison_counts_a_message_with_two_effects_as_duplicated() -> None:
+    verdict = compare({PLACE: PAYMENT}, {PLACE: 2}, {(0, 1): 940, (0, 2): 1060, (0, 3): 1000})
+    assert (verdict.lost, verdict.duplicated, verdict.wrong_balances) == (0, 1, 2)
+
+
+def test_comparison_sees_an_effect_of_a_message_that_was_taken_back() -> None:
+    assert compare({}, {PLACE: 1}, {}).foreign == 1
+
+
+def test_check_scans_what_was_published_and_not_what_was_aborted(
+    bootstrap_servers: str, postgres_conninfo: str, name: str
+) -> None:
+    """Nothing was applied, so that every message of the scan is lost: as many as were published for good."""
+    payments.create_topic(bootstrap_servers, name)
+    publisher = payments.Publisher(bootstrap_servers, name, seed=1)
+    with psycopg.connect(postgres_conninfo) as connection:
+        payments.create_tables(connection, name)
+    publisher.publish(50)
+    publisher.publish(70)
+    verdict = check(bootstrap_servers, postgres_conninfo, name, name)
+    assert (verdict.messages, verdict.lost) == (120, 120)
+    assert verdict.balance == TOTAL
+
+
+def test_effects_applied_once_are_exact_and_applied_twice_are_not(
+    bootstrap_servers: str, postgres_conninfo: str, name: str
+) -> None:
+    """The messages are real, read by the group of this test."""
+    payments.create_topic(bootstrap_servers, name)
+    publisher = payments.Publisher(bootstrap_servers, name, seed=2)
+    publisher.publish(200)
+    messages = _read(bootstrap_servers, name, 200)
+    with psycopg.connect(postgres_conninfo, autocommit=True) as connection:
+        payments.create_tables(connection, name)
+        payments.apply(connection, name, messages, "worker")
+        verdict = check(bootstrap_servers, postgres_conninfo, name, name)
+        assert verdict == replace(EXACT, messages=200)
+        payments.apply(connection, name, messages[:30], "worker")
+    verdict = check(bootstrap_servers, postgres_conninfo, name, name)
+    assert (verdict.lost, verdict.duplicated) == (0, 30)
+    assert verdict.wrong_balances > 0
+    assert verdict.balance == TOTAL  # money that moves twice is still there: the sum alone would not tell
+
+
+def _read(bootstrap_servers: str, topic: str, count: int) -> list[Any]:
+    from confluent_kafka import Consumer  # noqa: PLC0415  (only here)
+
+    consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": topic, "auto.offset.reset": "earliest"})
+    consumer.subscribe([topic])
+    try:
+        messages: list[Any] = []
+        while len(messages) < count:
+            messages += consumer.consume(count - len(messages), 1)
+        return messages
+    finally:
+        consumer.close()
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_plan_kills_at_every_failpoint_and_freezes_only_with_a_batch_in_hand(*, quick: bool) -> None:
+    plan = nemesis.plan(11, quick=quick)
+    kills = Counter(fault.at for fault in plan if fault.kind == "kill")
+    assert kills == dict.fromkeys(NAMES, 1 if quick else 2)
+    frozen = {fault.at for fault in plan if fault.kind == "freeze"}
+    assert len(frozen) == (2 if quick else 3)
+    assert not frozen & {"committed", "positioned", "mirrored"}
+
+
+def test_plan_is_repeated_by_its_seed_and_no_other() -> None:
+    assert nemesis.plan(3, quick=False) == nemesis.plan(3, quick=False)
+    assert nemesis.plan(3, quick=False) != nemesis.plan(4, quick=False)
+
+
+@pytest.mark.parametrize("wrong", ["lost", "duplicated", "foreign", "wrong_balances", "balance", "messages"])
+def test_result_is_not_exact_if_the_check_found_something(wrong: str) -> None:
+    assert Result(CALM, EXACT, published=10).is_exact
+    result = Result(CALM, replace(EXACT, **{wrong: 1}), published=10)
+    assert len(result.failures) == 1
+    assert not result.is_exact
+
+
+@pytest.mark.parametrize("wrong", [{"drained": False}, {"landed": 1}, {"errors": 1}])
+def test_result_is_not_exact_if_the_run_was_not_clean(wrong: dict[str, Any]) -> None:
+    """It was not drained, a zombie's batch was stored, a worker ended by itself."""
+    result = Result(replace(CALM, **wrong), EXACT, published=10)
+    assert len(result.failures) == 1
+    assert not result.is_exact
+
+
+def test_conclusion_admits_that_the_ordinary_loop_was_lucky() -> None:
+    exact = Result(CALM, EXACT, published=10)
+    doubled = Result(CALM, replace(EXACT, duplicated=4), published=10)
+    assert "without a duplicate" in conclusion({"exactly_once": exact, "at_least_once": exact}, seed=1)
+    assert "4 of them more than once" in conclusion({"exactly_once": exact, "at_least_once": doubled}, seed=1)
+    assert "FAILED: 4 duplicated." in conclusion({"exactly_once": doubled, "at_least_once": doubled}, seed=1)
+
+
+def test_json_has_both_sides_with_the_same_keys() -> None:
+    exact = Result(CALM, EXACT, published=10)
+    document = as_json({"exactly_once": exact, "at_least_once": exact}, seed=1)
+    assert document["exactly_once"].keys() == document["at_least_once"].keys()
+    assert document["exactly_once"].keys() >= {"messages", "crashes", "fenced", "lost", "duplicated", "seed"}
+
+
+def test_table_in_plain_text_is_aligned() -> None:
+    out = io.StringIO()
+    exact = Result(CALM, EXACT, published=10)
+    Display(out).table(HEAD, rows({"exactly_once": exact, "at_least_once": exact}), good=True)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 10
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_display_without_a_terminal_is_plain() -> None:
+    assert type(open_display(io.StringIO())) is Display
+
+
+_ON_A_TERMINAL = """
+from exactly_once.demo.display import open_display
+with open_display() as display:
+    display.title("title")
+    display.say("something happens", style="red")
+    display.progress(1, 2)
+    display.table(("a", "b", "c"), [("d", "1", "2")], good=False)
+"""
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_display_on_a_terminal_is_live_and_has_colours_unless_they_are_not_wanted(*, no_color: bool) -> None:
+    """A pseudo-terminal; 31 is red, ?25l hides the cursor of a live display."""
+    text = _on_a_terminal({"TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {}))
+    assert "something happens" in text
+    assert "\x1b[?25l" in text
+    assert ("\x1b[31m" in text) is not no_color
+
+
+def _on_a_terminal(environment: dict[str, str]) -> str:
+    controller, terminal = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    subprocess.run([sys.executable, "-c", _ON_A_TERMINAL], stdout=terminal, env=kept | environment, check=True)
+    os.close(terminal)
+    text = b""
+    try:
+        while piece := os.read(controller, 65536):
+            text += piece
+    except OSError:
+        pass  # how Linux says that the other end was closed
+    os.close(controller)
+    return text.decode()

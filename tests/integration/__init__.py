@@ -1,0 +1,1 @@
+"""The library against a real Kafka and a real Postgres."""

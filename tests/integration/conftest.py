@@ -1,0 +1,47 @@
+"""Fixtures of the integration tests: a scene with a topic, a journal and a faulty way to the database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from exactly_once import ExactlyOnceConsumer
+from tests.conftest import MakeConsumer
+from tests.integration.scene import Scene
+from tests.support.proxy import PostgresProxy
+from tests.support.topics import create_topic, produce
+from tests.support.worker import ensure_journal
+
+MakeScene = Callable[..., Scene]
+
+
+@pytest.fixture
+def make_scene(
+    bootstrap_servers: str, conninfo: str, name: str, make_consumer: MakeConsumer
+) -> Iterator[MakeScene]:
+    """Make the scene: ``make_scene(messages, partitions=1)``; its consumers go through a recording proxy."""
+    with PostgresProxy(conninfo, record=True) as proxy:
+
+        def make(messages: int = 20, *, partitions: int = 1) -> Scene:
+            create_topic(bootstrap_servers, partitions, name=name)
+            produce(bootstrap_servers, name, messages, partitions)
+            return Scene(bootstrap_servers, conninfo, name, proxy, make_and_remember)
+
+        def make_and_remember(*args: Any, **options: Any) -> ExactlyOnceConsumer:
+            made.append(make_consumer(*args, **options))
+            return made[-1]
+
+        made: list[ExactlyOnceConsumer] = []
+        ensure_journal(conninfo)
+        yield make
+        # Before the proxy ends, or every close would wait for a database that is gone.
+        for consumer in made:
+            consumer.close()
+
+
+@pytest.fixture
+def scene(make_scene: MakeScene) -> Scene:
+    """Twenty messages in one partition."""
+    return make_scene()

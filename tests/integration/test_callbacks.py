@@ -1,0 +1,205 @@
+"""Callbacks and interruptions: nothing that is raised at a bad moment loses messages."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from exactly_once import ExactlyOnceConsumer
+from tests.conftest import MakeConsumer
+from tests.support import journal
+from tests.support.topics import create_topic, produce
+from tests.support.worker import drain, ensure_journal
+
+PARTITIONS = 2
+MESSAGES = 400
+
+
+class Oops(Exception):
+    """What a callback of these tests raises."""
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str, conninfo: str) -> str:
+    """A topic with messages."""
+    ensure_journal(conninfo)
+    topic = create_topic(bootstrap_servers, PARTITIONS)
+    produce(bootstrap_servers, topic, MESSAGES, PARTITIONS)
+    return topic
+
+
+@pytest.fixture
+def assert_exact(conninfo: str, bootstrap_servers: str, topic: str) -> Callable[[], None]:
+    """Ask the oracle."""
+
+    def assert_exact() -> None:
+        verdict = journal.check(conninfo, bootstrap_servers, topic)
+        assert verdict.exact, verdict
+
+    return assert_exact
+
+
+def drain_in_spite(consumer: ExactlyOnceConsumer, error: type[BaseException]) -> int:
+    """Drain, going on after each such error; return how many there were."""
+    count = 0
+    while True:
+        try:
+            drain(consumer)
+            return count
+        except error:
+            count += 1
+
+
+def test_on_assign_is_told_the_real_offsets_after_the_acquisition(
+    make_consumer: MakeConsumer, topic: str, protocol: dict[str, Any]
+) -> None:
+    """Not -1001 for "wherever Kafka says": what will be read first, and the rows are ours by then."""
+    told: list[list[tuple[int, int]]] = []
+
+    def on_assign(consumer: ExactlyOnceConsumer, partitions: list[TopicPartition]) -> None:
+        told.append(sorted((tp.partition, tp.offset) for tp in partitions))
+        assert len(consumer._ownership.tokens()) == PARTITIONS
+
+    for start in (0, MESSAGES // PARTITIONS):
+        with make_consumer(protocol) as consumer:
+            consumer.subscribe([topic], on_assign=on_assign)
+            drain(consumer)
+        assert told == [[(number, start) for number in range(PARTITIONS)]]
+        told.clear()
+
+
+def test_on_revoke_is_told_what_was_taken_away(
+    make_consumer: MakeConsumer, topic: str, protocol: dict[str, Any]
+) -> None:
+    revoked: list[tuple[str, int]] = []
+    second_has_some = threading.Event()
+
+    def on_revoke(_: ExactlyOnceConsumer, partitions: list[TopicPartition]) -> None:
+        revoked.extend((tp.topic, tp.partition) for tp in partitions)
+
+    first, second = make_consumer(protocol), make_consumer(protocol)
+    first.subscribe([topic], on_revoke=on_revoke)
+    assert drain(first) == MESSAGES
+    second.subscribe([topic], on_assign=lambda _, __: second_has_some.set())
+    joining = threading.Thread(target=lambda: list(second.units(idle_seconds=5)))
+    joining.start()
+    while not second_has_some.is_set():
+        list(first.units(idle_seconds=0.2))
+    joining.join(30)
+    assert revoked
+    assert set(revoked) <= {(topic, number) for number in range(PARTITIONS)}
+
+
+def test_on_assign_that_raises_is_raised_by_the_iteration_and_loses_nothing(
+    make_consumer: MakeConsumer, topic: str, protocol: dict[str, Any], assert_exact: Callable[[], None]
+) -> None:
+    def on_assign(_: ExactlyOnceConsumer, __: list[TopicPartition]) -> None:
+        raise Oops
+
+    with make_consumer(protocol) as consumer:
+        consumer.subscribe([topic], on_assign=on_assign)
+        assert drain_in_spite(consumer, Oops) == 1
+    assert_exact()
+
+
+@pytest.mark.parametrize("callback", ["stats_cb", "on_commit", "error_cb"])
+def test_client_callback_that_raises_is_raised_by_the_iteration_and_loses_nothing(
+    callback: str, make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, assert_exact: Callable[[], None]
+) -> None:
+    """Raised inside librdkafka it would drop the messages in hand; `stats_cb` shows it best, ten times a second."""
+    calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise Oops(callback)
+
+    # A second address where nobody listens makes error_cb be called.
+    settings = {callback: fail, "statistics.interval.ms": 10, "bootstrap.servers": f"{bootstrap_servers},127.0.0.1:1"}
+    with make_consumer(settings, max_messages=7) as consumer:
+        consumer.subscribe([topic])
+        raised = drain_in_spite(consumer, Oops)
+        while not calls or not raised:
+            produce(bootstrap_servers, topic, 10, PARTITIONS)
+            raised += drain_in_spite(consumer, Oops)
+    assert_exact()
+
+
+def test_client_callbacks_are_called(make_consumer: MakeConsumer, topic: str) -> None:
+    """Those of the settings reach the caller as confluent-kafka would call them."""
+    stats: list[str] = []
+    commits: list[list[TopicPartition]] = []
+    settings = {
+        "stats_cb": stats.append,
+        "statistics.interval.ms": 50,
+        "on_commit": lambda _, offsets: commits.append(offsets),
+    }
+    with make_consumer(settings) as consumer:
+        consumer.subscribe([topic])
+        drain(consumer)
+    assert json.loads(stats[0])["type"] == "consumer"
+    assert {(tp.partition, tp.offset) for tp in commits[-1]} == {(n, MESSAGES // 2) for n in range(PARTITIONS)}
+
+
+@pytest.mark.parametrize(
+    ("method", "instead"),
+    [
+        ("assign", "only subscribe"),
+        ("seek", "exactly-once reset"),
+        ("commit", "with unit"),
+        ("store_offsets", "with unit"),
+        ("poll", "for unit in consumer"),
+        ("consume", "for unit in consumer"),
+    ],
+)
+def test_methods_that_would_break_the_guarantee_say_what_to_use_instead(
+    method: str, instead: str, make_consumer: MakeConsumer
+) -> None:
+    with pytest.raises(AttributeError, match=f"has no {method}\\(\\): .*{instead}"):
+        getattr(make_consumer(), method)
+    assert not hasattr(make_consumer(), "no_such_thing")
+
+
+def test_interrupt_while_polling_loses_nothing(
+    make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, assert_exact: Callable[[], None]
+) -> None:
+    """Ctrl-C while messages come in; librdkafka's binding drops what it had fetched when a handler raises."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with make_consumer(max_messages=50) as consumer:
+            consumer.subscribe([topic])
+            interrupts = 0
+            for start in range(MESSAGES, 4 * MESSAGES, 100):
+                produce(bootstrap_servers, topic, 100, PARTITIONS, start=start)
+                signal.setitimer(signal.ITIMER_REAL, 0.02)
+                interrupts += drain_until_interrupted(consumer)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            drain(consumer)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts
+    assert_exact()
+
+
+def drain_until_interrupted(consumer: ExactlyOnceConsumer) -> int:
+    """Iterate for ever; return when interrupted."""
+    try:
+        for unit in consumer.units(idle_seconds=1):
+            with unit:
+                for message in unit.messages:
+                    unit.execute(journal.APPEND, journal.entry(message, "test"))
+                unit.execute(journal.COUNT, (unit.messages[0].topic(), len(unit.messages)))
+    except KeyboardInterrupt:
+        return 1
+    return 0

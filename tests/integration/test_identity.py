@@ -1,0 +1,178 @@
+"""What an offset belongs to: the topic's id and the cluster's, checked at the start and while consuming."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from exactly_once import ClusterChanged, ExactlyOnceConsumer, TopicRecreated, upkeep
+from exactly_once.cluster import Cluster, Topic
+from exactly_once.embedded import Kafka
+from tests.conftest import MakeConsumer
+from tests.support import journal
+from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
+from tests.support.worker import drain, ensure_journal
+
+Db = psycopg.Connection[Any]
+
+
+@pytest.fixture(autouse=True)
+def _journal(conninfo: str) -> None:
+    ensure_journal(conninfo)
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str) -> str:
+    """A topic with 10 messages in one partition."""
+    topic = create_topic(bootstrap_servers, 1)
+    produce(bootstrap_servers, topic, 10, 1)
+    return topic
+
+
+def recreate(bootstrap_servers: str, topic: str, messages: int) -> None:
+    """Delete the topic and make another of the same name, with so many messages."""
+    delete(bootstrap_servers, topic)
+    create_topic(bootstrap_servers, 1, name=topic)
+    produce(bootstrap_servers, topic, messages, 1)
+
+
+def delete(bootstrap_servers: str, topic: str) -> None:
+    """Delete the topic and wait until it is gone."""
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    admin.delete_topics([topic])[topic].result(30)
+    until(lambda: topic not in admin.list_topics(timeout=5).topics, 30, f"{topic} to be gone")
+
+
+def consume(consumer: ExactlyOnceConsumer, topic: str) -> int:
+    """Consume the topic to its end with a new consumer; return how many messages took effect."""
+    with consumer:
+        consumer.subscribe([topic])
+        return drain(consumer)
+
+
+def stored(db: Db, group: str) -> tuple[Any, ...]:
+    """The only row of the group: cluster id, topic id, offset."""
+    rows = db.execute(
+        "SELECT cluster_id, topic_id, next_offset FROM exactly_once.ledger WHERE group_id = %s", (group,)
+    ).fetchall()
+    (row,) = rows
+    assert isinstance(row, tuple)
+    return row
+
+
+@pytest.mark.parametrize("messages", [0, 10, 200])
+def test_topic_recreated_while_stopped_is_refused(
+    *, messages: int, make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, db: Db, name: str
+) -> None:
+    """However long the new log is; the message has both ids and the command that mends it."""
+    consume(make_consumer(), topic)
+    before = stored(db, name)
+    recreate(bootstrap_servers, topic, messages)
+    with pytest.raises(TopicRecreated, match=rf"topic id {re.escape(before[1])}.*has id .*adopt --topic {topic}"):
+        consume(make_consumer(), topic)
+    assert stored(db, name) == before
+
+
+@pytest.mark.parametrize("messages", [0, 5, 200])
+@pytest.mark.parametrize("policy", ["fail", "earliest", "latest"])
+def test_topic_recreated_while_consuming_stops_the_iteration_for_good(
+    *, messages: int, policy: str, make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, name: str, db: Db
+) -> None:
+    """Shorter or longer than the old one, and whatever the policy for offsets out of range: it is another topic."""
+    with make_consumer({"topic.metadata.refresh.interval.ms": 500}, on_out_of_range=policy) as consumer:
+        consumer.subscribe([topic])
+        assert drain(consumer) == 10
+        before = stored(db, name)
+        recreate(bootstrap_servers, topic, messages)
+        with pytest.raises(TopicRecreated):
+            _consume_for_ever(consumer)
+        if messages < 200:  # of a longer log, what comes before the id is looked at again is read on
+            assert stored(db, name) == before
+        after = stored(db, name)
+        produce(bootstrap_servers, topic, 20, 1)
+        for _ in range(3):
+            with pytest.raises(TopicRecreated):
+                _consume_for_ever(consumer)
+    assert stored(db, name) == after
+    assert db.execute("SELECT FROM exactly_once.audit WHERE group_id = %s AND action <> 'enrol'", (name,)).rowcount == 0
+
+
+def test_other_cluster_behind_the_same_group_is_refused(
+    make_consumer: MakeConsumer, topic: str, db: Db, name: str
+) -> None:
+    consume(make_consumer(), topic)
+    before = stored(db, name)
+    with Kafka() as other:
+        create_topic(other.bootstrap_servers, 1, name=topic)
+        produce(other.bootstrap_servers, topic, 200, 1)
+        with pytest.raises(ClusterChanged, match=f"belongs to cluster {re.escape(before[0])}.*this is cluster .*adopt"):
+            consume(make_consumer({"bootstrap.servers": other.bootstrap_servers}), topic)
+    assert stored(db, name) == before
+
+
+def test_unknown_topic_id_is_stored_as_null_said_once_and_filled_in_later(
+    *,
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    topic: str,
+    db: Db,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    conninfo: str,
+) -> None:
+    """An old broker, or missing rights; the embedded broker always knows ids, so its answer is emptied here."""
+    described = Cluster.described
+
+    def without_id(self: Cluster, topic: str, future: Any) -> Topic:
+        self._say_no_id(topic)
+        return described(self, topic, future)._replace(topic_id=None)
+
+    monkeypatch.setattr(Cluster, "described", without_id)
+    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.05)
+    caplog.set_level(logging.WARNING)
+    assert consume(make_consumer(), topic) == 10
+    assert stored(db, name)[1] is None
+    assert sum("gives no topic id" in message for message in caplog.messages) == 1
+
+    monkeypatch.undo()
+    produce(bootstrap_servers, topic, 5, 1, start=10)
+    assert consume(make_consumer(), topic) == 5
+    topic_id = stored(db, name)[1]
+    assert topic_id is not None
+    audit = "SELECT old_topic_id, new_topic_id FROM exactly_once.audit WHERE group_id = %s AND action = 'identify'"
+    assert db.execute(audit, (name,)).fetchall() == [(None, topic_id)]
+    verdict = journal.check(conninfo, bootstrap_servers, topic)
+    assert verdict.exact, verdict
+
+
+def test_topic_id_that_becomes_known_while_consuming_changes_nothing(
+    make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, conninfo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row began without an id, so its units go on to be checked against none."""
+    described = Cluster.described
+    monkeypatch.setattr(Cluster, "described", lambda *args: described(*args)._replace(topic_id=None))
+    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.05)
+    with make_consumer() as consumer:
+        consumer.subscribe([topic])
+        assert drain(consumer) == 10
+        monkeypatch.setattr(Cluster, "described", described)
+        produce(bootstrap_servers, topic, 5, 1, start=10)
+        for unit in consumer.units(idle_seconds=2):
+            with unit:
+                journal_of = [journal.entry(message, "test") for message in unit.messages]
+                unit.executemany(journal.APPEND, journal_of)
+    verdict = journal.check(conninfo, bootstrap_servers, topic, counts=False)
+    assert verdict.exact, verdict
+
+
+def _consume_for_ever(consumer: ExactlyOnceConsumer) -> None:
+    for unit in consumer.units(idle_seconds=30):
+        with unit:
+            unit.execute("SELECT 1")

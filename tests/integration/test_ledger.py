@@ -1,0 +1,425 @@
+"""The ledger's statements against each other: interleavings of owners on real rows, without Kafka."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from exactly_once import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
+from exactly_once.ledger import Ledger
+from exactly_once.model import Advance, OwnerKind, Partition, Row
+from exactly_once.session import Session, connector
+from exactly_once.sql import query
+from tests.support.waiting import until
+
+MakeOwner = Callable[..., Ledger]
+
+
+@pytest.fixture
+def make_owner(conninfo: str, name: str) -> Iterator[MakeOwner]:
+    """Make owners of the rows of group ``name``, each with a connection of its own."""
+    sessions: list[Session] = []
+
+    def make(kind: OwnerKind = "consumer", *, take_over: bool = False, group_id: str = name) -> Ledger:
+        sessions.append(Session(connector(conninfo), schema="exactly_once"))
+        return Ledger(sessions[-1], group_id=group_id, owner_kind=kind, take_over=take_over)
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+@pytest.fixture
+def in_background() -> Iterator[Callable[..., Future[Any]]]:
+    """Run a call in another thread."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+def rows_of(owner: Ledger, topic: str, count: int = 1, *, offset: int | None = 0) -> list[Partition]:
+    """Enrol ``count`` partitions."""
+    partitions = [Partition(topic, number) for number in range(count)]
+    owner.enrol(dict.fromkeys(partitions, offset), cluster_id="c", topic_ids={topic: "id"})
+    return partitions
+
+
+def to(row: Row, next_offset: int) -> Advance:
+    """Ask for one row to go on to ``next_offset``."""
+    assert row.owner_token is not None
+    return Advance(
+        partition=row.partition,
+        token=row.owner_token,
+        epoch=row.owner_epoch,
+        topic_id=row.topic_id,
+        expected=row.next_offset or 0,
+        next_offset=next_offset,
+        leader_epoch=None,
+    )
+
+
+def advance(owner: Ledger, advances: Sequence[Advance], *, commit: bool = True) -> None:
+    """Advance in a unit's transaction; leave it open unless ``commit``."""
+    begun = owner.session.begin("READ COMMITTED")
+    try:
+        owner.advance(owner.session.connection, advances, xid=begun.xid, commit=commit)
+    except BaseException:
+        owner.session.roll_back()
+        raise
+
+
+def wait_until_blocked(db: psycopg.Connection[Any], owner: Ledger) -> None:
+    """Return when a statement of ``owner`` waits for a lock."""
+    pid = owner.session.connection.info.backend_pid
+    waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND pid = %s"
+    until(lambda: db.execute(waits, (pid,)).fetchone() != (0,), 10, "a lock to be waited for")
+
+
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
+def test_acquire_waits_for_an_advance_and_returns_what_became_of_it(
+    make_owner: MakeOwner,
+    name: str,
+    db: psycopg.Connection[Any],
+    in_background: Callable[..., Future[list[Row]]],
+    end: str,
+) -> None:
+    old, new = make_owner(), make_owner()
+    partitions = rows_of(old, name)
+    (row,) = old.acquire(partitions)
+    advance(old, [to(row, 10)], commit=False)
+    assert not new.session.connection.closed  # opened here, so that two threads do not open it at once
+    taken = in_background(new.acquire, partitions)
+    wait_until_blocked(db, new)
+    assert not taken.done()
+    old.session.connection.execute(end.encode())
+    (found,) = taken.result(10)
+    assert found.next_offset == (10 if end == "COMMIT" else 0)
+    assert found.owner_epoch == row.owner_epoch + 1
+    assert found.previous_instance == old.session.instance
+
+
+def test_acquire_waits_for_a_bounded_time(make_owner: MakeOwner, name: str) -> None:
+    old, new = make_owner(), make_owner()
+    partitions = rows_of(old, name)
+    (row,) = old.acquire(partitions)
+    advance(old, [to(row, 10)], commit=False)
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        new.acquire(partitions)
+    old.session.connection.execute("COMMIT")
+    (found,) = new.acquire(partitions)
+    assert (found.next_offset, found.owner_epoch) == (10, row.owner_epoch + 1)
+
+
+def test_an_advance_behind_an_acquisition_is_refused(make_owner: MakeOwner, name: str) -> None:
+    old, new = make_owner(), make_owner()
+    partitions = rows_of(old, name)
+    (row,) = old.acquire(partitions)
+    new.acquire(partitions)
+    with pytest.raises(psycopg.Error) as raised:
+        advance(old, [to(row, 10)])
+    assert raised.value.sqlstate == "EO001"
+    assert old.read(partitions)[0].next_offset == 0
+
+
+def test_an_advance_that_waits_for_an_acquisition_is_refused(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any], in_background: Callable[..., Future[None]]
+) -> None:
+    """It read the row when it was still its own; under the lock it must look again."""
+    old = make_owner()
+    partitions = rows_of(old, name)
+    (row,) = old.acquire(partitions)
+    with db.transaction():
+        db.execute("UPDATE exactly_once.ledger SET owner_token = gen_random_uuid() WHERE group_id = %s", (name,))
+        late = in_background(advance, old, [to(row, 10)])
+        with psycopg.connect(db.info.dsn, autocommit=True) as looking:
+            wait_until_blocked(looking, old)
+    error = late.exception(10)
+    assert isinstance(error, psycopg.Error)
+    assert error.sqlstate == "EO001"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"token": uuid4()}, {"epoch": 99}, {"topic_id": "another"}, {"topic_id": None}, {"expected": 1}],
+    ids=["token", "epoch", "topic id", "no topic id", "expected"],
+)
+def test_one_wrong_partition_refuses_the_whole_advance(
+    make_owner: MakeOwner, name: str, wrong: dict[str, Any]
+) -> None:
+    owner = make_owner()
+    partitions = rows_of(owner, name, 3)
+    advances = [to(row, 10) for row in owner.acquire(partitions)]
+    advances[1] = replace(advances[1], **wrong)
+    with pytest.raises(psycopg.Error) as raised:
+        advance(owner, advances)
+    assert raised.value.sqlstate == "EO001"
+    assert [row.next_offset for row in owner.read(partitions)] == [0, 0, 0]
+
+
+def test_an_advance_in_a_foreign_transaction_is_refused(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner()
+    partitions = rows_of(owner, name)
+    (row,) = owner.acquire(partitions)
+    begun = owner.session.begin("READ COMMITTED")
+    connection = owner.session.connection
+    connection.execute("ROLLBACK")
+    connection.execute("SELECT 1")
+    with pytest.raises(psycopg.Error) as raised:
+        owner.advance(connection, [to(row, 10)], xid=begun.xid, commit=True)
+    assert raised.value.sqlstate == "EO002"
+    owner.session.roll_back()
+    assert owner.read(partitions)[0].next_offset == 0
+
+
+def test_a_missing_topic_id_matches_only_a_missing_one(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner()
+    partition = Partition(name, 0)
+    owner.enrol({partition: 0}, cluster_id=None, topic_ids={})
+    (row,) = owner.acquire([partition])
+    assert row.topic_id is None
+    with pytest.raises(psycopg.Error):
+        advance(owner, [replace(to(row, 5), topic_id="id")])
+    advance(owner, [to(row, 5)])
+    assert owner.read([partition])[0].next_offset == 5
+
+
+def test_resolve_fences_an_advance_that_is_still_on_its_way(make_owner: MakeOwner, name: str) -> None:
+    owner, late = make_owner(), make_owner()
+    partitions = rows_of(owner, name)
+    (row,) = owner.acquire(partitions)
+    assert row.owner_token is not None
+    begun = late.session.begin("READ COMMITTED")
+    tokens = [row.owner_token]
+    (resolved,) = owner.resolve(partitions, tokens, lock_seconds=1)
+    assert resolved.next_offset == 0
+    assert resolved.owner_epoch == row.owner_epoch
+    with pytest.raises(psycopg.Error) as raised:
+        late.advance(late.session.connection, [to(row, 10)], xid=begun.xid, commit=True)
+    assert raised.value.sqlstate == "EO001"
+    advance(owner, [to(resolved, 10)])
+
+
+def test_resolve_waits_for_an_advance_that_came_first(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any], in_background: Callable[..., Future[list[Row]]]
+) -> None:
+    owner, old_backend = make_owner(), make_owner()
+    partitions = rows_of(owner, name)
+    (row,) = owner.acquire(partitions)
+    assert row.owner_token is not None
+    advance(old_backend, [to(row, 10)], commit=False)
+    assert not owner.session.connection.closed
+    resolving = in_background(owner.resolve, partitions, [row.owner_token], lock_seconds=10)
+    wait_until_blocked(db, owner)
+    old_backend.session.connection.execute("COMMIT")
+    (resolved,) = resolving.result(10)
+    assert resolved.next_offset == 10
+
+
+def test_resolve_can_be_repeated_when_its_answer_was_lost(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner()
+    partitions = rows_of(owner, name)
+    (row,) = owner.acquire(partitions)
+    assert row.owner_token is not None
+    tokens = [row.owner_token]
+    for times in (1, 2, 3):
+        (resolved,) = owner.resolve(partitions, tokens, lock_seconds=1)
+        assert len(tokens) == times + 1
+        assert resolved.owner_token == tokens[-1]
+    make_owner().acquire(partitions)
+    assert owner.resolve(partitions, tokens, lock_seconds=1) == []
+
+
+def test_release_leaves_locked_rows_and_those_of_others_alone(make_owner: MakeOwner, name: str) -> None:
+    owner, other = make_owner(), make_owner()
+    partitions = rows_of(owner, name, 3)
+    rows = owner.acquire(partitions)
+    (taken,) = other.acquire([partitions[2]])
+    held = [(row.partition, row.owner_token) for row in rows if row.owner_token]
+    advance(other, [to(rows[0], 7)], commit=False)  # whoever it is, the row is being decided about
+    owner.release(held)
+    other.session.connection.execute("COMMIT")
+    found = {row.partition.number: row.owner_token for row in owner.read(partitions)}
+    assert found == {0: rows[0].owner_token, 1: None, 2: taken.owner_token}
+
+
+def test_epochs_only_rise_whoever_acquires(make_owner: MakeOwner, name: str, conninfo: str) -> None:
+    owners = [make_owner() for _ in range(4)]
+    partitions = rows_of(owners[0], name, 5)
+    seen: list[tuple[int, Partition]] = []
+    lock = threading.Lock()
+
+    def fight(owner: Ledger) -> None:
+        for _ in range(25):
+            rows = owner.acquire(partitions)
+            with lock:
+                seen.extend((row.owner_epoch, row.partition) for row in rows)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fight, owners))
+    assert len(seen) == len(set(seen)) == 500
+    assert {row.owner_epoch for row in owners[0].read(partitions)} == {100}
+
+
+def test_enrolling_is_idempotent_and_written_down_once(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any]
+) -> None:
+    """Eight members meet the topic at once, in different orders."""
+    owners = [make_owner() for _ in range(8)]
+    barrier = threading.Barrier(8)
+
+    def enrol(owner: Ledger) -> None:
+        partitions = [Partition(name, number) for number in range(50)]
+        random.Random(owner.session.instance.int).shuffle(partitions)
+        barrier.wait()
+        owner.enrol(dict.fromkeys(partitions, 3), cluster_id="c", topic_ids={name: "id"})
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(enrol, owners))
+    found = db.execute("SELECT count(*), min(next_offset) FROM exactly_once.ledger WHERE group_id = %s", (name,))
+    assert found.fetchone() == (50, 3)
+    audited = db.execute(
+        "SELECT count(*), count(DISTINCT partition) FROM exactly_once.audit WHERE group_id = %s AND action = 'enrol'",
+        (name,),
+    )
+    assert audited.fetchone() == (50, 50)
+
+
+def test_enrolling_again_moves_nothing(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner()
+    partitions = rows_of(owner, name)
+    (row,) = owner.acquire(partitions)
+    advance(owner, [to(row, 10)])
+    rows_of(owner, name, 2)
+    assert [row.next_offset for row in owner.read([Partition(name, 0), Partition(name, 1)])] == [10, 0]
+
+
+def test_two_hundred_partitions_in_opposite_orders_do_not_deadlock(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any]
+) -> None:
+    """Two advance the same rows in opposite orders, two more acquire them: losers are fenced or wait, no more."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    partitions = rows_of(make_owner(), name, 200)
+    deadlocks = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
+    before = db.execute(deadlocks).fetchone()
+    errors: list[str | None] = []
+
+    def work(owner: Ledger, order: Callable[[list[Any]], list[Any]]) -> int:
+        done = 0
+        for _ in range(15):
+            try:
+                rows = owner.acquire(order(partitions))
+                advance(owner, order([to(row, (row.next_offset or 0) + 1) for row in rows]))
+                done += 1
+            except psycopg.Error as error:
+                errors.append(error.sqlstate)
+        return done
+
+    shuffled = random.Random(seed)
+    orders: list[Callable[[list[Any]], list[Any]]] = [
+        list,
+        lambda items: list(reversed(items)),
+        lambda items: shuffled.sample(items, len(items)),
+        list,
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        done = sum(pool.map(work, [make_owner() for _ in orders], orders))
+    assert set(errors) <= {"EO001", "55P03"}  # fenced, or waited too long on a busy machine; never 40P01
+    assert db.execute(deadlocks).fetchone() == before
+    assert {row.next_offset for row in make_owner().read(partitions)} == {done}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error"), [("consumer", "spark", OwnedByConsumer), ("spark", "consumer", OwnedBySpark)]
+)
+def test_neither_side_takes_the_others_rows_unless_released_or_told_to(
+    make_owner: MakeOwner, name: str, first: OwnerKind, second: OwnerKind, error: type[Exception]
+) -> None:
+    owner, other = make_owner(first), make_owner(second)
+    partitions = rows_of(owner, name, 2)
+    rows = owner.acquire([partitions[1]])
+    with pytest.raises(error, match="was not released"):
+        other.acquire(partitions)
+    # All or nothing: the free row was not acquired either.
+    assert [row.owner_epoch for row in owner.read(partitions)] == [0, 1]
+    (taken,) = make_owner(second, take_over=True).acquire([partitions[1]])
+    assert (taken.owner_epoch, taken.owner_kind) == (2, second)
+    owner.release([(row.partition, row.owner_token) for row in rows if row.owner_token])
+    assert owner.read([partitions[1]])[0].owner_token == taken.owner_token
+
+
+def test_a_released_row_is_free_for_either_side(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner("consumer")
+    partitions = rows_of(owner, name)
+    (row,) = owner.acquire(partitions)
+    assert row.owner_token is not None
+    owner.release([(row.partition, row.owner_token)])
+    (taken,) = make_owner("spark").acquire(partitions)
+    assert taken.owner_epoch == 2
+
+
+def test_a_missing_row_is_told_and_nothing_is_acquired(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner()
+    partitions = rows_of(owner, name, 2)
+    with pytest.raises(LedgerRowMissing, match="none of partition 7"):
+        owner.acquire([*partitions, Partition(name, 7)])
+    assert [row.owner_epoch for row in owner.read(partitions)] == [0, 0]
+
+
+@pytest.mark.parametrize("action", ["reset", "adopt"])
+def test_an_operators_change_fences_the_live_owner_and_is_written_down(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any], action: str
+) -> None:
+    owner = make_owner()
+    partitions = rows_of(owner, name, 2)
+    rows = owner.acquire(partitions)
+    parameters = {
+        "group_id": name,
+        "topics": [name],
+        "partitions": [1],
+        "next_offsets": [0],
+        "topic_ids": ["id"],
+        "cluster_id": "c",
+        "reason": "a test",
+    }
+    changed = db.execute(query(action, "exactly_once"), parameters).fetchall()
+    assert changed == [(name, 1, 0, 0)]
+    with pytest.raises(psycopg.Error) as raised:
+        advance(owner, [to(row, 10) for row in rows])
+    assert raised.value.sqlstate == "EO001"
+    (row,) = owner.read([partitions[1]])
+    assert (row.owner_token, row.owner_epoch) == (None, 2)
+    written = db.execute("SELECT reason FROM exactly_once.audit WHERE group_id = %s AND action = %s", (name, action))
+    assert written.fetchall() == [("a test",)]
+
+
+def test_start_commits_an_offset_once_and_only_for_the_owner(make_owner: MakeOwner, name: str) -> None:
+    owner, other = make_owner(), make_owner()
+    partitions = rows_of(owner, name, offset=None)
+    (stale,) = owner.acquire(partitions)
+    (row,) = other.acquire(partitions)
+    assert owner.start([replace(stale, next_offset=5)]) == set()
+    assert other.start([replace(row, next_offset=7)]) == set(partitions)
+    assert other.start([replace(row, next_offset=9)]) == set()
+    assert owner.read(partitions)[0].next_offset == 7
+
+
+@pytest.mark.parametrize("encoding", ["UTF8", "LATIN1"])
+def test_any_name_of_a_group_reaches_its_own_row(conninfo: str, name: str, encoding: str) -> None:
+    """Names are written into the advance as literals: whatever is in them must stay a name."""
+    group_id = f"{name} it's 100% \\ \"{{x}}\" $1 %s %(xid)s -- gr\u00fc\u00dfe; COMMIT"
+    session = Session(connector(f"{conninfo}?client_encoding={encoding}"), schema="exactly_once")
+    owner = Ledger(session, group_id=group_id, owner_kind="consumer")
+    try:
+        partitions = rows_of(owner, name, 2)
+        advance(owner, [to(row, 10) for row in owner.acquire(partitions)])
+        assert [row.next_offset for row in owner.read(partitions)] == [10, 10]
+    finally:
+        session.close()

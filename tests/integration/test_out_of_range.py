@@ -1,0 +1,177 @@
+"""Offsets that are not in the log: below its start, beyond its end, and truncated away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from exactly_once import ExactlyOnceConsumer, OffsetBelowLogStart, OffsetBeyondLogEnd
+from tests.conftest import MakeConsumer
+from tests.support.topics import create_topic, produce
+from tests.support.worker import drain, ensure_journal
+
+Db = psycopg.Connection[Any]
+
+
+@pytest.fixture(autouse=True)
+def _journal(conninfo: str) -> None:
+    ensure_journal(conninfo)
+
+
+@pytest.fixture
+def topic(make_consumer: MakeConsumer, bootstrap_servers: str) -> str:
+    """A topic with 50 messages, of which the group has applied 20."""
+    topic = create_topic(bootstrap_servers, 1)
+    produce(bootstrap_servers, topic, 20, 1)
+    with make_consumer() as consumer:
+        consumer.subscribe([topic])
+        assert drain(consumer) == 20
+    produce(bootstrap_servers, topic, 30, 1, start=20)
+    return topic
+
+
+def delete_records(bootstrap_servers: str, topic: str, before: int) -> None:
+    """Move the start of the log, as retention does."""
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    partition = TopicPartition(topic, 0, before)
+    admin.delete_records([partition])[partition].result(30)
+
+
+def set_offset(db: Db, group: str, offset: int) -> None:
+    """Write an offset into the ledger behind everybody's back."""
+    db.execute("UPDATE exactly_once.ledger SET next_offset = %s WHERE group_id = %s", (offset, group))
+
+
+def audited(db: Db, group: str) -> list[tuple[Any, ...]]:
+    """What was corrected: old offset, new offset, reason."""
+    query = (
+        "SELECT old_offset, new_offset, reason FROM exactly_once.audit WHERE group_id = %s AND action = 'out of range'"
+    )
+    return db.execute(query, (group,)).fetchall()
+
+
+def consume(consumer: ExactlyOnceConsumer, topic: str) -> int:
+    """Consume to the end with a new consumer; return how many messages took effect."""
+    with consumer:
+        consumer.subscribe([topic])
+        return drain(consumer)
+
+
+def test_below_the_log_start_is_an_error_with_the_size_of_the_gap(
+    make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, db: Db, name: str
+) -> None:
+    delete_records(bootstrap_servers, topic, 35)
+    with pytest.raises(OffsetBelowLogStart, match=r"offset 20, the log starts at 35: retention removed 15 offsets"):
+        consume(make_consumer(), topic)
+    assert audited(db, name) == []
+
+
+@pytest.mark.parametrize(("policy", "offset", "messages"), [("earliest", 35, 15), ("latest", 50, 0)])
+def test_below_the_log_start_the_policy_moves_the_offset_and_says_so(
+    *,
+    policy: str,
+    offset: int,
+    messages: int,
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    topic: str,
+    db: Db,
+    name: str,
+) -> None:
+    delete_records(bootstrap_servers, topic, 35)
+    assert consume(make_consumer(on_out_of_range=policy), topic) == messages
+    ((old, new, reason),) = audited(db, name)
+    assert (old, new) == (20, offset)
+    assert "retention removed 15 offsets" in reason
+
+
+def test_beyond_the_log_end_is_an_error(make_consumer: MakeConsumer, topic: str, db: Db, name: str) -> None:
+    set_offset(db, name, 51)
+    with pytest.raises(OffsetBeyondLogEnd, match=r"offset 51, the log ends at 50.*--partition 0 --to-offset"):
+        consume(make_consumer(), topic)
+    assert audited(db, name) == []
+
+
+@pytest.mark.parametrize(("policy", "offset", "messages"), [("earliest", 0, 50), ("latest", 50, 0)])
+def test_beyond_the_log_end_the_policy_moves_the_offset_and_says_so(
+    *, policy: str, offset: int, messages: int, make_consumer: MakeConsumer, topic: str, db: Db, name: str
+) -> None:
+    set_offset(db, name, 51)
+    assert consume(make_consumer(on_out_of_range=policy), topic) == messages
+    ((old, new, reason),) = audited(db, name)
+    assert (old, new) == (51, offset)
+    assert "the log ends at 50" in reason
+
+
+def test_offset_at_the_log_end_is_in_range(make_consumer: MakeConsumer, topic: str, db: Db, name: str) -> None:
+    set_offset(db, name, 50)
+    assert consume(make_consumer(), topic) == 0
+    assert audited(db, name) == []
+
+
+@pytest.mark.parametrize(("policy", "messages"), [("fail", None), ("earliest", 15), ("latest", 0)])
+def test_retention_that_passes_a_running_consumer_is_seen(
+    *,
+    policy: str,
+    messages: int | None,
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    topic: str,
+    db: Db,
+    name: str,
+) -> None:
+    """The client then says only "reset": the offsets say why. Under ``fail`` every iteration says it again."""
+    with make_consumer(on_out_of_range=policy, max_messages=1) as consumer:
+        consumer.subscribe([topic])
+        _take_partition(consumer)
+        delete_records(bootstrap_servers, topic, 35)
+        _forget_fetched(consumer)
+        if messages is None:
+            for _ in range(2):
+                with pytest.raises(OffsetBelowLogStart, match="retention removed"):
+                    drain(consumer)
+            assert audited(db, name) == []
+        else:
+            assert drain(consumer) == messages
+            assert len(audited(db, name)) == 1
+
+
+def test_operator_reset_mends_a_running_consumer(
+    make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, db: Db, name: str
+) -> None:
+    """The loop went on asking after the error, and an operator resets the offset: it goes on from there."""
+    with make_consumer(max_messages=1) as consumer:
+        consumer.subscribe([topic])
+        _take_partition(consumer)
+        delete_records(bootstrap_servers, topic, 35)
+        _forget_fetched(consumer)
+        with pytest.raises(OffsetBelowLogStart):
+            drain(consumer)
+        db.execute(
+            "UPDATE exactly_once.ledger SET next_offset = 40, leader_epoch = NULL, owner_epoch = owner_epoch + 1, "
+            "owner_token = NULL WHERE group_id = %s",
+            (name,),
+        )
+        assert drain(consumer) == 10
+
+
+def _take_partition(consumer: ExactlyOnceConsumer) -> None:
+    """Have a unit, so that the partition is placed, and undo it."""
+    with pytest.raises(ZeroDivisionError):
+        _fail(consumer)
+
+
+def _fail(consumer: ExactlyOnceConsumer) -> None:
+    for unit in consumer:
+        with unit:
+            raise ZeroDivisionError
+
+
+def _forget_fetched(consumer: ExactlyOnceConsumer) -> None:
+    """Make the client fetch again at the ledger's offset, as after any exception out of it."""
+    consumer._ownership.misplaced()
+    consumer._delivery.discard()

@@ -1,0 +1,153 @@
+"""Members that join and leave under load, under each rebalance protocol; revocations at bad moments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions
+
+from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
+from tests.support.worker import Crew
+
+PARTITIONS = 6
+OPTIONS = {"max_messages": 50}
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str) -> str:
+    """An empty topic."""
+    return create_topic(bootstrap_servers, PARTITIONS)
+
+
+@pytest.fixture
+def crew(bootstrap_servers: str, conninfo: str, name: str, topic: str, protocol: dict[str, Any]) -> Iterator[Crew]:
+    """Workers on the topic, under each protocol in turn."""
+    with Crew(bootstrap_servers, conninfo, name, [topic], kafka=protocol) as crew:
+        yield crew
+
+
+class Load:
+    """Produces in the background until the end of the block; `total` is what was produced."""
+
+    def __init__(self, bootstrap_servers: str, topic: str, partitions: int) -> None:
+        self.total = 0
+        self._place = (bootstrap_servers, topic, partitions)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        servers, topic, partitions = self._place
+        while not self._done.wait(0.05):
+            produce(servers, topic, 60, partitions, start=self.total)
+            self.total += 60
+
+
+def test_members_that_join_and_leave_lose_and_double_nothing(crew: Crew, topic: str, bootstrap_servers: str) -> None:
+    """One, two, three members, then two and one again, all in good order, under load."""
+    with Load(bootstrap_servers, topic, PARTITIONS) as load:
+        first = crew.start(options=OPTIONS)
+        first.wait("unit")
+        second = crew.start(options=OPTIONS)
+        second.wait("unit")
+        third = crew.start(options=OPTIONS)
+        third.wait("unit")
+        crew.end_well(first)
+        until(lambda: set(crew.owners()) == {second.name, third.name}, 30, "the others to own rows")
+        crew.end_well(second)
+        until(lambda: crew.owners() == {third.name: PARTITIONS}, 30, "the last to own everything")
+    crew.until_applied(load.total)
+    crew.end_well(third)
+    crew.assert_exact()
+    assert crew.owners() == {}, "rows were not released"
+
+
+def test_rebalance_storm_loses_and_doubles_nothing(crew: Crew, topic: str, bootstrap_servers: str) -> None:
+    """Members come and go as fast as they can be started, one resident works on; epochs only rise."""
+    epochs: dict[tuple[str, int], int] = {}
+    with Load(bootstrap_servers, topic, PARTITIONS) as load:
+        resident = crew.start(options=OPTIONS)
+        resident.wait("unit")
+        for _ in range(6):
+            guest = crew.start(options=OPTIONS)
+            guest.wait("assigned")
+            crew.end_well(guest)
+            before, epochs = epochs, crew.epochs()
+            assert all(epochs[p] >= epoch for p, epoch in before.items())
+    crew.until_applied(load.total)
+    crew.end_well(resident)
+    crew.assert_exact()
+
+
+def test_revocation_while_rows_cannot_be_acquired_does_not_wedge_the_group(
+    crew: Crew, topic: str, bootstrap_servers: str, conninfo: str
+) -> None:
+    """A foreign transaction holds rows while their partitions are assigned, taken away and assigned again."""
+    produce(bootstrap_servers, topic, 600, PARTITIONS)
+    crew.start(options=OPTIONS, until_end=True).finish()
+    produce(bootstrap_servers, topic, 600, PARTITIONS, start=600)
+    with psycopg.connect(conninfo) as blocker:
+        lock = "SELECT FROM exactly_once.ledger WHERE group_id = %s AND partition < 5 FOR UPDATE"
+        blocker.execute(lock, (crew.group,))
+        first = crew.start(options=OPTIONS)
+        # The free row was acquired after the time-out; the locked ones are still pending when others join.
+        first.wait("assigned", partitions=[[topic, 5, 100]])
+        second = crew.start(options=OPTIONS)
+        third = crew.start(options=OPTIONS)
+        crew.end_well(third)
+        blocker.rollback()
+    crew.until_applied(1200)
+    until(lambda: set(crew.owners()) == {first.name, second.name}, 30, "both members to own rows")
+    crew.end_well(first, second)
+    crew.assert_exact()
+
+
+def test_partitions_added_later_are_read_from_their_beginning(crew: Crew, topic: str, bootstrap_servers: str) -> None:
+    """Under ``latest``, too: what arrived before anybody was assigned to the new partition is not missed."""
+    options = OPTIONS | {"start": "latest"}
+    crew.start(options=options, until_end=True).finish()
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    admin.create_partitions([NewPartitions(topic, PARTITIONS + 2)])[topic].result(30)
+    until(lambda: len(admin.list_topics(topic, timeout=5).topics[topic].partitions) == PARTITIONS + 2, 30, "partitions")
+    produce(bootstrap_servers, topic, 400, PARTITIONS + 2)
+    crew.start(options=options, until_end=True).finish()
+    crew.assert_exact()
+
+
+def test_until_end_does_not_take_a_rebalance_for_the_end(crew: Crew, topic: str, bootstrap_servers: str) -> None:
+    """Between two assignments a member holds nothing, which is not the same as having read all of it."""
+    produce(bootstrap_servers, topic, 1200, PARTITIONS)
+    # Everybody waits for the member that is slow to join again.
+    slow = crew.start(options={"max_messages": 1}, handler_seconds=4, counts=False)
+    slow.wait("handling")
+    reader = crew.start(options={"max_messages": 5}, until_end=True, handler_seconds=0.1, counts=False)
+    reader.wait("unit")
+    guest = crew.start(options=OPTIONS, handler_seconds=0.1, counts=False)
+    guest.wait("assigned")
+    crew.end_well(guest, slow)
+    reader.finish()
+    assert crew.applied() == 1200
+    crew.assert_exact(counts=False)
+
+
+def test_member_without_partitions_reaches_its_end(
+    protocol: dict[str, Any], bootstrap_servers: str, conninfo: str, name: str
+) -> None:
+    """One partition, two members: there is nothing to read for the second, and it says so by ending."""
+    topic = create_topic(bootstrap_servers, 1)
+    with Crew(bootstrap_servers, conninfo, name, [topic], kafka=protocol) as crew:
+        crew.start(options=OPTIONS).wait("assigned")
+        crew.start(options=OPTIONS, until_end=True).finish(30)

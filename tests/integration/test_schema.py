@@ -1,0 +1,149 @@
+"""The schema: made by many at once, refused when it does not fit, and under any name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from exactly_once import ConfigurationError, ExactlyOnceConsumer, SchemaTooNew, SchemaTooOld
+from exactly_once.schema import VERSION, as_sql, check, migrate
+from tests.conftest import MakeConsumer
+from tests.support.topics import create_topic, produce
+
+NAMES = ["plain", "Capitals", "with space", 'quo"ted', "gr\u00fc\u00dfe", "select", "semi;colon--", "per%cent", "{b}"]
+
+
+@pytest.fixture
+def schema(postgres_conninfo: str, name: str) -> Iterator[str]:
+    """The name of a schema that is not there; it is dropped in the end."""
+    yield name
+    _drop(postgres_conninfo, name)
+
+
+def test_eight_threads_migrate_at_once(postgres_conninfo: str, schema: str) -> None:
+    def run(_: int) -> list[int]:
+        with psycopg.connect(postgres_conninfo, autocommit=True) as connection:
+            return migrate(connection, schema)
+
+    with ThreadPoolExecutor(8) as pool:
+        ran = sorted(pool.map(run, range(8)))
+    assert ran == [[]] * 7 + [list(range(1, VERSION + 1))]
+
+
+def test_four_processes_migrate_at_once(postgres_conninfo: str, schema: str) -> None:
+    program = (
+        "import sys, psycopg; from exactly_once.schema import migrate\n"
+        "sys.stdin.read()\n"
+        "with psycopg.connect(sys.argv[1], autocommit=True) as c: print(migrate(c, sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", program, postgres_conninfo, schema]
+    workers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    said = [worker.communicate(timeout=60)[0].strip() for worker in workers]
+    assert sorted(said) == sorted(["[]"] * 3 + [str(list(range(1, VERSION + 1)))])
+
+
+def test_a_migration_that_is_killed_leaves_nothing(postgres_conninfo: str, schema: str) -> None:
+    with psycopg.connect(postgres_conninfo, autocommit=True) as connection:
+        with pytest.raises(RuntimeError), connection.transaction():
+            migrate(connection, schema)
+            raise RuntimeError
+        with pytest.raises(SchemaTooOld, match="there is none"):
+            check(connection, schema)
+        assert migrate(connection, schema) == list(range(1, VERSION + 1))
+        check(connection, schema)
+
+
+def test_a_database_without_the_schema_is_refused_with_the_command_that_makes_it(
+    make_consumer: MakeConsumer, schema: str, name: str
+) -> None:
+    with pytest.raises(SchemaTooOld, match="exactly-once migrate"):
+        make_consumer(schema=schema).subscribe([name])
+
+
+def test_an_older_schema_is_refused(db: psycopg.Connection[Any], schema: str) -> None:
+    migrate(db, schema)
+    db.execute(sql.SQL("UPDATE {}.version SET version = 0").format(sql.Identifier(schema)))
+    with pytest.raises(SchemaTooOld, match="version 0 is there"):
+        check(db, schema)
+
+
+def test_a_newer_schema_is_refused_only_if_it_says_so(db: psycopg.Connection[Any], schema: str) -> None:
+    migrate(db, schema)
+    change = sql.SQL("UPDATE {}.version SET version = 99, oldest_reader = %s").format(sql.Identifier(schema))
+    db.execute(change, (VERSION,))
+    check(db, schema)
+    assert migrate(db, schema) == []
+    db.execute(change, (VERSION + 1,))
+    with pytest.raises(SchemaTooNew, match="Upgrade"):
+        check(db, schema)
+    with pytest.raises(SchemaTooNew):
+        migrate(db, schema)
+
+
+@pytest.mark.parametrize("schema_name", NAMES)
+def test_a_schema_of_any_name_works_or_is_refused_at_once(
+    bootstrap_servers: str, make_consumer: MakeConsumer, conninfo: str, name: str, schema_name: str
+) -> None:
+    schema = f"{name} {schema_name}"
+    create_topic(bootstrap_servers, 1, name=name)
+    produce(bootstrap_servers, name, 5, 1)
+    try:
+        consumer: ExactlyOnceConsumer = make_consumer(schema=schema, migrate=True)
+    except ConfigurationError as refused:
+        assert "schema" in str(refused)  # noqa: PT017
+        return
+    try:
+        consumer.subscribe([name])
+        for unit in consumer.units(until_end=True):
+            with unit:
+                unit.execute("SELECT 1")
+        consumer.close()
+        with psycopg.connect(conninfo) as connection:
+            found = connection.execute(
+                sql.SQL("SELECT next_offset, owner_token FROM {}.ledger").format(sql.Identifier(schema))
+            )
+            assert found.fetchall() == [(5, None)]
+    finally:
+        _drop(conninfo, schema)
+
+
+@pytest.mark.parametrize("schema_name", ["", "x" * 64, "\u00fc" * 32, "nul\0"])
+def test_what_is_no_name_of_a_schema_is_refused(make_consumer: MakeConsumer, schema_name: str) -> None:
+    with pytest.raises(ConfigurationError, match="schema="):
+        make_consumer(schema=schema_name)
+
+
+def test_the_printed_sql_makes_a_schema_that_serves_a_role_with_nothing_else(
+    conninfo: str, schema: str, bootstrap_servers: str, make_consumer: MakeConsumer, name: str
+) -> None:
+    create_topic(bootstrap_servers, 1, name=name)
+    produce(bootstrap_servers, name, 5, 1)
+    role = f"{name}_worker"
+    with psycopg.connect(conninfo, autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
+        connection.execute(as_sql(schema, role).encode())
+    try:
+        consumer = make_consumer(conninfo=conninfo.replace("postgres@", f"{role}@"), schema=schema)
+        consumer.subscribe([name])
+        for unit in consumer.units(until_end=True):
+            with unit:
+                unit.execute("SELECT 1")
+        assert consumer.counters.messages == 5
+        consumer.close()
+    finally:
+        with psycopg.connect(conninfo, autocommit=True) as connection:
+            connection.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+
+
+def _drop(conninfo: str, schema: str) -> None:
+    with psycopg.connect(conninfo, autocommit=True) as connection:
+        connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(schema)))

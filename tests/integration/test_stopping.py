@@ -1,0 +1,289 @@
+"""Ending: stop, signals, deadlines, forks, threads, close; and what is left behind in ledger and Kafka."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from exactly_once import ConfigurationError, ExactlyOnceConsumer, WrongProcess
+from tests.conftest import MakeConsumer
+from tests.support.proxy import PostgresProxy
+from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
+from tests.support.worker import FAILED, Crew, drain, ensure_journal
+
+PARTITIONS = 2
+MESSAGES = 200
+
+Db = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str, conninfo: str) -> str:
+    """A topic with messages."""
+    ensure_journal(conninfo)
+    topic = create_topic(bootstrap_servers, PARTITIONS)
+    produce(bootstrap_servers, topic, MESSAGES, PARTITIONS)
+    return topic
+
+
+@pytest.fixture
+def crew(bootstrap_servers: str, conninfo: str, name: str, topic: str) -> Iterator[Crew]:
+    """Workers on the topic."""
+    with Crew(bootstrap_servers, conninfo, name, [topic]) as crew:
+        yield crew
+
+
+def members(bootstrap_servers: str, group: str) -> int:
+    """How many members Kafka counts."""
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    return len(admin.describe_consumer_groups([group])[group].result(10).members)
+
+
+def committed(bootstrap_servers: str, group: str, topic: str) -> list[int]:
+    """What Kafka holds for the group, by partition."""
+    consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": group})
+    offsets = consumer.committed([TopicPartition(topic, number) for number in range(PARTITIONS)], timeout=10)
+    consumer.close()
+    return [tp.offset for tp in offsets]
+
+
+def ledger(db: Db, group: str) -> list[tuple[int, bool]]:
+    """What the ledger holds, by partition: the offset, and whether somebody owns it."""
+    query = (
+        "SELECT next_offset, owner_token IS NOT NULL FROM exactly_once.ledger WHERE group_id = %s ORDER BY partition"
+    )
+    return [(offset, owned) for offset, owned in db.execute(query, (group,))]
+
+
+def test_stop_from_another_thread_ends_the_iteration_after_the_unit(make_consumer: MakeConsumer, topic: str) -> None:
+    with make_consumer(max_messages=10) as consumer:
+        consumer.subscribe([topic])
+        done = 0
+        for unit in consumer:
+            with unit:
+                stopping = threading.Thread(target=consumer.stop)
+                stopping.start()
+                stopping.join()
+            done += 1
+        assert done == 1
+        assert consumer.counters.committed == 1
+
+
+def test_stop_while_nothing_comes_ends_the_iteration(make_consumer: MakeConsumer, topic: str) -> None:
+    with make_consumer() as consumer:
+        consumer.subscribe([topic])
+        drain(consumer)
+        threading.Timer(0.5, consumer.stop).start()
+        assert list(consumer) == []
+
+
+def test_stop_while_the_database_is_away_ends_the_iteration(
+    make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, conninfo: str
+) -> None:
+    with PostgresProxy(conninfo) as proxy, make_consumer(conninfo=proxy.conninfo) as consumer:
+        consumer.subscribe([topic])
+        drain(consumer)
+        proxy.refuse()
+        produce(bootstrap_servers, topic, 10, PARTITIONS)
+        threading.Timer(1, consumer.stop).start()
+        began = time.monotonic()
+        assert list(consumer) == []
+        assert time.monotonic() - began < 10
+        proxy.heal()
+
+
+def test_sigterm_lets_the_unit_finish_then_releases_and_leaves(
+    crew: Crew, bootstrap_servers: str, db: Db, name: str, topic: str
+) -> None:
+    worker = crew.start(mode="run", handler_seconds=1.5, options={"max_messages": 20})
+    worker.wait("handling")
+    worker.term()
+    counters = worker.finish(20)
+    assert counters["committed"] == 1
+    assert sum(offset for offset, _ in ledger(db, name)) == counters["messages"] == 20
+    assert not any(owned for _, owned in ledger(db, name)), "the rows were not released"
+    assert members(bootstrap_servers, name) == 0, "it did not leave the group"
+    assert sum(max(0, offset) for offset in committed(bootstrap_servers, name, topic)) == 20
+
+
+def test_handler_that_outlasts_stop_seconds_is_rolled_back(crew: Crew, db: Db, name: str) -> None:
+    worker = crew.start(mode="run", handler_seconds=60, stop_seconds=1)
+    worker.wait("handling")
+    began = time.monotonic()
+    worker.term()
+    assert worker.wait_exit(20) == 128 + signal.SIGTERM
+    assert 0.9 < time.monotonic() - began < 8
+    assert [offset for offset, _ in ledger(db, name)] == [0, 0]
+    crew.start(until_end=True).finish()
+    crew.assert_exact()
+
+
+def test_second_signal_ends_the_unit_at_once(crew: Crew, db: Db, name: str) -> None:
+    worker = crew.start(mode="run", handler_seconds=60, stop_seconds=50)
+    worker.wait("handling")
+    worker.term()
+    # Signals that are pending together are one: wait until the first was taken.
+    until(lambda: "stopping after the unit" in worker.story(), 10, "the first signal to be handled")
+    began = time.monotonic()
+    worker.term()
+    assert worker.wait_exit(20) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 8
+    assert ledger(db, name) == [(0, False), (0, False)]
+
+
+def test_run_tries_again_what_the_environment_spoils(crew: Crew, conninfo: str) -> None:
+    """The connection is lost in the middle of it, before COMMIT and after, and the database goes away."""
+    with PostgresProxy(conninfo) as proxy:
+        faults = [proxy.cut_before("journal.entries"), proxy.cut_before(), proxy.cut_after()]
+        worker = crew.start(mode="run", conninfo=proxy.conninfo, options={"max_messages": 20})
+        for fault in faults:
+            fault.wait(30)
+        proxy.refuse()
+        proxy.heal()
+        crew.until_applied(MESSAGES)
+        crew.end_well(worker)
+    crew.assert_exact()
+
+
+def test_error_of_the_handler_ends_the_run_and_propagates(make_consumer: MakeConsumer, topic: str) -> None:
+    calls = 0
+
+    def handler(unit: Any) -> None:
+        nonlocal calls
+        calls += 1
+        raise ZeroDivisionError
+
+    with make_consumer() as consumer:
+        consumer.subscribe([topic])
+        with pytest.raises(ZeroDivisionError):
+            consumer.run(handler)
+        assert calls == 1
+        assert drain(consumer) == MESSAGES
+
+
+def test_failing_worker_says_so_by_its_status(crew: Crew) -> None:
+    worker = crew.start(failpoint=["handled", "raise", 2], options={"max_messages": 20})
+    assert worker.wait_exit() == FAILED
+    assert worker.wait("failed")["error"] == "RuntimeError"
+    crew.start(until_end=True).finish()
+    crew.assert_exact()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons warn, and this is the test of it
+def test_use_in_a_forked_child_is_refused(make_consumer: MakeConsumer, topic: str) -> None:
+    """And leaving the `with` block there takes nothing away from the parent."""
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+    drain(consumer)
+
+    def use(answers: Any) -> None:
+        try:
+            next(iter(consumer))
+        except WrongProcess as error:
+            answers.put(str(error))
+        consumer.close()
+
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=use, args=[answers])
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    assert "another process" in answers.get()
+    assert drain(consumer) == 0
+    consumer.close()
+
+
+def test_use_from_another_thread_is_refused(make_consumer: MakeConsumer, topic: str) -> None:
+    with make_consumer() as consumer:
+        consumer.subscribe([topic])
+        errors: list[BaseException] = []
+
+        def use() -> None:
+            try:
+                next(iter(consumer))
+            except WrongProcess as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join(20)
+        assert "thread" in str(errors[0])
+        assert drain(consumer) == MESSAGES
+
+
+def test_close_is_idempotent_and_final(make_consumer: MakeConsumer, topic: str) -> None:
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+    drain(consumer)
+    consumer.close()
+    consumer.close()
+    with pytest.raises(ConfigurationError, match="closed"):
+        next(iter(consumer))
+    with pytest.raises(ConfigurationError, match="closed"):
+        consumer.subscribe([topic])
+
+
+def test_closing_a_consumer_that_never_subscribed_is_quick(make_consumer: MakeConsumer) -> None:
+    began = time.monotonic()
+    make_consumer().close()
+    assert time.monotonic() - began < 2
+
+
+def test_leaving_the_block_never_masks_the_exception(make_consumer: MakeConsumer, topic: str, conninfo: str) -> None:
+    """Not even when closing fails, because the database is gone."""
+    with PostgresProxy(conninfo) as proxy:
+
+        def leave() -> None:
+            with make_consumer(conninfo=proxy.conninfo) as consumer:
+                consumer.subscribe([topic])
+                for unit in consumer:
+                    with unit:
+                        proxy.refuse()
+                        raise LookupError("the handler's own")
+
+        with pytest.raises(LookupError, match="own"):
+            leave()
+
+
+def test_after_close_kafka_has_what_the_ledger_has(
+    *, make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, db: Db, name: str, protocol: dict[str, Any]
+) -> None:
+    """For the lag dashboards; also when the unit before last was mirrored a moment ago."""
+    with make_consumer(protocol, max_messages=30) as consumer:
+        consumer.subscribe([topic])
+        for unit in consumer.units(until_end=True):
+            with unit:
+                pass
+            if consumer.counters.messages > MESSAGES * 3 // 4:
+                break
+    offsets = [offset for offset, _ in ledger(db, name)]
+    assert committed(bootstrap_servers, name, topic) == offsets
+    assert sum(offsets) == consumer.counters.messages
+
+
+def test_break_leaves_the_next_unit_undone(make_consumer: MakeConsumer, topic: str, db: Db, name: str) -> None:
+    with make_consumer(max_messages=10) as consumer:
+        consumer.subscribe([topic])
+        for _ in consumer:
+            break
+    assert sum(offset for offset, _ in ledger(db, name)) == 0
+    with make_consumer() as consumer:
+        consumer.subscribe([topic])
+        assert drain(consumer) == MESSAGES
+
+
+def test_units_before_subscribe_are_refused(make_consumer: MakeConsumer) -> None:
+    consumer: ExactlyOnceConsumer = make_consumer()
+    with pytest.raises(ConfigurationError, match="subscribe"):
+        consumer.units()

@@ -1,0 +1,477 @@
+"""Member: the real consumer in a simulated process, with its ways to the database simulated too.
+
+Only what talks to servers is replaced: session, SQL, admin client and Kafka client. Assignment,
+ownership, delivery, units of work, settlement, upkeep, mirror and start run as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+from unittest import mock
+from uuid import UUID, uuid4
+
+import psycopg
+from confluent_kafka import Message
+
+from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, Redelivered, Rewound, StartError, consumer
+from exactly_once.cluster import Topic
+from exactly_once.model import Advance, Partition, Row
+from exactly_once.session import Begun
+
+from .database import Connection, Database, ShortCount, Transaction, Violation
+from .kafka import Client, Hiccup
+from .scheduler import Killed
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class Unlucky(Exception):
+    """What a handler raises by itself."""
+
+
+class Member:
+    """One process; a new one comes after a crash. ``connect=`` and the client's settings carry it along."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self.name = name
+        self.world = world
+        self.is_leaving = False
+        self.connection: Connection | None = None
+        self.client: Client
+        self.actor = world.scheduler.spawn(name, self._run)
+        settings = {
+            "bootstrap.servers": "none",
+            "group.id": "g",
+            "group.protocol": "classic" if world.group.is_eager else "consumer",
+            "simulated.member": self,
+        }
+        self.consumer = ExactlyOnceConsumer(
+            settings,
+            connect=self,  # type: ignore[arg-type]
+            start="earliest",
+            startup_seconds=1e9,
+            max_messages=world.rng.choice((1, 2, 3, 6)),
+        )
+        self.client = self.consumer._client  # type: ignore[assignment]
+
+    def __call__(self) -> Connection:
+        """Connect, as ``connect=`` does."""
+        self.step("connects")
+        if self.world.database.is_down or self.world.fault("no connection", 0.05):
+            raise psycopg.OperationalError("connection refused")
+        self.connection = Connection(self.world.database.life)
+        return self.connection
+
+    def step(self, what: str) -> None:
+        """Let others go on before the next thing this member does."""
+        self.world.note(self.name, what)
+        self.world.scheduler.pause(self.actor)
+
+    def die(self) -> None:
+        """Kill the process; what it had sent may still arrive."""
+        self.actor.is_dead = True
+        self.lose_backend()
+
+    def lose_backend(self) -> None:
+        """End the connection on the server's side, except for a COMMIT that is under way there."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            _leave(self.world, connection)
+            connection.life = ""
+
+    def _run(self) -> None:
+        self.consumer.subscribe(["t"])
+        units = self.consumer.units()
+        while not self.is_leaving:
+            try:
+                unit = next(units)
+                with unit:
+                    self._handle(unit.connection, unit.messages)
+            except (Ahead, Rewound) as error:
+                self._insist_on_upheaval(error)
+            except Fenced as error:
+                self._insist_on_thief(unit.advances, error)
+            except (Redelivered, Unlucky, Hiccup) as error:
+                self.world.note(self.name, type(error).__name__)
+            except StartError as error:
+                # The row went away with a failover; a real process would stop and be started again.
+                self._insist_on_upheaval(error)
+                break
+            except (Killed, Violation):
+                raise
+            except BaseException as error:
+                raise Violation(f"{self.name} broke: {error!r}") from error
+        self.consumer.close()
+        self.world.replace(self)
+
+    def _handle(self, connection: Any, messages: Sequence[Message]) -> None:
+        self.step("handles")
+        effects = [
+            (Partition(str(m.topic()), m.partition() or 0), m.offset() or 0) for m in messages
+        ]
+        self.world.note(self.name, "effects", *(f"{p}@{o}" for p, o in effects))
+        transaction = _alive(self, connection)
+        transaction.effects += effects
+        if self.world.fault("the handler raises", 0.05):
+            raise Unlucky
+
+    def _insist_on_upheaval(self, error: Exception) -> None:
+        """Without failover and reset no offset is ever a surprise: a second line of defence was needed."""
+        self.world.note(self.name, type(error).__name__)
+        if not self.world.database.upheavals:
+            raise Violation(f"{self.name}: without failover or reset: {error!r}") from error
+
+    def _insist_on_thief(self, advances: Sequence[Advance], error: Exception) -> None:
+        """Being fenced needs somebody who fenced: a higher epoch, or a failover."""
+        self.world.note(self.name, "Fenced")
+        rows = self.world.database.rows
+        if not self.world.database.upheavals and all(
+            rows[a.partition].owner_epoch == a.epoch for a in advances
+        ):
+            raise Violation(f"{self.name} was fenced by nobody: {error!r}") from error
+
+
+def _alive(member: Member, connection: Connection) -> Transaction:
+    """Return the open transaction, or find out that server or backend are gone."""
+    transaction = connection.transaction
+    if connection.life != member.world.database.life or transaction is None or transaction.status != "in progress":
+        connection.broken = True
+        raise psycopg.OperationalError("server closed the connection unexpectedly")
+    return transaction
+
+
+def _leave(world: World, connection: Connection) -> None:
+    """The client is gone: the server aborts, unless COMMIT is on its way already."""
+    transaction, connection.transaction = connection.transaction, None
+    if transaction is None or transaction.status != "in progress":
+        return
+    if transaction.is_commit_sent and world.rng.random() < 0.6:
+        world.database.in_flight.append(transaction)
+    else:
+        world.database.abort(transaction)
+
+
+class Session:
+    """Stands for ``session.Session``."""
+
+    def __init__(self, connect: Member, *, schema: str) -> None:
+        self.member = connect
+        self.schema = schema
+        self.instance: UUID = uuid4()
+        self._connection: Connection | None = None
+
+    @property
+    def connection(self) -> Connection:
+        if self._connection is None or self.lost:
+            self.discard()
+            self._connection = self.member()
+        return self._connection
+
+    @property
+    def lost(self) -> bool:
+        return self._connection is None or self._connection.broken or self._connection.closed
+
+    def discard(self) -> None:
+        if self._connection is not None:
+            _leave(self.member.world, self._connection)
+            self._connection.closed = True
+        self._connection = None
+
+    def begin(self, isolation: str) -> Begun:
+        connection = self.connection
+        self.member.step("begins")
+        if connection.life != self.member.world.database.life:
+            connection.broken = True
+            raise psycopg.OperationalError("server closed the connection unexpectedly")
+        connection.transaction = self.member.world.database.begin(self.instance)
+        connection.is_in_error = False
+        return Begun(connection.transaction.xid, 0, connection.life)
+
+    def roll_back(self) -> None:
+        if self._connection is None:
+            return
+        if self.lost:
+            self.discard()
+            return
+        self.member.step("rolls back")
+        if self._connection.transaction is not None and not self._connection.broken:
+            self.member.world.database.abort(self._connection.transaction)
+            self._connection.transaction = None
+
+    def fate(self, begun: Begun) -> str:
+        connection = self.connection
+        self.member.step("asks for the fate")
+        self._lose(connection, "asking for the fate", 0.05)
+        if connection.life != begun.server:
+            return "aborted"
+        transaction = self.member.world.database.transactions[begun.xid]
+        self.member.world.database.abort(transaction)
+        return transaction.status
+
+    def close(self) -> None:
+        self.discard()
+
+    def lose(self, connection: Connection, what: str, probability: float) -> None:
+        """Perhaps lose the connection here."""
+        self._lose(connection, what, probability)
+
+    def _lose(self, connection: Connection, what: str, probability: float) -> None:
+        database = self.member.world.database
+        if connection.life != database.life or self.member.world.fault(f"lost while {what}", probability):
+            connection.broken = True
+            raise psycopg.OperationalError(f"connection lost while {what}")
+
+
+class Ledger:
+    """Stands for ``ledger.Ledger``: the same changes, on the simulated database."""
+
+    def __init__(self, session: Session, *, group_id: str, **options: Any) -> None:
+        self.session = session
+        self.group_id = group_id
+        self._member = session.member
+        self._database: Database = session.member.world.database
+
+    def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
+        have = self._change("known", [], lambda _: set(self._database.rows))
+        return have, have
+
+    def enrol(self, next_offsets: Mapping[Partition, int | None], **ids: Any) -> None:
+        def body(transaction: Transaction) -> None:
+            for p, offset in next_offsets.items():
+                if p not in self._database.rows:
+                    transaction.rows[p] = Row(
+                        partition=p, next_offset=offset, cluster_id="c", topic_id="id"
+                    )
+
+        self._change("enrol", list(next_offsets), body)
+
+    def acquire(self, partitions: Sequence[Partition]) -> list[Row]:
+        token = uuid4()
+
+        def body(transaction: Transaction) -> list[Row]:
+            return self._write(
+                transaction,
+                partitions,
+                lambda row: replace(
+                    row,
+                    owner_epoch=row.owner_epoch + 1,
+                    owner_token=token,
+                    owner_kind="consumer",
+                    owner_instance=self.session.instance,
+                ),
+            )
+
+        rows = self._change("acquire", partitions, body)
+        if len(rows) < len(partitions):
+            raise psycopg.OperationalError("the rows were lost in a failover")
+        return rows
+
+    def read(self, partitions: Sequence[Partition]) -> list[Row]:
+        return self._change("read", partitions, lambda _: self._found(partitions))
+
+    def start(self, rows: Iterable[Row]) -> set[Partition]:
+        wanted = {r.partition: r for r in rows}
+
+        def body(transaction: Transaction) -> list[Row]:
+            ours = [
+                p
+                for p, r in wanted.items()
+                if p in self._database.rows
+                and self._database.rows[p].owner_token == r.owner_token
+                and self._database.rows[p].next_offset is None
+            ]
+            return self._write(
+                transaction, ours, lambda row: replace(row, next_offset=wanted[row.partition].next_offset)
+            )
+
+        return {row.partition for row in self._change("start", list(wanted), body)}
+
+    def correct(self, row: Row, new_offset: int, *, reason: str) -> NoReturn:
+        raise Violation(f"no offset is ever out of range here: {reason}")
+
+    def resolve(
+        self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float
+    ) -> list[Row]:
+        tokens.append(uuid4())
+
+        def body(transaction: Transaction) -> list[Row]:
+            ours = [p for p in partitions if p in self._database.rows]
+            ours = [p for p in ours if self._database.rows[p].owner_token in tokens]
+            return self._write(transaction, ours, lambda row: replace(row, owner_token=tokens[-1]))
+
+        return self._change("resolve", partitions, body)
+
+    def release(self, held: Sequence[tuple[Partition, UUID]]) -> None:
+        def body(transaction: Transaction) -> None:
+            for partition, token in held:
+                if self._may_release(partition, token) and self._database.try_lock(transaction, [partition]):
+                    self._write(transaction, [partition], lambda row: replace(row, owner_token=None))
+
+        self._change("release", [], body)
+
+    def halt(self, advances: Sequence[Advance], *, reason: str) -> NoReturn:
+        raise Violation(f"no handler here commits by itself: {reason}")
+
+    def advance(self, connection: Connection, advances: Sequence[Advance], *, xid: str, commit: bool) -> None:
+        """Advance and COMMIT in one message, which may arrive late, or whose answer may be lost."""
+        assert commit
+        transaction = _alive(self._member, connection)
+        transaction.advances, transaction.is_commit_sent = list(advances), True
+        self._member.step("sends advance and COMMIT")
+        self._part(connection, "sending COMMIT")
+        try:
+            self._lock(transaction, connection, [a.partition for a in advances])
+            self._database.advance(transaction, advances)
+        except psycopg.Error:
+            connection.is_in_error = True
+            transaction.is_commit_sent = False
+            raise
+        self._member.step("waits for COMMIT")
+        self._part(connection, "waiting for COMMIT")
+        self._commit(connection)
+
+    def _may_release(self, partition: Partition, token: UUID) -> bool:
+        row = self._database.rows.get(partition)
+        return row is not None and row.owner_token == token
+
+    def _change(
+        self, name: str, waiting: Sequence[Partition], body: Callable[[Transaction], Any]
+    ) -> Any:
+        """One short transaction; its COMMIT too may land late, or its answer be lost."""
+        connection = self.session.connection
+        self._member.step(name)
+        self.session.lose(connection, name, 0.04)
+        connection.transaction = transaction = self._database.begin(self.session.instance)
+        connection.is_in_error = False
+        try:
+            self._lock(transaction, connection, waiting)
+            result = body(transaction)
+        except psycopg.Error:
+            self._database.abort(transaction)
+            connection.transaction = None
+            raise
+        if transaction.rows:
+            transaction.is_commit_sent = True
+            self._member.step(f"{name}: waits for COMMIT")
+            self._part(connection, f"waiting for COMMIT of {name}")
+        self._commit(connection)
+        return result
+
+    def _commit(self, connection: Connection) -> None:
+        self._database.commit(_alive(self._member, connection))
+        connection.transaction = None
+        self._member.step("committed, answer under way")
+        self.session.lose(connection, "waiting for the answer", 0.04)
+
+    def _part(self, connection: Connection, what: str) -> None:
+        """Perhaps lose the connection while COMMIT is on its way."""
+        _alive(self._member, connection)
+        if self._member.world.fault(f"lost while {what}", 0.05):
+            connection.broken = True
+            _leave(self._member.world, connection)
+            raise psycopg.OperationalError(f"connection lost while {what}")
+
+    def _lock(
+        self, transaction: Transaction, connection: Connection, partitions: Sequence[Partition]
+    ) -> None:
+        for _ in range(6):
+            if self._database.try_lock(transaction, partitions):
+                return
+            self._member.step("waits for a lock")
+            _alive(self._member, connection)
+        raise psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
+
+    def _found(self, partitions: Iterable[Partition]) -> list[Row]:
+        return [self._database.rows[p] for p in partitions if p in self._database.rows]
+
+    def _write(
+        self, transaction: Transaction, partitions: Iterable[Partition], change: Callable[[Row], Row]
+    ) -> list[Row]:
+        rows = [change(row) for row in self._found(partitions)]
+        transaction.rows.update({row.partition: row for row in rows})
+        return rows
+
+
+class Cluster:
+    """Stands for ``cluster.Cluster``: the broker's answers never change here."""
+
+    cluster_id = "c"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._world: World = settings["simulated.member"].world
+
+    def identify(self) -> str:
+        return self.cluster_id
+
+    def describe(self, topics: Iterable[str]) -> dict[str, Topic]:
+        return {topic: Topic("id", len(self._world.logs)) for topic in topics}
+
+    def ask(self, topics: Iterable[str]) -> dict[str, Future[Any]]:
+        return {}
+
+    def ranges(self, partitions: Iterable[Partition]) -> dict[Partition, tuple[int, int]]:
+        return {p: (0, self._world.logs[p].end) for p in partitions}
+
+
+class Watcher:
+    """Stands for ``watcher.Watcher``: frozen owners are ended by the world, at any time."""
+
+    def __init__(self, connect: Member, **options: Any) -> None: ...
+
+    def acquiring(self, pid: int, partitions: Sequence[Partition]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def watch(self, pid: int, **who: Any) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Clock:
+    """The time that the code under test sees; it passes only while somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@contextlib.contextmanager
+def simulated(clock: Clock, seed: int) -> Iterator[None]:
+    """Let consumers that are made meanwhile be members; time and jitter are the schedule's."""
+    random.seed(seed)
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            mock.patch.multiple(
+                consumer,
+                Session=Session,
+                Ledger=Ledger,
+                Watcher=Watcher,
+                Cluster=Cluster,
+                Consumer=Client,
+                schemas=_schemas,
+            ),
+            mock.patch.object(time, "monotonic", clock.monotonic),
+            mock.patch.object(time, "sleep", clock.sleep),
+        ):
+            yield
+    finally:
+        logging.disable(level)
+
+
+_schemas = mock.Mock()

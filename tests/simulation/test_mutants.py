@@ -1,0 +1,163 @@
+"""Each defence of the protocol is taken away once, and the simulator must notice.
+
+``EXACTLY_ONCE_MUTANTS=docs/mutants.md`` writes the table there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from uuid import UUID
+
+import pytest
+
+from exactly_once import Redelivered
+from exactly_once.delivery import Delivery
+from exactly_once.mirror import Mirror
+from exactly_once.model import Advance, Partition, Row
+from exactly_once.ownership import Ownership
+from exactly_once.settlement import Settlement
+from exactly_once.unit import Unit
+from exactly_once.upkeep import Upkeep
+
+from . import member
+from .database import Connection, Violation
+from .test_simulation import SCHEDULES, SEED
+from .world import FAULTS, Plan, World
+
+_QUIET = frozenset({"failover", "reset"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A defence that is missing: ``patch`` changes code, ``prepare`` the simulated server."""
+
+    name: str
+    patch: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    prepare: Callable[[World], None] | None = None
+    without: frozenset[str] = frozenset()
+    by: str = ""
+    """Part of the violation that counts; others do not show what is meant."""
+
+
+def _server(**flags: bool) -> Callable[[World], None]:
+    def prepare(world: World) -> None:
+        for name, value in flags.items():
+            setattr(world.database, name, value)
+
+    return prepare
+
+
+def _replaced(owner: type, name: str, function: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.object(owner, name, function)
+
+
+def _offset_first(
+    self: member.Ledger, connection: Connection, advances: Sequence[Advance], *, xid: str, commit: bool
+) -> None:
+    database = self.session.member.world.database
+    own = database.begin(self.session.instance)
+    self._lock(own, connection, [a.partition for a in advances])
+    database.advance(own, advances)
+    database.commit(own)
+    self.session.member.step("the offset is stored, the effects are not")
+    self._commit(connection)
+
+
+def _snapshot_acquire() -> AbstractContextManager[Any]:
+    original = member.Ledger.acquire
+
+    def acquire(self: member.Ledger, partitions: Sequence[Partition]) -> list[Row]:
+        rows = self.session.member.world.database.rows
+        seen = {p: rows[p].next_offset for p in partitions if p in rows}
+        return [replace(row, next_offset=seen.get(row.partition)) for row in original(self, partitions)]
+
+    return mock.patch.object(member.Ledger, "acquire", acquire)
+
+
+def _unknown_is_success(self: Settlement, unit: Unit, error: BaseException) -> None:
+    self._landed(unit)
+
+
+def _unknown_is_failure(self: Settlement, unit: Unit, error: BaseException) -> None:
+    self._give_back(unit)
+    raise Redelivered("surely it failed") from error
+
+
+def _stale_resolve(
+    self: member.Ledger, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float
+) -> list[Row]:
+    return [row for row in self.read(partitions) if row.owner_token in tokens]
+
+
+def _release_anybody(self: member.Ledger, partition: Partition, token: UUID) -> bool:
+    return partition in self.session.member.world.database.rows
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+MUTANTS = (
+    Mutant(name="no fence", prepare=_server(fences_token=False, fences_epoch=False)),
+    Mutant(
+        name="no fence, and the expected offset is not compared",
+        prepare=_server(fences_token=False, fences_epoch=False, compares_expected=False, minds_zombies=False),
+        without=_QUIET,
+    ),
+    Mutant(
+        name="fence on the epoch alone (a failover gives epochs out again)",
+        prepare=_server(fences_token=False),
+        by="a zombie",
+        without=frozenset(FAULTS) - {"expel", "failover", "freeze", "rebalance", "thaw", "produce"},
+    ),
+    Mutant(name="expected offset not compared", prepare=_server(compares_expected=False)),
+    Mutant(name="offset stored first, outside of the transaction", patch=_replaced(member.Ledger, "advance", _offset_first)),
+    Mutant(name="acquire returns an offset read before it had the lock", patch=_snapshot_acquire, without=_QUIET),
+    Mutant(name="unknown outcome read as success", patch=_replaced(Settlement, "_after_unknown", _unknown_is_success)),
+    Mutant(name="unknown outcome read as failure", patch=_replaced(Settlement, "_after_unknown", _unknown_is_failure)),
+    Mutant(name="resolve without a fresh token", patch=_replaced(member.Ledger, "resolve", _stale_resolve)),
+    Mutant(name="messages of an aborted unit not put back", patch=_replaced(Delivery, "put_back", lambda self, _: self.discard())),
+    Mutant(name="positions trusted after a poll that raised", patch=_replaced(Ownership, "misplaced", _nothing)),
+    Mutant(name="release of somebody else's token", patch=_replaced(member.Ledger, "_may_release", _release_anybody)),
+    Mutant(name="the ledger not looked at while no message comes", patch=_replaced(Upkeep, "_look_at_rows", _nothing)),
+    Mutant(name="membership never proved after a fence", patch=_replaced(Mirror, "prove", lambda *_: set())),
+)
+
+
+def _hunt(mutant: Mutant) -> tuple[int, str]:
+    """Return after how many schedules the mutant was caught, and by what."""
+    plan = Plan(is_strict=False, prepare=mutant.prepare, without=mutant.without)
+    with mutant.patch():
+        for count, seed in enumerate(range(SEED, SEED + SCHEDULES), start=1):
+            try:
+                World(seed, plan).run()
+            except Violation as violation:
+                if mutant.by not in str(violation).splitlines()[0]:
+                    continue
+                return count, str(violation).splitlines()[0].split("(")[0]
+    pytest.fail(f"survived {SCHEDULES} schedules from seed {SEED}: {mutant.name}")
+
+
+@pytest.fixture(scope="module")
+def caught() -> Iterator[dict[str, tuple[int, str]]]:
+    """What was caught, printed as a table at the end."""
+    found: dict[str, tuple[int, str]] = {}
+    yield found
+    table = ["| taken away | caught in schedule | by what |", "|---|---|---|"]
+    table += [f"| {name} | {count} | {how} |" for name, (count, how) in found.items()]
+    print("\n" + "\n".join(table))
+    if "EXACTLY_ONCE_MUTANTS" in os.environ:
+        path = Path(os.environ["EXACTLY_ONCE_MUTANTS"])
+        head, _, _ = path.read_text("utf-8").partition("| taken away")
+        path.write_text(head + "\n".join(table) + "\n", "utf-8")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_a_missing_defence_is_noticed(mutant: Mutant, caught: dict[str, tuple[int, str]]) -> None:
+    caught[mutant.name] = _hunt(mutant)

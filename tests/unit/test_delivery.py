@@ -1,0 +1,258 @@
+"""Delivery: nothing is lost, nothing comes twice, the order of a partition is kept, whatever happens between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from confluent_kafka import KafkaError, Message
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from exactly_once.delivery import Delivery
+from exactly_once.model import Partition, Row
+from exactly_once.ownership import Ownership
+
+A0, A1, B0 = Partition("a", 0), Partition("a", 1), Partition("b", 0)
+MANY = 10**9
+
+
+def message(partition: Partition, offset: int, *, size: int = 1) -> Message:
+    return Message(
+        topic=partition.topic, partition=partition.number, offset=offset, value=b"v" * size, leader_epoch=7
+    )
+
+
+def error(code: int) -> Message:
+    return Message(topic="a", partition=0, offset=3, error=KafkaError(code))
+
+
+def at(messages: list[Message]) -> list[tuple[str | None, int | None, int | None]]:
+    return [(m.topic(), m.partition(), m.offset()) for m in messages]
+
+
+def own(ownership: Ownership, partition: Partition, offset: int = 0) -> None:
+    """Bring a partition to where its messages flow."""
+    row = Row(partition=partition, next_offset=offset, owner_token=uuid4(), owner_epoch=1)
+    ownership.assigned([partition])
+    ownership.acquired([row])
+    ownership.started(partition, row)
+    ownership.placed([partition])
+
+
+def unexpected(_: Message) -> None:
+    pytest.fail("no error event was sent")
+
+
+def delivering(*partitions: Partition, on_error: Callable[[Message], None] = unexpected, **kw: Any) -> Delivery:
+    ownership = Ownership()
+    for partition in partitions:
+        own(ownership, partition)
+    return Delivery(ownership, on_error=on_error, **kw)
+
+
+def test_messages_come_out_as_they_went_in_with_their_ends() -> None:
+    delivery = delivering(A0, A1, B0)
+    given = [message(A0, 0), message(A0, 1), message(B0, 0), message(A1, 0), message(A0, 2)]
+    delivery.accept(given)
+    batch, ends = delivery.take(MANY, MANY)
+    assert batch == given
+    assert ends == {A0: (3, 7), A1: (1, 7), B0: (1, 7)}
+    assert (delivery.gaps, delivery.dropped, delivery.attempt) == (0, 0, 1)
+    assert delivery.take(MANY, MANY)[0] == []
+
+
+def test_error_events_go_to_on_error_and_are_never_delivered() -> None:
+    errors: list[Message] = []
+    delivery = delivering(A0, on_error=errors.append)
+    events = [error(KafkaError._PARTITION_EOF), error(KafkaError._ALL_BROKERS_DOWN)]
+    delivery.accept([events[0], message(A0, 0), events[1], message(A0, 1)])
+    assert errors == events
+    assert at(delivery.take(MANY, MANY)[0]) == [("a", 0, 0), ("a", 0, 1)]
+    assert delivery.dropped == 0
+
+
+@pytest.mark.parametrize(("offsets", "gaps"), [([0, 1, 2], 0), ([0, 2, 3], 1), ([5, 6, 9], 2), ([0, 3, 4, 9], 2)])
+def test_a_gap_of_the_log_is_counted_and_passed(offsets: list[int], gaps: int) -> None:
+    delivery = delivering(A0)
+    delivery.accept([message(A0, offset) for offset in offsets])
+    assert [m.offset() for m in delivery.take(MANY, MANY)[0]] == offsets
+    assert delivery.gaps == gaps
+
+
+def test_a_gap_between_two_fetches_is_counted_too() -> None:
+    delivery = delivering(A0)
+    delivery.accept([message(A0, 0)])
+    delivery.accept([message(A0, 5)])
+    assert delivery.gaps == 1
+
+
+def test_what_was_fetched_before_is_dropped_and_counted() -> None:
+    delivery = delivering(A0)
+    delivery.accept([message(A0, 0), message(A0, 1), message(A0, 2)])
+    delivery.accept([message(A0, 1), message(A0, 2), message(A0, 3)])
+    assert [m.offset() for m in delivery.take(MANY, MANY)[0]] == [0, 1, 2, 3]
+    assert (delivery.dropped, delivery.gaps) == (2, 0)
+
+
+def test_messages_of_partitions_that_are_not_ours_are_dropped_and_counted() -> None:
+    delivery = delivering(A0)
+    delivery.accept([message(A1, 0), message(A0, 0), message(B0, 0)])
+    assert at(delivery.take(MANY, MANY)[0]) == [("a", 0, 0)]
+    assert delivery.dropped == 2
+
+
+@pytest.mark.parametrize("queue_bytes", [0, 50])
+def test_a_batch_is_bounded_by_count_and_by_bytes(queue_bytes: int) -> None:
+    delivery = delivering(A0, queue_bytes=queue_bytes)
+    delivery.accept([message(A0, offset, size=10) for offset in range(6)])
+    assert [m.offset() for m in delivery.take(2, 49)[0]] == [0, 1]
+    assert [m.offset() for m in delivery.take(9, 29)[0]] == [2, 3]
+    assert [m.offset() for m in delivery.take(9, 20)[0]] == [4, 5]
+
+
+def test_a_message_larger_than_the_bound_comes_alone() -> None:
+    delivery = delivering(A0)
+    delivery.accept([message(A0, 0, size=100), message(A0, 1, size=100)])
+    assert [m.offset() for m in delivery.take(9, 10)[0]] == [0]
+    assert [m.offset() for m in delivery.take(9, 10)[0]] == [1]
+
+
+def test_a_batch_that_is_put_back_comes_first_alone_and_counts_its_attempts() -> None:
+    delivery = delivering(A0)
+    delivery.accept([message(A0, 0), message(A0, 1)])
+    batch, _ = delivery.take(MANY, MANY)
+    delivery.accept([message(A0, 2)])
+    delivery.put_back(batch)
+    assert delivery.take(MANY, MANY) == (batch, {A0: (2, 7)})
+    assert delivery.attempt == 2
+    delivery.committed()
+    assert delivery.take(MANY, MANY)[1] == {A0: (3, 7)}
+    assert delivery.attempt == 1
+
+
+def test_a_batch_that_is_put_back_may_come_in_parts() -> None:
+    delivery = delivering(A0)
+    delivery.accept([message(A0, offset) for offset in range(4)])
+    delivery.put_back(delivery.take(MANY, MANY)[0])
+    assert delivery.take(2, MANY)[1] == {A0: (2, 7)}
+    assert delivery.take(2, MANY)[1] == {A0: (4, 7)}
+
+
+def test_with_one_topic_its_name_is_not_asked_of_each_message() -> None:
+    delivery = delivering(A0, A1)
+    delivery.only_topic = "a"
+    delivery.accept([message(A0, 0), message(A1, 0), message(A0, 1)])
+    assert delivery.take(MANY, MANY)[1] == {A0: (2, 7), A1: (1, 7)}
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Fetching, units and trouble in any order, against a model that only counts what was applied."""
+
+    partitions = (A0, A1, B0)
+
+    @initialize(holes=st.sets(st.integers(0, 200)), only_owned=st.booleans())
+    def begin(self, holes: set[int], *, only_owned: bool) -> None:
+        self.log = {p: [o for o in range(200) if (o + p.number) not in holes] for p in self.partitions}
+        self.ownership = Ownership()
+        self.errors: list[Message] = []
+        self.delivery = Delivery(self.ownership, on_error=self.errors.append)
+        self.position = dict.fromkeys(self.partitions, 0)
+        self.ledger = dict.fromkeys(self.partitions, 0)
+        self.applied: dict[Partition, list[int]] = {p: [] for p in self.partitions}
+        self.unit: list[Message] = []
+        self.advances: list[Any] = []
+        for partition in self.partitions[: 2 if only_owned else 3]:
+            own(self.ownership, partition)
+
+    @rule(data=st.data(), with_error=st.booleans(), repeat=st.booleans())
+    def fetch(self, data: st.DataObject, *, with_error: bool, repeat: bool) -> None:
+        fetched = []
+        for partition in data.draw(st.lists(st.sampled_from(self.partitions), max_size=4)):
+            start = max(0, self.position[partition] - 2 * repeat)
+            run = [o for o in self.log[partition] if o >= start][: data.draw(st.integers(0, 4))]
+            fetched += [message(partition, offset, size=offset % 5) for offset in run]
+            self.position[partition] = max([self.position[partition], *(o + 1 for o in run)])
+        if with_error:
+            fetched.insert(len(fetched) // 2, error(KafkaError._PARTITION_EOF))
+        self.delivery.accept(fetched)
+
+    @precondition(lambda self: not self.unit)
+    @rule(count=st.integers(1, 6), size=st.integers(1, 12))
+    def take(self, count: int, size: int) -> None:
+        self.unit, ends = self.delivery.take(count, size)
+        assert len(self.unit) <= count
+        assert sum(map(len, self.unit)) <= size or len(self.unit) == 1
+        assert all(m.error() is None for m in self.unit)
+        self.advances = self.ownership.hand_out(ends)
+
+    @precondition(lambda self: self.unit)
+    @rule()
+    def commit(self) -> None:
+        for m in self.unit:
+            self.applied[Partition(str(m.topic()), m.partition() or 0)].append(m.offset() or 0)
+        self.ledger |= {a.partition: a.next_offset for a in self.advances}
+        self.ownership.committed(self.advances)
+        self.delivery.committed()
+        self.unit = []
+
+    @precondition(lambda self: self.unit)
+    @rule()
+    def abort(self) -> None:
+        self.ownership.aborted(self.advances)
+        self.delivery.put_back(self.unit)
+        self.unit = []
+
+    @precondition(lambda self: not self.unit)
+    @rule()
+    def poll_raised(self) -> None:
+        self.ownership.misplaced()
+        self.delivery.discard()
+        self._place()
+
+    @precondition(lambda self: not self.unit)
+    @rule(partition=st.sampled_from(partitions))
+    def revoked_and_assigned_again(self, partition: Partition) -> None:
+        self.ownership.revoked([partition])
+        self.delivery.discard()
+        own(self.ownership, partition, self.ledger[partition])
+        self.position[partition] = self.ledger[partition]
+
+    @precondition(lambda self: not self.unit)
+    @rule(partition=st.sampled_from(partitions))
+    def revoked(self, partition: Partition) -> None:
+        self.ownership.revoked([partition])
+        self.delivery.discard()
+
+    @invariant()
+    def applied_is_the_log_up_to_the_ledger(self) -> None:
+        for partition in getattr(self, "log", ()):
+            below = [o for o in self.log[partition] if o < self.ledger[partition]]
+            assert self.applied[partition] == below
+
+    def teardown(self) -> None:
+        """Whatever happened: what is owned can still be read to its end."""
+        if not hasattr(self, "log"):
+            return
+        if self.unit:
+            self.abort()
+        self.poll_raised()
+        for partition in self.ownership.holdings:
+            self.delivery.accept([message(partition, o) for o in self.log[partition] if o >= self.position[partition]])
+        while self.delivery.waiting:
+            self.unit, ends = self.delivery.take(50, MANY)
+            self.advances = self.ownership.hand_out(ends)
+            self.commit()
+        assert all(self.applied[p] == self.log[p] for p in self.ownership.holdings)
+
+    def _place(self) -> None:
+        targets = self.ownership.to_place()
+        self.position |= {p: h.expected for p, h in targets.items()}
+        self.ownership.placed(targets)
+
+
+Interleavings.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestInterleavings = Interleavings.TestCase

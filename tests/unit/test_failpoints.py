@@ -1,0 +1,63 @@
+"""Failpoints: nothing happens unless armed, and then exactly at the moment named."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import exactly_once
+from exactly_once import failpoints
+
+PACKAGE = Path(exactly_once.__file__).parent
+
+
+def test_an_unarmed_failpoint_does_nothing() -> None:
+    for name in failpoints.NAMES:
+        assert not failpoints.is_armed(name)
+        failpoints.failpoint(name)
+
+
+def test_an_armed_failpoint_acts_each_time_and_alone() -> None:
+    acted: list[str] = []
+    failpoints.arm("begun", lambda: acted.append("begun"))
+    for name in [*failpoints.NAMES, "begun"]:
+        failpoints.failpoint(name)
+    assert acted == ["begun", "begun"]
+    assert [name for name in failpoints.NAMES if failpoints.is_armed(name)] == ["begun"]
+
+
+def test_disarm_disarms_everything() -> None:
+    for name in failpoints.NAMES:
+        failpoints.arm(name, pytest.fail)
+    failpoints.disarm()
+    for name in failpoints.NAMES:
+        failpoints.failpoint(name)
+
+
+def test_what_a_failpoint_raises_comes_out_of_it() -> None:
+    def injure() -> None:
+        raise KeyboardInterrupt
+
+    failpoints.arm("handled", injure)
+    with pytest.raises(KeyboardInterrupt):
+        failpoints.failpoint("handled")
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="no failpoint 'begin'; there are polled, begun"):
+        failpoints.arm("begin", pytest.fail)
+
+
+def test_each_name_marks_exactly_one_moment_of_the_library() -> None:
+    passed = sorted(
+        str(node.args[0].value)
+        for path in PACKAGE.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "failpoint"
+        and isinstance(node.args[0], ast.Constant)
+    )
+    assert passed == sorted(failpoints.NAMES)

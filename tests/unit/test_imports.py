@@ -1,0 +1,108 @@
+"""Imports point one way, and importing the library brings in nothing but its three dependencies."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import exactly_once
+
+PACKAGE = Path(exactly_once.__file__).parent
+
+LAYERS = (
+    {"errors", "failpoints", "model", "outcome", "sql"},
+    {"ownership", "session", "retry"},
+    {"assignment", "cluster", "config", "delivery", "ledger", "mirror", "schema", "watcher"},
+    {"start", "unit_of_work"},
+    {"unit"},
+    {"settlement"},
+    {"upkeep"},
+    {"units"},
+    {"service"},
+    {"consumer"},
+)
+"""A module imports from layers above its own only; within one layer nothing is imported, except here:"""
+WITHIN_A_LAYER: set[tuple[str, str]] = set()
+
+PURE = {
+    "failpoints": set[str](),
+    "model": set[str](),
+    "ownership": set[str](),
+    "delivery": {"confluent_kafka"},
+    "outcome": {"psycopg"},
+}
+"""Modules without I/O, and the package whose types they need nevertheless."""
+HARMLESS = {"__future__", "collections", "collections.abc", "dataclasses", "enum", "itertools", "typing", "uuid"}
+
+
+def imports_of(module: str) -> tuple[set[str], set[str]]:
+    """Return the modules of the library that a module imports, and the other ones."""
+    path = PACKAGE / f"{module}.py"
+    if not path.exists():
+        path = PACKAGE / module / "__init__.py"
+    own: set[str] = set()
+    others: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            others |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            others.add(str(node.module))
+        elif isinstance(node, ast.ImportFrom):
+            own |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+    return own, others
+
+
+def modules() -> set[str]:
+    return {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")} | {"sql"}
+
+
+def test_every_module_has_its_layer() -> None:
+    known = [name for layer in LAYERS for name in layer]
+    assert len(known) == len(set(known))
+    assert modules() <= set(known), "a new module: which may import it, and whom may it import?"
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_a_module_imports_only_from_the_layers_above_it(module: str) -> None:
+    (depth,) = [depth for depth, layer in enumerate(LAYERS) if module in layer]
+    allowed = set().union(*LAYERS[:depth]) | {there for here, there in WITHIN_A_LAYER if here == module}
+    assert imports_of(module)[0] <= allowed
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_a_pure_module_imports_no_io(module: str) -> None:
+    own, others = imports_of(module)
+    assert own <= set(PURE)
+    assert others - HARMLESS == PURE[module]
+
+
+def test_subpackages_are_not_imported_by_the_library() -> None:
+    for module in modules():
+        assert not imports_of(module)[0] & {"cli", "demo", "embedded"}
+
+
+_FRESH = """
+import sys
+before = set(sys.modules)
+import exactly_once
+print(*sorted({name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names}))
+"""
+
+
+def test_importing_the_library_imports_its_three_dependencies_only() -> None:
+    fresh = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=60)
+    imported = fresh.stdout.split()
+    # What psycopg brings along itself; the underscore is the standard library's and Cython's.
+    theirs = {"cython_runtime", "psycopg_binary", "psycopg_c", "typing_extensions"}
+    packages = {name.partition(".")[0] for name in imported} - theirs
+    assert {name for name in packages if not name.startswith("_")} == {
+        "exactly_once",
+        "confluent_kafka",
+        "psycopg",
+        "tenacity",
+    }
+    assert not [name for name in imported if name.startswith(("exactly_once.cli", "exactly_once.embedded"))]

@@ -1,0 +1,453 @@
+"""Ownership: the state machine alone, under any order of events, against a ledger of one line per partition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from uuid import UUID, uuid4
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from exactly_once.model import Advance, Partition, Row
+from exactly_once.ownership import Ownership, Resolution, State, Verdict, verdict_on
+
+PARTITIONS = [Partition("a", 0), Partition("a", 1), Partition("b", 0)]
+P, Q = PARTITIONS[:2]
+
+
+def row(partition: Partition, offset: int | None = 0, *, token: UUID | None = None, epoch: int = 1) -> Row:
+    return Row(partition=partition, next_offset=offset, owner_token=token or uuid4(), owner_epoch=epoch)
+
+
+def owning(*partitions: Partition, offset: int = 0) -> tuple[Ownership, dict[Partition, Row]]:
+    """Make an ownership whose partitions flow from ``offset``."""
+    ownership = Ownership()
+    rows = {p: row(p, offset) for p in partitions}
+    ownership.assigned(partitions)
+    ownership.acquired(rows.values())
+    for partition in partitions:
+        ownership.started(partition, rows[partition])
+    ownership.placed(partitions)
+    return ownership, rows
+
+
+def in_doubt(*partitions: Partition) -> tuple[Ownership, dict[Partition, Row], list[Advance]]:
+    """Make an ownership with a unit over offsets 0 to 9 whose COMMIT got no answer."""
+    ownership, rows = owning(*partitions)
+    advances = ownership.hand_out({p: (10, 3) for p in partitions})
+    ownership.unknown(advances)
+    return ownership, rows, advances
+
+
+def test_a_partition_passes_through_its_states_to_where_messages_flow() -> None:
+    ownership = Ownership()
+    ownership.assigned([Q, P])
+    assert ownership.to_acquire() == [P, Q], "in locking order"
+    mine = row(P, 5)
+    ownership.acquired([mine])
+    assert ownership.holdings[P].state is State.STARTING
+    assert ownership.deliverable(P) is None
+    ownership.started(P, mine)
+    assert list(ownership.to_place()) == [P]
+    assert ownership.deliverable(P) is None
+    ownership.placed([P])
+    assert ownership.deliverable(P) is ownership.holdings[P]
+    assert ownership.to_acquire() == [Q]
+
+
+def test_an_advance_says_all_that_the_ledger_must_compare() -> None:
+    ownership = Ownership()
+    ownership.assigned([P])
+    mine = replace(row(P, 5, epoch=9), topic_id="id", leader_epoch=2)
+    ownership.acquired([mine])
+    ownership.started(P, mine)
+    ownership.placed([P])
+    assert mine.owner_token is not None
+    assert ownership.hand_out({P: (8, 4)}) == [
+        Advance(
+            partition=P, token=mine.owner_token, epoch=9, topic_id="id", expected=5, next_offset=8, leader_epoch=4
+        )
+    ]
+
+
+def test_a_unit_that_was_not_accounted_for_stops_the_next() -> None:
+    ownership, _ = owning(P)
+    ownership.hand_out({P: (3, None)})
+    with pytest.raises(AssertionError):
+        ownership.hand_out({P: (5, None)})
+
+
+@pytest.mark.parametrize("state", [State.PENDING, State.STARTING, State.FENCED])
+def test_nothing_is_handed_out_of_a_partition_that_is_not_owned(state: State) -> None:
+    ownership, _ = owning(P)
+    ownership.holdings[P].state = state
+    with pytest.raises(AssertionError):
+        ownership.hand_out({P: (3, None)})
+
+
+def test_a_commit_moves_what_is_expected_and_an_abort_takes_back_what_was_handed_out() -> None:
+    ownership, _ = owning(P)
+    ownership.aborted(ownership.hand_out({P: (3, 1)}))
+    assert ownership.holdings[P].handed_out == ownership.holdings[P].expected == 0
+    ownership.committed(ownership.hand_out({P: (3, 1)}))
+    assert (ownership.holdings[P].expected, ownership.holdings[P].leader_epoch) == (3, 1)
+
+
+def test_what_becomes_of_a_unit_does_not_touch_a_later_acquisition() -> None:
+    ownership, _ = owning(P)
+    advances = ownership.hand_out({P: (3, None)})
+    ownership.assigned([P])
+    mine = row(P, 7)
+    ownership.acquired([mine])
+    ownership.started(P, mine)
+    ownership.placed([P])
+    ownership.committed(advances)
+    ownership.aborted(advances)
+    ownership.judge(advances, [])
+    assert ownership.holdings[P].state is State.OWNED
+    assert ownership.holdings[P].expected == 7
+
+
+def test_a_row_that_comes_after_the_revocation_is_given_back() -> None:
+    ownership = Ownership()
+    ownership.assigned([P])
+    ownership.revoked([P])
+    mine = row(P)
+    ownership.acquired([mine])
+    assert ownership.releases == [(P, mine.owner_token)]
+    assert not ownership.holdings
+
+
+def test_what_cannot_be_started_is_given_back_and_pending_again() -> None:
+    ownership = Ownership()
+    ownership.assigned([P])
+    mine = row(P)
+    ownership.acquired([mine])
+    ownership.not_started([P, Q])
+    assert ownership.to_acquire() == [P]
+    assert ownership.releases == [(P, mine.owner_token)]
+
+
+def test_a_start_under_another_token_is_ignored() -> None:
+    ownership = Ownership()
+    ownership.assigned([P])
+    ownership.acquired([row(P)])
+    ownership.started(P, row(P, 3))
+    ownership.started(Q, row(Q, 3))
+    assert ownership.holdings[P].state is State.STARTING
+
+
+def test_distrusted_positions_are_placed_again_from_the_expected_offset() -> None:
+    ownership, _ = owning(P, offset=4)
+    ownership.holdings[P].fetched = 9
+    ownership.misplaced()
+    assert ownership.deliverable(P) is None
+    assert {p: h.expected for p, h in ownership.to_place().items()} == {P: 4}
+    ownership.placed([P])
+    assert ownership.holdings[P].fetched == 4
+
+
+def test_a_unit_in_doubt_that_landed_moves_on_under_the_fresh_token() -> None:
+    ownership, rows, _ = in_doubt(P)
+    fresh = uuid4()
+    assert ownership.resolved([replace(rows[P], next_offset=10, owner_token=fresh)]) is Resolution.COMMITTED
+    holding = ownership.holdings[P]
+    assert (holding.expected, holding.handed_out, holding.token, holding.leader_epoch) == (10, 10, fresh, 3)
+    assert ownership.doubt is None
+
+
+def test_a_unit_in_doubt_that_did_not_land_is_taken_back_under_the_fresh_token() -> None:
+    ownership, rows, _ = in_doubt(P)
+    fresh = uuid4()
+    assert ownership.resolved([replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
+    holding = ownership.holdings[P]
+    assert (holding.expected, holding.handed_out, holding.token, holding.placed) == (0, 0, fresh, True)
+
+
+def test_a_row_of_the_unit_in_doubt_that_is_gone_was_taken_by_somebody() -> None:
+    ownership, _, _ = in_doubt(P)
+    assert ownership.resolved([]) is Resolution.FENCED
+    assert ownership.to_prove() == [P]
+
+
+def test_one_row_that_is_still_ours_tells_of_the_whole_unit() -> None:
+    ownership, rows, _ = in_doubt(P, Q)
+    assert ownership.resolved([replace(rows[P], next_offset=10)]) is Resolution.COMMITTED
+    assert ownership.to_prove() == [Q]
+
+
+def test_a_row_resolved_after_the_revocation_is_given_back_under_its_fresh_token() -> None:
+    ownership, rows, _ = in_doubt(P)
+    ownership.revoked([P])
+    fresh = uuid4()
+    assert ownership.resolved([replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
+    assert ownership.releases == [(P, rows[P].owner_token), (P, fresh)]
+
+
+@pytest.mark.parametrize("offset", [3, 99])
+def test_a_row_in_doubt_that_moved_elsewhere_is_followed(offset: int) -> None:
+    ownership, rows, _ = in_doubt(P)
+    ownership.resolved([replace(rows[P], next_offset=offset)])
+    assert ownership.to_place()[P].expected == offset
+
+
+@pytest.mark.parametrize("path", ["resolved", "judge", "seen"])
+def test_a_row_that_lost_its_start_in_a_failover_is_acquired_again(path: str) -> None:
+    ownership, rows, advances = in_doubt(P)
+    lost = replace(rows[P], next_offset=None)
+    if path == "resolved":
+        ownership.resolved([lost])
+    elif path == "judge":
+        assert ownership.judge(advances, [lost]) == {P: Verdict.REWOUND}
+    else:
+        ownership.seen([P], [lost])
+    assert ownership.to_acquire() == [P]
+
+
+ADVANCE = Advance(
+    partition=P, token=uuid4(), epoch=2, topic_id="id", expected=5, next_offset=8, leader_epoch=None
+)
+STORED = Row(partition=P, next_offset=5, owner_epoch=2, owner_token=ADVANCE.token, topic_id="id")
+
+
+@pytest.mark.parametrize(
+    ("stored", "verdict"),
+    [
+        (STORED, Verdict.MATCHES),
+        (None, Verdict.MISSING),
+        (replace(STORED, owner_token=uuid4()), Verdict.FENCED),
+        (replace(STORED, owner_token=None), Verdict.FENCED),
+        (replace(STORED, owner_epoch=3), Verdict.FENCED),
+        (replace(STORED, topic_id="other"), Verdict.RECREATED),
+        (replace(STORED, topic_id=None), Verdict.RECREATED),
+        (replace(STORED, next_offset=4), Verdict.REWOUND),
+        (replace(STORED, next_offset=None), Verdict.REWOUND),
+        (replace(STORED, next_offset=6), Verdict.AHEAD),
+        (replace(STORED, next_offset=6, owner_token=uuid4(), topic_id="other"), Verdict.FENCED),
+    ],
+)
+def test_a_row_that_did_not_advance_is_judged_by_its_token_first(stored: Row | None, verdict: Verdict) -> None:
+    assert verdict_on(ADVANCE, stored) is verdict
+
+
+@pytest.mark.parametrize("change", [{"owner_token": uuid4()}, {"owner_token": None}, {"owner_epoch": 5}])
+def test_another_owner_is_seen_between_units(change: dict[str, UUID | int | None]) -> None:
+    ownership, rows = owning(P, Q)
+    ownership.seen([P, Q], [replace(rows[P], **change), rows[Q]])  # type: ignore[arg-type]
+    assert ownership.to_prove() == [P]
+    assert ownership.deliverable(Q) is not None
+
+
+def test_a_row_that_is_gone_is_seen_between_units() -> None:
+    ownership, _ = owning(P)
+    ownership.seen([P, Q], [])
+    assert ownership.to_prove() == [P]
+
+
+def test_an_offset_that_moved_is_followed_between_units() -> None:
+    ownership, rows = owning(P, Q, offset=7)
+    ownership.seen([P, Q], [replace(rows[P], next_offset=4), rows[Q]])
+    assert {p: h.expected for p, h in ownership.to_place().items()} == {P: 4}
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Kafka, the ledger and units in any order. The ledger is exact; only what we know of it may lag."""
+
+    partitions = st.lists(st.sampled_from(PARTITIONS), unique=True, max_size=3)
+    some = st.lists(st.sampled_from(PARTITIONS), unique=True, min_size=1, max_size=3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ownership = Ownership()
+        self.rows = {p: Row(partition=p, next_offset=0, owner_epoch=0) for p in PARTITIONS}
+        self.unit: list[Advance] = []
+        self.ours: dict[UUID, Partition] = {}
+        self.released: list[UUID] = []
+
+    @rule(partitions=partitions)
+    def assign(self, partitions: list[Partition]) -> None:
+        self.ownership.assigned(partitions)
+        assert set(partitions) <= set(self.ownership.to_acquire())
+
+    @rule(partitions=partitions)
+    def revoke(self, partitions: list[Partition]) -> None:
+        self.ownership.revoked(partitions)
+        assert not set(partitions) & set(self.ownership.holdings)
+
+    @rule(late=partitions)
+    def acquire(self, late: list[Partition]) -> None:
+        """``late`` partitions were revoked while the answer was under way."""
+        pending = self.ownership.to_acquire()
+        rows = [self._taken(p, uuid4()) for p in pending]
+        self.ours |= {r.owner_token: r.partition for r in rows if r.owner_token}
+        self.ownership.revoked(late)
+        self.ownership.acquired(rows)
+
+    @rule(partitions=some, works=st.booleans())
+    def start(self, partitions: list[Partition], *, works: bool) -> None:
+        starting = [p for p in partitions if self._is(p, State.STARTING)]
+        for partition in starting if works else []:
+            self.ownership.started(partition, self.rows[partition])
+        self.ownership.not_started(starting)
+        assert not any(self._is(p, State.STARTING) for p in starting)
+
+    @rule()
+    def prove(self) -> None:
+        fenced = self.ownership.to_prove()
+        self.ownership.proved([*fenced, *PARTITIONS])
+        assert self.ownership.to_prove() == []
+        assert set(fenced) <= set(self.ownership.to_acquire())
+
+    @rule(partitions=some)
+    def steal(self, partitions: list[Partition]) -> None:
+        """Another member acquires rows and applies something."""
+        for partition in partitions:
+            taken = self._taken(partition, uuid4())
+            self.rows[partition] = replace(taken, next_offset=(taken.next_offset or 0) + 2)
+
+    @precondition(lambda self: not self.unit)
+    @rule()
+    def place(self) -> None:
+        targets = self.ownership.to_place()
+        self.ownership.placed(targets)
+        assert self.ownership.to_place() == {}
+
+    @precondition(lambda self: not self.unit)
+    @rule()
+    def distrust(self) -> None:
+        self.ownership.misplaced()
+
+    @precondition(lambda self: not self.unit)
+    @rule(length=st.integers(1, 3), partitions=some)
+    def hand_out(self, length: int, partitions: list[Partition]) -> None:
+        ends: dict[Partition, tuple[int, int | None]] = {}
+        for partition in partitions:
+            holding = self.ownership.deliverable(partition)
+            if holding is not None:
+                holding.fetched = max(holding.fetched, holding.expected + length)
+                ends[partition] = (holding.expected + length, None)
+        self.unit = self.ownership.hand_out(ends)
+
+    @precondition(lambda self: self.unit)
+    @rule(landed=st.booleans())
+    def know_the_outcome(self, *, landed: bool) -> None:
+        if landed and self._advance():
+            self.ownership.committed(self.unit)
+        else:
+            self.ownership.aborted(self.unit)
+        self.unit = []
+
+    @precondition(lambda self: self.unit)
+    @rule()
+    def come_short(self) -> None:
+        if not all(verdict_on(a, self.rows[a.partition]) is Verdict.MATCHES for a in self.unit):
+            verdicts = self.ownership.judge(self.unit, self.rows.values())
+            assert set(verdicts) == {a.partition for a in self.unit}
+            self.unit = []
+
+    @precondition(lambda self: self.unit)
+    @rule(landed=st.booleans(), revoked=partitions)
+    def resolve(self, revoked: list[Partition], *, landed: bool) -> None:
+        self.ownership.unknown(self.unit)
+        did_land = landed and self._advance()
+        self.ownership.revoked(revoked)
+        doubt = self.ownership.doubt
+        assert doubt is not None
+        fresh = uuid4()
+        found = [a.partition for a in self.unit if self.rows[a.partition].owner_token in doubt.tokens]
+        for partition in found:
+            self.rows[partition] = replace(self.rows[partition], owner_token=fresh)
+        self.ours |= {fresh: p for p in found[:1]}
+        resolution = self.ownership.resolved([self.rows[p] for p in found])
+        if found:
+            assert resolution is (Resolution.COMMITTED if did_land else Resolution.ABORTED)
+        else:
+            assert resolution is Resolution.FENCED
+        self.unit = []
+
+    @precondition(lambda self: not self.unit)
+    @rule()
+    def look(self) -> None:
+        self.ownership.seen(PARTITIONS, self.rows.values())
+
+    @rule()
+    def release(self) -> None:
+        releases, self.ownership.releases = self.ownership.releases, []
+        for partition, token in releases:
+            held = self.ownership.holdings.get(partition)
+            assert held is None or held.token != token, "what is held is not given back"
+            self.released.append(token)
+            if self.rows[partition].owner_token == token:
+                self.rows[partition] = replace(self.rows[partition], owner_token=None)
+
+    @invariant()
+    def offsets_are_in_order_where_messages_flow(self) -> None:
+        for partition in PARTITIONS:
+            holding = self.ownership.deliverable(partition)
+            if holding is not None:
+                assert 0 <= holding.expected <= holding.handed_out <= holding.fetched
+
+    @invariant()
+    def whoever_still_has_the_token_knows_the_offset(self) -> None:
+        for partition, holding in self.ownership.holdings.items():
+            stored = self.rows[partition]
+            if holding.state is State.OWNED and stored.owner_token == holding.token and not self.unit:
+                assert holding.expected == holding.handed_out == stored.next_offset
+
+    @invariant()
+    def a_token_is_where_it_belongs_and_nowhere_else(self) -> None:
+        for _, holding in self.ownership.holdings.items():
+            assert (holding.token is not None) is (holding.state in (State.STARTING, State.OWNED))
+        kept = [(p, h.token) for p, h in self.ownership.holdings.items() if h.token] + self.ownership.releases
+        assert len(kept) == len(set(kept)), "nothing is released twice, nor while it is held"
+
+    @invariant()
+    def every_holding_has_something_to_be_done_next(self) -> None:
+        """No state is a dead end: each is in one of the lists, or its messages flow."""
+        for partition, holding in self.ownership.holdings.items():
+            next_steps = [
+                partition in self.ownership.to_acquire(),
+                partition in self.ownership.to_prove(),
+                partition in self.ownership.to_place(),
+                holding.state is State.STARTING,
+                self.ownership.deliverable(partition) is not None,
+            ]
+            assert sum(next_steps) == 1
+
+    def teardown(self) -> None:
+        """The right events lead from anywhere to where messages flow, and from there to nothing."""
+        self.ownership.aborted(self.unit)
+        self.unit = []
+        self.start(PARTITIONS, works=True)
+        self.look()
+        self.prove()
+        self.acquire([])
+        self.start(PARTITIONS, works=True)
+        self.place()
+        assert all(self.ownership.deliverable(p) for p in self.ownership.holdings)
+        self.ownership.revoked(PARTITIONS)
+        self.release()
+        assert not any(r.owner_token in self.ours for r in self.rows.values()), "all that was ours is given back"
+
+    def _is(self, partition: Partition, state: State) -> bool:
+        holding = self.ownership.holdings.get(partition)
+        return holding is not None and holding.state is state
+
+    def _taken(self, partition: Partition, token: UUID) -> Row:
+        stored = self.rows[partition]
+        self.rows[partition] = replace(stored, owner_epoch=stored.owner_epoch + 1, owner_token=token)
+        return self.rows[partition]
+
+    def _advance(self) -> bool:
+        """Do what the server does with the unit: all of it or nothing."""
+        if not all(verdict_on(a, self.rows[a.partition]) is Verdict.MATCHES for a in self.unit):
+            return False
+        for a in self.unit:
+            self.rows[a.partition] = replace(self.rows[a.partition], next_offset=a.next_offset)
+        return True
+
+
+AnyOrder.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

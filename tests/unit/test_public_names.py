@@ -1,0 +1,91 @@
+"""The public surface: what is exported, how it presents itself, and the tree of errors."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+
+import psycopg
+import pytest
+
+import exactly_once
+from exactly_once import errors
+
+PUBLIC = [getattr(exactly_once, name) for name in exactly_once.__all__ if name != "__version__"]
+ERRORS = [e for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, errors.ExactlyOnceError)]
+
+
+def test_all_is_what_is_visible() -> None:
+    visible = {
+        name
+        for name, value in vars(exactly_once).items()
+        if not name.startswith("_") and not inspect.ismodule(value) and name != "annotations"
+    }
+    assert visible | {"__version__"} == set(exactly_once.__all__)
+
+
+def test_all_is_sorted() -> None:
+    assert exactly_once.__all__ == sorted(exactly_once.__all__)
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda p: p.__name__)
+def test_a_public_name_presents_itself(public: type) -> None:
+    assert public.__doc__, "it has a docstring of its own"
+    assert public.__doc__ != (public.__base__ or object).__doc__
+    assert public.__module__ == "exactly_once"
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda p: p.__name__)
+def test_every_public_method_has_a_docstring(public: type) -> None:
+    own = [
+        member for name, member in vars(public).items() if not name.startswith("_") and not isinstance(member, str)
+    ]
+    assert all(inspect.getdoc(member) for member in own)
+
+
+def drawn_tree() -> list[tuple[int, str]]:
+    """Read depth and name of every error that the docstring of the module draws."""
+    drawn = []
+    for line in (errors.__doc__ or "").splitlines():
+        if found := re.match(r"^([│├└─ ]*)([A-Z]\w+)( |$)", line):
+            drawn.append((len(found[1]) // 4, found[2]))
+    return drawn[drawn.index((0, "ExactlyOnceError")) :]
+
+
+def test_the_drawn_tree_has_every_error_in_the_order_of_the_module() -> None:
+    assert [name for _, name in drawn_tree()] == [error.__name__ for error in ERRORS]
+
+
+def test_every_error_hangs_where_it_is_drawn() -> None:
+    above: list[str] = []
+    for depth, name in drawn_tree():
+        above[depth:] = [name]
+        assert getattr(errors, name).__base__.__name__ == ([*["Exception"], *above])[depth]
+
+
+def test_the_second_base_that_is_drawn_is_there() -> None:
+    drawn = dict(re.findall(r"(\w+) \(([\w.]+)\) ", errors.__doc__ or ""))
+    real = {
+        error.__name__: f"{base.__module__}.{base.__qualname__}".removeprefix("builtins.")
+        for error in ERRORS
+        for base in error.__bases__[1:]
+    }
+    assert drawn == real
+
+
+def test_every_error_is_exported() -> None:
+    assert {error.__name__ for error in ERRORS} <= set(exactly_once.__all__)
+
+
+def test_redelivered_is_caught_as_the_driver_error_it_is() -> None:
+    assert issubclass(exactly_once.Redelivered, psycopg.OperationalError)
+    assert exactly_once.Redelivered("again").sqlstate is None
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: e.__name__)
+def test_an_error_survives_pickling(error: type[Exception]) -> None:
+    """It may cross a process boundary, as in a pool of workers."""
+    copy = pickle.loads(pickle.dumps(error("what happened")))
+    assert type(copy) is error
+    assert copy.args == ("what happened",)

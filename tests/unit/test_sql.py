@@ -1,0 +1,161 @@
+"""The SQL files: every statement is named, complete, and the only place where SQL is written."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import sql
+
+import exactly_once
+from exactly_once.schema import VERSION, as_sql
+from exactly_once.sql import _queries, migrations, query
+
+PACKAGE = Path(exactly_once.__file__).parent
+TEXT = (files("exactly_once.sql") / "queries.sql").read_text("utf-8")
+NAMES = re.findall(r"^-- name: (\w+)$", TEXT, re.MULTILINE)
+PLACEHOLDER = re.compile(r"(?<!%)%(?!%)(?:\((\w+)\)(s)|(.?))")
+
+
+def test_every_name_line_is_read_and_no_name_is_given_twice() -> None:
+    assert len(NAMES) == TEXT.count("-- name:")
+    assert sorted(NAMES) == sorted(set(NAMES)) == sorted(_queries())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_query_says_its_purpose_in_a_sentence(name: str) -> None:
+    lines = TEXT.split(f"-- name: {name}\n")[1].splitlines()
+    assert re.match(r"-- [A-Z].*", lines[0])
+    comment = " ".join(line for line in lines[: next(i for i, s in enumerate(lines) if not s.startswith("--"))])
+    assert comment.endswith(".")
+
+
+def parts_of(name: str) -> dict[str, sql.Composable]:
+    """Fill every brace of a query but the schema's."""
+    fields = set(re.findall(r"{(\w+)}", _queries()[name])) - {"schema"}
+    return {field: sql.Literal("x") for field in fields}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_query_composes_and_names_all_its_parameters(name: str) -> None:
+    text = query(name, 'odd "schema"', **parts_of(name)).as_string(None)
+    assert "{" not in text
+    assert "}" not in text
+    assert all(named and kind == "s" for named, kind, _ in PLACEHOLDER.findall(text)), "only %(name)s, and %% for %"
+    assert not text.rstrip().endswith(";")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_query_touches_only_the_schema_it_is_given(name: str) -> None:
+    body = _queries()[name]
+    for table in ("ledger", "audit", "version"):
+        for found in re.finditer(rf"\b(?:FROM|JOIN|UPDATE|INTO)\s+(\S*){table}\b", body):
+            assert found[1] == "{schema}."
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_locked_in_the_order_of_topic_and_partition(name: str) -> None:
+    """Two workers that lock in different orders deadlock."""
+    body = _queries()[name]
+    for before in body.split("FOR UPDATE")[:-1]:
+        one_row = "partition = %(partition)s" in before
+        assert one_row or re.search(r"ORDER BY l\.topic, l\.partition\s*$", before)
+
+
+def given_parameters() -> dict[str, set[str]]:
+    """Find for each query the keywords that the ledger passes with it."""
+    given: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse((PACKAGE / "ledger.py").read_text("utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("_run", "_rows"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant):
+                given.setdefault(str(name.value), set()).update(k.arg for k in node.keywords if k.arg)
+    return given
+
+
+@pytest.mark.parametrize(("name", "given"), given_parameters().items())
+def test_the_ledger_gives_every_parameter_and_no_other(name: str, given: set[str]) -> None:
+    wanted = {found for found, _, _ in PLACEHOLDER.findall(_queries()[name])}
+    assert wanted - given - {"group_id"} <= {"topics", "partitions"}
+    assert given <= wanted
+
+
+def test_a_query_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        query("no_such_query", "exactly_once")
+
+
+def test_a_part_that_is_missing_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        query("begin", "exactly_once")
+
+
+def test_migrations_are_numbered_without_holes_up_to_the_version() -> None:
+    assert list(migrations("s")) == list(range(1, VERSION + 1))
+
+
+@pytest.mark.parametrize("schema", ["exactly_once", 'odd "schema"', "Großbuchstaben"])
+def test_a_migration_names_its_schema_everywhere(schema: str) -> None:
+    quoted = sql.Identifier(schema).as_string(None)
+    for ddl in migrations(schema).values():
+        text = ddl.as_string(None)
+        assert "{schema}" not in text
+        created = re.findall(r"^CREATE (?:TABLE|FUNCTION|VIEW)\s+(?:OR REPLACE )?(.*)", text, re.MULTILINE)
+        assert created
+        assert all(line.startswith(f"{quoted}.") for line in created)
+
+
+def test_the_whole_schema_can_be_printed() -> None:
+    text = as_sql("s", "r")
+    assert text.startswith('CREATE SCHEMA IF NOT EXISTS "s";')
+    assert 'TO "r"' in text
+
+
+_STATEMENT = re.compile(
+    r"^\s*(?:SELECT|INSERT|UPDATE|DELETE|MERGE|WITH|CREATE|ALTER|DROP|TRUNCATE|LOCK|SET|COPY|GRANT|SAVEPOINT|BEGIN"
+    r"|COMMIT|ROLLBACK)\b(?! as\b)[ A-Z;]*",
+)
+_TRIVIAL = {"BEGIN", "COMMIT", "ROLLBACK", "; COMMIT"}
+_COMPOSED = {"COPY {} ({}) FROM STDIN"}
+"""Names the user's own table."""
+
+
+def sql_strings(path: Path) -> list[str]:
+    """Find the strings of a module that are SQL; docstrings and sentences are not."""
+    tree = ast.parse(path.read_text("utf-8"))
+    prose = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    # An f-string is prose for people: composed SQL is made of sql.Identifier and the like.
+    prose |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in prose
+        and _STATEMENT.match(node.value)
+        and not re.search(r"[a-z], [a-z]|\. ", node.value)
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+def test_no_module_holds_sql(path: Path) -> None:
+    assert [text for text in sql_strings(path) if text not in _TRIVIAL | _COMPOSED] == []
+
+
+def test_psycopg_reads_the_placeholders_as_we_do() -> None:
+    """The ledger merges parameters on the client for the advance: a stray % would be an error there."""
+    from psycopg._queries import PostgresClientQuery  # noqa: PLC0415 - no public way to convert without a server
+    from psycopg.adapt import Transformer  # noqa: PLC0415
+
+    for name in NAMES:
+        text = query(name, "s", **parts_of(name)).as_string(None)
+        wanted = {found: None for found, _, _ in PLACEHOLDER.findall(text) if found}
+        if wanted:
+            PostgresClientQuery(Transformer()).convert(text, wanted)
+    assert psycopg.paramstyle == "pyformat"
