@@ -76,7 +76,9 @@ class Assignment:
 
         Only ``others`` tells an eager client where the rest stands, whose assignment is always whole.
         """
-        again = [p for p in targets if p in self.fetching]
+        # The client is asked, because an interruption may have come between it and our own notes.
+        assigned = _assigned(client)
+        again = [p for p in targets if p in assigned]
         if self._incremental:
             if again:
                 client.incremental_unassign(_bare(again))
@@ -101,8 +103,8 @@ class Assignment:
     def resume(self, client: Consumer) -> None:
         """Fetch again."""
         if self.paused:
-            self.paused = False
             client.resume(_bare(self.fetching))
+            self.paused = False
 
     def _callback(
         self, change: Change, act: Callable[[Consumer, list[Partition]], None]
@@ -128,7 +130,8 @@ class Assignment:
     def _let_go(self, client: Consumer, partitions: list[Partition]) -> None:
         """Unassign exactly what was really assigned, also when that is nothing."""
         if self._incremental:
-            client.incremental_unassign(_bare(p for p in partitions if p in self.fetching))
+            assigned = _assigned(client)
+            client.incremental_unassign(_bare(p for p in partitions if p in assigned))
             self.fetching.difference_update(partitions)
         else:
             client.unassign()
@@ -152,6 +155,10 @@ class Assignment:
         except KafkaException as error:
             # The assign before has set the position; only the check of the epoch is missing.
             logger.debug("seek to %s: %s", position, error)
+
+
+def _assigned(client: Consumer) -> set[Partition]:
+    return {Partition(tp.topic, tp.partition) for tp in client.assignment()}
 
 
 def _bare(partitions: Iterable[Partition]) -> list[TopicPartition]:

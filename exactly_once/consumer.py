@@ -315,7 +315,7 @@ class ExactlyOnceConsumer:
         while not self._stopping.is_set() and not self._assignment.failures:
             if self._must_reopen:
                 self._reopen_client()
-            if self._upkeep.is_due and not self._keep_up():
+            if self._upkeep.is_due and (not self._keep_up() or self._assignment.failures):
                 continue
             waiting = self._delivery.waiting
             self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else self._settlement.limit)

@@ -58,7 +58,15 @@ def connector(conninfo: str) -> Callable[[], Connection]:
             "expected postgresql://user@host:port/database or key=value pairs"
         ) from None
     complete = make_conninfo("", **{**_DEFAULTS, **given})
-    return lambda: psycopg.connect(complete, autocommit=True, prepare_threshold=None)
+
+    def connect() -> Connection:
+        try:
+            return psycopg.connect(complete, autocommit=True, prepare_threshold=None)
+        except psycopg.errors.ConnectionTimeout as error:  # the only one that does not say which server
+            place = f"{given.get('host') or given.get('hostaddr') or 'the local server'}:{given.get('port') or 5432}"
+            raise psycopg.errors.ConnectionTimeout(f"{place}: {error}") from None
+
+    return connect
 
 
 def address(connection: Connection) -> str:
@@ -142,6 +150,9 @@ class Session:
             (pid,) = last_row(cursor_on(connection).execute(opening, prepare=False))
             yield connection, pid
             connection.execute("COMMIT", prepare=False)
+        except psycopg.errors.ReadOnlySqlTransaction:
+            self.discard()  # this server is not the primary any more; another connection may lead to the one that is
+            raise
         except BaseException:
             self.roll_back()
             raise

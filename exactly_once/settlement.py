@@ -216,6 +216,7 @@ class Settlement:
                 self._landed(unit)
             else:
                 self.counters.resolved_aborted += 1
+                self.counters.fenced += resolution is Resolution.FENCED
                 self._delivery.put_back(unit.messages)
             self._delivery.discard()
         logger.warning("the outcome of %r was in doubt: %s", unit, resolution.value)
@@ -288,6 +289,8 @@ class Settlement:
                 raise UnitTooSlow(
                     _told(unit, f"one message is not done in the time that is allowed: {error}")
                 ) from error
+        if fault is Fault.ENVIRONMENT:
+            self._ledger.session.discard()  # a live connection may lead to what was the primary once
         if fault in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION):
             raise Redelivered(_told(unit, str(error).strip())) from error
 

@@ -275,4 +275,4 @@ class Upkeep:
     def _tell(self) -> None:
         """Call the user's rebalance callbacks, outside of librdkafka's."""
         while self._news:
-            self._notify(*self._news.pop(0))
+            self._assignment.contain(self._notify)(*self._news.pop(0))

@@ -7,9 +7,7 @@ import json
 import random
 import signal
 import sys
-import tempfile
 import threading
-from pathlib import Path
 
 import psycopg
 
@@ -86,9 +84,8 @@ def _side(loop: str, setting: Setting, display: Display) -> result.Result:
     display.title(_TITLES[loop])
     with psycopg.connect(setting.conninfo, autocommit=True) as connection:
         migrate(connection)
-    with tempfile.TemporaryDirectory(prefix="exactly-once-demo-") as directory:
-        trial = Trial(loop, setting, display, Path(directory))
-        tally = trial.run()
+    trial = Trial(loop, setting, display)
+    tally = trial.run()
     display.say("checking it against the topic, read anew from its beginning")
     verdict = check(setting.bootstrap_servers, setting.conninfo, trial.topic, trial.schema)
     return result.Result(tally, verdict, setting.messages)

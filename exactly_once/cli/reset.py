@@ -12,7 +12,7 @@ _DESCRIPTION = """\
 Move the offsets of one topic of a group, or with --to-current only fence, release and un-halt its
 partitions. A dry run unless --execute is said; then everything happens in one transaction, is kept in
 the audit table, and a row that somebody deleted is made again. A live owner is fenced: what it has not
-committed is rolled back, and it goes on from the new offset when it next commits. Effects stay: moving
+committed is rolled back, and it goes on from the new offset within seconds. Effects stay: moving
 back applies messages a second time, moving on leaves messages out."""
 
 

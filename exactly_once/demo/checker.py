@@ -115,7 +115,7 @@ def _consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
             "enable.auto.commit": False,
             "enable.partition.eof": True,
             "fetch.wait.max.ms": 10,
-            "log_level": 3,
+            "log_level": 2,
         }
     )
 

@@ -14,9 +14,9 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -29,24 +29,24 @@ Event = Mapping[str, Any]
 class Worker:
     """One process. It waits until it gets an order."""
 
-    def __init__(self, log: Path, events: queue.Queue[tuple[Worker, Event]]) -> None:
+    def __init__(self, events: queue.Queue[tuple[Worker, Event]]) -> None:
         self.number = 0
         self.partitions: dict[int, float] = {}
         """Those that it has, as far as it has told, and since when."""
         self.reports: list[str] = []
         """What it has told, by name, in order."""
         self._events = events
-        self._log = log
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "exactly_once.demo.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                bufsize=1,
-                process_group=0,
-            )
+        # Without a name: nothing of it stays, however the parent ends.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long-lived as the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "exactly_once.demo.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            bufsize=1,
+            process_group=0,
+        )
         threading.Thread(target=self._read, daemon=True).start()
 
     def __repr__(self) -> str:
@@ -99,10 +99,12 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
+        self._log.close()
 
     def last_words(self) -> str:
         """Return the end of what it wrote on standard error."""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        self._log.seek(0)
+        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-15:])
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -122,9 +124,8 @@ class Worker:
 class Crew:
     """The workers of one side, by number. Leaving the ``with`` statement ends every process."""
 
-    def __init__(self, orders: Mapping[int, Order], directory: Path) -> None:
+    def __init__(self, orders: Mapping[int, Order]) -> None:
         self._orders = orders
-        self._directory = directory
         self._processes: list[Worker] = []
         self._spares: list[Worker] = []
         self.events: queue.Queue[tuple[Worker, Event]] = queue.Queue()
@@ -139,8 +140,7 @@ class Crew:
 
     def warm_up(self) -> None:
         """Start a process that waits for its order, with everything imported."""
-        log = self._directory / f"process-{len(self._processes) + 1}.log"
-        worker = Worker(log, self.events)
+        worker = Worker(self.events)
         self._processes.append(worker)
         self._spares.append(worker)
 

@@ -67,7 +67,7 @@ def create_tables(connection: psycopg.Connection[Any], schema: str) -> None:
 
 def create_topic(bootstrap_servers: str, topic: str) -> None:
     """Make the topic: a partition for each branch."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 3})
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2})
     for future in admin.create_topics([NewTopic(topic, BRANCHES, 1)]).values():
         future.result(30)
 
@@ -101,7 +101,7 @@ class Publisher:
         self._topic = topic
         self._random = random.Random(f"payments {seed}")  # noqa: S311  (to be repeated, not to be secret)
         self._producer = Producer(
-            {"bootstrap.servers": bootstrap_servers, "transactional.id": topic, "linger.ms": 5, "log_level": 3}
+            {"bootstrap.servers": bootstrap_servers, "transactional.id": topic, "linger.ms": 5, "log_level": 2}
         )
         self._producer.init_transactions(30)
         self._delivered: dict[int, int] = {}

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -69,7 +68,7 @@ class Tally:
 class Trial:
     """One side: its topic, its tables, its two workers."""
 
-    def __init__(self, loop: str, setting: Setting, display: Display, directory: Path) -> None:
+    def __init__(self, loop: str, setting: Setting, display: Display) -> None:
         self.topic = f"payments-{loop.replace('_', '-')}"
         self.schema = f"demo_{loop}"
         self.group_id = self.topic
@@ -77,7 +76,7 @@ class Trial:
         self._loop = loop
         self._setting = setting
         self._display = display
-        self._crew = Crew({number: self._order(number) for number in WORKERS}, directory)
+        self._crew = Crew({number: self._order(number) for number in WORKERS})
         self._publisher: payments.Publisher
         self._connection: psycopg.Connection[Any]
         self._faults_left = len(setting.faults)

@@ -44,10 +44,12 @@ class Soak:
         self.alive: list[Worker] = []
         self.faults: Counter[str] = Counter()
         self.produced = 0
+        self.waiting: list[str] = []
         self.kinds: dict[str, Callable[[], None]] = {
             "kill at a failpoint": self.kill_at_a_failpoint,
             "kill": self.kill,
             "freeze": self.freeze,
+            "freeze in a unit": self.freeze_in_a_unit,
             "stop in good order": self.stop_in_good_order,
             "terminate backend": self.terminate_backend,
             "cut before COMMIT": lambda: self.cut(self.proxy.cut_before),
@@ -63,13 +65,20 @@ class Soak:
             self.hire()
         while time.monotonic() - began < seconds:
             self.progress()
-            kind = self.chance.choice(sorted(self.kinds))
+            kind = self.next_kind()
             self.faults[kind] += 1
             print(f"{time.monotonic() - began:6.1f} s: {kind}", flush=True)
             self.kinds[kind]()
             self.replace_the_dead()
         self.progress()
         return self.verdict(began)
+
+    def next_kind(self) -> str:
+        """Draw a kind of fault: every one once, in random order, and again."""
+        if not self.waiting:
+            self.waiting = sorted(self.kinds)
+            self.chance.shuffle(self.waiting)
+        return self.waiting.pop()
 
     def progress(self) -> None:
         """Produce, and wait until enough of it took effect."""
@@ -127,6 +136,20 @@ class Soak:
         until(lambda: frozen.name not in self.owners(), STALL_SECONDS, "the rows of a frozen worker to be taken")
         self.progress()
         frozen.cont()
+
+    def freeze_in_a_unit(self) -> None:
+        """Have one more worker, which freezes itself inside a unit; then as any frozen one."""
+        self.chance.choice(self.alive).kill()
+        self.alive = [w for w in self.alive if w.is_running]
+        name = self.chance.choice(("begun", "handled", "guarded", "advanced"))
+        zombie = self.hire(failpoint=[name, "stop", self.chance.randrange(2, 6)])
+        deadline = time.monotonic() + STALL_SECONDS
+        while not zombie.count("failpoint"):
+            assert time.monotonic() < deadline, zombie.story()
+            self.progress()
+        until(lambda: zombie.name not in self.owners(), STALL_SECONDS, "the rows of a zombie to be taken")
+        self.progress()
+        zombie.cont()
 
     def owners(self) -> set[str]:
         """Return who owns rows."""

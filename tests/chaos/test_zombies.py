@@ -38,7 +38,8 @@ def test_zombie_that_wakes_up_stores_nothing_and_works_on(
         zombie.wait("redelivered")
     produce(bootstrap_servers, topic, MESSAGES, 1, start=MESSAGES)
     crew.until_applied(2 * MESSAGES)
-    assert crew.epochs() == epochs, "the zombie took the partition back from a living owner"
+    # Awake it joins again, and Kafka may well give it the partition, but only after taking it from the heir.
+    assert crew.epochs() == epochs or heir.count("revoked"), "the zombie took the partition back by itself"
 
     heir.kill()
     produce(bootstrap_servers, topic, 100, 1, start=2 * MESSAGES)

@@ -93,6 +93,16 @@ def test_eight_processes_at_once_make_one_schema(postgres_conninfo: str, schema:
     assert {err for _, err in outcomes} == {""}
 
 
+def test_a_role_that_is_not_there_undoes_the_whole_migration(
+    command: Command, postgres_conninfo: str, schema: str, admin: Db
+) -> None:
+    """Grants share the migration's transaction, and so its lock: given side by side they would collide."""
+    refused = command("migrate", "--conninfo", postgres_conninfo, "--schema", schema, "--role", "nobody-by-that-name")
+    assert refused.code == 1
+    assert 'role "nobody-by-that-name" does not exist' in refused.err
+    assert admin.execute("SELECT to_regnamespace(%s)", (f'"{schema}"',)).fetchone() == (None,)
+
+
 @pytest.fixture
 def printed_schema(command: Command, admin: Db, schema: str, role: str) -> str:
     """A schema that was made by the printed statements, and by nothing else."""

@@ -11,6 +11,7 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import Fenced, HandlerCommitted, LedgerRowMissing, OffsetBelowLogStart, OwnedBySpark, PartitionHalted
+from exactly_once.upkeep import RECHECK_SECONDS
 from tests.cli.conftest import Command, audit, ledger, offsets, read_to_end, suggested
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
@@ -135,6 +136,23 @@ def test_a_live_owner_is_fenced_and_goes_on_from_the_new_offset(
             continue  # the other partition, which had been handed out before the reset
     effects = db.execute(f'SELECT * FROM "{name}" ORDER BY 1, 2').fetchall()
     assert effects == [(p, o) for p in range(2) for o in range(2, 10)]
+
+
+def test_an_idle_owner_notices_a_reset_without_a_new_message(
+    operate: Command, topic: str, make_consumer: MakeConsumer
+) -> None:
+    """Between units the loop looks at its rows every few seconds; no message need come to tell of a reset."""
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+    seen: list[tuple[int | None, int | None]] = []
+    for unit in consumer.units(until_end=True):
+        with unit:
+            pass
+    assert operate("reset", "--topic", topic, "--to-earliest", "--execute").code == 0
+    for unit in consumer.units(idle_seconds=2 * RECHECK_SECONDS):
+        with unit:
+            seen += [(m.partition(), m.offset()) for m in unit.messages]
+    assert sorted(seen) == EVERYTHING
 
 
 def test_to_current_fences_and_keeps_what_the_owner_committed_meanwhile(

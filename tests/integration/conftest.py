@@ -18,9 +18,7 @@ MakeScene = Callable[..., Scene]
 
 
 @pytest.fixture
-def make_scene(
-    bootstrap_servers: str, conninfo: str, name: str, make_consumer: MakeConsumer
-) -> Iterator[MakeScene]:
+def make_scene(bootstrap_servers: str, conninfo: str, name: str, make_consumer: MakeConsumer) -> Iterator[MakeScene]:
     """Make the scene: ``make_scene(messages, partitions=1)``; its consumers go through a recording proxy."""
     with PostgresProxy(conninfo, record=True) as proxy:
 

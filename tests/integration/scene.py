@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,6 +119,13 @@ def apply_until_done(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], ob
 def backend_of(consumer: ExactlyOnceConsumer) -> int:
     """The server process behind the consumer's own connection."""
     return consumer._session.connection.info.backend_pid
+
+
+def interrupt() -> None:
+    """Press Ctrl-C."""
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGINT)
 
 
 @contextmanager

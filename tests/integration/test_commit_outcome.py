@@ -1,9 +1,10 @@
 """COMMIT that is cut, delayed, refused or not answered: its outcome is found out, and nothing is lost or doubled."""
 
+# ruff: noqa: PT012 - a unit's block is where things go wrong
+
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,19 +13,11 @@ import psycopg
 import pytest
 
 from exactly_once import (
-    Ahead,
-    Fenced,
-    LedgerRowMissing,
     OutcomePending,
     Redelivered,
-    Rewound,
-    TopicRecreated,
 )
-from exactly_once.config import Isolation
-from tests.integration.conftest import MakeScene
-from tests.integration.scene import Scene, apply, armed, offsets
+from tests.integration.scene import Scene, apply, armed, interrupt, offsets
 from tests.support import journal
-from tests.support.proxy import COMMIT
 from tests.support.waiting import until
 from tests.support.worker import record
 
@@ -43,13 +36,6 @@ def meanwhile(action: Callable[[], object]) -> Iterator[None]:
             error = future.exception(60)
             if error is not None:
                 raise error
-
-
-def interrupt() -> None:
-    """Press Ctrl-C."""
-    ident = threading.main_thread().ident
-    assert ident is not None
-    signal.pthread_kill(ident, signal.SIGINT)
 
 
 def test_a_commit_that_never_reached_the_server_is_redelivered(scene: Scene) -> None:
@@ -377,106 +363,3 @@ def test_every_class_of_error_says_whose_fault_it_is(
     assert scene.applied() == []
     scene.drain(consumer)
     scene.assert_exact()
-
-
-@pytest.mark.parametrize("isolation", ["READ COMMITTED", "SERIALIZABLE"])
-def test_a_short_count_stores_nothing_although_commit_shared_its_round_trip(
-    scene: Scene, isolation: Isolation
-) -> None:
-    consumer = scene.consumer(isolation=isolation)
-    units = iter(consumer)
-    unit = next(units)
-    with pytest.raises(Redelivered) as raised, unit:
-        record(unit, "test")
-        _interfere(scene, "owner_token = gen_random_uuid(), owner_epoch = owner_epoch + 1")
-    assert raised.type is (Fenced if isolation == "READ COMMITTED" else Redelivered)
-    (advance,) = [sql for sql in scene.proxy.statements if "advance(" in sql]
-    assert COMMIT.search(advance)
-    assert scene.applied() == []
-    assert scene.ledger("next_offset") == [0]
-
-
-def test_a_fenced_consumer_proves_its_membership_and_goes_on(scene: Scene) -> None:
-    consumer = scene.consumer()
-    unit = next(iter(consumer))
-    with pytest.raises(Fenced, match="is owned by"), unit:
-        record(unit, "test")
-        _interfere(scene, "owner_token = gen_random_uuid(), owner_epoch = owner_epoch + 1")
-    scene.drain(consumer)
-    assert consumer.counters.fenced == 1
-    assert scene.ledger("owner_epoch") == [3]
-    scene.assert_exact()
-
-
-def test_the_same_token_under_another_epoch_is_fenced_as_well(scene: Scene) -> None:
-    unit = next(iter(scene.consumer()))
-    with pytest.raises(Fenced), unit:
-        record(unit, "test")
-        _interfere(scene, "owner_epoch = owner_epoch + 1")
-    assert scene.applied() == []
-
-
-def test_a_row_ahead_of_the_unit_is_gone_on_from(scene: Scene) -> None:
-    consumer = scene.consumer()
-    units = iter(consumer)
-    with pytest.raises(Ahead), next(units) as unit:
-        record(unit, "test")
-        _interfere(scene, "next_offset = 13")
-    assert scene.applied() == []
-    assert offsets(next(units))[0] == 13
-    assert consumer.counters.ahead == 1
-
-
-def test_a_row_behind_the_unit_is_gone_back_to(scene: Scene) -> None:
-    """A failover that lost commits: effects and offset are gone together, so they are made again."""
-    consumer = scene.consumer(max_messages=5)
-    units = iter(consumer)
-    apply(next(units))
-    with pytest.raises(Rewound, match="lost commits"), next(units) as unit:
-        _interfere(scene, "next_offset = 0")
-        scene.query("DELETE FROM journal.entries WHERE topic = %s RETURNING 1")
-        scene.query("UPDATE journal.counter SET total = 0 WHERE topic = %s RETURNING 1")
-        record(unit, "test")
-    scene.drain(consumer)
-    assert consumer.counters.rewound == 1
-    scene.assert_exact()
-
-
-def test_a_row_that_was_deleted_under_a_unit_is_told_and_stores_nothing(scene: Scene) -> None:
-    with pytest.raises(LedgerRowMissing), next(iter(scene.consumer())) as unit:
-        record(unit, "test")
-        scene.query("DELETE FROM exactly_once.ledger WHERE group_id = %s RETURNING 1")
-    assert scene.applied() == []
-
-
-def test_a_topic_id_that_was_changed_under_a_unit_is_told_and_stores_nothing(scene: Scene) -> None:
-    with pytest.raises(TopicRecreated), next(iter(scene.consumer())) as unit:
-        record(unit, "test")
-        _interfere(scene, "topic_id = 'another'")
-    assert scene.applied() == []
-
-
-def test_a_batch_of_which_one_partition_is_fenced_stores_nothing_of_the_others(make_scene: MakeScene) -> None:
-    scene = make_scene(60, partitions=3)
-    consumer = scene.consumer(max_messages=60)
-    units = consumer.units()
-    fenced = False
-    while not fenced:
-        unit = next(units)
-        if len({m.partition() for m in unit.messages}) < 2:
-            apply(unit)
-            continue
-        before = scene.applied()
-        victim = unit.messages[-1].partition()
-        with pytest.raises(Fenced), unit:
-            record(unit, "test")
-            _interfere(scene, "owner_token = gen_random_uuid()", where=f"AND partition = {victim}")
-        assert scene.applied() == before
-        fenced = True
-    scene.drain(consumer)
-    scene.assert_exact()
-
-
-def _interfere(scene: Scene, change: str, *, where: str = "") -> None:
-    """Change the group's rows from outside, as another owner, an operator or a failover does."""
-    assert scene.query(f"UPDATE exactly_once.ledger SET {change} WHERE group_id = %s {where} RETURNING 1")

@@ -150,9 +150,7 @@ def test_an_advance_that_waits_for_an_acquisition_is_refused(
     [{"token": uuid4()}, {"epoch": 99}, {"topic_id": "another"}, {"topic_id": None}, {"expected": 1}],
     ids=["token", "epoch", "topic id", "no topic id", "expected"],
 )
-def test_one_wrong_partition_refuses_the_whole_advance(
-    make_owner: MakeOwner, name: str, wrong: dict[str, Any]
-) -> None:
+def test_one_wrong_partition_refuses_the_whole_advance(make_owner: MakeOwner, name: str, wrong: dict[str, Any]) -> None:
     owner = make_owner()
     partitions = rows_of(owner, name, 3)
     advances = [to(row, 10) for row in owner.acquire(partitions)]
@@ -414,7 +412,7 @@ def test_start_commits_an_offset_once_and_only_for_the_owner(make_owner: MakeOwn
 @pytest.mark.parametrize("encoding", ["UTF8", "LATIN1"])
 def test_any_name_of_a_group_reaches_its_own_row(conninfo: str, name: str, encoding: str) -> None:
     """Names are written into the advance as literals: whatever is in them must stay a name."""
-    group_id = f"{name} it's 100% \\ \"{{x}}\" $1 %s %(xid)s -- gr\u00fc\u00dfe; COMMIT"
+    group_id = f'{name} it\'s 100% \\ "{{x}}" $1 %s %(xid)s -- gr\u00fc\u00dfe; COMMIT'
     session = Session(connector(f"{conninfo}?client_encoding={encoding}"), schema="exactly_once")
     owner = Ledger(session, group_id=group_id, owner_kind="consumer")
     try:

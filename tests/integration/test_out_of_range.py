@@ -8,10 +8,13 @@ import psycopg
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 
-from exactly_once import ExactlyOnceConsumer, OffsetBelowLogStart, OffsetBeyondLogEnd
+from exactly_once import ExactlyOnceConsumer, LogTruncated, OffsetBelowLogStart, OffsetBeyondLogEnd
+from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal
 
 Db = psycopg.Connection[Any]
@@ -175,3 +178,52 @@ def _forget_fetched(consumer: ExactlyOnceConsumer) -> None:
     """Make the client fetch again at the ledger's offset, as after any exception out of it."""
     consumer._ownership.misplaced()
     consumer._delivery.discard()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_running", [False, True])
+def test_log_rewritten_by_an_unclean_election_is_seen_although_the_offset_is_in_range(
+    *, is_running: bool, make_consumer: MakeConsumer, db: Db, name: str
+) -> None:
+    """A replica that lacks applied messages becomes leader, and others are written at their offsets."""
+    with Kafka(brokers=3) as kafka:
+        servers = kafka.bootstrap_servers
+        # Two replicas; the third node keeps the quorum of the controllers while one of the two is away.
+        topic = _replicated_topic(servers, name, replicas=[1, 2])
+        produce(servers, topic, 10, 1)
+        kafka.kill(2)
+        produce(servers, topic, 20, 1, start=10)
+        consumer = make_consumer({"bootstrap.servers": servers})
+        consumer.subscribe([topic])
+        assert drain(consumer) == 30
+        if not is_running:
+            consumer.close()
+        kafka.kill(1)
+        kafka.restart(2)
+        _until_led_by(servers, topic, 2)
+        produce(servers, topic, 40, 1, start=1000)
+        if not is_running:
+            consumer = make_consumer({"bootstrap.servers": servers})
+            consumer.subscribe([topic])
+        with pytest.raises(LogTruncated, match=r"offset 30 \(leader epoch \d+\).*unclean"):
+            drain(consumer)
+        assert audited(db, name) == []
+        consumer.close()
+
+
+def _replicated_topic(servers: str, name: str, *, replicas: list[int]) -> str:
+    admin = AdminClient({"bootstrap.servers": servers})
+    config = {"unclean.leader.election.enable": "true", "min.insync.replicas": "1"}
+    admin.create_topics([NewTopic(name, num_partitions=1, replica_assignment=[replicas], config=config)])[name].result(30)
+    _until_led_by(servers, name, replicas[0])
+    return name
+
+
+def _until_led_by(servers: str, topic: str, node: int) -> None:
+    admin = AdminClient({"bootstrap.servers": servers})
+
+    def is_led() -> bool:
+        partitions = admin.list_topics(topic, timeout=10).topics[topic].partitions
+        return 0 in partitions and partitions[0].leader == node
+
+    until(is_led, 60, f"node {node} to lead {topic}")

@@ -1,8 +1,11 @@
 """The unit of work as a user meets it: what it promises while the database is well."""
 
+# ruff: noqa: PT012 - a unit's block is where things go wrong
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import psycopg
 import pytest
@@ -11,6 +14,7 @@ from exactly_once import Redelivered, Unit, UnitNotFinished, UnitTooSlow
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, collect, offsets
 from tests.support import journal
+from tests.support.proxy import Fault
 from tests.support.topics import produce
 from tests.support.waiting import until
 from tests.support.worker import record
@@ -63,15 +67,15 @@ def test_except_redelivered_continue_is_a_correct_loop(make_scene: MakeScene, at
     scene = make_scene(60, partitions=3)
     consumer = scene.consumer(max_messages=7)
     proxy = scene.proxy
-    arm = [
-        lambda: proxy.cut_before(),
-        lambda: proxy.cut_after(),
+    arm: list[Callable[[], Fault]] = [
+        proxy.cut_before,
+        proxy.cut_after,
         lambda: proxy.cut_before("^BEGIN ISOLATION.*xact_id"),
         lambda: proxy.cut_after("^BEGIN ISOLATION.*xact_id"),
         lambda: proxy.cut_before("journal.counter"),
         lambda: proxy.cut_after("journal.counter"),
         lambda: proxy.cut_after("pg_xact_status"),
-        lambda: proxy.cut_before(),
+        proxy.cut_before,
     ]
     faults = []
 
@@ -284,5 +288,5 @@ def test_a_unit_lost_to_the_idle_timeout_is_halved_too(make_scene: MakeScene) ->
             until(lambda: scene.query(f"SELECT count(*) FROM pg_stat_activity WHERE pid = {pid}") == [(0,)], 10, "end")
 
     assert apply_until_done(consumer, handler)
-    assert all(later <= max(1, earlier // 2) for earlier, later in zip(sizes, sizes[1:], strict=False) if earlier > 4)
+    assert all(later <= max(1, earlier // 2) for earlier, later in pairwise(sizes) if earlier > 4)
     scene.assert_exact()

@@ -141,16 +141,12 @@ class Database:
         for a in advances:
             row = self.see(transaction, a.partition)
             assert row is not None
-            transaction.rows[a.partition] = replace(
-                row, next_offset=a.next_offset, leader_epoch=a.leader_epoch
-            )
+            transaction.rows[a.partition] = replace(row, next_offset=a.next_offset, leader_epoch=a.leader_epoch)
 
     def commit(self, transaction: Transaction) -> None:
         assert transaction.status == "in progress"
         self._examine(transaction)
-        self._history.append(
-            _Change({p: self.rows.get(p) for p in transaction.rows}, transaction.effects, [])
-        )
+        self._history.append(_Change({p: self.rows.get(p) for p in transaction.rows}, transaction.effects, []))
         self.rows.update(transaction.rows)
         for partition, offset in transaction.effects:
             self.effects.setdefault(partition, set()).add(offset)

@@ -179,7 +179,7 @@ class Client:
                 self.positions[partition], min(count - len(messages), self._world.rng.randint(1, 4))
             )
             if run:
-                self.positions[partition] = run[-1].offset() + 1  # type: ignore[operator]
+                self.positions[partition] = run[-1].offset() + 1
                 messages += run
         if messages and self._world.fault("an error event", 0.02):
             messages.insert(0, _error(Partition("t", 0), KafkaError._TRANSPORT))
@@ -189,6 +189,9 @@ class Client:
         refused = not self._world.group.is_member(self)
         error = KafkaError(KafkaError.UNKNOWN_MEMBER_ID) if refused else None
         self._answers.append((error, offsets))
+
+    def assignment(self) -> list[TopicPartition]:
+        return [TopicPartition(*p) for p in self.positions]
 
     def assign(self, positions: list[TopicPartition]) -> None:
         self.positions = {Partition(tp.topic, tp.partition): tp.offset for tp in positions}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from unittest import mock
 from uuid import UUID, uuid4
 
@@ -25,12 +25,15 @@ from exactly_once.cluster import Topic
 from exactly_once.model import Advance, Partition, Row
 from exactly_once.session import Begun
 
-from .database import Connection, Database, ShortCount, Transaction, Violation
+from .database import Connection, Database, Transaction, Violation
 from .kafka import Client, Hiccup
 from .scheduler import Killed
 
 if TYPE_CHECKING:
     from .world import World
+
+
+T = TypeVar("T")
 
 
 class Unlucky(Exception):
@@ -114,9 +117,7 @@ class Member:
 
     def _handle(self, connection: Any, messages: Sequence[Message]) -> None:
         self.step("handles")
-        effects = [
-            (Partition(str(m.topic()), m.partition() or 0), m.offset() or 0) for m in messages
-        ]
+        effects = [(Partition(str(m.topic()), m.partition() or 0), m.offset() or 0) for m in messages]
         self.world.note(self.name, "effects", *(f"{p}@{o}" for p, o in effects))
         transaction = _alive(self, connection)
         transaction.effects += effects
@@ -133,9 +134,7 @@ class Member:
         """Being fenced needs somebody who fenced: a higher epoch, or a failover."""
         self.world.note(self.name, "Fenced")
         rows = self.world.database.rows
-        if not self.world.database.upheavals and all(
-            rows[a.partition].owner_epoch == a.epoch for a in advances
-        ):
+        if not self.world.database.upheavals and all(rows[a.partition].owner_epoch == a.epoch for a in advances):
             raise Violation(f"{self.name} was fenced by nobody: {error!r}") from error
 
 
@@ -247,9 +246,7 @@ class Ledger:
         def body(transaction: Transaction) -> None:
             for p, offset in next_offsets.items():
                 if p not in self._database.rows:
-                    transaction.rows[p] = Row(
-                        partition=p, next_offset=offset, cluster_id="c", topic_id="id"
-                    )
+                    transaction.rows[p] = Row(partition=p, next_offset=offset, cluster_id="c", topic_id="id")
 
         self._change("enrol", list(next_offsets), body)
 
@@ -297,9 +294,7 @@ class Ledger:
     def correct(self, row: Row, new_offset: int, *, reason: str) -> NoReturn:
         raise Violation(f"no offset is ever out of range here: {reason}")
 
-    def resolve(
-        self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float
-    ) -> list[Row]:
+    def resolve(self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float) -> list[Row]:
         tokens.append(uuid4())
 
         def body(transaction: Transaction) -> list[Row]:
@@ -342,9 +337,7 @@ class Ledger:
         row = self._database.rows.get(partition)
         return row is not None and row.owner_token == token
 
-    def _change(
-        self, name: str, waiting: Sequence[Partition], body: Callable[[Transaction], Any]
-    ) -> Any:
+    def _change(self, name: str, waiting: Sequence[Partition], body: Callable[[Transaction], T]) -> T:
         """One short transaction; its COMMIT too may land late, or its answer be lost."""
         connection = self.session.connection
         self._member.step(name)
@@ -379,9 +372,7 @@ class Ledger:
             _leave(self._member.world, connection)
             raise psycopg.OperationalError(f"connection lost while {what}")
 
-    def _lock(
-        self, transaction: Transaction, connection: Connection, partitions: Sequence[Partition]
-    ) -> None:
+    def _lock(self, transaction: Transaction, connection: Connection, partitions: Sequence[Partition]) -> None:
         for _ in range(6):
             if self._database.try_lock(transaction, partitions):
                 return
@@ -411,11 +402,17 @@ class Cluster:
     def identify(self) -> str:
         return self.cluster_id
 
-    def describe(self, topics: Iterable[str]) -> dict[str, Topic]:
-        return {topic: Topic("id", len(self._world.logs)) for topic in topics}
+    def ask(self, topics: Iterable[str]) -> dict[str, Future[Topic]]:
+        answers: dict[str, Future[Topic]] = {topic: Future() for topic in topics}
+        for answer in answers.values():
+            answer.set_result(Topic("id", len(self._world.logs)))
+        return answers
 
-    def ask(self, topics: Iterable[str]) -> dict[str, Future[Any]]:
-        return {}
+    def described(self, name: str, future: Future[Topic]) -> Topic:
+        return future.result()
+
+    def describe(self, topics: Iterable[str]) -> dict[str, Topic]:
+        return {name: future.result() for name, future in self.ask(topics).items()}
 
     def ranges(self, partitions: Iterable[Partition]) -> dict[Partition, tuple[int, int]]:
         return {p: (0, self._world.logs[p].end) for p in partitions}

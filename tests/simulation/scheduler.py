@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 
 class Killed(BaseException):
@@ -18,7 +19,7 @@ class Killed(BaseException):
 class _Worker:
     """A thread that runs one actor after another, because starting threads is slow."""
 
-    idle: list[_Worker] = []
+    idle: ClassVar[list[_Worker]] = []
 
     def __init__(self) -> None:
         self.baton = threading.Lock()

@@ -55,4 +55,3 @@ def test_the_offset_alone_need_not_be_trusted() -> None:
 
     for seed in range(SEED, SEED + min(SCHEDULES, 300)):
         World(seed, Plan(without=frozenset({"failover", "reset"}), prepare=prepare)).run()
-

@@ -179,9 +179,7 @@ class World:
 
     def _reset(self, member: Member) -> None:
         free = [
-            p
-            for p, r in self.database.rows.items()
-            if r.next_offset is not None and not self.database.is_locked(p)
+            p for p, r in self.database.rows.items() if r.next_offset is not None and not self.database.is_locked(p)
         ]
         if free:
             partition = self.rng.choice(free)
@@ -218,8 +216,7 @@ class World:
             not self.database.in_flight
             and len(rows) == len(self.logs)
             and all(
-                (rows[p].next_offset or 0) > (log.offsets[-1] if log.offsets else -1)
-                for p, log in self.logs.items()
+                (rows[p].next_offset or 0) > (log.offsets[-1] if log.offsets else -1) for p, log in self.logs.items()
             )
         )
 

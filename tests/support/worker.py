@@ -289,6 +289,7 @@ def main(config: Mapping[str, Any]) -> int:
     """Consume as told; return the exit status."""
     name = str(config["name"])
     consumer = ExactlyOnceConsumer(config["kafka"], conninfo=config["conninfo"], name=name, **config.get("options", {}))
+    signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
     with consumer:
         try:
             consumer.subscribe(
@@ -315,7 +316,6 @@ def _loop(consumer: ExactlyOnceConsumer, config: Mapping[str, Any]) -> None:
     """Go on after everything that is nobody's fault, as the documentation says."""
     handler = _handler(config)
     units = consumer.units(until_end=config.get("until_end", False), idle_seconds=config.get("idle_seconds"))
-    signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
     while True:
         try:
             for unit in units:

@@ -183,7 +183,7 @@ def test_incremental_rebalances_are_told_from_eager_ones(kafka: dict[str, str], 
 
 @pytest.mark.parametrize("given", [{"conninfo": None}, {"connect": print}])
 def test_exactly_one_way_to_the_database_must_be_given(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="either conninfo= .* or connect="):
+    with pytest.raises(ConfigurationError, match=r"either conninfo= .* or connect="):
         checked(**given)
 
 

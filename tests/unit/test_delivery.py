@@ -21,9 +21,7 @@ MANY = 10**9
 
 
 def message(partition: Partition, offset: int, *, size: int = 1) -> Message:
-    return Message(
-        topic=partition.topic, partition=partition.number, offset=offset, value=b"v" * size, leader_epoch=7
-    )
+    return Message(topic=partition.topic, partition=partition.number, offset=offset, value=b"v" * size, leader_epoch=7)
 
 
 def error(code: int) -> Message:
@@ -140,6 +138,40 @@ def test_a_batch_that_is_put_back_may_come_in_parts() -> None:
     delivery.put_back(delivery.take(MANY, MANY)[0])
     assert delivery.take(2, MANY)[1] == {A0: (2, 7)}
     assert delivery.take(2, MANY)[1] == {A0: (4, 7)}
+
+
+def test_two_fetches_come_with_the_ends_of_both() -> None:
+    delivery = delivering(A0, A1)
+    delivery.accept([message(A0, 0)])
+    delivery.accept([message(A1, 0)])
+    assert delivery.take(MANY, MANY)[1] == {A0: (1, 7), A1: (1, 7)}
+
+
+def test_a_part_of_a_fetch_comes_with_its_own_ends() -> None:
+    delivery = delivering(A0, A1)
+    delivery.accept([message(A0, 0), message(A0, 1), message(A1, 0)])
+    assert delivery.take(1, MANY)[1] == {A0: (1, 7)}
+    assert delivery.take(MANY, MANY)[1] == {A0: (2, 7), A1: (1, 7)}
+
+
+def test_a_part_that_is_put_back_comes_before_the_rest() -> None:
+    delivery = delivering(A0)
+    delivery.accept([message(A0, offset) for offset in range(4)])
+    delivery.put_back(delivery.take(MANY, MANY)[0])
+    delivery.put_back(delivery.take(2, MANY)[0])
+    assert [m.offset() for m in delivery.take(MANY, MANY)[0]] == [0, 1, 2, 3]
+
+
+def test_what_was_revoked_meanwhile_is_not_put_back() -> None:
+    ownership = Ownership()
+    own(ownership, A0)
+    own(ownership, A1)
+    delivery = Delivery(ownership, on_error=unexpected)
+    delivery.accept([message(A0, 0), message(A1, 0)])
+    batch, _ = delivery.take(MANY, MANY)
+    ownership.revoked([A0])
+    delivery.put_back(batch)
+    assert at(delivery.take(MANY, MANY)[0]) == [("a", 1, 0)]
 
 
 def test_with_one_topic_its_name_is_not_asked_of_each_message() -> None:

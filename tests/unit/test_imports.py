@@ -36,7 +36,8 @@ PURE = {
     "outcome": {"psycopg"},
 }
 """Modules without I/O, and the package whose types they need nevertheless."""
-HARMLESS = {"__future__", "collections", "collections.abc", "dataclasses", "enum", "itertools", "typing", "uuid"}
+HARMLESS = {"__future__", "collections", "collections.abc", "contextlib", "dataclasses", "enum", "itertools"}
+HARMLESS |= {"typing", "uuid"}
 
 
 def imports_of(module: str) -> tuple[set[str], set[str]]:

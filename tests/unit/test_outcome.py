@@ -28,9 +28,10 @@ TABLE = [
 def server_error(state: str) -> psycopg.Error:
     """Make the error that psycopg raises for a SQLSTATE."""
     try:
-        return lookup(state)("told by the server")
+        kind: type[psycopg.Error] = lookup(state)
     except KeyError:
-        return type("Unlisted", (psycopg.DatabaseError,), {"sqlstate": state})("told by the server")
+        kind = type("Unlisted", (psycopg.DatabaseError,), {"sqlstate": state})
+    return kind("told by the server")
 
 
 @pytest.mark.parametrize(("state", "fault"), TABLE)
@@ -78,7 +79,7 @@ def while_handling(context: BaseException) -> Exception:
     try:
         try:
             raise context
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever the context is
             raise RuntimeError("wrapped")  # noqa: B904 - the context is what is tested
     except RuntimeError as error:
         return error

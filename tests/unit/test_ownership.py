@@ -36,7 +36,7 @@ def owning(*partitions: Partition, offset: int = 0) -> tuple[Ownership, dict[Par
 def in_doubt(*partitions: Partition) -> tuple[Ownership, dict[Partition, Row], list[Advance]]:
     """Make an ownership with a unit over offsets 0 to 9 whose COMMIT got no answer."""
     ownership, rows = owning(*partitions)
-    advances = ownership.hand_out({p: (10, 3) for p in partitions})
+    advances = ownership.hand_out(dict.fromkeys(partitions, (10, 3)))
     ownership.unknown(advances)
     return ownership, rows, advances
 
@@ -66,9 +66,7 @@ def test_an_advance_says_all_that_the_ledger_must_compare() -> None:
     ownership.placed([P])
     assert mine.owner_token is not None
     assert ownership.hand_out({P: (8, 4)}) == [
-        Advance(
-            partition=P, token=mine.owner_token, epoch=9, topic_id="id", expected=5, next_offset=8, leader_epoch=4
-        )
+        Advance(partition=P, token=mine.owner_token, epoch=9, topic_id="id", expected=5, next_offset=8, leader_epoch=4)
     ]
 
 
@@ -206,9 +204,7 @@ def test_a_row_that_lost_its_start_in_a_failover_is_acquired_again(path: str) ->
     assert ownership.to_acquire() == [P]
 
 
-ADVANCE = Advance(
-    partition=P, token=uuid4(), epoch=2, topic_id="id", expected=5, next_offset=8, leader_epoch=None
-)
+ADVANCE = Advance(partition=P, token=uuid4(), epoch=2, topic_id="id", expected=5, next_offset=8, leader_epoch=None)
 STORED = Row(partition=P, next_offset=5, owner_epoch=2, owner_token=ADVANCE.token, topic_id="id")
 
 
@@ -266,6 +262,16 @@ class AnyOrder(RuleBasedStateMachine):
         self.ours: dict[UUID, Partition] = {}
         self.released: list[UUID] = []
 
+    @precondition(lambda self: not self.unit)
+    @rule(partitions=some)
+    def flow(self, partitions: list[Partition]) -> None:
+        """The usual way in one step, or random steps would hardly ever get that far."""
+        self.ownership.assigned([p for p in partitions if p not in self.ownership.holdings])
+        self.prove()
+        self.acquire([])
+        self.start(PARTITIONS, works=True)
+        self.place()
+
     @rule(partitions=partitions)
     def assign(self, partitions: list[Partition]) -> None:
         self.ownership.assigned(partitions)
@@ -322,6 +328,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: not self.unit)
     @rule(length=st.integers(1, 3), partitions=some)
     def hand_out(self, length: int, partitions: list[Partition]) -> None:
+        self.flow(partitions)
         ends: dict[Partition, tuple[int, int | None]] = {}
         for partition in partitions:
             holding = self.ownership.deliverable(partition)
@@ -359,7 +366,7 @@ class AnyOrder(RuleBasedStateMachine):
         found = [a.partition for a in self.unit if self.rows[a.partition].owner_token in doubt.tokens]
         for partition in found:
             self.rows[partition] = replace(self.rows[partition], owner_token=fresh)
-        self.ours |= {fresh: p for p in found[:1]}
+        self.ours[fresh] = self.unit[0].partition
         resolution = self.ownership.resolved([self.rows[p] for p in found])
         if found:
             assert resolution is (Resolution.COMMITTED if did_land else Resolution.ABORTED)
@@ -398,7 +405,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def a_token_is_where_it_belongs_and_nowhere_else(self) -> None:
-        for _, holding in self.ownership.holdings.items():
+        for holding in self.ownership.holdings.values():
             assert (holding.token is not None) is (holding.state in (State.STARTING, State.OWNED))
         kept = [(p, h.token) for p, h in self.ownership.holdings.items() if h.token] + self.ownership.releases
         assert len(kept) == len(set(kept)), "nothing is released twice, nor while it is held"

@@ -38,18 +38,14 @@ def test_a_public_name_presents_itself(public: type) -> None:
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda p: p.__name__)
 def test_every_public_method_has_a_docstring(public: type) -> None:
-    own = [
-        member for name, member in vars(public).items() if not name.startswith("_") and not isinstance(member, str)
-    ]
+    own = [member for name, member in vars(public).items() if not name.startswith("_") and not isinstance(member, str)]
     assert all(inspect.getdoc(member) for member in own)
 
 
 def drawn_tree() -> list[tuple[int, str]]:
     """Read depth and name of every error that the docstring of the module draws."""
-    drawn = []
-    for line in (errors.__doc__ or "").splitlines():
-        if found := re.match(r"^([│├└─ ]*)([A-Z]\w+)( |$)", line):
-            drawn.append((len(found[1]) // 4, found[2]))
+    lines = (re.match(r"^([│├└─ ]*)([A-Z]\w+)( |$)", line) for line in (errors.__doc__ or "").splitlines())
+    drawn = [(len(found[1]) // 4, found[2]) for found in lines if found]
     return drawn[drawn.index((0, "ExactlyOnceError")) :]
 
 

@@ -1,0 +1,124 @@
+"""The public API as a user writes against it; ``mypy --strict`` reads this file, nobody runs it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+import tenacity
+from confluent_kafka import Message, TopicPartition
+from psycopg import sql
+
+from exactly_once import (
+    Ahead,
+    ConfigurationError,
+    ExactlyOnceConsumer,
+    ExactlyOnceError,
+    Fenced,
+    HandlerCommitted,
+    OutcomePending,
+    Redelivered,
+    Rewound,
+    StartError,
+    Unit,
+    Units,
+    Unreachable,
+    __version__,
+)
+
+KAFKA = {"bootstrap.servers": "localhost:9092", "group.id": "accounts", "session.timeout.ms": 6000}
+CONNINFO = "postgresql://localhost/bank"
+
+
+def loop() -> None:
+    with ExactlyOnceConsumer(KAFKA, conninfo=CONNINFO) as consumer:
+        consumer.subscribe(["payments"])
+        for unit in consumer:
+            with unit:
+                for message in unit.messages:
+                    unit.execute("UPDATE account SET balance = balance + %s WHERE id = %s", (1, message.key()))
+
+
+def loop_that_goes_on(consumer: ExactlyOnceConsumer) -> None:
+    units: Units = consumer.units(until_end=True, idle_seconds=1.5)
+    for unit in units:
+        try:
+            with unit as entered:
+                same: Unit = entered
+                same.executemany("INSERT INTO t VALUES (%s)", [(m.offset(),) for m in same.messages])
+        except Redelivered:
+            continue
+
+
+def handler(unit: Unit) -> None:
+    first: Message = unit.messages[0]
+    attempt: int = unit.attempt
+    connection: psycopg.Connection[Any] = unit.connection
+    with connection.transaction():
+        cursor: psycopg.Cursor[Any] = unit.execute("SELECT %(offset)s", {"offset": first.offset()})
+    unit.copy("bank.payment", ["id", "attempt"], ((row[0], attempt) for row in cursor))
+    unit.copy(sql.Identifier("bank", "payment"), ("id",), [[1], [2]])
+
+
+def service() -> None:
+    consumer = ExactlyOnceConsumer(KAFKA, conninfo=CONNINFO, name="worker-1")
+    consumer.subscribe(["payments", "^refunds.*"])
+    consumer.run(handler)
+    consumer.run(handler, stop_seconds=5, wait=tenacity.wait_fixed(1))
+    consumer.run(lambda unit: len(unit.messages))
+    consumer.stop()
+    consumer.close()
+    print(consumer, consumer.counters.committed, str(consumer.counters))
+
+
+def options() -> None:
+    ExactlyOnceConsumer(
+        KAFKA,
+        connect=lambda: psycopg.connect(CONNINFO, autocommit=True),
+        start="committed",
+        on_out_of_range="earliest",
+        isolation="SERIALIZABLE",
+        max_messages=10_000,
+        max_bytes=1_000_000,
+        max_unit_seconds=2.5,
+        startup_seconds=10,
+        wait_for_topics=True,
+        take_over=True,
+        schema="ledgers",
+        migrate=True,
+    )
+    ExactlyOnceConsumer(KAFKA, conninfo=CONNINFO, start=datetime(2026, 1, 1, tzinfo=UTC))
+    ExactlyOnceConsumer(KAFKA, conninfo=CONNINFO, start="first")  # type: ignore[arg-type]
+    ExactlyOnceConsumer(KAFKA, conninfo=CONNINFO, isolation="READ UNCOMMITTED")  # type: ignore[arg-type]
+    ExactlyOnceConsumer(KAFKA, CONNINFO)  # type: ignore[call-arg]
+
+
+def rebalance_callbacks(consumer: ExactlyOnceConsumer) -> None:
+    def told(consumer: ExactlyOnceConsumer, partitions: list[TopicPartition]) -> None:
+        print(consumer, [(p.topic, p.partition, p.offset) for p in partitions])
+
+    consumer.subscribe(["payments"], on_assign=told, on_revoke=told, on_lost=lambda _, partitions: print(partitions))
+
+
+def errors(unit: Unit) -> str:
+    try:
+        handler(unit)
+    except (Fenced, Ahead, Rewound, OutcomePending) as again:
+        state: str | None = again.sqlstate
+        return f"{again} {state}"
+    except psycopg.OperationalError:
+        return "the driver's base catches what Redelivered is"
+    except (StartError, HandlerCommitted, Unreachable):
+        return "an operator must act"
+    except ConfigurationError as refused:
+        value_error: ValueError = refused
+        return str(value_error)
+    except ExactlyOnceError:
+        return __version__
+    return "done"
+
+
+def what_is_not_offered(consumer: ExactlyOnceConsumer) -> None:
+    consumer.commit()
+    consumer.seek(TopicPartition("payments", 0, 0))
