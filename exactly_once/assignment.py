@@ -8,6 +8,7 @@ client fetch it.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from .model import Partition
 
 logger = logging.getLogger(__name__)
+
+_SEEK_TRIES = 100
+_SEEK_WAIT_SECONDS = 0.005
 
 Positions = Mapping[Partition, tuple[int, int | None]]
 """For each partition the offset to fetch from, and the leader epoch it belongs to."""
@@ -86,7 +90,7 @@ class Assignment:
         else:
             client.assign(_positions({**others, **targets}))
         self.fetching.update(targets)
-        for position in _positions({p: targets[p] for p in again}):
+        for position in _positions({p: place for p, place in targets.items() if place[1] is not None}):
             self._seek(client, position)
         if self.paused:
             client.pause(_bare(self.fetching))
@@ -149,12 +153,16 @@ class Assignment:
             other([])
 
     def _seek(self, client: Consumer, position: TopicPartition) -> None:
-        """Have the broker check the leader epoch, which only a seek does after the first assign."""
-        try:
-            client.seek(position)
-        except KafkaException as error:
-            # The assign before has set the position; only the check of the epoch is missing.
-            logger.debug("seek to %s: %s", position, error)
+        """Have the broker check the leader epoch, which an assign does not do: the log may have been rewritten."""
+        for _ in range(_SEEK_TRIES):
+            try:
+                return client.seek(position)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError._STATE:
+                    raise
+            # It takes the client's own thread a few milliseconds to begin with what was assigned.
+            time.sleep(_SEEK_WAIT_SECONDS)
+        logger.warning("the leader epoch of %s was not checked: the client did not begin to fetch in time", position)
 
 
 def _assigned(client: Consumer) -> set[Partition]:

@@ -48,12 +48,14 @@ class Cluster:
     """Asks the brokers, with bounded waiting. Made from the consumer's own connection settings."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
+        complete: dict[str, Any] = {**settings, "error_cb": self._note}
         try:
-            self._admin = AdminClient(dict(settings))
+            self._admin = AdminClient(complete)
         except KafkaException as error:
             raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
         self._servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
         self._said: set[str] = set()
+        self._reasons: list[str] = []
         self.cluster_id: str | None = None
 
     def identify(self) -> str | None:
@@ -190,8 +192,15 @@ class Cluster:
                 name,
             )
 
+    def _note(self, error: KafkaError) -> None:
+        """Keep the client's own reason: a refused login is else only a time-out."""
+        if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - that is its public name
+            self._reasons.append(error.str())
+
     def _unreachable(self, error: Exception) -> BrokerUnreachable:
-        return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {error}")
+        self._admin.poll(0)
+        reasons, self._reasons = self._reasons, []
+        return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {reasons[0] if reasons else error}")
 
 
 def known_epoch(leader_epoch: int | None) -> int | None:

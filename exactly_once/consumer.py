@@ -459,7 +459,7 @@ class ExactlyOnceConsumer:
     def _say_goodbye(self) -> None:
         """Let dashboards see the last offsets, for a moment."""
         if self._topics:
-            self._mirror.send(self._client, at_once=True)
+            self._mirror.send(self._client, owned=self._ownership.owned(), at_once=True)
         deadline = time.monotonic() + _GOODBYE_SECONDS
         while not self._mirror.is_idle and time.monotonic() < deadline:
             self._client.poll(POLL_SECONDS / 2)

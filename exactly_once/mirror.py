@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from uuid import uuid4
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -44,14 +44,18 @@ class Mirror:
             self._due.pop(partition, None)
         self._proof = None
 
-    def send(self, client: Consumer, *, at_once: bool = False) -> None:
-        """Commit what is due, if the last time is long enough ago."""
+    def send(self, client: Consumer, *, owned: Container[Partition], at_once: bool = False) -> None:
+        """Commit what is due of ``owned``, if the last time is long enough ago.
+
+        For the others somebody else may have told Kafka a later offset by now.
+        """
         if not self._due or not (at_once or time.monotonic() - self._sent_at >= MIRROR_SECONDS):
             return
-        self._sent_at = time.monotonic()
-        self._commit(client, self._due, metadata="")
-        self._due = {}
-        failpoint("mirrored")
+        due, self._due = {p: offset for p, offset in self._due.items() if p in owned}, {}
+        if due:
+            self._sent_at = time.monotonic()
+            self._commit(client, due, metadata="")
+            failpoint("mirrored")
 
     @property
     def is_idle(self) -> bool:

@@ -285,6 +285,10 @@ class Ownership:
         """Return what the client must be told to fetch, or to fetch from elsewhere."""
         return {p: h for p, h in self.holdings.items() if h.state is State.OWNED and not h.placed}
 
+    def owned(self) -> list[Partition]:
+        """Return the partitions that are acquired and checked, in locking order."""
+        return self._in_state(State.OWNED)
+
     def deliverable(self, partition: Partition) -> Holding | None:
         """Return the holding if messages of this partition may be handed to units now."""
         holding = self.holdings.get(partition)

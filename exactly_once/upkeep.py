@@ -98,7 +98,7 @@ class Upkeep:
         self._place(client)
         self._prove(client)
         self._recheck_topics()
-        self._mirror.send(client)
+        self._mirror.send(client, owned=self._ownership.owned())
         self._ownership.is_unsettled = bool(self._ownership.to_place())
         if self._ownership.to_acquire() or self._ownership.to_prove():
             self._next_look = time.monotonic() + _AGAIN_SECONDS
@@ -223,8 +223,8 @@ class Upkeep:
                 self._compare(topic, future)
         if now >= self._next_recheck:
             self._next_recheck = now + RECHECK_SECONDS
-            owned = {p.topic for p, h in self._ownership.holdings.items() if h.state is State.OWNED}
-            self._asked = self._asked or self._cluster.ask(owned)
+            topics = {p.topic for p in self._ownership.owned()}
+            self._asked = self._asked or self._cluster.ask(topics)
 
     def _compare(self, topic: str, future: Future[Any]) -> None:
         try:
@@ -247,7 +247,7 @@ class Upkeep:
         if time.monotonic() < self._next_rows:
             return
         self._next_rows = time.monotonic() + RECHECK_SECONDS
-        owned = sorted(p for p, h in self._ownership.holdings.items() if h.state is State.OWNED)
+        owned = self._ownership.owned()
         if owned:
             self._ownership.seen(owned, self._ledger.read(owned))
             self._delivery.discard()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psycopg
-from confluent_kafka import KafkaError
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import class_row
 
 from exactly_once import schema as schemas
 from exactly_once.cluster import Cluster, Topic
-from exactly_once.errors import BrokerUnreachable, ConfigurationError, DatabaseUnreachable, UnknownTopic
+from exactly_once.errors import ConfigurationError, DatabaseUnreachable, UnknownTopic
 from exactly_once.model import Partition
 from exactly_once.session import Session, connector
 from exactly_once.sql import query
@@ -64,21 +63,7 @@ class Log(NamedTuple):
 
 
 class CommandCluster(Cluster):
-    """A cluster whose errors tell the client's own reason: a refused login is else only a time-out."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._reasons: list[str] = []
-        super().__init__({**settings, "error_cb": self._note})
-
-    def _note(self, error: KafkaError) -> None:
-        if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  (a public name)
-            self._reasons.append(error.str())
-
-    def _unreachable(self, error: Exception) -> BrokerUnreachable:
-        self._admin.poll(0)
-        if not self._reasons:
-            return super()._unreachable(error)
-        return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {self._reasons[0]}")
+    """A cluster as commands ask it."""
 
     def topics(self, names: Iterable[str]) -> dict[str, Topic]:
         """Describe those of the topics that exist."""

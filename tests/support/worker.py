@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -306,7 +308,8 @@ def main(config: Mapping[str, Any]) -> int:
                 _loop(consumer, config)
         except Exception as error:
             emit("failed", error=type(error).__name__, text=str(error))
-            raise
+            traceback.print_exc()
+            return FAILED
     counters = {field: getattr(consumer.counters, field) for field in consumer.counters.__slots__}
     emit("ended", counters=counters)
     return 0
@@ -370,8 +373,6 @@ def _arm(failpoint: Sequence[Any] | None) -> None:
 
 
 if __name__ == "__main__":
-    import logging
-
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     with contextlib.suppress(BrokenPipeError):
         sys.exit(main(json.loads(sys.argv[1])))
