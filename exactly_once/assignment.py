@@ -156,7 +156,8 @@ class Assignment:
         """Have the broker check the leader epoch, which an assign does not do: the log may have been rewritten."""
         for _ in range(_SEEK_TRIES):
             try:
-                return client.seek(position)
+                client.seek(position)
+                return
             except KafkaException as error:
                 if error.args[0].code() != KafkaError._STATE:
                     raise

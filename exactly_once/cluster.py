@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from confluent_kafka import (
+    OFFSET_INVALID,
     ConsumerGroupState,
     ConsumerGroupTopicPartitions,
     IsolationLevel,
@@ -165,12 +166,17 @@ class Cluster:
             request_timeout=REQUEST_SECONDS,
         )
         try:
-            return {
+            offsets = {
                 Partition(tp.topic, tp.partition): future.result(REQUEST_SECONDS + 1).offset
                 for tp, future in futures.items()
             }
         except (KafkaException, TimeoutError) as error:
             raise self._unreachable(error) from error
+        for partition, offset in offsets.items():
+            # Where a leader is gone librdkafka may answer without an error and without an offset.
+            if offset == OFFSET_INVALID:
+                raise self._unreachable(LookupError(f"nobody tells the offsets of {partition}"))
+        return offsets
 
     def _not_described(self, name: str, error: Exception) -> Topic:
         code = error.args[0].code() if isinstance(error, KafkaException) else None

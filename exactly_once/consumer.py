@@ -312,6 +312,9 @@ class ExactlyOnceConsumer:
         return self._unit
 
     def _find_unit(self, units: Units) -> Unit | None:
+        if (left := self._settlement.not_before - time.monotonic()) > 0:
+            self._idle(left)
+            self._assignment.resume(self._client)
         while not self._stopping.is_set() and not self._assignment.failures:
             if self._must_reopen:
                 self._reopen_client()

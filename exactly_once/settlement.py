@@ -35,6 +35,7 @@ from .watcher import Watcher
 logger = logging.getLogger(__name__)
 
 _HALT_SECONDS = 10.0
+_TROUBLE_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -77,6 +78,9 @@ class Settlement:
         self._max_unit_seconds = max_unit_seconds
         self._began_at = 0.0
         self._pending: tuple[Unit, bool] | None = None
+        self._troubles = 0
+        self.not_before = 0.0
+        """When the next unit makes sense, on the monotonic clock: servers that refuse are not asked in a hurry."""
         self.limit = max_messages
         self.counters = Counters()
         self.failed: ExactlyOnceError | None = None
@@ -135,9 +139,8 @@ class Settlement:
             if not isinstance(error, Exception):
                 return
             raise OutcomePending(_told(unit, "the database cannot be asked what became of it")) from error
-        except OutcomeLost as lost_outcome:
-            self.failed = lost_outcome
-            raise
+        except OutcomeLost as unclear:
+            self._halt(unit, unclear, reason=str(unclear))
         if fate == "committed":
             self._handler_committed(unit, error)
         driver = driver_error(error)
@@ -162,7 +165,11 @@ class Settlement:
             self._resolve(unit)
         else:
             unit.work.roll_back()  # again: it may have been interrupted
-            if unit.work.fate() == "committed":
+            try:
+                fate = unit.work.fate()
+            except OutcomeLost as unclear:
+                self._halt(unit, unclear, reason=str(unclear))
+            if fate == "committed":
                 self._handler_committed(unit, None)
             self._give_back(unit)
         self._pending = None
@@ -175,6 +182,7 @@ class Settlement:
             self._mirror.applied(advance.partition, advance.next_offset, advance.leader_epoch)
         self.counters.committed += 1
         self.counters.messages += len(unit.messages)
+        self._troubles = 0
         late = time.monotonic() - self._began_at > self._max_unit_seconds
         self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
 
@@ -263,20 +271,26 @@ class Settlement:
         return Fenced(_told(unit, f"{place} is owned by {owner} now (owner epoch {row.owner_epoch})"))
 
     def _handler_committed(self, unit: Unit, error: BaseException | None) -> NoReturn:
-        """Halt the partitions: their effects are durable, their offset is not."""
+        """Fail for good: effects are durable, their offset is not."""
         reason = f"the handler committed a transaction by itself with the messages of {unit!r}"
         first = unit.advances[0].partition
-        self.failed = HandlerCommitted(
+        failure = HandlerCommitted(
             f"{reason}: its effects are durable, the offset is not. The partitions are halted. Take COMMIT, "
             "conn.commit() and `with connection:` out of the handler, decide which messages took effect, then "
             f"for each: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
         )
+        failure.__cause__ = error
+        self._halt(unit, failure, reason=reason)
+
+    def _halt(self, unit: Unit, failure: ExactlyOnceError, *, reason: str) -> NoReturn:
+        """Raise ``failure`` from now on, here and in whatever process acquires the partitions next."""
+        self.failed = failure
         self._pending = None
         try:
             briefly(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=reason)
         except psycopg.Error as trouble:
             logger.critical("could not halt the partitions of %r in the ledger: %s", unit, trouble)
-        raise self.failed from error
+        raise failure
 
     def _raise_fault(self, unit: Unit, error: BaseException, *, lost: bool) -> None:
         """Raise what the outcome table says of ``error``, or return if it is to propagate itself."""
@@ -291,6 +305,8 @@ class Settlement:
                 ) from error
         if fault is Fault.ENVIRONMENT:
             self._ledger.session.discard()  # a live connection may lead to what was the primary once
+            self._troubles += 1
+            self.not_before = time.monotonic() + min(_TROUBLE_SECONDS, 0.05 * 2.0**self._troubles)
         if fault in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION):
             raise Redelivered(_told(unit, str(error).strip())) from error
 

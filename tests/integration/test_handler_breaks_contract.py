@@ -122,9 +122,6 @@ def test_a_commit_of_the_handler_is_told_although_ctrl_c_came_while_it_was_found
     assert scene.applied() == offsets(unit)
 
 
-# Whoever restarts the worker after OutcomeLost gets the same messages again, although somebody may still
-# commit the prepared transaction: the partitions should be halted as they are after HandlerCommitted.
-@pytest.mark.xfail(reason="OutcomeLost does not halt the partitions", strict=True, raises=pytest.fail.Exception)
 def test_a_transaction_that_the_handler_prepared_is_not_redelivered_after_a_restart(make_scene: MakeScene) -> None:
     with Postgres(settings={"max_prepared_transactions": "5"}) as server:
         with psycopg.connect(server.conninfo, autocommit=True) as connection:

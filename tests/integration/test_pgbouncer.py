@@ -115,7 +115,7 @@ def test_an_unknown_commit_is_resolved_through_the_pooler(
     else:
         with pytest.raises(Redelivered):
             apply(unit)
-    assert fault.fired.is_set()
+    fault.wait()
     assert scene.applied() == (offsets(unit) if landed else [])
     scene.drain(consumer)
     scene.assert_exact()

@@ -306,7 +306,7 @@ def main(config: Mapping[str, Any]) -> int:
                 consumer.run(_handler(config), stop_seconds=config.get("stop_seconds", 30))
             else:
                 _loop(consumer, config)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (it is told, and the status says so)
             emit("failed", error=type(error).__name__, text=str(error))
             traceback.print_exc()
             return FAILED
