@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -29,6 +30,8 @@ REQUEST_SECONDS = 5.0
 """How long one question to the cluster may take; the caller repeats it."""
 
 _EARLIEST, _LATEST = OffsetSpec.earliest(), OffsetSpec.latest()  # type: ignore[no-untyped-call]
+_REFRESH_SECONDS = 1.0
+
 _ZERO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
 _NO_IDS = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -204,6 +207,9 @@ class Cluster:
             self._reasons.append(error.str())
 
     def _unreachable(self, error: Exception) -> BrokerUnreachable:
+        with contextlib.suppress(KafkaException):
+            # Else it goes on to ask a controller or a leader that is gone, for minutes.
+            self._admin.list_topics(timeout=_REFRESH_SECONDS)
         self._admin.poll(0)
         reasons, self._reasons = self._reasons, []
         return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {reasons[0] if reasons else error}")

@@ -17,6 +17,7 @@ Isolation = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 
 _POLL_INTERVAL_MS = 300_000
 _UNIT_SECONDS = 60.0
+_MAX_MESSAGES = 1_000_000
 
 _FORCED = {"enable.auto.commit": False, "enable.auto.offset.store": False, "enable.partition.eof": True}
 _DEFAULTS = {"isolation.level": "read_committed", "fetch.queue.backoff.ms": 10}
@@ -77,6 +78,8 @@ def check_options(
     for name in ("max_messages", "max_bytes", "startup_seconds"):
         if getattr(options, name) <= 0:
             raise ConfigurationError(f"{name}={getattr(options, name)!r} must be positive")
+    if options.max_messages > _MAX_MESSAGES:
+        raise ConfigurationError(f"max_messages={options.max_messages!r} is above {_MAX_MESSAGES}, the client's limit")
     check_schema_name(options.schema)
     return options
 
@@ -107,6 +110,11 @@ def client_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key}={settings[key]!r} is refused: offsets live in Postgres, {key} must be {forced}. "
                 "Leave the key out."
             )
+    if "default.topic.config" in settings:
+        raise ConfigurationError(
+            "default.topic.config is refused: an auto.offset.reset in it would win over ours. "
+            "Give its settings beside the others"
+        )
     reset = settings.get("auto.offset.reset", "error")
     if reset != "error":
         raise ConfigurationError(

@@ -225,8 +225,12 @@ class ExactlyOnceConsumer:
         check_topics(topics)
         self._look_at_database()
         self._look_at_topics([t for t in topics if not t.startswith("^")])
+        if not self._topics:
+            self._delivery.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
+        elif self._topics != list(topics):
+            # Messages of the topics of before may still come, until Kafka has taken those away.
+            self._delivery.only_topic = None
         self._topics = list(topics)
-        self._delivery.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
         self._callbacks = {
             Change.ASSIGNED: on_assign,
             Change.REVOKED: on_revoke,

@@ -57,10 +57,10 @@ def stopping_on_signals(
     alarms: list[threading.Timer] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        stop()
         received.append(number)
         unit = current()
         if len(received) == 1:
+            stop()  # once: it takes a lock, and a second signal may come while the first one holds it
             logger.info("%s: stopping after the unit in hand", signal.Signals(number).name)
             alarm = threading.Timer(stop_seconds, signal.pthread_kill, [threading.get_ident(), number])
             alarm.daemon = True

@@ -33,6 +33,8 @@ _DEFAULTS = {
     "keepalives_interval": "5",
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
+    # In an SQL_ASCII database psycopg would else give bytes for text.
+    "client_encoding": "UTF8",
 }
 _END_WAIT_SECONDS = 10.0
 

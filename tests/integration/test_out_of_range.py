@@ -214,7 +214,9 @@ def test_log_rewritten_by_an_unclean_election_is_seen_although_the_offset_is_in_
 def _replicated_topic(servers: str, name: str, *, replicas: list[int]) -> str:
     admin = AdminClient({"bootstrap.servers": servers})
     config = {"unclean.leader.election.enable": "true", "min.insync.replicas": "1"}
-    admin.create_topics([NewTopic(name, num_partitions=1, replica_assignment=[replicas], config=config)])[name].result(30)
+    admin.create_topics([NewTopic(name, num_partitions=1, replica_assignment=[replicas], config=config)])[name].result(
+        30
+    )
     _until_led_by(servers, name, replicas[0])
     return name
 
