@@ -81,7 +81,7 @@ class Ledger:
                 cluster_id=cluster_id,
             )
 
-    def acquire(self, partitions: Sequence[Partition]) -> list[Row]:
+    def acquire(self, partitions: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS) -> list[Row]:
         """Become the owner of rows and return them.
 
         Waits for a transaction of the old owner that has advanced, so it never returns a stale offset.
@@ -90,7 +90,7 @@ class Ledger:
         :raises OwnedByConsumer: when this is a Spark job, and
         :raises LedgerRowMissing: when there is no row.
         """
-        with self._changing(partitions) as cursor:
+        with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
             rows = self._rows(
                 cursor,
                 "acquire",
@@ -184,7 +184,8 @@ class Ledger:
         """
         tokens.append(uuid4())
         with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
-            return self._rows(cursor, "resolve", partitions, token=tokens[-1], tokens=tokens)
+            # As text: an application may have registered a loader that gives uuids as strings.
+            return self._rows(cursor, "resolve", partitions, token=tokens[-1], tokens=list(map(str, tokens)))
 
     def release(self, held: Sequence[tuple[Partition, UUID]]) -> None:
         """Give rows back. Rows that are locked or not ours any more are left alone."""

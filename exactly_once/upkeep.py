@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 RECHECK_SECONDS = 5.0
 """How often topic ids are asked for again; what a recreated topic delivers in between is not noticed."""
 _BUSY_SECONDS = 1.0
+_FREE_SECONDS = 0.1
 _AGAIN_SECONDS = 0.05
 
 Notify = Callable[[Change, list[TopicPartition]], None]
@@ -163,7 +164,8 @@ class Upkeep:
         rows: list[Row] = []
         for partition in pending if len(pending) > 1 else []:
             try:
-                rows += self._ledger.acquire([partition])
+                # There was waiting enough, and Kafka is not polled meanwhile: it is seconds for each.
+                rows += self._ledger.acquire([partition], lock_seconds=_FREE_SECONDS)
             except psycopg.errors.LockNotAvailable:
                 logger.warning("%s stays locked for now", partition)
         return rows

@@ -8,10 +8,11 @@ SET LOCAL application_name = {marker};
 SELECT pg_current_xact_id()::text, pg_backend_pid()
 
 -- name: begin_ledger
--- Open a short transaction that only touches the ledger.
+-- Open a short transaction that only touches the ledger; the server ends it where its process froze inside.
 BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL application_name = {marker};
 SET LOCAL lock_timeout = {lock_timeout};
+SET LOCAL idle_in_transaction_session_timeout = '10s';
 SELECT pg_backend_pid()
 
 -- name: xact_status

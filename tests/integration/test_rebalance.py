@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
 
+from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import Crew
@@ -113,6 +115,24 @@ def test_revocation_while_rows_cannot_be_acquired_does_not_wedge_the_group(
     until(lambda: set(crew.owners()) == {first.name, second.name}, 30, "both members to own rows")
     crew.end_well(first, second)
     crew.assert_exact()
+
+
+def test_locked_rows_do_not_keep_a_member_from_polling(
+    make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str, name: str
+) -> None:
+    """Waiting for each of many locked rows in turn would outlast `max.poll.interval.ms`."""
+    many = create_topic(bootstrap_servers, 30)
+    with make_consumer() as consumer, psycopg.connect(conninfo) as blocker:
+        consumer.subscribe([many])
+        list(consumer.units(until_end=True))
+        consumer.close()
+        blocker.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s AND partition < 29 FOR UPDATE", (name,))
+        second = make_consumer()
+        second.subscribe([many])
+        began = time.monotonic()
+        list(second.units(idle_seconds=5))
+        assert time.monotonic() - began < 25
+        assert [partition.number for partition, _ in second._ownership.tokens()] == [29]
 
 
 def test_partitions_added_later_are_read_from_their_beginning(crew: Crew, topic: str, bootstrap_servers: str) -> None:

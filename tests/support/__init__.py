@@ -1,1 +1,1 @@
-"""What the tests stand on: faults, the oracle, servers, waiting. Nothing here imports the library."""
+"""What the tests stand on: faults, the oracle, servers, waiting. Only the worker imports the library."""
