@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 REQUEST_SECONDS = 5.0
 """How long one question to the cluster may take; the caller repeats it."""
 
+MIRRORED = "exactly_once"
+"""How the metadata of offsets begins that this library told Kafka: they are no place to start from."""
+
 _EARLIEST, _LATEST = OffsetSpec.earliest(), OffsetSpec.latest()  # type: ignore[no-untyped-call]
 _REFRESH_SECONDS = 1.0
 
@@ -46,6 +49,14 @@ class Topic(NamedTuple):
 
     topic_id: str | None
     partitions: int
+
+
+class Committed(NamedTuple):
+    """What Kafka holds for a group and a partition."""
+
+    offset: int
+    leader_epoch: int | None
+    is_mirrored: bool
 
 
 class Cluster:
@@ -124,8 +135,8 @@ class Cluster:
         ends = self._offsets([p for p in partitions if found[p] < 0], _LATEST)
         return {p: ends.get(p, found[p]) for p in partitions}
 
-    def committed(self, group_id: str, topic: str, partitions: int) -> dict[Partition, tuple[int, int | None]]:
-        """Return what Kafka holds for a group: offset and leader epoch, where there is one."""
+    def committed(self, group_id: str, topic: str, partitions: int) -> dict[Partition, Committed]:
+        """Return what Kafka holds for a group, where there is anything."""
         asked = [TopicPartition(topic, number) for number in range(partitions)]
         futures = self._admin.list_consumer_group_offsets(
             [ConsumerGroupTopicPartitions(group_id, asked)], request_timeout=REQUEST_SECONDS
@@ -135,7 +146,9 @@ class Cluster:
         except (KafkaException, TimeoutError) as error:
             raise self._unreachable(error) from error
         return {
-            Partition(tp.topic, tp.partition): (tp.offset, known_epoch(tp.leader_epoch))
+            Partition(tp.topic, tp.partition): Committed(
+                tp.offset, known_epoch(tp.leader_epoch), (tp.metadata or "").startswith(MIRRORED)
+            )
             for tp in answer.topic_partitions
             if tp.offset >= 0
         }

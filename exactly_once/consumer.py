@@ -45,7 +45,7 @@ from .ledger import Ledger
 from .mirror import Mirror
 from .model import Partition
 from .ownership import Ownership
-from .retry import BACKOFF, briefly, patiently
+from .retry import BACKOFF, Stop, briefly, patiently
 from .session import Connection, Session
 from .settlement import Counters, Settlement
 from .start import Starter
@@ -131,7 +131,7 @@ class ExactlyOnceConsumer:
         self._topics: list[str] = []
         self._callbacks: dict[Change, OnRebalance | None] = {}
         self._unit: Unit | None = None
-        self._stopping = threading.Event()
+        self._stopping = Stop()
         self._closed = False
         self._must_reopen = False
         self._assemble(self._options)
@@ -319,7 +319,7 @@ class ExactlyOnceConsumer:
         if (left := self._settlement.not_before - time.monotonic()) > 0:
             self._idle(left)
             self._assignment.resume(self._client)
-        while not self._stopping.is_set() and not self._assignment.failures:
+        while not self._stopping.is_set and not self._assignment.failures:
             if self._must_reopen:
                 self._reopen_client()
             if self._upkeep.is_due and (not self._keep_up() or self._assignment.failures):
@@ -347,7 +347,7 @@ class ExactlyOnceConsumer:
         try:
             self._patiently(self._upkeep.step, self._client)
         except Exception:
-            if self._stopping.is_set():
+            if self._stopping.is_set:
                 return False
             raise
         self._assignment.resume(self._client)
@@ -366,7 +366,7 @@ class ExactlyOnceConsumer:
         """Wait, polling with partitions paused so that the membership survives."""
         self._assignment.pause(self._client)
         deadline = time.monotonic() + seconds
-        while not self._stopping.is_set() and (left := deadline - time.monotonic()) > 0:
+        while not self._stopping.is_set and (left := deadline - time.monotonic()) > 0:
             self._fetch(min(left, POLL_SECONDS), 1)
             if self._assignment.failures:
                 raise self._assignment.failures.popleft()
@@ -398,7 +398,7 @@ class ExactlyOnceConsumer:
         self._ownership.revoked(list(self._ownership.holdings))
         self._delivery.discard()
         self._assignment.fetching.clear()
-        self._stopping.wait(_REOPEN_SECONDS)
+        time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
         self._assignment.subscribe(self._client, self._topics)
         self._must_reopen = False
@@ -446,6 +446,10 @@ class ExactlyOnceConsumer:
             briefly(self._options.startup_seconds)(lambda: self._session.connection)
         except psycopg.OperationalError as error:
             raise DatabaseUnreachable(f"no connection to Postgres: {str(error).strip()}") from error
+        if self._session.connection.info.encoding == "ascii":
+            raise ConfigurationError(
+                "the connection has client_encoding SQL_ASCII, which gives no text; set client_encoding=UTF8"
+            )
         if self._options.migrate:
             schemas.migrate(self._session.connection, self._options.schema)
         schemas.check(self._session.connection, self._options.schema)

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from .cluster import MIRRORED
 from .failpoints import failpoint
 from .model import Partition
 
@@ -54,7 +55,7 @@ class Mirror:
         due, self._due = {p: offset for p, offset in self._due.items() if p in owned}, {}
         if due:
             self._sent_at = time.monotonic()
-            self._commit(client, due, metadata="")
+            self._commit(client, due, metadata=MIRRORED)
             failpoint("mirrored")
 
     @property
@@ -70,7 +71,7 @@ class Mirror:
         """
         proof = self._proof
         if proof is None or time.monotonic() > proof.deadline:
-            metadata, deadline = f"exactly_once:{uuid4()}", time.monotonic() + _PROOF_SECONDS
+            metadata, deadline = f"{MIRRORED}:{uuid4()}", time.monotonic() + _PROOF_SECONDS
             self._proof = proof = Proof(metadata, deadline, frozenset(offsets))
             if not self._commit(client, offsets, metadata=proof.metadata):
                 self._proof = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 import psycopg
@@ -17,6 +16,17 @@ logger = logging.getLogger(__name__)
 
 BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=5.0)
 """Seconds between tries: up to 0.1, doubling up to 5, each time a random part of it."""
+
+
+class Stop:
+    """A request to stop. Not an Event, whose lock a signal handler may find taken by the very thread it interrupted."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self) -> None:
+        """Ask for the stop."""
+        self.is_set = True
 
 
 def is_passing(error: BaseException) -> bool:
@@ -34,13 +44,13 @@ def is_passing(error: BaseException) -> bool:
 
 
 def patiently(
-    *, sleep: Callable[[float], None], stop: threading.Event, wait: tenacity.wait.wait_base = BACKOFF
+    *, sleep: Callable[[float], None], stop: Stop, wait: tenacity.wait.wait_base = BACKOFF
 ) -> tenacity.Retrying:
     """Return a retrier that waits by calling ``sleep`` until it works, or ``stop`` is set."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_passing),
         wait=wait,
-        stop=tenacity.stop_when_event_set(stop),
+        stop=lambda _: stop.is_set,
         sleep=sleep,
         before_sleep=_log,
         reraise=True,

@@ -12,6 +12,7 @@ from types import FrameType
 import tenacity
 
 from .errors import Redelivered
+from .retry import Stop
 from .unit import Stage, Unit
 from .units import Units
 
@@ -20,9 +21,7 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def serve(
-    units: Units, handler: Callable[[Unit], object], retrying: tenacity.Retrying, stopping: threading.Event
-) -> None:
+def serve(units: Units, handler: Callable[[Unit], object], retrying: tenacity.Retrying, stopping: Stop) -> None:
     """Call the handler unit by unit until the iteration ends; try again what is nobody's fault."""
 
     def one() -> bool:
@@ -38,7 +37,7 @@ def serve(
             pass
     except Redelivered:
         # Stopped while waiting for a server: nothing was stored, the next owner goes on from there.
-        if not stopping.is_set():
+        if not stopping.is_set:
             raise
 
 
@@ -60,13 +59,13 @@ def stopping_on_signals(
         received.append(number)
         unit = current()
         if len(received) == 1:
-            stop()  # once: it takes a lock, and a second signal may come while the first one holds it
+            stop()
             logger.info("%s: stopping after the unit in hand", signal.Signals(number).name)
             alarm = threading.Timer(stop_seconds, signal.pthread_kill, [threading.get_ident(), number])
             alarm.daemon = True
             alarm.start()
             alarms.append(alarm)
-        elif unit is not None and unit.stage is Stage.OPEN:
+        elif unit is not None and unit.stage in (Stage.OPEN, Stage.FINISHING):
             raise SystemExit(128 + received[0])
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}

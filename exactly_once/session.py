@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
+from zlib import crc32
 
 import psycopg
 from psycopg import sql
@@ -83,7 +84,7 @@ class Session:
     def __init__(self, connect: Callable[[], Connection], *, schema: str) -> None:
         self.schema = schema
         self.instance: UUID = uuid4()
-        self.marker = f"exactly_once:{self.instance}"
+        self.marker = marker_of(self.instance, schema)
         self.connect = connect
         self._connection: Connection | None = None
         self._server = ""
@@ -223,6 +224,11 @@ class Session:
 
     def _ask_server(self, connection: Connection) -> str:
         return str(last_row(cursor_on(connection).execute(query("server", self.schema), prepare=False))[0])
+
+
+def marker_of(instance: UUID, schema: str) -> str:
+    """Name an instance to the server; the schema is told too, because rows of other schemas are not seen here."""
+    return f"exactly_once:{instance}:{crc32(schema.encode()):08x}"
 
 
 def is_lost(connection: Connection) -> bool:

@@ -50,7 +50,7 @@ class Starter:
         """Make the rows that are missing, for whole topics at once.
 
         :raises StartRefused: when Kafka holds offsets for a topic that the ledger does not know, and
-            ``start`` was not given.
+            ``start`` was not given, or they are our own.
         :raises LedgerRowMissing: when a row was there once.
         """
         topics = {p.topic for p in partitions}
@@ -113,16 +113,23 @@ class Starter:
                 raise row_missing(self._group_id, partition)
 
     def _refuse_unadopted(self, topic: str) -> None:
-        if self._start is not None:
-            return
+        """Refuse to start a group that has history in Kafka and none in the ledger."""
         committed = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+        mirrored = any(found.is_mirrored for found in committed.values())
         # Asked again, because a member that started a moment ago mirrors its offsets to Kafka.
-        if committed and not self._ledger.known([topic])[0]:
+        if not (mirrored or (committed and self._start is None)) or self._ledger.known([topic])[0]:
+            return
+        if mirrored:
             raise StartRefused(
-                f"Kafka holds committed offsets of group {self._group_id!r} for topic {topic!r} "
-                f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
-                'start="committed" to go on from there, or start="earliest" to read everything again'
+                f"Kafka holds offsets that this library mirrored for group {self._group_id!r} and topic {topic!r}, but "
+                "the ledger has no rows: it was lost, or this is another database or schema. Find out which messages "
+                f"took effect here, then: exactly-once reset --topic {topic} --to-earliest (or --to-latest, --to-time)"
             )
+        raise StartRefused(
+            f"Kafka holds committed offsets of group {self._group_id!r} for topic {topic!r} "
+            f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
+            'start="committed" to go on from there, or start="earliest" to read everything again'
+        )
 
     def _make(self, next_offsets: Mapping[Partition, int | None]) -> None:
         ids = {topic: found.topic_id for topic, found in self._topics.items()}
@@ -176,7 +183,8 @@ class Starter:
     ) -> dict[Partition, tuple[int, int | None]]:
         found: dict[Partition, tuple[int, int | None]] = {}
         for topic in {p.topic for p in partitions}:
-            found |= self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+            held = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+            found |= {p: (c.offset, c.leader_epoch) for p, c in held.items() if not c.is_mirrored}
         for partition in partitions:
             low, high = ranges[partition]
             if partition not in found and low < high:

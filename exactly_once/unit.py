@@ -29,6 +29,7 @@ class Stage(Enum):
 
     NEW = "not entered"
     OPEN = "open"
+    FINISHING = "finishing"
     DONE = "done"
 
 
@@ -83,12 +84,15 @@ class Unit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stage = Stage.DONE
-        if error is not None:
-            self._settle.abandon(self, error)
-            return
-        failpoint("handled")
-        self._settle.finish(self)
+        self.stage = Stage.DONE if error is not None else Stage.FINISHING
+        try:
+            if error is not None:
+                self._settle.abandon(self, error)
+            else:
+                failpoint("handled")
+                self._settle.finish(self)
+        finally:
+            self.stage = Stage.DONE
 
     @property
     def connection(self) -> Connection:

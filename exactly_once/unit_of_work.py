@@ -108,6 +108,6 @@ class UnitOfWork:
 
 def _ended() -> TransactionEnded:
     return TransactionEnded(
-        "the handler ended the transaction of the unit (ROLLBACK); nothing was stored. The unit commits by itself; "
-        "raise an exception to undo it, use `with unit.connection.transaction():` for a part of it"
+        "the handler ended the transaction of the unit (ROLLBACK); nothing of it was stored. The unit commits by "
+        "itself; raise an exception to undo it, use `with unit.connection.transaction():` for a part of it"
     )

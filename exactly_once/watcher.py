@@ -17,13 +17,15 @@ from uuid import UUID
 import psycopg
 
 from .model import Partition
-from .session import Connection, cursor_on
+from .session import Connection, cursor_on, marker_of
 from .sql import query
 
 logger = logging.getLogger(__name__)
 
 FROZEN_AFTER_SECONDS = 2.0
 """How long a transaction of ours may take before its blockers are looked at, and how often after that."""
+STILL_SECONDS = 10.0
+"""How long a transaction may stand still while ours waits for it, even if its instance owns rows."""
 
 
 class Watcher:
@@ -32,7 +34,12 @@ class Watcher:
     def __init__(self, connect: Callable[[], Connection], *, schema: str, group_id: str, instance: UUID) -> None:
         self._connect = connect
         self._statement = query("end_stale_blockers", schema)
-        self._parameters: dict[str, Any] = {"group_id": group_id, "instance": str(instance)}
+        self._parameters: dict[str, Any] = {
+            "group_id": group_id,
+            "instance": str(instance),
+            "marker": marker_of(instance, schema),
+            "still": STILL_SECONDS,
+        }
         self._waiting: tuple[float, int, Sequence[Partition], Sequence[UUID]] | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None

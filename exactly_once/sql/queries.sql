@@ -174,17 +174,20 @@ FROM held
 WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
 
 -- name: end_stale_blockers
--- End the backends of frozen owners that a transaction of ours waits for. Only backends that carry our
--- marker and run under our role, and of those: our own lost ones, the ones of instances that own no row
--- any more, the owners of the rows that we are acquiring, and what an earlier owner of a row of ours
+-- End the backends of frozen owners that a transaction of ours waits for. Only backends that carry the
+-- marker of our schema and run under our role, and of those: our own lost ones, the ones of instances that own no row
+-- any more, the owners of the rows that we are acquiring, whoever has waited for its process for long
+-- (where all wait for a frozen one, nobody polls, so Kafka cannot take its partitions away), and what an earlier owner of a row of ours
 -- began before we acquired it.
 SELECT a.pid, a.application_name, pg_terminate_backend(a.pid)
 FROM unnest(pg_blocking_pids(%(pid)s)) AS b(pid)
 JOIN pg_stat_activity a ON a.pid = b.pid,
-     substr(a.application_name, 14) AS blocker
+     substr(a.application_name, 14, 36) AS blocker
 WHERE a.application_name LIKE 'exactly\_once:%%'
+  AND right(a.application_name, 8) = right(%(marker)s, 8)
   AND a.usename = current_user
   AND (blocker = %(instance)s
+       OR a.wait_event = 'ClientRead' AND a.state_change < clock_timestamp() - %(still)s * interval '1 second'
        OR NOT EXISTS (
            SELECT FROM {schema}.ledger l
            WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = blocker)

@@ -26,7 +26,7 @@ from tests.support.topics import create_topic, produce
 from tests.support.worker import drain, ensure_journal, record
 
 BATCH = 24
-INTERRUPTS = int(os.environ.get("EXACTLY_ONCE_INTERRUPTS", "120"))
+INTERRUPTS = int(os.environ.get("EXACTLY_ONCE_INTERRUPTS", "40"))
 CALLBACKS = ("callback", "contained", "_hold_back", "_let_go", "_either")
 LIBRARY = str(Path(exactly_once.__file__).parent)
 

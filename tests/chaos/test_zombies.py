@@ -66,6 +66,22 @@ def test_frozen_transaction_does_not_hold_up_the_heir(make_crew: MakeCrew, boots
     crew.assert_exact()
 
 
+def test_frozen_transaction_does_not_hold_up_a_member_that_owns_other_partitions(
+    make_crew: MakeCrew, bootstrap_servers: str
+) -> None:
+    """Both need the row of the counter: the living one waits in its handler, cannot join again, and takes nothing."""
+    topic = create_topic(bootstrap_servers, 2)
+    crew = make_crew(topic, kafka={"max.poll.interval.ms": 6000})
+    zombie = crew.start(options=OPTIONS, failpoint=["handled", "stop", 3])
+    living = crew.start(options=OPTIONS)
+    _until_owned_by(crew, zombie.name, living.name)
+    produce(bootstrap_servers, topic, MESSAGES, 2)
+    zombie.wait("failpoint")
+    zombie.wait_stopped()
+    crew.until_applied(MESSAGES, 45)
+    crew.assert_exact()
+
+
 def test_members_frozen_in_turn_both_work_on(
     protocol: dict[str, Any], make_crew: MakeCrew, bootstrap_servers: str
 ) -> None:

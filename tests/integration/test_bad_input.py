@@ -75,6 +75,11 @@ def test_auto_offset_reset_is_refused_with_the_option_that_means_the_same(reset:
     assert instead in message
 
 
+def test_topic_defaults_in_which_a_reset_could_hide_are_refused() -> None:
+    message = refused({**KAFKA, "default.topic.config": {"auto.offset.reset": "latest"}})
+    assert "default.topic.config is refused" in message
+
+
 @pytest.mark.parametrize("group_id", [None, ""])
 def test_missing_group_id_is_refused(group_id: str | None) -> None:
     kafka = {"bootstrap.servers": NOBODY} if group_id is None else {**KAFKA, "group.id": group_id}

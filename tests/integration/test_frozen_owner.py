@@ -16,7 +16,8 @@ import psycopg
 import pytest
 
 from exactly_once import Unit
-from exactly_once.watcher import FROZEN_AFTER_SECONDS, Watcher
+from exactly_once.session import marker_of
+from exactly_once.watcher import FROZEN_AFTER_SECONDS, STILL_SECONDS, Watcher
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
 from tests.support.waiting import until
@@ -115,14 +116,16 @@ def _hold(conninfo: str, table: str, application_name: str) -> psycopg.Connectio
     return holder
 
 
-def _run_into(scene: Scene, contested: str, holder: psycopg.Connection[Any]) -> bool:
-    """Have a unit wait for the row for twice as long as the watcher allows; return whether the holder lives."""
+def _run_into(
+    scene: Scene, contested: str, holder: psycopg.Connection[Any], seconds: float = 2 * FROZEN_AFTER_SECONDS
+) -> bool:
+    """Have a unit wait for the row, by default twice as long as the watcher does; return whether the holder lives."""
     consumer = scene.consumer()
     blocked: list[Unit] = []
 
     def let_go() -> None:
         until(lambda: blocked, 20, "a unit")
-        time.sleep(2 * FROZEN_AFTER_SECONDS)
+        time.sleep(seconds)
         if alive():
             holder.rollback()
 
@@ -141,7 +144,7 @@ def _run_into(scene: Scene, contested: str, holder: psycopg.Connection[Any]) -> 
 
 
 def test_a_marked_backend_whose_instance_owns_nothing_is_ended(scene: Scene, contested: str) -> None:
-    holder = _hold(scene.conninfo, contested, f"exactly_once:{uuid4()}")
+    holder = _hold(scene.conninfo, contested, marker_of(uuid4(), "exactly_once"))
     assert not _run_into(scene, contested, holder)
 
 
@@ -155,7 +158,7 @@ def test_a_marked_backend_of_another_role_is_left_alone(
 ) -> None:
     role = f"{scene.topic}_role"
     db.execute(f"CREATE ROLE {role} LOGIN; GRANT ALL ON {contested} TO {role}".encode())
-    holder = _hold(scene.conninfo.replace("postgres@", f"{role}@"), contested, f"exactly_once:{uuid4()}")
+    holder = _hold(scene.conninfo.replace("postgres@", f"{role}@"), contested, marker_of(uuid4(), "exactly_once"))
     assert _run_into(scene, contested, holder)
 
 
@@ -169,8 +172,22 @@ def test_a_healthy_peer_with_a_long_transaction_is_left_alone(
         " owner_kind, owner_instance, acquired_at) VALUES (%s, 'other', 0, 0, 1, %s, 'consumer', %s, now())",
         (scene.topic, uuid4(), peer),
     )
-    holder = _hold(scene.conninfo, contested, f"exactly_once:{peer}")
+    holder = _hold(scene.conninfo, contested, marker_of(peer, "exactly_once"))
     assert _run_into(scene, contested, holder)
+
+
+def test_a_peer_that_stands_still_is_ended_although_it_owns_rows(
+    scene: Scene, contested: str, db: psycopg.Connection[Any]
+) -> None:
+    """Where every other member waits for a frozen one, nobody polls, and Kafka never takes its partitions away."""
+    peer = uuid4()
+    db.execute(
+        "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset, owner_epoch, owner_token,"
+        " owner_kind, owner_instance, acquired_at) VALUES (%s, 'other', 0, 0, 1, %s, 'consumer', %s, now())",
+        (scene.topic, uuid4(), peer),
+    )
+    holder = _hold(scene.conninfo, contested, marker_of(peer, "exactly_once"))
+    assert not _run_into(scene, contested, holder, seconds=3 * STILL_SECONDS)
 
 
 def test_a_peer_that_still_owns_something_is_ended_if_it_began_before_we_took_a_row_of_it(
@@ -184,7 +201,7 @@ def test_a_peer_that_still_owns_something_is_ended_if_it_began_before_we_took_a_
     )
     db.execute(row, (scene.topic, "other", uuid4(), peer))
     db.execute(row, (scene.topic, scene.topic, uuid4(), peer))
-    holder = _hold(scene.conninfo, contested, f"exactly_once:{peer}")
+    holder = _hold(scene.conninfo, contested, marker_of(peer, "exactly_once"))
     assert not _run_into(scene, contested, holder)
 
 

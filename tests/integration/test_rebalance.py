@@ -13,9 +13,10 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
 
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
-from tests.support.worker import Crew
+from tests.support.worker import Crew, drain, ensure_journal, record
 
 PARTITIONS = 6
 OPTIONS = {"max_messages": 50}
@@ -171,3 +172,29 @@ def test_member_without_partitions_reaches_its_end(
     with Crew(bootstrap_servers, conninfo, name, [topic], kafka=protocol) as crew:
         crew.start(options=OPTIONS).wait("assigned")
         crew.start(options=OPTIONS, until_end=True).finish(30)
+
+
+def test_subscribing_anew_while_messages_of_the_old_topic_arrive_mixes_nothing_up(
+    make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str, protocol: dict[str, Any]
+) -> None:
+    """Messages of a topic that is left are not taken for those of the one that stays."""
+    left, kept = (create_topic(bootstrap_servers, 1) for _ in range(2))
+    ensure_journal(conninfo)
+    for topic in (left, kept):
+        produce(bootstrap_servers, topic, 2000, 1)
+    with make_consumer(protocol, max_messages=50) as consumer:
+        consumer.subscribe([left, kept])
+        units = consumer.units(idle_seconds=5)
+        for _ in range(8):
+            with next(units) as unit:
+                record(unit, "one")
+        consumer.subscribe([kept])
+        for unit in units:
+            with unit:
+                record(unit, "one")
+    with make_consumer(protocol) as consumer:
+        consumer.subscribe([left, kept])
+        drain(consumer)
+    for topic in (left, kept):
+        verdict = journal.check(conninfo, bootstrap_servers, topic)
+        assert verdict.exact, verdict

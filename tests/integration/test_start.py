@@ -324,3 +324,15 @@ def _first_messages(consumer: ExactlyOnceConsumer, count: int) -> int:
         if done >= count:
             break
     return done
+
+
+@pytest.mark.parametrize("start", [None, "committed", "earliest", "latest"])
+def test_offsets_that_we_mirrored_ourselves_are_no_place_to_start_from(
+    start: str | None, consume: Callable[..., int], db: Db, name: str
+) -> None:
+    """A failover or a restore that lost the rows lost effects with them; Kafka still has the later offsets."""
+    consume()
+    for table in ("ledger", "audit"):
+        db.execute(f"DELETE FROM exactly_once.{table} WHERE group_id = %s", (name,))
+    with pytest.raises(StartRefused, match="mirrored"):
+        consume(start=start)
