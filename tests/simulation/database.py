@@ -51,6 +51,7 @@ class Connection:
     """What a client holds; it looks like psycopg's as far as the unit of work looks."""
 
     pipeline_status = PipelineStatus.OFF
+    encoding = "utf-8"
 
     def __init__(self, life: str) -> None:
         self.life = life

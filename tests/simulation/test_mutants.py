@@ -73,7 +73,7 @@ def _offset_first(
 def _snapshot_acquire() -> AbstractContextManager[Any]:
     original = member.Ledger.acquire
 
-    def acquire(self: member.Ledger, partitions: Sequence[Partition]) -> list[Row]:
+    def acquire(self: member.Ledger, partitions: Sequence[Partition], *, lock_seconds: float = 4.0) -> list[Row]:
         rows = self.session.member.world.database.rows
         seen = {p: rows[p].next_offset for p in partitions if p in rows}
         return [replace(row, next_offset=seen.get(row.partition)) for row in original(self, partitions)]
