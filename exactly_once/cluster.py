@@ -22,15 +22,12 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from .errors import BrokerUnreachable, ConfigurationError, UnknownTopic
-from .model import Partition
+from .model import MIRRORED, Partition
 
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 5.0
 """How long one question to the cluster may take; the caller repeats it."""
-
-MIRRORED = "exactly_once"
-"""How the metadata of offsets begins that this library told Kafka: they are no place to start from."""
 
 _EARLIEST, _LATEST = OffsetSpec.earliest(), OffsetSpec.latest()  # type: ignore[no-untyped-call]
 _REFRESH_SECONDS = 1.0

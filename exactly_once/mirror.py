@@ -13,9 +13,8 @@ from uuid import uuid4
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from .cluster import MIRRORED
 from .failpoints import failpoint
-from .model import Partition
+from .model import MIRRORED, Partition
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 from uuid import UUID
 
+MIRRORED = "exactly_once"
+"""How the metadata of offsets begins that this library told Kafka: they are no place to start from."""
+
 OwnerKind = Literal["consumer", "spark"]
 
 
