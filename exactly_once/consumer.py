@@ -61,8 +61,9 @@ POLL_SECONDS = 0.1
 """How long one fetch waits, and so how late a stop is noticed."""
 _GOODBYE_SECONDS = 2.0
 _REOPEN_SECONDS = 1.0
+_FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
 _FATAL_CODES = (
-    KafkaError._FATAL,  # noqa: SLF001 - that is its public name
+    _FATAL,
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.GROUP_AUTHORIZATION_FAILED,
 )
@@ -322,8 +323,12 @@ class ExactlyOnceConsumer:
         while not self._stopping.is_set and not self._assignment.failures:
             if self._must_reopen:
                 self._reopen_client()
-            if self._upkeep.is_due and (not self._keep_up() or self._assignment.failures):
-                continue
+            if self._upkeep.is_due:
+                if not self._keep_up() or self._assignment.failures:
+                    continue
+                units.note_ends()
+            if units.has_reached_ends():
+                return None
             waiting = self._delivery.waiting
             self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else self._settlement.limit)
             if self._assignment.events:
@@ -332,7 +337,7 @@ class ExactlyOnceConsumer:
             if messages:
                 units.came()
                 return self._hand_out(messages, ends)
-            if units.is_over():
+            if units.is_left_without():
                 return None
         return None
 
@@ -380,9 +385,9 @@ class ExactlyOnceConsumer:
             self._upkeep.eof[Partition(str(message.topic()), message.partition() or 0)] = message.offset() or 0
         elif code == KafkaError._AUTO_OFFSET_RESET:
             self._upkeep.suspect(message)
-        elif code == _FATAL_CODES[0] and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
+        elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
             self._must_reopen = True
-        elif code == _FATAL_CODES[0] and _text(KafkaError.FENCED_INSTANCE_ID) in text:
+        elif code == _FATAL and _text(KafkaError.FENCED_INSTANCE_ID) in text:
             instance = self._kafka.get("group.instance.id")
             self._assignment.failures.append(InstanceFenced(f"{text}; group.instance.id={instance!r}"))
         elif code in _FATAL_CODES:

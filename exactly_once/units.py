@@ -9,7 +9,7 @@ from collections.abc import Callable
 from .cluster import Cluster
 from .errors import BrokerUnreachable
 from .model import Partition
-from .ownership import Ownership, State
+from .ownership import Holding, Ownership
 from .unit import Unit
 from .upkeep import Upkeep
 
@@ -44,7 +44,11 @@ class Units:
         return self
 
     def __next__(self) -> Unit:
-        unit = self._next_unit(self)
+        try:
+            unit = self._next_unit(self)
+        except SystemError as error:
+            # The Kafka client wraps what a signal handler raised during some of its calls.
+            raise error.__cause__ or error from None
         if unit is None:
             raise StopIteration
         return unit
@@ -53,26 +57,36 @@ class Units:
         """Take note that there is something to do."""
         self._busy_at = time.monotonic()
 
-    def is_over(self) -> bool:
-        """Judge whether this is the end, at a moment when a fetch brought nothing."""
-        if self._idle_seconds is not None and time.monotonic() - self._busy_at >= self._idle_seconds:
-            return True
-        return self._until_end and self._has_reached_ends()
-
-    def _has_reached_ends(self) -> bool:
-        """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
+    def note_ends(self) -> None:
+        """Ask where the logs of partitions that were placed since the last time end now."""
         holdings = self._ownership.holdings
-        if not holdings:
-            # Nothing is also what a member holds between two assignments; only the group can tell.
-            return self._is_left_idle()
-        if any(h.state is not State.OWNED or not h.placed for h in holdings.values()):
-            return False
+        new = [p for p, h in holdings.items() if h.placed and p not in self._ends] if self._until_end else []
+        if not new:
+            return
         try:
-            self._ends |= self._cluster.ends(p for p in holdings if p not in self._ends)
+            self._ends |= self._cluster.ends(new)
         except BrokerUnreachable as error:
             logger.warning("where the logs end is not known yet: %s", error)
+
+    def has_reached_ends(self) -> bool:
+        """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
+        holdings = self._ownership.holdings
+        if not self._until_end or not holdings:
             return False
-        return all(
-            max(holding.expected, self._upkeep.eof.get(partition, 0)) >= self._ends[partition]
-            for partition, holding in holdings.items()
-        )
+        return all(partition in self._ends and self._has_reached(partition, h) for partition, h in holdings.items())
+
+    def is_left_without(self) -> bool:
+        """Judge, at a moment when a fetch brought nothing, whether nothing will come any more."""
+        if self._idle_seconds is not None and time.monotonic() - self._busy_at >= self._idle_seconds:
+            return True
+        self.note_ends()
+        # Nothing held is also what a member has between two assignments; only the group can tell.
+        return self._until_end and not self._ownership.holdings and self._is_left_idle()
+
+    def _has_reached(self, partition: Partition, holding: Holding) -> bool:
+        if not holding.placed:
+            return False
+        applied = holding.expected
+        if applied == holding.fetched:
+            applied = max(applied, self._upkeep.eof.get(partition, 0))
+        return applied >= self._ends[partition]

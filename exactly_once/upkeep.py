@@ -22,7 +22,7 @@ from .errors import BrokerUnreachable, TopicRecreated, UnknownTopic
 from .ledger import Ledger
 from .mirror import MIRROR_SECONDS, Mirror
 from .model import Partition, Row
-from .ownership import Ownership, State
+from .ownership import Ownership
 from .settlement import Settlement
 from .start import Starter
 
@@ -235,9 +235,9 @@ class Upkeep:
             # Of a topic that is gone Kafka takes the partitions away; one made again has another id.
             logger.warning("topic id of %r not checked this time: %s", topic, error)
             return
-        held = {p: h for p, h in self._ownership.holdings.items() if p.topic == topic and h.state is State.OWNED}
+        held = [p for p in self._ownership.owned() if p.topic == topic]
         try:
-            self._starter.recheck(topic, found, {p: h.topic_id for p, h in held.items()})
+            self._starter.recheck(topic, found, {p: self._ownership.holdings[p].topic_id for p in held})
         except TopicRecreated:
             # Pending again: whoever goes on in spite of the error meets it once more.
             self._ownership.assigned(held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from . import options, output, plan
+from . import options, plan, report
 from .problems import CommandError
 from .servers import open_database
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             plan.refuse_outside(chosen)
         if args.execute:
             chosen = plan.execute(session, chosen, "adopt", reason=args.reason)
-    _tell(chosen, args)
+    report.tell(chosen, args, _identity(chosen))
     return 0
 
 
@@ -63,16 +63,12 @@ def _refuse_own(chosen: plan.Plan) -> None:
         )
 
 
-def _tell(chosen: plan.Plan, args: argparse.Namespace) -> None:
-    if args.json:
-        output.print_json(plan.summary(chosen, executed=args.execute))
-        return
+def _identity(chosen: plan.Plan) -> list[str]:
     rows = [move.stored for move in chosen.moves if move.stored]
-    print(f"group {chosen.group_id}, topic {chosen.topic}, to {chosen.target}")
-    print(f"topic id {_ids(row.topic_id for row in rows)} -> {chosen.topic_id}")
-    print(f"cluster  {_ids(row.cluster_id for row in rows)} -> {chosen.cluster_id}")
-    output.print_table(*plan.table(chosen))
-    print("done" if args.execute else "dry run: nothing was changed; --execute does it")
+    return [
+        f"topic id {_ids(row.topic_id for row in rows)} -> {chosen.topic_id}",
+        f"cluster  {_ids(row.cluster_id for row in rows)} -> {chosen.cluster_id}",
+    ]
 
 
 def _ids(ids: Iterable[str | None]) -> str:

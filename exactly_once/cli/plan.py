@@ -173,53 +173,6 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str, **para
     return _done(plan, before)
 
 
-def summary(plan: Plan, *, executed: bool) -> dict[str, Any]:
-    """Return a plan for ``--json``."""
-    return {
-        "executed": executed,
-        "group_id": plan.group_id,
-        "topic": plan.topic,
-        "to": str(plan.target),
-        "topic_id": plan.topic_id,
-        "cluster_id": plan.cluster_id,
-        "partitions": [
-            {
-                "partition": m.partition.number,
-                "old_offset": m.old_offset,
-                "new_offset": m.result,
-                "log_start": m.log.start if m.log else None,
-                "log_end": m.log.end if m.log else None,
-                "is_new": m.stored is None,
-                "owner": m.stored.owner if m.stored else None,
-                "halted": m.stored.halted if m.stored else None,
-                "old_topic_id": m.stored.topic_id if m.stored else None,
-                "old_cluster_id": m.stored.cluster_id if m.stored else None,
-            }
-            for m in plan.moves
-        ],
-    }
-
-
-def table(plan: Plan) -> tuple[list[str], list[list[object]]]:
-    """Return a plan for people: a header and rows."""
-    header = ["PARTITION", "OLD OFFSET", "", "NEW OFFSET", "LOG START", "LOG END", "NOTE"]
-    return header, [
-        [m.partition.number, m.old_offset, "->", m.result, *(m.log or (None, None)), _note(m)] for m in plan.moves
-    ]
-
-
-def _note(move: Move) -> str | None:
-    row = move.stored
-    if row is None:
-        return "new row"
-    notes = []
-    if row.owned:
-        notes.append(f"fences {row.owner_kind} {row.owner}")
-    if row.halted:
-        notes.append(f"no longer halted: {row.halted}")
-    return "; ".join(notes) or None
-
-
 def _existing(cluster: CommandCluster, topic: str, settings: Settings) -> Topic:
     found = cluster.topics([topic]).get(topic)
     if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import options, output, plan
+from . import options, plan, report
 from .problems import CommandError
 from .servers import open_database
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             plan.refuse_outside(chosen)
         if args.execute:
             chosen = plan.execute(session, chosen, "reset", reason=args.reason)
-    _tell(chosen, args)
+    report.tell(chosen, args)
     return 0
 
 
@@ -59,12 +59,3 @@ def _refuse_foreign(chosen: plan.Plan) -> None:
                     f"{move.partition} of group {chosen.group_id!r} belongs to {what} {stored}, Kafka has {now} now. "
                     f"If that is meant: exactly-once adopt --topic {chosen.topic} with the same --to-..."
                 )
-
-
-def _tell(chosen: plan.Plan, args: argparse.Namespace) -> None:
-    if args.json:
-        output.print_json(plan.summary(chosen, executed=args.execute))
-        return
-    print(f"group {chosen.group_id}, topic {chosen.topic}, to {chosen.target}")
-    output.print_table(*plan.table(chosen))
-    print("done" if args.execute else "dry run: nothing was changed; --execute does it")

@@ -64,7 +64,7 @@ def test_attempts_count_on_until_the_messages_took_effect(scene: Scene) -> None:
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_except_redelivered_continue_is_a_correct_loop(make_scene: MakeScene, attempts: int) -> None:
     """Under cuts at BEGIN, in the handler and around COMMIT, also when the next attempt meets the next cut."""
-    scene = make_scene(60, partitions=3)
+    scene = make_scene(200, partitions=3)
     consumer = scene.consumer(max_messages=7)
     proxy = scene.proxy
     arm: list[Callable[[], Fault]] = [
