@@ -18,6 +18,7 @@ except ImportError as error:  # psycopg is there and finds no libpq
     raise ImportError(f"{error}\nInstall libpq, or: pip install 'kafka-exactly-once[binary]'") from error
 
 from .consumer import ExactlyOnceConsumer
+from .dead_letters import DeadLetter, DeadLetterLimit
 from .errors import (
     Ahead,
     BrokerUnreachable,
@@ -41,12 +42,14 @@ from .errors import (
     OwnedByConsumer,
     OwnedBySpark,
     PartitionHalted,
+    PoisonMessage,
     Redelivered,
     Rewound,
     SchemaTooNew,
     SchemaTooOld,
     StartError,
     StartRefused,
+    TooManyDeadLetters,
     TopicRecreated,
     TransactionAborted,
     TransactionBusy,
@@ -69,6 +72,8 @@ __all__ = [
     "ClusterChanged",
     "ConfigurationError",
     "DatabaseUnreachable",
+    "DeadLetter",
+    "DeadLetterLimit",
     "ExactlyOnceConsumer",
     "ExactlyOnceError",
     "Fenced",
@@ -86,12 +91,14 @@ __all__ = [
     "OwnedByConsumer",
     "OwnedBySpark",
     "PartitionHalted",
+    "PoisonMessage",
     "Redelivered",
     "Rewound",
     "SchemaTooNew",
     "SchemaTooOld",
     "StartError",
     "StartRefused",
+    "TooManyDeadLetters",
     "TopicRecreated",
     "TransactionAborted",
     "TransactionBusy",

@@ -98,6 +98,11 @@ class Assignment:
             # A pause outlives a revocation: a partition that comes back may still be paused.
             client.resume(_bare(targets))
 
+    def takes(self, partitions: Iterable[Partition]) -> bool:
+        """Tell whether an event that was not applied yet takes one of these away."""
+        taken = {p for event in self.events if event.change is not Change.ASSIGNED for p in event.partitions}
+        return not taken.isdisjoint(partitions)
+
     def pause(self, client: Consumer) -> None:
         """Stop fetching, so that polling only keeps the membership alive."""
         if not self.paused:

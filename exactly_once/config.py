@@ -141,6 +141,22 @@ def is_incremental(kafka: Mapping[str, Any]) -> bool:
     return "cooperative-sticky" in str(kafka.get("partition.assignment.strategy", ""))
 
 
+def check_run(kafka: Mapping[str, Any], *, on_poison: object, attempts: int, revoke_seconds: float) -> None:
+    """Check what ``run`` is given.
+
+    :raises ConfigurationError: naming the option, what was given and what is possible.
+    """
+    if not callable(on_poison):
+        _check_choice("on_poison", on_poison, ("stop", "dead-letter", "a callable (unit, message, error)"))
+    if attempts < 1:
+        raise ConfigurationError(f"attempts={attempts!r} must be 1 or more")
+    limit = _poll_interval_seconds(kafka)
+    if not 0 <= revoke_seconds < limit:
+        raise ConfigurationError(
+            f"revoke_seconds={revoke_seconds!r} must be from 0 to below max.poll.interval.ms ({limit:g} s)"
+        )
+
+
 def _group_id(kafka: Mapping[str, Any]) -> str:
     group_id = kafka.get("group.id")
     if not group_id:
@@ -151,12 +167,7 @@ def _group_id(kafka: Mapping[str, Any]) -> str:
 
 
 def _unit_seconds(kafka: Mapping[str, Any], given: float | None) -> float:
-    try:
-        limit = float(kafka.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
-    except ValueError:
-        raise ConfigurationError(
-            f"max.poll.interval.ms={kafka['max.poll.interval.ms']!r} is not a number of milliseconds"
-        ) from None
+    limit = _poll_interval_seconds(kafka)
     seconds = min(_UNIT_SECONDS, limit / 2) if given is None else given
     if not 0 < seconds < limit:
         raise ConfigurationError(
@@ -164,6 +175,15 @@ def _unit_seconds(kafka: Mapping[str, Any], given: float | None) -> float:
             "Kafka takes the partitions away from a member that is silent for longer"
         )
     return seconds
+
+
+def _poll_interval_seconds(kafka: Mapping[str, Any]) -> float:
+    try:
+        return float(kafka.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
+    except ValueError:
+        raise ConfigurationError(
+            f"max.poll.interval.ms={kafka['max.poll.interval.ms']!r} is not a number of milliseconds"
+        ) from None
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -15,7 +15,6 @@ import tenacity
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from . import schema as schemas
-from . import service
 from .assignment import Assignment, Change
 from .cluster import Cluster
 from .config import (
@@ -26,10 +25,12 @@ from .config import (
     admin_settings,
     callbacks,
     check_options,
+    check_run,
     check_topics,
     client_settings,
     is_incremental,
 )
+from .dead_letters import DeadLetterLimit
 from .delivery import Delivery
 from .errors import (
     ClientFailed,
@@ -41,11 +42,13 @@ from .errors import (
     WrongProcess,
 )
 from .failpoints import failpoint
+from .handler_thread import HandlerThread
 from .ledger import Ledger
 from .mirror import Mirror
 from .model import Partition
 from .ownership import Ownership
 from .retry import BACKOFF, Stop, briefly, patiently
+from .service import OnPoison, Service, stopping_on_signals
 from .session import Connection, Session
 from .settlement import Counters, Settlement
 from .start import Starter
@@ -262,20 +265,49 @@ class ExactlyOnceConsumer:
         self,
         handler: Callable[[Unit], object],
         *,
+        on_poison: OnPoison = "stop",
+        attempts: int = 1,
+        dead_letter_limit: DeadLetterLimit | None = None,
+        in_thread: bool = False,
+        revoke_seconds: float = 10.0,
         stop_seconds: float = 30.0,
+        until_end: bool = False,
+        idle_seconds: float | None = None,
         wait: tenacity.wait.wait_base = BACKOFF,
     ) -> None:
         """Call ``handler(unit)`` for each unit until SIGTERM, SIGINT or :meth:`stop`; the form for services.
 
-        What is nobody's fault is tried again after ``wait``, polling Kafka with partitions paused. The
-        handler may be called again with the same messages, or with fewer of them. An error of
-        its own ends the run and propagates. On a signal the unit in hand may finish for ``stop_seconds``,
-        then it is rolled back and ``SystemExit(128 + signal)`` is raised.
+        What is nobody's fault is tried again after ``wait``, polling Kafka with partitions paused. When the
+        handler fails for a reason in the data, or by an error of its own, smaller and smaller units are tried
+        until the message is found; what comes before it commits. So **the handler may be called again with the
+        same messages, or with fewer of them**. A message that failed ``attempts`` times alone is poison:
+        ``on_poison="stop"`` raises, ``"dead-letter"`` stores it and skips it in one transaction, a callable
+        ``(unit, message, error)`` does as it likes in the transaction that skips it.
+
+        With ``in_thread`` the handler works in another thread while this one keeps polling with partitions
+        paused, for handlers that take longer than ``max.poll.interval.ms``. When Kafka takes a partition of
+        its unit away, it may finish for ``revoke_seconds``, then its transaction is ended.
+
+        On a signal the unit in hand may finish for ``stop_seconds``, then it is rolled back and
+        ``SystemExit(128 + signal)`` is raised. ``until_end`` and ``idle_seconds`` are those of :meth:`units`.
+
+        :raises PoisonMessage: naming topic, partition and offset.
+        :raises TooManyDeadLetters: beyond ``dead_letter_limit``.
         """
-        units = self.units()
-        retrying = patiently(sleep=self._idle, stop=self._stopping, wait=wait)
-        with service.stopping_on_signals(self.stop, lambda: self._unit, stop_seconds):
-            service.serve(units, handler, retrying, self._stopping)
+        check_run(self._kafka, on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
+        if in_thread:
+            handler = HandlerThread(handler, self._poll_aside, self._session.end, revoke_seconds=revoke_seconds)
+        service = Service(
+            self.units(until_end=until_end, idle_seconds=idle_seconds),
+            handler,
+            retrying=patiently(sleep=self._idle, stop=self._stopping, wait=wait),
+            stopping=self._stopping,
+            on_poison=on_poison,
+            attempts=attempts,
+            limit=dead_letter_limit or DeadLetterLimit(),
+        )
+        with stopping_on_signals(self.stop, lambda: self._unit, stop_seconds):
+            service.run()
 
     def stop(self) -> None:
         """End the iteration after the unit in hand. Safe from threads and signal handlers."""
@@ -329,11 +361,12 @@ class ExactlyOnceConsumer:
                 units.note_ends()
             if units.has_reached_ends():
                 return None
+            limit = min(self._settlement.limit, units.max_messages or self._settlement.limit)
             waiting = self._delivery.waiting
-            self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else self._settlement.limit)
+            self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
             if self._assignment.events:
                 continue
-            messages, ends = self._delivery.take(self._settlement.limit, self._options.max_bytes)
+            messages, ends = self._delivery.take(limit, self._options.max_bytes)
             if messages:
                 units.came()
                 return self._hand_out(messages, ends)
@@ -366,6 +399,14 @@ class ExactlyOnceConsumer:
             messages += self._client.consume(count - 1, 0)
         self._upkeep.take_events()
         self._delivery.accept(messages)
+
+    def _poll_aside(self, unit: Unit, seconds: float) -> bool:
+        """Poll with partitions paused while a unit is open; return whether Kafka took partitions of it."""
+        with self._ownership.changing():
+            self._assignment.pause(self._client)
+            # Events are applied between units.
+            self._delivery.accept(self._client.consume(1, seconds))
+        return self._assignment.takes(a.partition for a in unit.advances)
 
     def _idle(self, seconds: float) -> None:
         """Wait, polling with partitions paused so that the membership survives."""

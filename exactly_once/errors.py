@@ -28,7 +28,9 @@ ExactlyOnceError
 │   ├── TransactionEnded                the handler rolled the transaction back
 │   ├── TransactionBusy                 a COPY, a pipeline or a savepoint was left open
 │   ├── HandlerCommitted                the handler committed: fatal
-│   └── UnitTooSlow                     a unit of one message was lost to its own duration
+│   ├── UnitTooSlow                     a unit of one message was lost to its own duration
+│   ├── PoisonMessage                   one message cannot be applied, and nobody set it aside
+│   └── TooManyDeadLetters              it is hardly the messages' fault any more
 ├── OutcomeLost                         the server no longer knows what became of a transaction
 ├── InstanceFenced                      another process uses the same group.instance.id
 ├── ClientFailed                        librdkafka reported a fatal error
@@ -162,6 +164,25 @@ class HandlerCommitted(HandlerError):
 
 class UnitTooSlow(HandlerError):
     """A unit of one message was ended by a server time-out for its duration."""
+
+
+class PoisonMessage(HandlerError):
+    """One message cannot be applied: what the handler raised is the ``__cause__``.
+
+    Everything before it in the log was committed. ``topic``, ``partition`` and ``offset`` say which it is.
+    """
+
+    def __init__(
+        self, text: str, *, topic: str | None = None, partition: int | None = None, offset: int | None = None
+    ) -> None:
+        super().__init__(text)
+        self.topic = topic
+        self.partition = partition
+        self.offset = offset
+
+
+class TooManyDeadLetters(HandlerError):
+    """More messages failed than the limit allows: nothing of the last one was stored, it comes again."""
 
 
 class OutcomeLost(ExactlyOnceError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-NAMES = ("polled", "begun", "handled", "guarded", "advanced", "committed", "positioned", "mirrored")
+NAMES = ("polled", "begun", "handled", "dead_lettered", "guarded", "advanced", "committed", "positioned", "mirrored")
 """In the order in which a unit passes them."""
 
 _armed: dict[str, Callable[[], None]] = {}

@@ -264,4 +264,6 @@ def _array(values: Iterable[int | UUID | None]) -> bytes:
 @lru_cache(maxsize=64)
 def _name_array(names: tuple[str | None, ...]) -> bytes:
     """Write names as a literal array. Units mostly name the same topics, so the escaping is done once."""
+    if not names:
+        return b"'{}'"
     return b"ARRAY[" + b",".join(sql.Literal(name).as_bytes(None) for name in names) + b"]"

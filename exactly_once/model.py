@@ -51,3 +51,4 @@ class Advance:
     expected: int
     next_offset: int
     leader_epoch: int | None
+    cluster_id: str | None = None

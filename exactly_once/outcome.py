@@ -40,7 +40,7 @@ def classify(error: BaseException, *, connection_lost: bool) -> Fault:
     if connection_lost:
         return Fault.ENVIRONMENT
     if state is None:
-        return Fault.HANDLER
+        return Fault.OTHER if isinstance(error, MemoryError) else Fault.HANDLER
     for fault, prefixes in (
         (Fault.CONFLICT, _CONFLICTS),
         (Fault.ENVIRONMENT, _ENVIRONMENT),

@@ -193,6 +193,7 @@ class Ownership:
                     expected=holding.expected,
                     next_offset=end,
                     leader_epoch=leader_epoch,
+                    cluster_id=holding.cluster_id,
                 )
             )
         return advances

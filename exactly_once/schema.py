@@ -7,9 +7,9 @@ from psycopg import sql
 
 from .errors import SchemaTooNew, SchemaTooOld
 from .session import Connection, address, cursor_on
-from .sql import grants, migrations, query
+from .sql import grants, latest, migrations, query
 
-VERSION = 1
+VERSION = latest()
 """The version of the schema that this release was written for."""
 
 

@@ -199,6 +199,15 @@ class Session:
                 )
             self._end(begun)
 
+    def end(self, begun: Begun) -> None:
+        """End a transaction of ours from outside, while another thread uses the connection; best effort."""
+        try:
+            with self.connect() as connection:
+                parameters = {"xid": begun.xid, "marker": self.marker}
+                cursor_on(connection).execute(query("end_transaction", self.schema), parameters, prepare=False)
+        except psycopg.Error as error:
+            logger.warning("transaction %s could not be ended, so the fence must stop it: %s", begun.xid, error)
+
     def close(self) -> None:
         """Close the connection for good."""
         self._closed = True

@@ -20,6 +20,7 @@ from .errors import (
     Redelivered,
     Rewound,
     TopicRecreated,
+    TransactionAborted,
     UnitTooSlow,
 )
 from .ledger import LOCK_SECONDS, Ledger, row_missing
@@ -294,9 +295,12 @@ class Settlement:
 
     def _raise_fault(self, unit: Unit, error: BaseException, *, lost: bool) -> None:
         """Raise what the outcome table says of ``error``, or return if it is to propagate itself."""
-        if not isinstance(error, Exception) or isinstance(error, ExactlyOnceError):
+        if not isinstance(error, Exception):
             return
-        fault = classify(error, connection_lost=lost)
+        if isinstance(error, ExactlyOnceError):
+            unit.fault = Fault.HANDLER if isinstance(error, TransactionAborted) else Fault.OTHER
+            return
+        fault = unit.fault = classify(error, connection_lost=lost)
         if fault is Fault.DURATION:
             self.limit = max(1, len(unit.messages) // 2)
             if len(unit.messages) == 1:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
 from confluent_kafka import Message
 from psycopg import sql
 
+from . import dead_letters
 from .errors import UnitNotFinished
 from .failpoints import failpoint
 from .model import Advance
+from .outcome import Fault
 from .session import Connection
 from .unit_of_work import UnitOfWork
 
@@ -67,6 +69,8 @@ class Unit:
         self.advances = advances
         self.work = work
         self.stage = Stage.NEW
+        self.fault: Fault | None = None
+        """Whose fault it was that the unit failed."""
         self._settle = settle
 
     def __repr__(self) -> str:
@@ -113,6 +117,26 @@ class Unit:
     def executemany(self, query: Statement, params: Iterable[Params]) -> None:
         """Execute one statement for each set of parameters, in few round trips."""
         self.connection.cursor().executemany(query, params)
+
+    def dead_letter(self, message: Message, error: BaseException | str) -> None:
+        """Set a message of this unit aside, in the transaction: it counts as applied once the unit commits.
+
+        :raises ValueError: when the message's partition is not one of this unit.
+        """
+        connection = self.connection
+        place = (message.topic(), message.partition())
+        advance = next((a for a in self.advances if a.partition == place), None)
+        if advance is None:
+            raise ValueError(f"{dead_letters.place_of(message)} does not belong to {self!r}")
+        dead_letters.store(
+            connection,
+            message,
+            error,
+            schema=self.work.schema,
+            group_id=self.work.group_id,
+            advance=advance,
+            attempts=self.attempt,
+        )
 
     def copy(self, table: str | sql.Identifier, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Append rows to a table by COPY. ``table`` may be qualified: ``"bank.payment"``.

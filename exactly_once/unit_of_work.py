@@ -36,6 +36,16 @@ class UnitOfWork:
         return self._connection
 
     @property
+    def schema(self) -> str:
+        """The schema of the ledger."""
+        return self._ledger.session.schema
+
+    @property
+    def group_id(self) -> str:
+        """The consumer group whose offsets move."""
+        return self._ledger.group_id
+
+    @property
     def is_lost(self) -> bool:
         """Whether the connection on which the transaction began is gone."""
         return self._connection is None or is_lost(self._connection)

@@ -39,6 +39,8 @@ class Units:
         self._idle_seconds = idle_seconds
         self._ends: dict[Partition, int] = {}
         self._busy_at = time.monotonic()
+        self.max_messages: int | None = None
+        """How many messages a unit may have at most, below what the consumer's options allow."""
 
     def __iter__(self) -> Units:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,9 @@ from exactly_once import ExactlyOnceConsumer, failpoints
 from exactly_once.schema import migrate
 
 pytest_plugins = ["exactly_once.embedded.pytest_plugin"]
+
+# A shell starts what runs in its background with SIGINT ignored, and children inherit that; tests send it to theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PROTOCOLS: dict[str, dict[str, Any]] = {
     "eager": {"partition.assignment.strategy": "range"},

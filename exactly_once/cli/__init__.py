@@ -16,7 +16,7 @@ from types import ModuleType
 
 from .problems import EXIT_CODES, CommandParser, UsageError, one_line, other_distribution, without_secrets
 
-COMMANDS = ("migrate", "status", "reset", "adopt", "demo")
+COMMANDS = ("migrate", "status", "reset", "adopt", "dead-letters", "demo")
 _DEMO_EXTRA = "pip install 'kafka-exactly-once[demo]'"
 
 
@@ -75,7 +75,7 @@ def _module(name: str) -> ModuleType:
     :raises ImportError: naming the extra that the demo needs.
     """
     if name != "demo":
-        return importlib.import_module(f".{name}", __name__)
+        return importlib.import_module(f".{name.replace('-', '_')}", __name__)
     try:
         return importlib.import_module(".demo", __name__)
     except ImportError as error:

@@ -29,6 +29,11 @@ def migrations(schema: str) -> dict[int, sql.Composed]:
     return {number: sql.SQL(text).format(schema=sql.Identifier(schema)) for number, text in found}
 
 
+def latest() -> int:
+    """Return the number of the last migration, which is the version of the schema that it leaves."""
+    return max(migrations("any"))
+
+
 def grants(schema: str, role: str) -> sql.Composed:
     """Return what a worker's role must be granted."""
     text = (files(__name__) / "grants.sql").read_text("utf-8")
@@ -37,6 +42,9 @@ def grants(schema: str, role: str) -> sql.Composed:
 
 @cache
 def _queries() -> dict[str, str]:
-    """Split the file at its name lines."""
-    _, *parts = _NAME.split((files(__name__) / "queries.sql").read_text("utf-8"))
-    return {name: body.strip() for name, _, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
+    """Split the files at their name lines."""
+    found: dict[str, str] = {}
+    for file in sorted((f for f in files(__name__).iterdir() if f.name.endswith(".sql")), key=lambda f: f.name):
+        _, *parts = _NAME.split(file.read_text("utf-8"))
+        found |= {name: body.strip() for name, _, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
+    return found

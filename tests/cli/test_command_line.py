@@ -51,7 +51,7 @@ def test_the_help_of_a_command_names_its_options_and_the_exit_codes(command: Com
 def test_the_help_names_every_command_and_the_exit_codes(command: Command) -> None:
     result = command("--help")
     assert result.code == 0
-    assert all(re.search(rf"^    {name} ", result.out, re.MULTILINE) for name in cli.COMMANDS)
+    assert all(re.search(rf"^    {name}( |$)", result.out, re.MULTILINE) for name in cli.COMMANDS)
     assert "exit codes:" in result.out
 
 

@@ -155,22 +155,6 @@ def test_run_tries_again_what_the_environment_spoils(crew: Crew, conninfo: str) 
     crew.assert_exact()
 
 
-def test_error_of_the_handler_ends_the_run_and_propagates(make_consumer: MakeConsumer, topic: str) -> None:
-    calls = 0
-
-    def handler(unit: Any) -> None:
-        nonlocal calls
-        calls += 1
-        raise ZeroDivisionError
-
-    with make_consumer() as consumer:
-        consumer.subscribe([topic])
-        with pytest.raises(ZeroDivisionError):
-            consumer.run(handler)
-        assert calls == 1
-        assert drain(consumer) == MESSAGES
-
-
 def test_failing_worker_says_so_by_its_status(crew: Crew) -> None:
     worker = crew.start(failpoint=["handled", "raise", 2], options={"max_messages": 20})
     assert worker.wait_exit() == FAILED

@@ -16,7 +16,8 @@ from exactly_once.schema import VERSION, as_sql
 from exactly_once.sql import _queries, migrations, query
 
 PACKAGE = Path(exactly_once.__file__).parent
-TEXT = (files("exactly_once.sql") / "queries.sql").read_text("utf-8")
+FILES = [f for f in files("exactly_once.sql").iterdir() if f.name.endswith(".sql") and f.name != "grants.sql"]
+TEXT = "\n".join(f.read_text("utf-8") for f in FILES)
 NAMES = re.findall(r"^-- name: (\w+)$", TEXT, re.MULTILINE)
 PLACEHOLDER = re.compile(r"(?<!%)%(?!%)(?:\((\w+)\)(s)|(.?))")
 

@@ -1,0 +1,54 @@
+"""The search for the message that makes a batch fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exactly_once.poison import Search
+
+BATCH = 500
+
+
+def tries(messages: int, poisonous: Set[int]) -> tuple[list[int], list[int], int]:
+    """Apply messages as the service does; return what was applied, what was set aside, and the number of units."""
+    search, queue, units = Search(), list(range(messages)), 0
+    applied: list[int] = []
+    aside: list[int] = []
+    while queue:
+        units += 1
+        batch = queue[: search.max_messages or BATCH]
+        if poisonous.isdisjoint(batch):
+            applied += batch
+        elif len(batch) > 1:
+            search.failed(len(batch))
+            continue
+        else:
+            search.failed(1)
+            aside += batch
+        queue = queue[len(batch) :]
+        search.landed(len(batch))
+    return applied, aside, units
+
+
+@given(st.integers(1, 1500), st.sets(st.integers(0, 1499), max_size=12))
+def test_sets_exactly_the_poison_aside_and_keeps_the_order(messages: int, poisonous: set[int]) -> None:
+    there = {number for number in poisonous if number < messages}
+    applied, aside, units = tries(messages, there)
+    assert aside == sorted(there)
+    assert applied == [number for number in range(messages) if number not in there]
+    batches = math.ceil(messages / BATCH)
+    assert units <= batches + len(there) * (2 * math.log2(BATCH) + 2), "the search takes too many units"
+
+
+def test_a_batch_that_fails_once_only_is_applied_whole() -> None:
+    """What failed for a passing reason leaves no suspicion behind."""
+    search = Search()
+    search.failed(8)
+    for expected in (4, 2, 1, 1):
+        assert search.max_messages == expected
+        search.landed(expected)
+    assert search.max_messages is None
