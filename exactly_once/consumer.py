@@ -336,7 +336,7 @@ class ExactlyOnceConsumer:
     def _next(self, units: Units) -> Unit | None:
         """Return the next unit, or None when stopped or the iteration is over."""
         self._check_use()
-        if self._unit is not None and self._unit.stage is not Stage.DONE:
+        if self._unit is not None and self._unit.stage not in (Stage.DONE, Stage.JOINED):
             raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
         if not self._ownership.is_sound or not (self._settlement.is_pending or self._ownership.is_accounted):
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
@@ -512,6 +512,8 @@ class ExactlyOnceConsumer:
     def _end_unit(self) -> None:
         if self._unit is not None and self._unit.stage is Stage.OPEN:
             self._session.roll_back()
+        elif self._unit is not None and self._unit.stage is Stage.JOINED:
+            self._settlement.settle()  # if its transaction is over; else it is left to whoever comes next
 
     def _say_goodbye(self) -> None:
         """Let dashboards see the last offsets, for a moment."""

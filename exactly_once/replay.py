@@ -74,6 +74,12 @@ class _Settlement:
             self._work.roll_back()
             raise AlreadySettled
 
+    def join(self, unit: Unit, connection: Connection) -> None:
+        raise AssertionError("the unit was entered before the handler got it")
+
+    def leave(self, unit: Unit) -> None:
+        raise AssertionError("no unit of ours was joined")
+
     def finish(self, unit: Unit) -> None:
         try:
             self._work.commit([])

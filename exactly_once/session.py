@@ -138,6 +138,16 @@ class Session:
         connection._autocommit = False  # noqa: SLF001
         return Begun(xid, pid, self._server)
 
+    def join(self, connection: Connection) -> Begun:
+        """Learn the transaction that is open on somebody else's connection, and leave our mark on it."""
+        marker = sql.Literal(self.marker)
+        cursor = cursor_on(connection).execute(query("join", self.schema, marker=marker), prepare=False)
+        return Begun(*last_row(cursor))
+
+    def owns(self, connection: Connection) -> bool:
+        """Tell whether this is our own connection."""
+        return connection is self._connection
+
     @contextlib.contextmanager
     def ledger_transaction(self, *, lock_timeout_seconds: float) -> Iterator[tuple[Connection, int]]:
         """Run a short transaction that only touches the ledger; yield connection and backend pid."""
@@ -172,6 +182,22 @@ class Session:
         except psycopg.Error:
             self.discard()
 
+    def status(self, begun: Begun) -> str | None:
+        """Ask what became of a transaction: ``committed``, ``aborted``, ``in progress``, or None for nobody knows.
+
+        :raises psycopg.Error: when the server cannot be asked now.
+        """
+        connection = self.connection
+        if self._server != begun.server:
+            # After a crash or a failover the ids of transactions that left no trace are given out
+            # again, so the answer could be about somebody else's. Without our COMMIT ours is gone.
+            logger.warning("the database server was restarted; transaction %s did not survive", begun.xid)
+            return "aborted"
+        cursor = cursor_on(connection)
+        cursor.execute(query("xact_status", self.schema), {"xid": begun.xid}, prepare=False)
+        status: str | None = last_row(cursor)[0]
+        return status
+
     def fate(self, begun: Begun) -> str:
         """Find out what became of a transaction whose COMMIT was never sent by us.
 
@@ -184,7 +210,7 @@ class Session:
         is_new = self.lost
         while True:
             try:
-                status = self._status(begun)
+                status = self.status(begun)
             except psycopg.Error:
                 if is_new or not self.lost:
                     raise
@@ -212,18 +238,6 @@ class Session:
         """Close the connection for good."""
         self._closed = True
         self.discard()
-
-    def _status(self, begun: Begun) -> str | None:
-        connection = self.connection
-        if self._server != begun.server:
-            # After a crash or a failover the ids of transactions that left no trace are given out
-            # again, so the answer could be about somebody else's. Without our COMMIT ours is gone.
-            logger.warning("the database server was restarted; transaction %s did not survive", begun.xid)
-            return "aborted"
-        cursor = cursor_on(connection)
-        cursor.execute(query("xact_status", self.schema), {"xid": begun.xid}, prepare=False)
-        status: str | None = last_row(cursor)[0]
-        return status
 
     def _end(self, begun: Begun) -> None:
         """End the backend that still runs the transaction, and wait until it is gone."""

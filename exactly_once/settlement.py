@@ -21,6 +21,7 @@ from .errors import (
     Rewound,
     TopicRecreated,
     TransactionAborted,
+    UnitNotFinished,
     UnitTooSlow,
 )
 from .ledger import LOCK_SECONDS, Ledger, row_missing
@@ -29,7 +30,7 @@ from .model import Advance, Row
 from .outcome import SHORT_COUNT, Fault, classify, driver_error
 from .ownership import Ownership, Resolution, Verdict
 from .retry import briefly
-from .session import is_lost
+from .session import Connection, is_lost
 from .unit import Unit
 from .watcher import Watcher
 
@@ -105,10 +106,40 @@ class Settlement:
             unit.work.roll_back()
             self._raise_fault(unit, error, lost=lost)
             raise
+        self._watch(unit)
+
+    def _watch(self, unit: Unit) -> None:
+        """Have whoever stands still in our way ended, while the unit is open."""
         assert unit.work.begun is not None
         holdings = (self._ownership.holdings.get(a.partition) for a in unit.advances)
         previous = [h.previous_instance for h in holdings if h is not None and h.previous_instance is not None]
         self._watcher.watch(unit.work.begun.pid, previous=previous)
+
+    def join(self, unit: Unit, connection: Connection) -> None:
+        """Have the unit take part in a transaction that somebody else will end; :meth:`settle` finds out how."""
+        self._began_at = time.monotonic()
+        try:
+            unit.work.join(connection)
+        except BaseException:
+            self._give_back(unit)
+            raise
+        self._ownership.unknown(unit.advances)
+        self._pending = (unit, True)
+        self._watch(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """Move the offsets in the joined transaction.
+
+        :raises Redelivered: when the rows are not ours any more; the caller's transaction is broken then.
+        """
+        try:
+            unit.work.advance(unit.advances)
+        except psycopg.Error as error:
+            if error.sqlstate == SHORT_COUNT:
+                raise Redelivered(_told(unit, "another owner has taken the partitions")) from error
+            raise
+        finally:
+            self._watcher.clear()
 
     def finish(self, unit: Unit) -> None:
         """Commit the unit; raise whatever became of it instead."""
@@ -162,6 +193,8 @@ class Settlement:
         unit, commit_sent = self._pending
         if commit_sent and self._ownership.doubt is None:
             self._ownership.misplaced()  # it was resolved, and interrupted then
+        elif unit.work.is_joined:
+            self._settle_joined(unit)
         elif commit_sent:
             self._resolve(unit)
         else:
@@ -174,6 +207,28 @@ class Settlement:
                 self._handler_committed(unit, None)
             self._give_back(unit)
         self._pending = None
+
+    def _settle_joined(self, unit: Unit) -> None:
+        """Find out what became of a transaction that was somebody else's to end."""
+        assert unit.work.begun is not None
+        session = self._ledger.session
+        status = session.fate(unit.work.begun) if unit.work.is_lost else session.status(unit.work.begun)
+        if status == "in progress":
+            raise UnitNotFinished(
+                f"the transaction that {unit!r} joined is still open: commit it or roll it back, then iterate on"
+            )
+        if status == "committed" and not (unit.work.is_advanced and self._has_advanced(unit)):
+            self._handler_committed(unit, None)
+        self._resolve(unit)
+
+    def _has_advanced(self, unit: Unit) -> bool:
+        """Look whether the rows moved: a rollback to a savepoint before the block undoes that, and only that."""
+        rows = {row.partition: row for row in self._ledger.read(sorted(a.partition for a in unit.advances))}
+        return not any(
+            row.owner_token == a.token and row.next_offset == a.expected
+            for a in unit.advances
+            if (row := rows.get(a.partition)) is not None
+        )
 
     def _landed(self, unit: Unit) -> None:
         with self._ownership.changing():
@@ -221,14 +276,15 @@ class Settlement:
         with self._ownership.changing():
             resolution = self._ownership.resolved(rows)
             if resolution is Resolution.COMMITTED:
-                self.counters.resolved_committed += 1
+                self.counters.resolved_committed += not unit.work.is_joined
                 self._landed(unit)
             else:
-                self.counters.resolved_aborted += 1
+                self.counters.resolved_aborted += not unit.work.is_joined
                 self.counters.fenced += resolution is Resolution.FENCED
                 self._delivery.put_back(unit.messages)
             self._delivery.discard()
-        logger.warning("the outcome of %r was in doubt: %s", unit, resolution.value)
+        level = logging.DEBUG if unit.work.is_joined else logging.WARNING
+        logger.log(level, "the outcome of %r was in doubt: %s", unit, resolution.value)
         return resolution
 
     def _judge(self, unit: Unit, error: BaseException) -> NoReturn:
@@ -273,7 +329,11 @@ class Settlement:
 
     def _handler_committed(self, unit: Unit, error: BaseException | None) -> NoReturn:
         """Fail for good: effects are durable, their offset is not."""
-        reason = f"the handler committed a transaction by itself with the messages of {unit!r}"
+        reason = (
+            f"the transaction that {unit!r} joined was committed without its offsets"
+            if unit.work.is_joined
+            else f"the handler committed a transaction by itself with the messages of {unit!r}"
+        )
         first = unit.advances[0].partition
         failure = HandlerCommitted(
             f"{reason}: its effects are durable, the offset is not. The partitions are halted. Take COMMIT, "

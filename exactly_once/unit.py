@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
@@ -32,6 +33,7 @@ class Stage(Enum):
     NEW = "not entered"
     OPEN = "open"
     FINISHING = "finishing"
+    JOINED = "in a joined transaction, to be settled by the next iteration"
     DONE = "done"
 
 
@@ -40,6 +42,12 @@ class Settles(Protocol):
 
     def begin(self, unit: Unit) -> None:
         """Open the unit's transaction."""
+
+    def join(self, unit: Unit, connection: Connection) -> None:
+        """Have the unit take part in somebody else's transaction."""
+
+    def leave(self, unit: Unit) -> None:
+        """Move the offsets in the joined transaction."""
 
     def finish(self, unit: Unit) -> None:
         """Commit the unit, or raise what became of it."""
@@ -78,12 +86,15 @@ class Unit:
         return f"<Unit {self.stage.value}: {len(self.messages)} messages, {span}, attempt {self.attempt}>"
 
     def __enter__(self) -> Self:
-        if self.stage is not Stage.NEW:
-            raise UnitNotFinished(f"this unit was entered before: {self!r}; iterate on for the next one")
-        self.stage = Stage.DONE
+        self._enter()
         self._settle.begin(self)
         self.stage = Stage.OPEN
         return self
+
+    def _enter(self) -> None:
+        if self.stage is not Stage.NEW:
+            raise UnitNotFinished(f"this unit was entered before: {self!r}; iterate on for the next one")
+        self.stage = Stage.DONE
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -97,6 +108,29 @@ class Unit:
                 self._settle.finish(self)
         finally:
             self.stage = Stage.DONE
+
+    @contextlib.contextmanager
+    def join(self, connection: Connection) -> Iterator[Self]:
+        """Take part in a transaction that you opened on ``connection`` and will end yourself.
+
+        Instead of ``with unit:``. On leaving the block the offsets have moved in your transaction, and nothing
+        is committed. The next iteration finds out what became of it: committed, and the next messages come;
+        rolled back, and the same ones come again. Savepoints must enclose the block entirely.
+
+        :raises UnitNotFinished: by the next iteration, when your transaction is still open then.
+        :raises HandlerCommitted: by the next iteration, when you committed although the block had failed.
+        :raises Redelivered: when another owner has taken the partitions; roll back.
+        """
+        self._enter()
+        self._settle.join(self, connection)
+        self.stage = Stage.OPEN
+        try:
+            yield self
+            self.stage = Stage.FINISHING
+            failpoint("handled")
+            self._settle.leave(self)
+        finally:
+            self.stage = Stage.JOINED
 
     @property
     def connection(self) -> Connection:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
 
-from .errors import TransactionAborted, TransactionBusy, TransactionEnded
+from .errors import ConfigurationError, TransactionAborted, TransactionBusy, TransactionEnded
 from .failpoints import failpoint, is_armed
 from .ledger import Ledger
 from .model import Advance
@@ -28,6 +28,10 @@ class UnitOfWork:
         self.begun: Begun | None = None
         self.is_unknown = False
         """Whether COMMIT was sent and nobody has told yet what came of it."""
+        self.is_joined = False
+        """Whether the transaction is somebody else's."""
+        self.is_advanced = False
+        """Whether the ledger was moved in a joined transaction."""
 
     @property
     def connection(self) -> Connection:
@@ -55,6 +59,30 @@ class UnitOfWork:
         self.begun = self._ledger.session.begin(self._isolation)
         self._connection = self._ledger.session.connection
         failpoint("begun")
+
+    def join(self, connection: Connection) -> None:
+        """Take part in a transaction that somebody else opened and will commit.
+
+        :raises ConfigurationError: when no transaction is open there, or it is a connection of ours.
+        """
+        if self._ledger.session.owns(connection):
+            raise ConfigurationError("join() is for a transaction of yours; `with unit:` has one on this connection")
+        if connection.info.transaction_status is TransactionStatus.IDLE and connection.autocommit:
+            raise ConfigurationError(
+                "join() was given a connection in autocommit mode without a transaction; open one around it"
+            )
+        self._connection, self.is_joined = connection, True
+        self.begun = self._ledger.session.join(connection)
+        failpoint("begun")
+
+    def advance(self, advances: Sequence[Advance]) -> None:
+        """Move the ledger in the joined transaction; its owner's COMMIT makes it durable."""
+        assert self.begun is not None
+        self._guard()
+        failpoint("guarded")
+        self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
+        self.is_advanced = True
+        failpoint("advanced")
 
     def commit(self, advances: Sequence[Advance]) -> None:
         """Check that the transaction is still the one that began, advance the ledger, COMMIT.
@@ -112,6 +140,8 @@ class UnitOfWork:
             )
         if status is TransactionStatus.ACTIVE:
             raise TransactionBusy("the handler left a COPY open on unit.connection; use it in a with block")
+        if status is TransactionStatus.IDLE and self.is_joined:
+            raise TransactionEnded("the transaction was ended inside the block of join(); end it after the block")
         if status is TransactionStatus.IDLE:
             raise _ended()
 

@@ -7,6 +7,12 @@ BEGIN ISOLATION LEVEL {isolation};
 SET LOCAL application_name = {marker};
 SELECT pg_current_xact_id()::text, pg_backend_pid()
 
+-- name: join
+-- Take a transaction that somebody else opened for a unit of work, and learn what BEGIN would have told.
+SET LOCAL application_name = {marker};
+SELECT pg_current_xact_id()::text, pg_backend_pid(),
+       pg_postmaster_start_time()::text || ' ' || coalesce(stats_reset::text, '') FROM pg_stat_bgwriter
+
 -- name: begin_ledger
 -- Open a short transaction that only touches the ledger; the server ends it where its process froze inside.
 BEGIN ISOLATION LEVEL READ COMMITTED;

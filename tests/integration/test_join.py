@@ -1,0 +1,248 @@
+"""Someone else's transaction: offsets move in it, and what became of it is found out afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from exactly_once import (
+    ConfigurationError,
+    ExactlyOnceConsumer,
+    HandlerCommitted,
+    Redelivered,
+    TransactionAborted,
+    TransactionEnded,
+    Unit,
+    UnitNotFinished,
+)
+from exactly_once.units import Units
+from tests.integration.scene import Scene
+from tests.support.worker import record
+
+Own = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def own(scene: Scene) -> Iterator[Own]:
+    """A connection of the application, with transactions in psycopg's usual way."""
+    with psycopg.connect(scene.conninfo) as connection:
+        yield connection
+
+
+@pytest.fixture
+def units(scene: Scene) -> Units:
+    return scene.consumer().units(until_end=True)
+
+
+def joined(unit: Unit, own: Own) -> None:
+    with unit.join(own):
+        record(unit, "test")
+
+
+def fail_in_the_block(unit: Unit, own: Own) -> None:
+    with unit.join(own):
+        record(unit, "test")
+        raise ZeroDivisionError
+
+
+def finish(units: Units, own: Own) -> None:
+    for unit in units:
+        joined(unit, own)
+        own.commit()
+
+
+def test_what_commits_is_applied_once(scene: Scene, units: Units, own: Own) -> None:
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_what_is_rolled_back_comes_again_and_nothing_is_raised(scene: Scene, units: Units, own: Own) -> None:
+    unit = next(units)
+    joined(unit, own)
+    own.rollback()
+    again = next(units)
+    assert [m.offset() for m in again.messages] == [m.offset() for m in unit.messages]
+    assert (unit.attempt, again.attempt) == (1, 2)
+    joined(again, own)
+    own.commit()
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_error_in_the_block_and_a_rollback_bring_the_messages_again(scene: Scene, units: Units, own: Own) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_block(next(units), own)
+    own.rollback()
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_next_unit_while_the_transaction_is_open_is_refused_and_waits_for_it(
+    scene: Scene, units: Units, own: Own
+) -> None:
+    joined(next(units), own)
+    for _ in range(2):
+        with pytest.raises(UnitNotFinished, match="is still open: commit it or roll it back"):
+            next(units)
+    own.commit()
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_offsets_are_not_durable_before_the_commit(scene: Scene, units: Units, own: Own) -> None:
+    joined(next(units), own)
+    assert scene.ledger("next_offset") == [0]
+    own.commit()
+    assert scene.ledger("next_offset") == [10]
+
+
+def test_connection_that_is_lost_before_commit_brings_the_messages_again(scene: Scene, units: Units, own: Own) -> None:
+    with psycopg.connect(scene.conninfo) as other:
+        joined(next(units), other)
+        other.close()
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_lost_commit_is_found_out(scene: Scene, units: Units, own: Own) -> None:
+    """It had landed when the connection broke: the messages do not come again."""
+    with psycopg.connect(scene.proxy.conninfo) as other:
+        joined(next(units), other)
+        fault = scene.proxy.cut_after("^COMMIT")
+        with pytest.raises(psycopg.OperationalError):
+            other.commit()
+        fault.wait(10)
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_commit_after_a_failed_block_halts(scene: Scene, units: Units, own: Own) -> None:
+    """The effects are there and the offset is not: going on in any way would be wrong."""
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_block(next(units), own)
+    own.commit()
+    with pytest.raises(HandlerCommitted, match=r"joined was committed without its offsets"):
+        next(units)
+    assert all(scene.ledger("halted"))
+
+
+def test_savepoint_that_undoes_the_advance_only_halts(scene: Scene, units: Units, own: Own) -> None:
+    unit = next(units)
+    own.execute("INSERT INTO journal.counter VALUES (%s, 1)", (scene.topic,))
+    own.execute("SAVEPOINT inside")
+    joined(unit, own)
+    own.execute("ROLLBACK TO SAVEPOINT inside")
+    own.commit()
+    with pytest.raises(HandlerCommitted):
+        next(units)
+    assert all(scene.ledger("halted"))
+
+
+def test_commit_inside_the_block_halts(scene: Scene, units: Units, own: Own) -> None:
+    def commit_inside() -> None:
+        with next(units).join(own) as unit:
+            record(unit, "test")
+            own.commit()
+
+    with pytest.raises(TransactionEnded, match="inside the block"):
+        commit_inside()
+    with pytest.raises(HandlerCommitted):
+        next(units)
+
+
+def test_swallowed_sql_error_is_told_at_the_end_of_the_block(scene: Scene, units: Units, own: Own) -> None:
+    def swallow() -> None:
+        with next(units).join(own) as unit, pytest.raises(psycopg.errors.DivisionByZero):
+            unit.execute("SELECT 1/0")
+
+    with pytest.raises(TransactionAborted):
+        swallow()
+    own.rollback()
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_fenced_unit_is_redelivered_and_its_transaction_is_broken(scene: Scene, units: Units, own: Own) -> None:
+    def fence() -> None:
+        with next(units).join(own) as unit:
+            record(unit, "test")
+            scene.query(
+                "UPDATE exactly_once.ledger SET owner_epoch = owner_epoch + 1, owner_token = gen_random_uuid() "
+                "WHERE group_id = %s"
+            )
+
+    with pytest.raises(Redelivered, match="another owner"):
+        fence()
+    own.rollback()
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_psycopgs_transaction_block_may_be_joined(scene: Scene, units: Units) -> None:
+    with psycopg.connect(scene.conninfo, autocommit=True) as connection:
+        for unit in units:
+            with connection.transaction(), unit.join(connection):
+                record(unit, "test")
+    scene.assert_exact()
+
+
+def test_autocommit_without_a_transaction_is_refused_and_loses_nothing(scene: Scene, units: Units, own: Own) -> None:
+    connection = psycopg.connect(scene.conninfo, autocommit=True)
+    with connection, pytest.raises(ConfigurationError, match="autocommit"), next(units).join(connection):
+        pass
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_our_own_connection_is_refused(scene: Scene, own: Own) -> None:
+    made: list[Own] = []
+
+    def connect() -> Own:
+        made.append(psycopg.connect(scene.conninfo))
+        return made[-1]
+
+    units = scene.consumer(connect=connect).units(until_end=True)
+    with pytest.raises(ConfigurationError, match="transaction of yours"), next(units).join(made[0]):
+        pass
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_close_with_an_open_transaction_leaves_it_to_whoever_comes_next(scene: Scene, own: Own) -> None:
+    consumer = scene.consumer()
+    joined(next(consumer.units()), own)
+    consumer.close()
+    own.commit()
+    scene.drain(scene.consumer())
+    scene.assert_exact()
+
+
+def test_close_after_the_commit_releases(scene: Scene, own: Own) -> None:
+    consumer = scene.consumer()
+    joined(next(consumer.units()), own)
+    own.commit()
+    consumer.close()
+    assert scene.ledger("owner_token") == [None]
+
+
+def test_unit_that_was_joined_cannot_be_entered(scene: Scene, units: Units, own: Own) -> None:
+    unit = next(units)
+    joined(unit, own)
+    with pytest.raises(UnitNotFinished, match="entered before"), unit:
+        pass
+    own.rollback()
+
+
+def test_ways_can_change_from_unit_to_unit(scene: Scene, own: Own) -> None:
+    consumer: ExactlyOnceConsumer = scene.consumer(max_messages=3)
+    for number, unit in enumerate(consumer.units(until_end=True)):
+        if number % 2:
+            joined(unit, own)
+            own.commit()
+        else:
+            with unit:
+                record(unit, "test")
+    scene.assert_exact()
