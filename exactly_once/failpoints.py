@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-NAMES = ("polled", "begun", "handled", "dead_lettered", "guarded", "advanced", "committed", "positioned", "mirrored")
-"""In the order in which a unit passes them."""
+OF_A_UNIT = ("polled", "begun", "handled", "guarded", "advanced", "committed", "positioned", "mirrored")
+"""In the order in which every unit passes them."""
+NAMES = (*OF_A_UNIT, "dead_lettered")
+"""All; the last ones are passed only by units that have to."""
 
 _armed: dict[str, Callable[[], None]] = {}
 

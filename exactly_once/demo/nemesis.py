@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from exactly_once.failpoints import NAMES
+from exactly_once.failpoints import OF_A_UNIT
 
 MOMENTS = {
     "polled": "with a batch in hand",
@@ -42,7 +42,7 @@ def plan(seed: int, *, quick: bool) -> list[Fault]:
     # Frozen after its advance, a worker holds the ledger's rows until its backend is ended: two seconds more.
     moments = _WITH_BATCH[:-1] if quick else _WITH_BATCH
     dice = random.Random(f"faults {seed}")  # noqa: S311  (to be repeated, not to be secret)
-    kinds: list[tuple[Literal["kill", "freeze"], str]] = [("kill", at) for at in NAMES * rounds]
+    kinds: list[tuple[Literal["kill", "freeze"], str]] = [("kill", at) for at in OF_A_UNIT * rounds]
     kinds += [("freeze", at) for at in dice.sample(moments, freezes)]
     dice.shuffle(kinds)
     return [

@@ -122,7 +122,7 @@ class Soak:
         """Have one more worker, which kills itself at a random moment."""
         self.chance.choice(self.alive).kill()
         self.alive = [w for w in self.alive if w.is_running]
-        name = self.chance.choice(failpoints.NAMES)
+        name = self.chance.choice(failpoints.OF_A_UNIT)
         self.hire(failpoint=[name, "kill", self.chance.randrange(1, 6)])
 
     def kill(self) -> None:

@@ -9,12 +9,15 @@ import pytest
 
 from exactly_once import failpoints
 from tests.chaos.conftest import MakeCrew
+from tests.support.journal import Identity
 from tests.support.topics import create_topic, produce
 from tests.support.worker import Crew
 
 PARTITIONS = 3
 MESSAGES = 900
 OPTIONS = {"max_messages": 50}
+POISON = [0, 7, 8, 150, 299]
+DEAD = "SELECT topic, partition, message_offset FROM exactly_once.dead_letter WHERE group_id = %s"
 
 
 @pytest.fixture
@@ -26,7 +29,7 @@ def topic(bootstrap_servers: str) -> str:
 
 
 @pytest.mark.parametrize("nth", [1, 4])
-@pytest.mark.parametrize("failpoint", failpoints.NAMES)
+@pytest.mark.parametrize("failpoint", failpoints.OF_A_UNIT)
 def test_killed_at_a_failpoint_the_next_worker_finishes(
     failpoint: str, nth: int, topic: str, make_crew: MakeCrew
 ) -> None:
@@ -50,6 +53,24 @@ def test_killed_again_and_again_the_work_gets_done(topic: str, make_crew: MakeCr
         assert worker.wait_exit() == -signal.SIGKILL, worker.story()
     crew.start(options=OPTIONS, until_end=True).finish()
     crew.assert_exact()
+
+
+@pytest.mark.parametrize("failpoint", ["begun", "dead_lettered", "guarded", "advanced", "committed"])
+def test_killed_while_setting_messages_aside_the_next_worker_finishes(
+    failpoint: str, topic: str, make_crew: MakeCrew
+) -> None:
+    """Each message ends in exactly one of two places, and the second worker finds the same ones poisonous."""
+    crew = make_crew(topic)
+    config: dict[str, Any] = {"options": OPTIONS, "mode": "run", "until_end": True, "poison": POISON}
+    killed = failpoint if failpoint == "dead_lettered" else [failpoint, "dead_lettered"]
+    first = crew.start(**config, failpoint=[killed, "kill", 3])
+    assert first.wait_exit() == -signal.SIGKILL, first.story()
+    crew.start(**config).finish()
+    dead = [Identity(*row) for row in crew.look(DEAD)]
+    verdict = crew.verdict(topic)
+    assert sorted(dead) == sorted(verdict.lost) == [Identity(topic, p, o) for p in range(PARTITIONS) for o in POISON]
+    assert not verdict.duplicated
+    assert verdict.counted == MESSAGES - len(dead)
 
 
 def _kill_and_finish(crew: Crew, failpoint: str, nth: int) -> None:

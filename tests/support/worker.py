@@ -229,7 +229,9 @@ class Crew:
         """Start a worker; `ready=False` returns before it has subscribed.
 
         The configuration: conninfo, options (of the consumer), mode ("loop", the default, or "run"), until_end,
-        idle_seconds, stop_seconds, counts, handler_seconds, failpoint = [name, action, pass].
+        idle_seconds, stop_seconds, in_thread, revoke_seconds, counts, handler_seconds, poison (offsets that the
+        handler cannot apply), failpoint = [name, action, pass]; the name may be [name, after], and then passes
+        are counted from the first pass of the other.
         """
         name = f"worker-{len(self.workers) + 1}"
         self.workers.append(worker := Worker({**self._config, "name": name, **config}))
@@ -271,10 +273,14 @@ class Crew:
         """Wait until so many messages were applied."""
         until(lambda: self.applied() >= total, timeout_seconds, f"{total} messages to be applied")
 
+    def verdict(self, topic: str, *, counts: bool = True) -> journal.Verdict:
+        """Compare a topic with its journal."""
+        return journal.check(self._conninfo, self._bootstrap_servers, topic, counts=counts)
+
     def assert_exact(self, *, counts: bool = True) -> None:
         """Each message of the topics took effect exactly once."""
         for topic in self._topics:
-            verdict = journal.check(self._conninfo, self._bootstrap_servers, topic, counts=counts)
+            verdict = self.verdict(topic, counts=counts)
             assert verdict.exact, verdict
 
 
@@ -303,7 +309,7 @@ def main(config: Mapping[str, Any]) -> int:
             _arm(config.get("failpoint"))
             emit("ready", pid=os.getpid())
             if config.get("mode") == "run":
-                consumer.run(_handler(config), stop_seconds=config.get("stop_seconds", 30))
+                _run(consumer, config)
             else:
                 _loop(consumer, config)
         except Exception as error:  # noqa: BLE001  (it is told, and the status says so)
@@ -313,6 +319,17 @@ def main(config: Mapping[str, Any]) -> int:
     counters = {field: getattr(consumer.counters, field) for field in consumer.counters.__slots__}
     emit("ended", counters=counters)
     return 0
+
+
+def _run(consumer: ExactlyOnceConsumer, config: Mapping[str, Any]) -> None:
+    consumer.run(
+        _handler(config),
+        on_poison="dead-letter" if config.get("poison") else "stop",
+        in_thread=config.get("in_thread", False),
+        revoke_seconds=config.get("revoke_seconds", 10.0),
+        stop_seconds=config.get("stop_seconds", 30),
+        until_end=config.get("until_end", False),
+    )
 
 
 def _loop(consumer: ExactlyOnceConsumer, config: Mapping[str, Any]) -> None:
@@ -337,6 +354,8 @@ def _handler(config: Mapping[str, Any]) -> Callable[[Unit], None]:
         record(unit, str(config["name"]), counts=config.get("counts", True))
         if seconds := config.get("handler_seconds"):
             time.sleep(seconds)
+        if any(message.offset() in config.get("poison", ()) for message in unit.messages):
+            raise ValueError("poison")
 
     return handle
 
@@ -356,13 +375,19 @@ def _arm(failpoint: Sequence[Any] | None) -> None:
     """Injure this process at the given pass of a failpoint: kill, stop or raise."""
     if failpoint is None:
         return
-    name, action, nth = failpoint
+    at, action, nth = failpoint
+    name, after = (at, None) if isinstance(at, str) else at
     passes = 0
+    counting = after is None
+
+    def begin() -> None:
+        nonlocal counting
+        counting = True
 
     def strike() -> None:
         nonlocal passes
-        passes += 1
-        if passes != nth:
+        passes += counting
+        if not counting or passes != nth:
             return
         emit("failpoint", name=name, action=action)
         if action == "raise":
@@ -370,6 +395,8 @@ def _arm(failpoint: Sequence[Any] | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
     failpoints.arm(name, strike)
+    if after is not None:
+        failpoints.arm(after, begin)
 
 
 if __name__ == "__main__":
