@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -294,8 +295,9 @@ class ExactlyOnceConsumer:
         :raises PoisonMessage: naming topic, partition and offset.
         :raises TooManyDeadLetters: beyond ``dead_letter_limit``.
         """
-        check_run(self._kafka, on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
+        check_run(on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
         if in_thread:
+            self._settlement.max_unit_seconds = math.inf  # Kafka does not wait for this handler
             handler = HandlerThread(handler, self._poll_aside, self._session.end, revoke_seconds=revoke_seconds)
         service = Service(
             self.units(until_end=until_end, idle_seconds=idle_seconds),

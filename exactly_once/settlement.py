@@ -77,7 +77,8 @@ class Settlement:
         self._mirror = mirror
         self._watcher = watcher
         self._max_messages = max_messages
-        self._max_unit_seconds = max_unit_seconds
+        self.max_unit_seconds = max_unit_seconds
+        """After a unit that took longer the next one is halved."""
         self._began_at = 0.0
         self._pending: tuple[Unit, bool] | None = None
         self._troubles = 0
@@ -239,7 +240,7 @@ class Settlement:
         self.counters.committed += 1
         self.counters.messages += len(unit.messages)
         self._troubles = 0
-        late = time.monotonic() - self._began_at > self._max_unit_seconds
+        late = time.monotonic() - self._began_at > self.max_unit_seconds
         self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
 
     def _give_back(self, unit: Unit) -> None:

@@ -1,0 +1,120 @@
+"""Handlers slower than Kafka's patience: in a thread they keep the membership, and at a revoke they are ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from exactly_once import PoisonMessage, Unit
+from tests.chaos.conftest import MakeCrew
+from tests.conftest import PROTOCOLS, MakeConsumer
+from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
+from tests.support.worker import ensure_journal, record
+
+PARTITIONS = 4
+MESSAGES = 40
+IMPATIENT = {"max.poll.interval.ms": 6000, "session.timeout.ms": 6000}
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str, conninfo: str) -> str:
+    """A topic with messages."""
+    ensure_journal(conninfo)
+    topic = create_topic(bootstrap_servers, PARTITIONS)
+    produce(bootstrap_servers, topic, MESSAGES, PARTITIONS)
+    return topic
+
+
+def test_handler_that_outlasts_the_poll_interval_commits_at_its_first_attempt(
+    topic: str, make_consumer: MakeConsumer
+) -> None:
+    attempts = []
+
+    def handler(unit: Unit) -> None:
+        attempts.append(unit.attempt)
+        time.sleep(9)
+        record(unit, "test")
+
+    with make_consumer(IMPATIENT) as consumer:
+        consumer.subscribe([topic])
+        consumer.run(handler, in_thread=True, until_end=True)
+        assert attempts == [1] * consumer.counters.committed
+        assert consumer.counters.messages == MESSAGES
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_unit_that_outlasts_a_revoke_is_ended_and_the_new_owner_applies_its_messages(
+    protocol: str, topic: str, make_crew: MakeCrew
+) -> None:
+    crew = make_crew(topic, kafka=PROTOCOLS[protocol])
+    slow = crew.start(mode="run", in_thread=True, revoke_seconds=1.0, handler_seconds=60)
+    slow.wait("handling")
+    quick = crew.start()
+    until(lambda: "did not finish in time; its transaction is ended" in slow.story(), 60, "the slow unit to be ended")
+    slow.kill()
+    crew.until_applied(MESSAGES, 90)
+    crew.end_well(quick)
+    crew.assert_exact()
+
+
+def test_stop_that_outlasts_its_seconds_leaves_nothing_of_the_unit(topic: str, make_crew: MakeCrew) -> None:
+    crew = make_crew(topic)
+    worker = crew.start(mode="run", in_thread=True, handler_seconds=60, stop_seconds=1)
+    worker.wait("handling")
+    began = time.monotonic()
+    worker.term()
+    assert worker.wait_exit(20) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 10
+    assert crew.applied() == 0
+    crew.start(until_end=True).finish()
+    crew.assert_exact()
+
+
+def test_stop_lets_the_unit_finish(topic: str, make_crew: MakeCrew) -> None:
+    crew = make_crew(topic)
+    worker = crew.start(mode="run", in_thread=True, handler_seconds=2, options={"max_messages": 10})
+    worker.wait("handling")
+    worker.term()
+    assert worker.finish(20)["committed"] == 1
+    assert crew.applied() == 10
+
+
+def test_killed_in_the_middle_of_a_slow_unit_the_next_worker_finishes(topic: str, make_crew: MakeCrew) -> None:
+    crew = make_crew(topic)
+    worker = crew.start(mode="run", in_thread=True, handler_seconds=1, options={"max_messages": 10})
+    worker.wait("handling")
+    worker.wait("handling")
+    worker.kill()
+    crew.start(until_end=True).finish()
+    crew.assert_exact()
+
+
+def test_what_the_handler_raises_is_raised_by_run(topic: str, make_consumer: MakeConsumer) -> None:
+    def fail(unit: Unit) -> None:
+        raise KeyError("account")
+
+    def leave(unit: Unit) -> None:
+        raise SystemExit(7)
+
+    with make_consumer() as consumer:
+        consumer.subscribe([topic])
+        with pytest.raises(PoisonMessage, match="KeyError: 'account'"):
+            consumer.run(fail, in_thread=True)
+        with pytest.raises(SystemExit, match="7"):
+            consumer.run(leave, in_thread=True)
+        consumer.run(lambda unit: record(unit, "test"), in_thread=True, until_end=True)
+        assert consumer.counters.messages == MESSAGES
+
+
+def test_quick_handlers_pause_nothing(topic: str, make_consumer: MakeConsumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause throws away what was fetched: it would cost more than the handler."""
+    paused: list[Any] = []
+    with make_consumer(max_messages=5) as consumer:
+        consumer.subscribe([topic])
+        consumer.run(lambda unit: paused.append(consumer._assignment.paused), in_thread=True, until_end=True)
+    assert len(paused) >= MESSAGES / 5
+    assert not any(paused)
