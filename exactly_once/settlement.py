@@ -213,7 +213,11 @@ class Settlement:
         """Find out what became of a transaction that was somebody else's to end."""
         assert unit.work.begun is not None
         session = self._ledger.session
-        status = session.fate(unit.work.begun) if unit.work.is_lost else session.status(unit.work.begun)
+        try:
+            # A connection that is lost commits nothing any more: what it left open is ended.
+            status = session.fate(unit.work.begun) if unit.work.is_lost else session.status(unit.work.begun)
+        except OutcomeLost as unclear:
+            self._halt(unit, unclear, reason=str(unclear))
         if status == "in progress":
             raise UnitNotFinished(
                 f"the transaction that {unit!r} joined is still open: commit it or roll it back, then iterate on"

@@ -76,6 +76,7 @@ class Upkeep:
         """Whether :meth:`step` has anything to do before the next unit."""
         return bool(
             self._assignment.events
+            or self._assignment.paused
             or self._ownership.is_unsettled
             or self._settlement.is_pending
             or self._settlement.failed is not None
