@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.synchronize import Event
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -157,15 +159,15 @@ def latency(servers: Servers, seconds: float, rounds: int) -> Iterator[str]:
         yield f"| {name} | {statistics.median(medians):.2f} ms | {statistics.median(p99s):.2f} ms |"
 
 
-def measure(
-    servers: Servers, seconds: float, program: Callable[[Servers, threading.Event, threading.Event], None]
-) -> tuple[float, float]:
+def measure(servers: Servers, seconds: float, program: Callable[[Servers, Event, Event], None]) -> tuple[float, float]:
     """Run one program beside a steady producer; return median and p99 in milliseconds."""
     servers = servers._replace(topic=make_topic(servers.bootstrap_servers))
     truncate(servers)
-    ready, stop = threading.Event(), threading.Event()
-    thread = threading.Thread(target=program, args=(servers, ready, stop))
-    thread.start()
+    # A process of its own: beside the producer, two loops would wait for one interpreter lock.
+    context = multiprocessing.get_context("spawn")
+    ready, stop = context.Event(), context.Event()
+    process = context.Process(target=program, args=(servers, ready, stop))
+    process.start()
     assert ready.wait(60)
     producer = Producer({"bootstrap.servers": servers.bootstrap_servers, "linger.ms": 0})
     began = time.perf_counter()
@@ -185,12 +187,12 @@ def measure(
             "- convert_from(v, 'UTF8')::numeric / 1000000 FROM sink WHERE v <> 'warm'"
         ).fetchall()
     stop.set()
-    thread.join()
+    process.join()
     latencies = sorted(float(r[0]) for r in rows)
     return statistics.median(latencies), latencies[int(len(latencies) * 0.99)]
 
 
-def ordinary_for(servers: Servers, ready: threading.Event, stop: threading.Event) -> None:
+def ordinary_for(servers: Servers, ready: Event, stop: Event) -> None:
     """The ordinary loop: poll, write, commit the database, commit Kafka."""
     client = Consumer({**settings(servers), "enable.auto.commit": False, "auto.offset.reset": "earliest"})
     client.subscribe([servers.topic])
@@ -207,7 +209,7 @@ def ordinary_for(servers: Servers, ready: threading.Event, stop: threading.Event
     client.close()
 
 
-def library_for(servers: Servers, ready: threading.Event, stop: threading.Event) -> None:
+def library_for(servers: Servers, ready: Event, stop: Event) -> None:
     """The same with the library."""
     with ExactlyOnceConsumer(settings(servers), conninfo=servers.conninfo) as consumer:
         consumer.subscribe([servers.topic])
@@ -219,7 +221,7 @@ def library_for(servers: Servers, ready: threading.Event, stop: threading.Event)
             ready.set()
 
 
-def stop_later(consumer: ExactlyOnceConsumer, stop: threading.Event) -> None:
+def stop_later(consumer: ExactlyOnceConsumer, stop: Event) -> None:
     """End the iteration when the measurement is over."""
     stop.wait()
     consumer.stop()

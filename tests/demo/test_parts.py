@@ -19,7 +19,7 @@ from exactly_once.demo.checker import TOTAL, Verdict, check, compare
 from exactly_once.demo.display import Display, open_display
 from exactly_once.demo.result import HEAD, Result, as_json, conclusion, rows
 from exactly_once.demo.trial import Tally
-from exactly_once.failpoints import NAMES
+from exactly_once.failpoints import OF_A_UNIT
 
 PAYMENT = b'{"from": 1, "to": 2, "amount": 30}'
 PLACE = (0, 7)
@@ -102,7 +102,7 @@ def _read(bootstrap_servers: str, topic: str, count: int) -> list[Any]:
 def test_plan_kills_at_every_failpoint_and_freezes_only_with_a_batch_in_hand(*, quick: bool) -> None:
     plan = nemesis.plan(11, quick=quick)
     kills = Counter(fault.at for fault in plan if fault.kind == "kill")
-    assert kills == dict.fromkeys(NAMES, 1 if quick else 2)
+    assert kills == dict.fromkeys(OF_A_UNIT, 1 if quick else 2)
     frozen = {fault.at for fault in plan if fault.kind == "freeze"}
     assert len(frozen) == (2 if quick else 3)
     assert not frozen & {"committed", "positioned", "mirrored"}
