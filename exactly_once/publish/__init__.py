@@ -1,0 +1,92 @@
+"""Publishing without duplicates: filters, and a producer that uses them.
+
+    with DedupProducer({"bootstrap.servers": ...}, filter=WindowFilter(keys=1_000_000)) as producer:
+        delivery = producer.produce("orders", value, dedup_key=order_id)
+
+A filter never makes a message disappear that was not acknowledged, unless its docstring says so in bold.
+"""
+
+from __future__ import annotations
+
+from .chain import ChainFilter, Link
+from .delivery import Delivery, Outcome
+from .errors import (
+    FilterUnavailable,
+    HeldElsewhere,
+    InconsistentChain,
+    KeyRefused,
+    LimitReached,
+    NameTaken,
+    NotDelivered,
+    NotPersisted,
+    OutcomeUnknown,
+    ProducerFenced,
+    PublishError,
+    SnapshotCorrupted,
+    TailHidden,
+    TailLost,
+    Undelivered,
+)
+from .owners import DeadOwner, PublishOwner
+from .postgres import Found, PostgresWindow
+from .postgres_chain import PostgresChain
+from .producer import DedupProducer, Outgoing
+from .protocol import Filter, State, Stats
+from .sequence import Sequence, SequenceFilter
+from .shards import ShardedWindow
+from .shared_slots import SharedSlotFilter
+from .sizing import loss_probability, messages_for, slots_for
+from .slot_places import MemcachedSlots, PostgresSlots
+from .slots import SlotFilter
+from .snapshot import SnapshotFile, SnapshotStore
+from .store import Store
+from .takeover import TopicTakeOver, end_positions
+from .window import WindowFilter
+
+__all__ = [
+    "ChainFilter",
+    "DeadOwner",
+    "DedupProducer",
+    "Delivery",
+    "Filter",
+    "FilterUnavailable",
+    "Found",
+    "HeldElsewhere",
+    "InconsistentChain",
+    "KeyRefused",
+    "LimitReached",
+    "Link",
+    "MemcachedSlots",
+    "NameTaken",
+    "NotDelivered",
+    "NotPersisted",
+    "Outcome",
+    "OutcomeUnknown",
+    "Outgoing",
+    "PostgresChain",
+    "PostgresSlots",
+    "PostgresWindow",
+    "ProducerFenced",
+    "PublishError",
+    "PublishOwner",
+    "Sequence",
+    "SequenceFilter",
+    "ShardedWindow",
+    "SharedSlotFilter",
+    "SlotFilter",
+    "SnapshotCorrupted",
+    "SnapshotFile",
+    "SnapshotStore",
+    "State",
+    "Stats",
+    "Store",
+    "TailHidden",
+    "TailLost",
+    "TopicTakeOver",
+    "Undelivered",
+    "WindowFilter",
+    "end_positions",
+    "loss_probability",
+    "messages_for",
+    "slots_for",
+]

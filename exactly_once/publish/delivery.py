@@ -1,0 +1,185 @@
+"""Delivery: what becomes of one message, as a small future."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import KafkaError, KafkaException, Message
+
+from .errors import HeldElsewhere, NotDelivered, NotPersisted, OutcomeUnknown
+
+if TYPE_CHECKING:
+    from .lane import Lane
+    from .producer import DedupProducer
+
+Callback = Callable[[KafkaError | None, Message | None], object]
+
+_PROOFS = frozenset(
+    # The client or the broker refuses these for what they are, at every attempt, before anything is stored.
+    (
+        KafkaError._QUEUE_FULL,  # noqa: SLF001 - its public name
+        KafkaError.MSG_SIZE_TOO_LARGE,
+        KafkaError.RECORD_LIST_TOO_LARGE,
+        KafkaError.INVALID_RECORD,
+        KafkaError.INVALID_TIMESTAMP,
+        KafkaError.TOPIC_EXCEPTION,
+    )
+)
+
+
+class Outcome(Enum):
+    """What is known of a message."""
+
+    PENDING = "not known yet"
+    DELIVERED = "acknowledged"
+    SKIPPED = "was acknowledged before; nothing was sent"
+    NOT_PERSISTED = "surely not in the log"
+    UNKNOWN = "may be in the log"
+    HELD_ELSEWHERE = "another process is sending it; nothing was sent"
+
+
+_PENDING = Outcome.PENDING
+
+
+def proves_absence(error: KafkaError) -> bool:
+    """Tell whether an error proves that the message is not in the log. If in doubt, it does not.
+
+    A purge or a time-out proves nothing: an earlier attempt of the client may have arrived.
+    """
+    return error.code() in _PROOFS
+
+
+class Delivery:
+    """What becomes of one call of ``produce``. Made by the producer."""
+
+    # Defaults of the class: one object is made for every message, and most never differ from these.
+    duplicate = False
+    """Whether this call sent nothing because the same key was sent before, or is being sent."""
+    may_repeat = False
+    """Whether an earlier attempt of this key may be in the log, so that it may be there twice now."""
+    outcome = _PENDING
+    """What is known of the message."""
+    error: KafkaError | None = None
+    """The client's own error."""
+    message: Message | None = None
+    """The message of the client's report, if there was one."""
+    callback: Callback | None = None
+    """The caller's own."""
+    twins: list[Delivery] | None = None
+    """The deliveries of duplicates that attached while this one was in flight."""
+
+    def __init__(self, lane: Lane, identity: Any, callback: Callback | None) -> None:
+        self._lane = lane
+        self.identity = identity
+        """The dedup key, Sequence or Link."""
+        if callback is not None:
+            self.callback = callback
+
+    def __repr__(self) -> str:
+        return f"<Delivery {self.identity!r} {self.outcome.name}{' duplicate' if self.duplicate else ''}>"
+
+    def done(self) -> bool:
+        """Tell whether the outcome is known."""
+        return self.outcome is not Outcome.PENDING
+
+    def result(self, timeout_seconds: float | None = None) -> Message | None:
+        """Serve the producer until the outcome is known; return the message as the log has it.
+
+        None is returned for a duplicate of something acknowledged earlier: that message is not here any more.
+
+        :raises NotPersisted: when it is surely not in the log.
+        :raises OutcomeUnknown: when it may be.
+        :raises HeldElsewhere: when another process is sending it.
+        :raises TimeoutError: when nothing is known after so long; nothing changes by that.
+        """
+        producer: DedupProducer = self._lane.producer
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while self.outcome is Outcome.PENDING:
+            left = 0.1 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no delivery report for {self.identity!r} within {timeout_seconds:g} s")
+            producer.poll(min(left, 0.1))
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self.message
+
+    def exception(self) -> NotDelivered | None:
+        """Return why it was not delivered; None if it was, or is not known yet."""
+        kind = _ERRORS.get(self.outcome)
+        if kind is None:
+            return None
+        made = kind(f"{self.identity!r} to {self._lane.topic}: {self.outcome.value} ({self.error or 'no error given'})")
+        if self.error is not None:
+            made.__cause__ = KafkaException(self.error)
+        return made
+
+    @property
+    def offset(self) -> int | None:
+        """Where it stands in the log; None while, or where, that is not known."""
+        return None if self.message is None or self.outcome is not Outcome.DELIVERED else self.message.offset()
+
+    @property
+    def partition(self) -> int | None:
+        """The partition it stands in; None while, or where, that is not known."""
+        return None if self.message is None or self.outcome is not Outcome.DELIVERED else self.message.partition()
+
+    # The producer's side.
+
+    def report(self, error: KafkaError | None, message: Message) -> None:
+        """Take the client's delivery report; the producer settles it before anybody is told."""
+        if error is not None:
+            self.error = error
+        self.message = message
+        self._lane.reported.append(self)
+
+    def take(self, error: KafkaError | None, message: Message | None) -> None:
+        """Have the same report as another one."""
+        self.error = error
+        self.message = message
+
+    def attach(self, callback: Callback | None) -> Delivery:
+        """Return the delivery of a duplicate of this one: it has the same outcome."""
+        twin = Delivery(self._lane, self.identity, callback)
+        twin.duplicate = True
+        twin.may_repeat = self.may_repeat
+        if self.twins is None:
+            self.twins = []
+        self.twins.append(twin)
+        if self.outcome is not Outcome.PENDING:  # settled while we came; the settling may have missed us
+            self.settle(self.outcome)
+        return twin
+
+    def settle(self, outcome: Outcome) -> None:
+        """Make the outcome known, here and to the duplicates that attached."""
+        was_pending, self.outcome = self.outcome is _PENDING, outcome
+        if self.callback is not None and was_pending:
+            self._lane.producer.calls.append(self)
+        # After the outcome: whoever attaches now sees it, and whoever came before is in the list.
+        while self.twins:
+            try:
+                twin = self.twins.pop()
+            except IndexError:  # another thread was faster
+                return
+            twin.take(self.error, self.message)
+            twin.settle(outcome)
+
+    def fail(self, error: KafkaError | None, outcome: Outcome) -> None:
+        """Settle without a report of the client."""
+        self.error = error
+        self.settle(outcome)
+
+    def call(self) -> None:
+        """Call the callback of the caller."""
+        if self.callback is not None:
+            self.callback(self.error, self.message)
+
+
+_ERRORS: dict[Outcome, type[NotDelivered]] = {
+    Outcome.NOT_PERSISTED: NotPersisted,
+    Outcome.UNKNOWN: OutcomeUnknown,
+    Outcome.HELD_ELSEWHERE: HeldElsewhere,
+}

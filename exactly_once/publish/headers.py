@@ -1,0 +1,60 @@
+"""Headers: how a message tells who sent it, so that recovery can read it back from the topic. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from .keys import Key, encoded
+
+SEQUENCE = "exactly-once-sequence"
+"""``<number before>:<number>:<producer name>``; -1 where nothing was before."""
+DEDUP_KEY = "exactly-once-key"
+"""The dedup key as bytes, its first one telling the type."""
+
+HeaderValue = str | bytes | None
+Headers = Mapping[str, HeaderValue] | Iterable[tuple[str, HeaderValue]]
+
+
+class Sent(NamedTuple):
+    """What a sequence header says."""
+
+    producer: str
+    before: int
+    number: int
+
+
+def with_sequence(headers: Headers | None, producer: str, before: int, number: int) -> list[tuple[str, HeaderValue]]:
+    """Return the caller's headers with the one of a sequence."""
+    return [*_listed(headers), (SEQUENCE, f"{before}:{number}:{producer}")]
+
+
+def with_key(headers: Headers | None, key: Key) -> list[tuple[str, HeaderValue]]:
+    """Return the caller's headers with the one of a dedup key."""
+    return [*_listed(headers), (DEDUP_KEY, encoded(key))]
+
+
+def sequence_of(headers: Iterable[tuple[str, bytes | None]] | None) -> Sent | None:
+    """Read the sequence header; None if there is none, or one that this library did not write."""
+    for name, value in reversed(list(headers or ())):
+        if name == SEQUENCE and value is not None:
+            parts = value.split(b":", 2)
+            try:
+                before, number = int(parts[0]), int(parts[1])
+                return Sent(parts[2].decode(), before, number)
+            except (IndexError, ValueError):
+                return None
+    return None
+
+
+def key_of(headers: Iterable[tuple[str, bytes | None]] | None) -> bytes | None:
+    """Read the encoded dedup key; None if there is none."""
+    return next((value for name, value in reversed(list(headers or ())) if name == DEDUP_KEY), None)
+
+
+def _listed(headers: Headers | None) -> Iterable[tuple[str, HeaderValue]]:
+    """Return the caller's headers without ours: who passes on what it has consumed passes on its headers, too."""
+    if headers is None:
+        return ()
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    return [(name, value) for name, value in pairs if name not in (SEQUENCE, DEDUP_KEY)]

@@ -1,0 +1,180 @@
+"""Lane: one topic of a producer, with its filter and its messages in flight."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Hashable, Iterable
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal
+
+import psycopg
+from confluent_kafka import KafkaError, Message
+
+from .delivery import Delivery, Outcome, proves_absence
+from .errors import FilterUnavailable, KeyRefused
+from .protocol import Filter, State, Stats
+from .recovery import SequenceLog
+from .sequence import SequenceFilter
+
+if TYPE_CHECKING:
+    from .producer import DedupProducer
+
+logger = logging.getLogger(__name__)
+
+_DELIVERED = Outcome.DELIVERED
+_SILENT = KafkaError(KafkaError._FAIL, "the client is closed and gave no report")  # noqa: SLF001 - its public name
+Takes = Literal["dedup_key", "sequence", "chain", "nothing"]
+
+
+class NoFilter:
+    """Lets everything through: for topics where deduplication is off."""
+
+    takes: Takes = "nothing"
+
+    def reserve(self, key: object) -> State:
+        """Answer that it is new."""
+        return State.NEW
+
+    def settle(self, keys: object) -> None:
+        """Do nothing."""
+
+    confirm = forget = doubt = confirm_many = forget_many = doubt_many = settle
+
+    def reserve_many(self, keys: Iterable[object]) -> list[State]:
+        """Answer that all are new."""
+        return [State.NEW for _ in keys]
+
+    def stats(self) -> Stats:
+        """Return nothing but zeros."""
+        return Stats()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Lane:
+    """One topic. ``reported`` is filled by the client's callbacks and emptied by ``settle``, one thread at a time."""
+
+    def __init__(self, producer: DedupProducer, topic: str, made: Filter[Any], log: SequenceLog | None) -> None:
+        self.producer = producer
+        self.topic = topic
+        self.filter = made
+        self.takes: Takes = getattr(made, "takes", "dedup_key")
+        self.writes_key = bool(getattr(made, "writes_key", False))
+        self.reserve = made.reserve
+        self.in_flight: dict[Hashable, Delivery] = {}
+        self.reported: list[Delivery] = []
+        self.lock = threading.Lock()
+        """Held while a number is drawn and handed to the client, so that both happen in the same order."""
+        self.ids: Literal["custom", "automatic"] | None = None
+        self._log = log
+        self._settling = threading.Lock()
+        self._due: dict[Outcome, list[Delivery]] = {}
+        self._to_tell: list[Delivery] = []
+
+    def next_number(self, given: int | None, initial: int) -> int:
+        """Return the number of the next message: the given one, or the one after the last.
+
+        :raises KeyRefused: when given and drawn numbers are mixed.
+        """
+        kind: Literal["custom", "automatic"] = "automatic" if given is None else "custom"
+        if self.ids is None:
+            self.ids = kind
+        elif self.ids != kind:
+            raise KeyRefused(
+                f"{self.topic!r} has {self.ids} sequence ids: "
+                + ("every message must carry one" if given is None else "none can be given")
+            )
+        if given is not None:
+            return given
+        assert isinstance(self.filter, SequenceFilter)
+        return max(initial, self.filter.drawn(self.producer.producer_name) + 1)
+
+    def take_back(self, identity: Any) -> None:
+        """Undo a reservation whose message the client did not take."""
+        if self.ids == "automatic" and isinstance(self.filter, SequenceFilter):
+            self.filter.retract(identity)  # the next message gets this number
+        else:
+            self.filter.forget(identity)
+
+    def release(self, delivery: Delivery, outcome: Outcome) -> None:
+        """Settle a delivery that was never handed to the client."""
+        self.in_flight.pop(delivery.identity, None)
+        delivery.fail(None, outcome)
+
+    def settle(self) -> None:
+        """Mark in the filter what was reported, then make it known."""
+        if not self.reported and not self._due:
+            return
+        with self._settling:
+            batch = self.reported[:]
+            delivered = [d for d in batch if d.error is None]
+            if len(delivered) == len(batch) and not self._due:
+                self._due[Outcome.DELIVERED] = delivered
+            else:
+                for delivery in batch:
+                    self._due.setdefault(_outcome_of(delivery), []).append(delivery)
+            self._to_tell += batch
+            # Only now: whoever is interrupted between two lines does this twice, which is harmless, and never not.
+            del self.reported[: len(batch)]
+            try:
+                self._mark()
+            finally:
+                for delivery in self._to_tell:
+                    delivery.settle(_DELIVERED if delivery.error is None else _outcome_of(delivery))
+                self._to_tell.clear()
+
+    def finish(self) -> int:
+        """Mark what is left and make a last snapshot, before the producer is gone; return how many had no report.
+
+        :raises FilterUnavailable: when marks could not be stored.
+        """
+        self.settle()
+        # The client has no more to tell. A report whose callback was interrupted would leave its message here.
+        silent = [delivery for delivery in list(self.in_flight.values()) if not delivery.done()]
+        self.reported.extend(silent)
+        for delivery in silent:
+            delivery.take(_SILENT, None)
+        self.settle()
+        if self._log is not None:
+            self._log.save()
+        if self._due:
+            left = sum(map(len, self._due.values()))
+            raise FilterUnavailable(f"{left} outcomes on {self.topic!r} could not be stored in the filter")
+        return len(silent)
+
+    def _mark(self) -> None:
+        """Bring what is due into the filter; what a store refuses now is tried again with the next reports."""
+        # What was delivered comes last: a snapshot must not be made before the doubts of the same batch are known.
+        for outcome, deliveries in sorted(self._due.items(), key=lambda due: due[0] is _DELIVERED):
+            keys = [d.identity for d in deliveries]
+            try:
+                if outcome is Outcome.DELIVERED:
+                    self.filter.confirm_many(keys)
+                elif self.ids == "automatic" and isinstance(self.filter, SequenceFilter):
+                    # Who does not choose the numbers cannot send one again.
+                    for key in keys:
+                        self.filter.abandon(key)
+                elif outcome is Outcome.NOT_PERSISTED:
+                    self.filter.forget_many(keys)
+                else:
+                    self.filter.doubt_many(keys)
+            except (psycopg.Error, FilterUnavailable) as error:
+                logger.warning("%s outcomes on %r wait for the filter's store: %s", len(keys), self.topic, error)
+                continue
+            del self._due[outcome]
+            deque(map(self.in_flight.pop, keys, repeat(None)), maxlen=0)
+            if outcome is Outcome.DELIVERED and self._log is not None:
+                self._log.confirmed(_messages(deliveries))
+
+
+def _outcome_of(delivery: Delivery) -> Outcome:
+    if delivery.error is None:
+        return Outcome.DELIVERED
+    return Outcome.NOT_PERSISTED if proves_absence(delivery.error) else Outcome.UNKNOWN
+
+
+def _messages(deliveries: list[Delivery]) -> list[Message]:
+    return [d.message for d in deliveries if d.message is not None]

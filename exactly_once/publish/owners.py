@@ -1,0 +1,174 @@
+"""Owners: the lives of sending processes in Postgres, with leases and fences."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from uuid import UUID, uuid4
+
+from exactly_once.errors import ConfigurationError
+from exactly_once.session import Connection
+
+from .errors import FilterUnavailable, NameTaken, ProducerFenced, PublishError
+from .store import Store
+
+logger = logging.getLogger(__name__)
+
+_LEASE_SECONDS = 60.0
+
+
+class DeadOwner(NamedTuple):
+    """An owner that was fenced in the database, and what is needed to find out what it sent."""
+
+    id: int
+    name: str
+    transactional_id: str | None
+    positions: Mapping[str, Mapping[str, int]]
+    """By scope: where the partitions of the topic ended when its life began."""
+
+
+class Holding:
+    """The keys of one scope that a process holds. What the database calls its own beyond that is from a lost answer."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+        self.lock = threading.Lock()
+
+
+class PublishOwner:
+    """A life of this process in the database: ``PublishOwner(conninfo, name="orders-service")``.
+
+    It holds a lease, which a thread of its own renews; a frozen or dead process does not. Whoever finds the lease over
+    may fence it: then everything that is asked under it raises :class:`ProducerFenced`. With ``exclusive=True`` a name
+    has one owner: while the lease of another runs, starting is refused with :class:`NameTaken`; after that the other is
+    fenced.
+
+    The fence stops what asks the database. What a fenced process has handed to its Kafka client already may still
+    arrive; only a transactional producer can be fenced there as well (``transactional_id``).
+    """
+
+    def __init__(
+        self,
+        conninfo: str | None = None,
+        *,
+        connect: Callable[[], Connection] | None = None,
+        name: str | None = None,
+        exclusive: bool = False,
+        transactional_id: str | None = None,
+        positions: Mapping[str, Mapping[int, int]] | None = None,
+        lease_seconds: float = _LEASE_SECONDS,
+        schema: str = "exactly_once",
+        migrate: bool = False,
+    ) -> None:
+        if lease_seconds <= 0:
+            raise ConfigurationError(f"lease_seconds={lease_seconds!r} must be positive")
+        if exclusive and name is None:
+            raise ConfigurationError("exclusive=True needs name=: a drawn name is nobody else's")
+        self.store = Store(conninfo, connect=connect, schema=schema, migrate=migrate)
+        self.name = name or f"publisher-{uuid4()}"
+        self.token: UUID = uuid4()
+        self.lease_seconds = lease_seconds
+        self._transactional_id = transactional_id
+        self._positions = json.dumps(positions or {})
+        self._renewed_at = time.monotonic()
+        self._fenced = False
+        self._closing = threading.Event()
+        self._holdings: dict[int, Holding] = {}
+        self.id: int = self.store.each(lambda connection: self._start(connection, exclusive=exclusive))
+        self._thread = threading.Thread(target=self._keep, name=f"lease of {self.name}", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<PublishOwner {self.name!r} {self.id}{' fenced' if self._fenced else ''}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def holding(self, scope: int) -> Holding:
+        """Return what this process holds in a scope; all its windows share that."""
+        return self._holdings.setdefault(scope, Holding())
+
+    def check(self) -> None:
+        """Make sure that the lease runs; cheap while it does.
+
+        :raises ProducerFenced: when somebody has taken over.
+        :raises FilterUnavailable: when the lease is over and the database cannot be asked.
+        """
+        if self._fenced or time.monotonic() - self._renewed_at > self.lease_seconds:
+            self.renew()
+
+    def renew(self) -> None:
+        """Extend the lease; raises as :meth:`check`."""
+        asked_at = time.monotonic()
+        if self._fenced or not self.store.run(
+            "publish_renew", owner=self.id, token=self.token, seconds=self.lease_seconds
+        ):
+            self._fenced = True
+            raise ProducerFenced(f"{self.name!r} ({self.id}) was fenced; stop, or start anew")
+        self._renewed_at = asked_at
+
+    def fence(self, owners: Iterable[int]) -> list[DeadOwner]:
+        """End the lives of those whose lease is over; return those that are ended now."""
+        rows = self.store.run("publish_fence", owners=list(owners))
+        return [DeadOwner(*row) for row in rows]
+
+    def close(self) -> None:
+        """End this life in good order. May be called again."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join()
+        try:
+            self.store.run("publish_end_owner", owner=self.id)
+        except FilterUnavailable as error:
+            logger.warning("the lease of %r ends by itself: %s", self.name, error)
+        self.store.close()
+
+    def _start(self, connection: Connection, *, exclusive: bool) -> int:
+        with connection.transaction():
+            own = self.store.on(connection, "publish_find_owner", token=self.token)
+            if own:  # the answer to the first attempt was lost
+                return int(own[0][0])
+            if exclusive:
+                self.store.on(connection, "publish_lock_name", name=self.name)
+                living = self.store.on(connection, "publish_living", name=self.name)
+                for other, seconds in living:
+                    if seconds > 0:
+                        raise NameTaken(
+                            f"a producer named {self.name!r} ({other}) lives: its lease runs for {seconds:.0f} s more. "
+                            "Stop it, or wait if it has crashed"
+                        )
+                self.store.on(connection, "publish_fence", owners=[other for other, _ in living])
+            rows = self.store.on(
+                connection,
+                "publish_start_owner",
+                name=self.name,
+                token=self.token,
+                transactional_id=self._transactional_id,
+                positions=self._positions,
+                seconds=self.lease_seconds,
+            )
+        started: Any = rows[0][0]
+        return int(started)
+
+    def _keep(self) -> None:
+        """Renew the lease and turn the generations of keys, until the end."""
+        while not self._closing.wait(self.lease_seconds / 3):
+            try:
+                self.renew()
+                self.store.run("publish_turn")
+            except ProducerFenced:
+                logger.error("%r was fenced by another process", self.name)
+                return
+            except (PublishError, OSError) as error:
+                logger.warning("the lease of %r could not be renewed: %s", self.name, error)

@@ -1,0 +1,223 @@
+"""PostgresWindow: keys of a sliding window, persistent and shared by all processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal, NamedTuple
+
+from exactly_once.errors import ConfigurationError
+
+from .front import Front, FrontFilter
+from .keys import GivenKey, checked_all, encoded
+from .owners import DeadOwner, PublishOwner
+from .protocol import State, Stats
+
+logger = logging.getLogger(__name__)
+
+_NEW, _IN_FLIGHT, _UNKNOWN, _DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
+
+
+class Found(NamedTuple):
+    """What a take-over found in the log."""
+
+    keys: Collection[bytes]
+    """Encoded keys that are there, as the header ``exactly-once-key`` has them."""
+    is_sure: bool
+    """Whether nothing of the dead owner can arrive any more: it was fenced at the brokers, too."""
+
+
+TakeOver = Callable[[DeadOwner, str], Found]
+
+
+class PostgresWindow:
+    """Recognises the keys of the last ``seconds``, in all processes: ``PostgresWindow(owner, scope="orders", ...)``.
+
+    Every change is one statement per batch, durable when it returns. Keys are held for between one and two windows;
+    they leave as a whole generation, never one by one. All windows of a schema have the same length. Scopes, mostly
+    topics, do not share keys. It never takes a new key for a seen one.
+
+    What it promises after
+
+    - a failed send: the key is absent again if the message surely is not in the log, else unknown;
+    - a crash of the process: its confirmed keys are there, its reservations are in flight until its lease is over. Then
+      whoever wants one fences it and reads the topic (``take_over``): what is there is a duplicate. The rest is new
+      if the owner was fenced at the brokers, too, by its ``transactional_id``; else unknown. Without ``take_over``
+      all of it is unknown. So: at most one, unless a reserver without a transactional id outlives its lease;
+    - a second process: one of them sends, the other is told IN_FLIGHT or DUPLICATE;
+    - a key older than the window: nothing, it is new again;
+    - a failover of the database: with synchronous replication everything; with asynchronous replication keys of the
+      last moments are missing and may be sent again.
+
+    Every method may be called from any thread.
+    """
+
+    takes: Literal["dedup_key"] = "dedup_key"
+    writes_key = True
+
+    def __init__(
+        self,
+        owner: PublishOwner,
+        *,
+        scope: str,
+        seconds: float,
+        take_over: TakeOver | None = None,
+        front: Callable[[], FrontFilter] | None = None,
+    ) -> None:
+        if not seconds > 0:
+            raise ConfigurationError(f"the window must be positive, not {seconds!r}")
+        self.owner = owner
+        self.scope = scope
+        self._take_over = take_over
+        self._store = owner.store
+        ((agreed,),) = self._store.run("publish_window", seconds=seconds)
+        if agreed != seconds:
+            raise ConfigurationError(
+                f"seconds={seconds!r}, but the window of schema {self._store.schema!r} is {agreed:g} s for everybody"
+            )
+        ((number,),) = self._store.run("publish_scope", name=scope) or self._store.run("publish_scope", name=scope)
+        self._scope: int = number
+        self._store.run("publish_turn")
+        holding = owner.holding(self._scope)
+        self._mine, self._lock = holding.keys, holding.lock
+        self._duplicates = 0
+        self._front = None if front is None else Front(self._store, self._scope, front)
+
+    def reserve(self, key: GivenKey) -> State:
+        """Ask for the right to send ``key``."""
+        return self.reserve_many((key,))[0]
+
+    def confirm(self, key: GivenKey) -> None:
+        """Settle: the message is in the log."""
+        self.confirm_many((key,))
+
+    def forget(self, key: GivenKey) -> None:
+        """Settle: the message is surely not in the log."""
+        self.forget_many((key,))
+
+    def doubt(self, key: GivenKey) -> None:
+        """Settle: nobody knows whether the message is in the log."""
+        self.doubt_many((key,))
+
+    def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
+        """Reserve several keys with one statement.
+
+        :raises ProducerFenced: when this process was fenced; it must stop.
+        :raises FilterUnavailable: when the database cannot be asked; nothing is sent then.
+        """
+        wanted = [encoded(key) for key in checked_all(keys)]
+        if not wanted:
+            return []
+        self.owner.check()
+        with self._lock:
+            states, holders = self._ask(sorted(set(wanted)))
+            dead = self._bury(holders) if holders else 0
+            if dead:
+                held = sorted(key for key, state in states.items() if state is _IN_FLIGHT)
+                again, _ = self._ask(held)
+                states.update(again)
+            self._mine.update(key for key, state in states.items() if state in (_NEW, _UNKNOWN))
+            answers = []
+            for key in wanted:
+                answers.append(states[key])
+                if states[key] in (_NEW, _UNKNOWN):
+                    states[key] = _IN_FLIGHT  # for the second of two equal keys
+            self._duplicates += answers.count(_DUPLICATE)
+            return answers
+
+    def confirm_many(self, keys: Iterable[GivenKey]) -> None:
+        """Confirm several keys with one statement."""
+        found = sorted({encoded(key) for key in checked_all(keys)})
+        with self._lock:
+            self._settle("publish_confirm", found)
+
+    def forget_many(self, keys: Iterable[GivenKey]) -> None:
+        """Forget several keys."""
+        lost = {encoded(key) for key in checked_all(keys)}
+        with self._lock:
+            held = lost & self._mine
+            self._settle("publish_forget", sorted(held), is_held=True)
+            self._settle("publish_forget", sorted(lost - held), is_held=False)
+
+    def doubt_many(self, keys: Iterable[GivenKey]) -> None:
+        """Doubt several keys with one statement."""
+        unsure = sorted({encoded(key) for key in checked_all(keys)})
+        with self._lock:
+            self._settle("publish_doubt", unsure)
+
+    def peek(self, keys: Iterable[GivenKey]) -> dict[bytes, str]:
+        """Return the encoded forms of those that are there, and in which state; reserve none."""
+        wanted = sorted({encoded(key) for key in checked_all(keys)})
+        return dict(self._store.run("publish_peek", scope=self._scope, keys=wanted)) if wanted else {}
+
+    def map_version(self, version: int, digest: bytes) -> tuple[int, bytes]:
+        """Agree on the map of shards; return version and digest of the latest."""
+        ((latest, of),) = self._store.run("publish_map_now")
+        if version > latest:
+            ((latest, of),) = self._store.run("publish_map", version=version, digest=digest)
+        return latest, of
+
+    def stats(self) -> Stats:
+        """Return the figures of this moment: a scan of the scope's keys, of all processes."""
+        counts: dict[str, int] = dict(self._store.run("publish_count", scope=self._scope))
+        return Stats(
+            confirmed=counts.get("c", 0),
+            in_flight=counts.get("f", 0) + counts.get("t", 0),
+            unknown=counts.get("u", 0),
+            duplicates=self._duplicates,
+        )
+
+    def close(self) -> None:
+        """Do nothing; the owner is closed by who made it."""
+
+    def _ask(self, wanted: list[bytes]) -> tuple[dict[bytes, State], set[int]]:
+        """Reserve sorted, different keys; return what they are, and who else holds the ones in flight."""
+        states = dict.fromkeys(wanted, _NEW)
+        holders: set[int] = set()
+        rows = self._store.run(
+            "publish_reserve",
+            scope=self._scope,
+            keys=wanted,
+            owner=self.owner.id,
+            token=self.owner.token,
+            knows_old=-1 if self._front is None else self._front.without(wanted),
+        )
+        for place, state, holder in rows:
+            key = wanted[place - 1]
+            if state == "c":
+                states[key] = _DUPLICATE
+            elif state == "u":
+                states[key] = _UNKNOWN
+            elif holder != self.owner.id:
+                states[key] = _IN_FLIGHT
+                holders.add(holder)
+            elif key in self._mine:
+                states[key] = _IN_FLIGHT
+            else:  # reserved by ourselves, in a call whose answer was lost
+                states[key] = _NEW if state == "f" else _UNKNOWN
+        return states, holders - {None, 0}
+
+    def _bury(self, holders: set[int]) -> int:
+        """Take over from those holders whose lease is over; return how many there were."""
+        dead = self.owner.fence(holders)
+        for owner in dead:
+            found = Found((), is_sure=False) if self._take_over is None else self._take_over(owner, self.scope)
+            ((confirmed, forgotten, doubted),) = self._store.run(
+                "publish_bury", scope=self._scope, dead=owner.id, keys=sorted(found.keys), is_sure=found.is_sure
+            )
+            logger.warning(
+                "took over from %r (%s) on %r: %s keys were in the log, %s were not, %s are unknown",
+                owner.name,
+                owner.id,
+                self.scope,
+                confirmed,
+                forgotten,
+                doubted,
+            )
+        return len(dead)
+
+    def _settle(self, name: str, keys: list[bytes], **more: Any) -> None:
+        """Run a change of keys, under the lock: nobody may reserve one of them before ``_mine`` has changed, too."""
+        if keys:
+            self._store.run(name, scope=self._scope, keys=keys, owner=self.owner.id, **more)
+            self._mine.difference_update(keys)

@@ -1,0 +1,161 @@
+"""Shards: keys spread over several databases by rendezvous hashing, with a versioned map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
+from typing import Literal
+
+from exactly_once.errors import ConfigurationError
+
+from .errors import ProducerFenced
+from .keys import GivenKey, Key, checked_all, encoded
+from .postgres import PostgresWindow
+from .protocol import State, Stats
+
+_NEW, _DUPLICATE, _IN_FLIGHT, _UNKNOWN = State.NEW, State.DUPLICATE, State.IN_FLIGHT, State.UNKNOWN
+
+
+def shard_of(key: bytes, names: Iterable[str]) -> str:
+    """Return the shard of an encoded key: the name with the highest digest together with the key.
+
+    Taking a name away moves only its own keys, adding one takes an equal share from each.
+    """
+    return max(names, key=lambda name: blake2b(key, digest_size=8, key=blake2b(name.encode()).digest()[:32]).digest())
+
+
+class ShardedWindow:
+    """Spreads keys over windows in several databases: ``ShardedWindow({"a": window_a, "b": window_b}, version=1)``.
+
+    Every process must use the same map. A changed map gets a higher ``version`` and, for one window, ``previous``: the
+    names of the map before, whose windows are looked into for keys that have moved. Start one process with it, and
+    those that still have the lower version are refused with :class:`ProducerFenced` at their next call.
+
+    Promises what its windows promise. A shard that is away makes the keys of that shard unavailable, and a batch with
+    such a key; reservations that the batch made in other shards are undone.
+    """
+
+    takes: Literal["dedup_key"] = "dedup_key"
+    writes_key = True
+
+    def __init__(
+        self,
+        windows: Mapping[str, PostgresWindow],
+        *,
+        version: int,
+        previous: Mapping[str, PostgresWindow] | None = None,
+    ) -> None:
+        if not windows:
+            raise ConfigurationError("a map of shards needs at least one")
+        if version < 1:
+            raise ConfigurationError(f"version={version!r} must be at least 1; raise it with every change of the map")
+        self._windows = dict(windows)
+        self._previous = dict(previous or {})
+        self.version = version
+        names = "\0".join(sorted(windows)).encode()
+        self._digest = blake2b(names, digest_size=16).digest()
+        for window in {**self._previous, **self._windows}.values():
+            self._agree(window)
+
+    def reserve(self, key: GivenKey) -> State:
+        """Ask for the right to send ``key``."""
+        return self.reserve_many((key,))[0]
+
+    def confirm(self, key: GivenKey) -> None:
+        """Settle: the message is in the log."""
+        self.confirm_many((key,))
+
+    def forget(self, key: GivenKey) -> None:
+        """Settle: the message is surely not in the log."""
+        self.forget_many((key,))
+
+    def doubt(self, key: GivenKey) -> None:
+        """Settle: nobody knows whether the message is in the log."""
+        self.doubt_many((key,))
+
+    def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
+        """Reserve several keys, each in its shard: one statement per shard."""
+        wanted = checked_all(keys)
+        answers: list[State] = [_NEW] * len(wanted)
+        done: list[tuple[PostgresWindow, Key]] = []
+        try:
+            for name, places in self._by_shard(wanted, self._windows).items():
+                window = self._windows[name]
+                self._agree(window)
+                mine = [wanted[place] for place in places]
+                for place, key, state in zip(places, mine, window.reserve_many(mine), strict=True):
+                    answers[place] = state
+                    if state in (_NEW, _UNKNOWN):
+                        done.append((window, key))
+            self._ask_previous(wanted, answers)
+        except BaseException:
+            for window, key in done:
+                window.forget(key)
+            raise
+        return answers
+
+    def confirm_many(self, keys: Iterable[GivenKey]) -> None:
+        """Confirm several keys."""
+        self._settle(keys, PostgresWindow.confirm_many)
+
+    def forget_many(self, keys: Iterable[GivenKey]) -> None:
+        """Forget several keys."""
+        self._settle(keys, PostgresWindow.forget_many)
+
+    def doubt_many(self, keys: Iterable[GivenKey]) -> None:
+        """Doubt several keys."""
+        self._settle(keys, PostgresWindow.doubt_many)
+
+    def stats(self) -> Stats:
+        """Return the sums over the shards."""
+        parts = [window.stats() for window in self._windows.values()]
+        return Stats(
+            confirmed=sum(part.confirmed for part in parts),
+            in_flight=sum(part.in_flight for part in parts),
+            unknown=sum(part.unknown for part in parts),
+            duplicates=sum(part.duplicates for part in parts),
+        )
+
+    def close(self) -> None:
+        """Do nothing; the owners are closed by who made them."""
+
+    def _ask_previous(self, wanted: list[Key], answers: list[State]) -> None:
+        """Look up new keys where the map before had them; what is there settles the new reservation."""
+        if not self._previous:
+            return
+        fresh = [key for key, state in zip(wanted, answers, strict=True) if state is _NEW]
+        for name, places in self._by_shard(fresh, self._previous).items():
+            moved = [fresh[p] for p in places if shard_of(encoded(fresh[p]), self._windows) != name]
+            found = self._previous[name].peek(moved)
+            for place, key in enumerate(wanted):
+                form = encoded(key)
+                if answers[place] is _NEW and key in moved and form in found:
+                    window = self._windows[shard_of(form, self._windows)]
+                    if found[form] == "c":
+                        window.confirm(key)
+                        answers[place] = _DUPLICATE
+                    elif found[form] == "u":
+                        answers[place] = _UNKNOWN
+                    else:  # whoever holds it settles it there
+                        window.forget(key)
+                        answers[place] = _IN_FLIGHT
+
+    def _settle(self, keys: Iterable[GivenKey], change: Callable[[PostgresWindow, list[Key]], None]) -> None:
+        given = checked_all(keys)
+        for name, places in self._by_shard(given, self._windows).items():
+            change(self._windows[name], [given[place] for place in places])
+
+    def _by_shard(self, keys: list[Key], windows: Mapping[str, PostgresWindow]) -> dict[str, list[int]]:
+        if len(windows) == 1:
+            return {next(iter(windows)): list(range(len(keys)))} if keys else {}
+        places: dict[str, list[int]] = {}
+        for place, key in enumerate(keys):
+            places.setdefault(shard_of(encoded(key), windows), []).append(place)
+        return places
+
+    def _agree(self, window: PostgresWindow) -> None:
+        version, digest = window.map_version(self.version, self._digest)
+        if version > self.version:
+            raise ProducerFenced(f"the map of shards has version {version} by now; this process has {self.version}")
+        if digest != self._digest:
+            raise ConfigurationError(f"version {version} of the map of shards has other shards; raise version=")

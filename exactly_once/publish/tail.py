@@ -1,0 +1,128 @@
+"""The tail of a topic: every committed message from given offsets up to where the log ends now.
+
+The end is the high watermark, also where a transaction is open: another producer's open transaction hides committed
+messages behind it from a reader that stops at the end it is shown. So reading goes on until the position has reached
+the watermark. Whoever wants nobody to write meanwhile fences the writer first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from uuid import uuid4
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+
+from exactly_once.cluster import Cluster
+from exactly_once.config import admin_settings
+from exactly_once.errors import BrokerUnreachable
+from exactly_once.model import Partition
+from exactly_once.retry import briefly
+
+from .errors import TailHidden, TailLost
+
+_BATCH = 10_000
+_SECONDS = 120.0
+_RANGES_SECONDS = 30.0
+
+
+def fence(kafka: Mapping[str, Any], transactional_id: str, *, seconds: float = 60.0) -> None:
+    """Fence whoever writes under this transactional id, and end what it left open.
+
+    :raises confluent_kafka.KafkaException: when the brokers do not do it in time.
+    """
+    # Without a logger of its own the client would print what is no news here.
+    producer = Producer({**admin_settings(kafka), "transactional.id": transactional_id, "log_level": 3})
+    producer.init_transactions(seconds)
+
+
+def ends_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, int]:
+    """Return where the log of each partition ends now, open transactions included."""
+    return {partition: high for partition, (_, high) in _ranges(kafka, topic).items()}
+
+
+def read_tail(
+    kafka: Mapping[str, Any], topic: str, starts: Mapping[Partition, int] | None, *, seconds: float = _SECONDS
+) -> Iterator[Message]:
+    """Yield the messages from ``starts`` up to now; without ``starts`` all there are.
+
+    A partition that ``starts`` does not name was added since, and is read from its beginning.
+
+    :raises TailLost: when retention has removed messages from ``starts`` on.
+    :raises TailHidden: when an open transaction hides the end for longer than ``seconds``.
+    :raises BrokerUnreachable: when the brokers fall silent for so long.
+    """
+    ranges = _ranges(kafka, topic)
+    todo: dict[Partition, int] = {}
+    begin: list[TopicPartition] = []
+    for partition, (low, high) in ranges.items():
+        start = low if starts is None else starts.get(partition, 0)
+        if start < low:
+            raise TailLost(
+                f"{partition} must be read from offset {start}, but its log starts at {low}: retention has removed "
+                "messages that nobody has looked at. Decide what they were, then start from a new snapshot"
+            )
+        if start < high:
+            todo[partition] = high
+            begin.append(TopicPartition(topic, partition.number, start))
+    if todo:
+        yield from _read(kafka, begin, todo, seconds)
+
+
+def _ranges(kafka: Mapping[str, Any], topic: str) -> dict[Partition, tuple[int, int]]:
+    """Return where the log of each partition begins and ends; a leader may be on its way."""
+    cluster = Cluster(admin_settings(kafka))
+    ranges: dict[Partition, tuple[int, int]] = {}
+    for attempt in briefly(_RANGES_SECONDS):
+        with attempt:
+            count = cluster.describe([topic])[topic].partitions
+            ranges = cluster.ranges([Partition(topic, number) for number in range(count)])
+    return ranges
+
+
+def _read(
+    kafka: Mapping[str, Any], begin: list[TopicPartition], todo: dict[Partition, int], seconds: float
+) -> Iterator[Message]:
+    client = Consumer(
+        {
+            **admin_settings(kafka),
+            "group.id": f"exactly-once-tail-{uuid4()}",
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "auto.offset.reset": "error",
+            "isolation.level": "read_committed",
+            "fetch.queue.backoff.ms": 10,
+        }
+    )
+    try:
+        client.assign(begin)
+        seen_at = time.monotonic()
+        reached: dict[Partition, int] = {}
+        while todo:
+            for message in client.consume(_BATCH, 0.1):
+                seen_at = time.monotonic()
+                partition = Partition(str(message.topic()), message.partition() or 0)
+                error = message.error()
+                if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                    raise KafkaException(error)
+                position = (message.offset() or 0) + (error is None)
+                reached[partition] = position
+                if error is None and partition in todo and position <= todo[partition]:
+                    yield message
+                if position >= todo.get(partition, position):
+                    todo.pop(partition, None)
+            if time.monotonic() - seen_at > seconds:
+                raise _stuck(todo, reached, seconds)
+    finally:
+        client.close()
+
+
+def _stuck(todo: dict[Partition, int], reached: dict[Partition, int], seconds: float) -> Exception:
+    partition, high = next(iter(todo.items()))
+    if partition not in reached:
+        return BrokerUnreachable(f"nothing of {partition} could be read for {seconds:g} s")
+    return TailHidden(
+        f"{partition} shows nothing from offset {reached[partition]} on, and its log ends at {high}: a transaction of "
+        f"another producer has been open for {seconds:g} s. It ends with that producer's transaction.timeout.ms"
+    )

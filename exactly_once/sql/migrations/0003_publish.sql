@@ -1,0 +1,230 @@
+-- The publish side: who sends, the keys that were sent, chains.
+
+-- A life of a sending process. Its id is its epoch: of two owners of one name the higher one is the later.
+CREATE TABLE {schema}.publish_owner (
+    id               bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name             text        NOT NULL,
+    token            uuid        NOT NULL UNIQUE,
+    transactional_id text,
+    positions        jsonb       NOT NULL DEFAULT '{{}}',
+    lease_until      timestamptz NOT NULL,
+    started_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ended_at         timestamptz
+) WITH (fillfactor = 50);
+CREATE INDEX publish_owner_living ON {schema}.publish_owner (name) WHERE ended_at IS NULL;
+
+COMMENT ON COLUMN {schema}.publish_owner.positions IS 'by scope: where the topic ended before its first reservation';
+COMMENT ON COLUMN {schema}.publish_owner.ended_at IS 'released or fenced: nothing may be reserved or settled under it';
+
+-- What keys are kept apart by: mostly one per topic.
+CREATE TABLE {schema}.publish_scope (
+    id               int         GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name             text        NOT NULL UNIQUE
+);
+
+-- One row. Everybody who touches keys reads it first, and so waits while it is turned.
+CREATE TABLE {schema}.publish_window (
+    only_row         boolean     PRIMARY KEY DEFAULT true CHECK (only_row),
+    generation       bigint      NOT NULL DEFAULT 0,
+    turned_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    seconds          float8,
+    map_version      int         NOT NULL DEFAULT 0,
+    map_digest       bytea
+);
+INSERT INTO {schema}.publish_window DEFAULT VALUES;
+
+-- The keys in two generations: the older one is emptied as a whole and becomes the younger one.
+-- A unique key cannot span the two, so whoever inserts into one looks into the other.
+CREATE TABLE {schema}.publish_key (
+    slot             smallint    NOT NULL,
+    scope            int         NOT NULL,
+    key              bytea       NOT NULL,
+    -- c: confirmed, f: in flight, t: in flight again after an attempt that may be in the log, u: unknown
+    state            "char"      NOT NULL,
+    owner            bigint      NOT NULL,
+    PRIMARY KEY (slot, scope, key)
+) PARTITION BY LIST (slot);
+CREATE TABLE {schema}.publish_key_0 PARTITION OF {schema}.publish_key FOR VALUES IN (0) WITH (fillfactor = 60);
+CREATE TABLE {schema}.publish_key_1 PARTITION OF {schema}.publish_key FOR VALUES IN (1) WITH (fillfactor = 60);
+
+-- Reserves keys, which must be sorted and all different; returns those that are not new: their place, what they are,
+-- and who holds them. A key that is unknown is handed to the caller. Nothing enters the older generation any more, so
+-- a caller who knows that it has none of the keys says for which generation that is.
+CREATE FUNCTION {schema}.publish_reserve(my_scope int, keys bytea[], me bigint, my_token uuid, knows_old bigint)
+RETURNS TABLE (place bigint, found_state "char", holder bigint) LANGUAGE plpgsql AS $reserve$
+#variable_conflict use_variable
+DECLARE
+    now_is bigint;
+    young smallint;
+    inserted bigint;
+BEGIN
+    SELECT w.generation, w.generation % 2 INTO now_is, young FROM {schema}.publish_window w;
+    PERFORM FROM {schema}.publish_owner o WHERE o.id = me AND o.token = my_token AND o.ended_at IS NULL;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'owner % was fenced', me USING ERRCODE = 'EO003';
+    END IF;
+    INSERT INTO {schema}.publish_key (slot, scope, key, state, owner)
+    SELECT young, my_scope, given.key, 'f', me
+    FROM unnest(keys) AS given(key)
+    WHERE now_is = knows_old OR NOT EXISTS (
+        SELECT FROM {schema}.publish_key old
+        WHERE old.slot = (1 - young)::smallint AND old.scope = my_scope AND old.key = given.key)
+    ON CONFLICT DO NOTHING;
+    GET DIAGNOSTICS inserted = ROW_COUNT;
+    IF inserted = cardinality(keys) THEN
+        RETURN;
+    END IF;
+    RETURN QUERY
+    WITH known AS MATERIALIZED (
+        SELECT given.place, given.key FROM unnest(keys) WITH ORDINALITY AS given(key, place)
+        WHERE NOT EXISTS (
+            SELECT FROM {schema}.publish_key mine
+            WHERE mine.slot = young AND mine.scope = my_scope AND mine.key = given.key
+              AND mine.xmin = pg_current_xact_id()::xid)),
+    claimed AS (
+        UPDATE {schema}.publish_key k SET state = 't', owner = me
+        FROM known
+        WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.key = known.key AND k.state = 'u'
+        RETURNING known.place)
+    SELECT known.place,
+           CASE WHEN claimed.place IS NOT NULL THEN 'u'::"char" ELSE coalesce(k.state, 'f') END,
+           CASE WHEN claimed.place IS NOT NULL THEN me ELSE k.owner END
+    FROM known
+    LEFT JOIN claimed ON claimed.place = known.place
+    LEFT JOIN {schema}.publish_key k ON k.slot IN (0, 1) AND k.scope = my_scope AND k.key = known.key
+    ORDER BY known.place;
+END
+$reserve$;
+
+-- Confirms keys, whoever holds them: they are in the log. A key without a row gets one.
+CREATE FUNCTION {schema}.publish_confirm(my_scope int, keys bytea[], me bigint)
+RETURNS void LANGUAGE plpgsql AS $confirm$
+DECLARE
+    young smallint;
+    confirmed bigint;
+BEGIN
+    SELECT w.generation % 2 INTO young FROM {schema}.publish_window w;
+    UPDATE {schema}.publish_key k SET state = 'c'
+    WHERE k.slot = young AND k.scope = my_scope AND k.key = ANY (keys);
+    GET DIAGNOSTICS confirmed = ROW_COUNT;
+    IF confirmed < cardinality(keys) THEN
+        UPDATE {schema}.publish_key k SET state = 'c'
+        WHERE k.slot = (1 - young)::smallint AND k.scope = my_scope AND k.key = ANY (keys);
+        INSERT INTO {schema}.publish_key AS k (slot, scope, key, state, owner)
+        SELECT young, my_scope, given.key, 'c', me
+        FROM unnest(keys) AS given(key)
+        WHERE NOT EXISTS (
+            SELECT FROM {schema}.publish_key old
+            WHERE old.slot IN (0, 1) AND old.scope = my_scope AND old.key = given.key)
+        ON CONFLICT (slot, scope, key) DO UPDATE SET state = 'c';
+    END IF;
+END
+$confirm$;
+
+-- Makes keys absent that surely are not in the log: those that the caller holds, where a second attempt leaves the doubt
+-- about the first; or unknown ones, by somebody who has read the log.
+CREATE FUNCTION {schema}.publish_forget(my_scope int, keys bytea[], me bigint, is_held boolean)
+RETURNS void LANGUAGE plpgsql AS $forget$
+BEGIN
+    PERFORM FROM {schema}.publish_window;
+    DELETE FROM {schema}.publish_key k
+    WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.key = ANY (keys)
+      AND CASE WHEN is_held THEN k.state = 'f' AND k.owner = me ELSE k.state = 'u' END;
+    UPDATE {schema}.publish_key k SET state = 'u'
+    WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.key = ANY (keys) AND k.state = 't' AND k.owner = me AND is_held;
+END
+$forget$;
+
+-- Makes keys unknown that the caller holds.
+CREATE FUNCTION {schema}.publish_doubt(my_scope int, keys bytea[], me bigint)
+RETURNS void LANGUAGE plpgsql AS $doubt$
+BEGIN
+    PERFORM FROM {schema}.publish_window;
+    UPDATE {schema}.publish_key k SET state = 'u'
+    WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.key = ANY (keys) AND k.state IN ('f', 't') AND k.owner = me;
+END
+$doubt$;
+
+-- Drops the older generation if the younger one is old enough; what is not confirmed in it stays. It runs as the owner
+-- of the schema, so that workers need not be allowed to empty tables.
+CREATE FUNCTION {schema}.publish_turn() RETURNS int LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $turn$
+DECLARE
+    before {schema}.publish_window;
+    kept {schema}.publish_key[];
+    turned int := 0;
+BEGIN
+    SELECT * INTO before FROM {schema}.publish_window w
+    WHERE w.turned_at + w.seconds * interval '1 second' <= clock_timestamp();
+    IF NOT FOUND THEN
+        RETURN 0;
+    END IF;
+    LOCK TABLE {schema}.publish_window IN ACCESS EXCLUSIVE MODE;
+    LOOP
+        SELECT * INTO before FROM {schema}.publish_window w
+        WHERE w.turned_at + w.seconds * interval '1 second' <= clock_timestamp();
+        EXIT WHEN NOT FOUND OR turned = 2;
+        SELECT array_agg(k) INTO kept FROM {schema}.publish_key k
+        WHERE k.slot = (before.generation + 1) % 2 AND k.state <> 'c';
+        IF before.generation % 2 = 0 THEN
+            TRUNCATE {schema}.publish_key_1;
+        ELSE
+            TRUNCATE {schema}.publish_key_0;
+        END IF;
+        INSERT INTO {schema}.publish_key SELECT * FROM unnest(kept);
+        turned := turned + 1;
+        UPDATE {schema}.publish_window w
+        SET generation = w.generation + 1,
+            turned_at = CASE WHEN turned = 1 AND w.turned_at + 2 * w.seconds * interval '1 second' <= clock_timestamp()
+                             THEN w.turned_at + w.seconds * interval '1 second' ELSE clock_timestamp() END;
+    END LOOP;
+    RETURN turned;
+END
+$turn$;
+
+-- Settles what a fenced owner has left in a scope: what was found in the log is confirmed; the rest is absent where
+-- nothing of it can arrive any more, else unknown.
+CREATE FUNCTION {schema}.publish_bury(my_scope int, dead bigint, log_keys bytea[], is_sure boolean)
+RETURNS TABLE (confirmed bigint, forgotten bigint, doubted bigint) LANGUAGE plpgsql AS $bury$
+BEGIN
+    PERFORM FROM {schema}.publish_window;
+    PERFORM FROM {schema}.publish_owner o WHERE o.id = dead AND o.ended_at IS NOT NULL;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'owner % lives', dead USING ERRCODE = 'EO004';
+    END IF;
+    UPDATE {schema}.publish_key k SET state = 'c'
+    WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.owner = dead AND k.state <> 'c' AND k.key = ANY (log_keys);
+    GET DIAGNOSTICS confirmed = ROW_COUNT;
+    forgotten := 0;
+    IF is_sure THEN
+        DELETE FROM {schema}.publish_key k
+        WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.owner = dead AND k.state = 'f';
+        GET DIAGNOSTICS forgotten = ROW_COUNT;
+    END IF;
+    UPDATE {schema}.publish_key k SET state = 'u'
+    WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.owner = dead AND k.state IN ('f', 't');
+    GET DIAGNOSTICS doubted = ROW_COUNT;
+    RETURN NEXT;
+END
+$bury$;
+
+-- Chains of ints without holes: what was seen of each, in one row.
+CREATE TABLE {schema}.publish_chain (
+    chain            text           PRIMARY KEY,
+    seen             int8multirange NOT NULL DEFAULT '{{}}'
+) WITH (fillfactor = 50);
+
+-- Slots of a fixed number, overwritten on collision. States as with keys, and - for a slot that was emptied; the mark is
+-- drawn anew by every change, so that a change can be made only of what was read.
+CREATE TABLE {schema}.publish_slot (
+    scope            int         NOT NULL,
+    slot             bigint      NOT NULL,
+    digest           bytea       NOT NULL,
+    state            "char"      NOT NULL,
+    owner            bytea       NOT NULL,
+    mark             uuid        NOT NULL,
+    changed_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (scope, slot)
+) WITH (fillfactor = 60);
+
+UPDATE {schema}.version SET version = 3, migrated_at = clock_timestamp();

@@ -1,0 +1,138 @@
+-- Every statement of the publish side. The changes of keys are functions of the schema, one call per batch.
+
+-- name: publish_scope
+-- Return the number of a scope, made at its first use.
+WITH made AS (
+    INSERT INTO {schema}.publish_scope (name) VALUES (%(name)s) ON CONFLICT (name) DO NOTHING RETURNING id)
+SELECT id FROM made UNION ALL SELECT id FROM {schema}.publish_scope WHERE name = %(name)s
+
+-- name: publish_window
+-- Agree on the length of the window: the first to come decides. Return what was decided.
+UPDATE {schema}.publish_window SET seconds = coalesce(seconds, %(seconds)s::float8) RETURNING seconds
+
+-- name: publish_turn
+-- Drop the older generation of keys if it is time.
+SELECT {schema}.publish_turn()
+
+-- name: publish_reserve
+-- Reserve sorted, different keys; return only those that are not new.
+SELECT place, found_state::text, holder
+FROM {schema}.publish_reserve(%(scope)s, %(keys)s::bytea[], %(owner)s, %(token)s, %(knows_old)s)
+
+-- name: publish_confirm
+-- Confirm keys.
+SELECT {schema}.publish_confirm(%(scope)s, %(keys)s::bytea[], %(owner)s)
+
+-- name: publish_forget
+-- Make keys absent that surely are not in the log.
+SELECT {schema}.publish_forget(%(scope)s, %(keys)s::bytea[], %(owner)s, %(is_held)s)
+
+-- name: publish_doubt
+-- Make keys unknown.
+SELECT {schema}.publish_doubt(%(scope)s, %(keys)s::bytea[], %(owner)s)
+
+-- name: publish_bury
+-- Settle what a fenced owner has left.
+SELECT confirmed, forgotten, doubted FROM {schema}.publish_bury(%(scope)s, %(dead)s, %(keys)s::bytea[], %(is_sure)s)
+
+-- name: publish_count
+-- Count the keys of a scope by state. A scan: for looking, not for every message.
+SELECT state::text, count(*) FROM {schema}.publish_key WHERE slot IN (0, 1) AND scope = %(scope)s GROUP BY 1
+
+-- name: publish_peek
+-- Look which keys are there and what they are, without reserving any.
+SELECT key, state::text FROM {schema}.publish_key
+WHERE slot IN (0, 1) AND scope = %(scope)s AND key = ANY(%(keys)s::bytea[])
+
+-- name: publish_generation
+-- Tell which generation of keys is the younger one.
+SELECT generation FROM {schema}.publish_window
+
+-- name: publish_old_keys
+-- Read the keys of the older generation of a scope, to fill a front filter.
+SELECT key FROM {schema}.publish_key WHERE slot = (%(generation)s + 1) %% 2 AND scope = %(scope)s
+
+-- name: publish_start_owner
+-- Begin the life of a sending process.
+INSERT INTO {schema}.publish_owner (name, token, transactional_id, positions, lease_until)
+VALUES (%(name)s, %(token)s, %(transactional_id)s, %(positions)s::jsonb,
+        clock_timestamp() + %(seconds)s * interval '1 second')
+RETURNING id
+
+-- name: publish_find_owner
+-- Find the own life, if it was begun by an attempt whose answer was lost.
+SELECT id FROM {schema}.publish_owner WHERE token = %(token)s
+
+-- name: publish_lock_name
+-- Let one process at a time decide about a name; the lock ends with its transaction.
+SELECT pg_advisory_xact_lock(hashtext('exactly_once.publish_owner'), hashtext(%(name)s))
+
+-- name: publish_living
+-- Find owners of a name that have not ended, and how long their lease still runs.
+SELECT id, extract(epoch FROM lease_until - clock_timestamp())::float8 FROM {schema}.publish_owner
+WHERE name = %(name)s AND ended_at IS NULL
+
+-- name: publish_renew
+-- Extend the lease of an owner that was not fenced; return nothing if it was.
+UPDATE {schema}.publish_owner SET lease_until = clock_timestamp() + %(seconds)s * interval '1 second'
+WHERE id = %(owner)s AND token = %(token)s AND ended_at IS NULL
+RETURNING id
+
+-- name: publish_end_owner
+-- End the own life in good order.
+UPDATE {schema}.publish_owner SET ended_at = clock_timestamp() WHERE id = %(owner)s AND ended_at IS NULL
+
+-- name: publish_fence
+-- End the lives of owners whose lease is over; return those that are ended now, with what is needed to take over.
+WITH fenced AS (
+    UPDATE {schema}.publish_owner SET ended_at = clock_timestamp()
+    WHERE id = ANY(%(owners)s) AND ended_at IS NULL AND lease_until < clock_timestamp()
+    RETURNING id, name, transactional_id, positions)
+SELECT id, name, transactional_id, positions FROM fenced
+UNION ALL
+SELECT id, name, transactional_id, positions FROM {schema}.publish_owner
+WHERE id = ANY(%(owners)s) AND ended_at IS NOT NULL
+
+-- name: publish_map
+-- Agree on the version of a map of shards; return the version and digest that hold now.
+UPDATE {schema}.publish_window
+SET map_version = CASE WHEN %(version)s > map_version THEN %(version)s ELSE map_version END,
+    map_digest = CASE WHEN %(version)s > map_version THEN %(digest)s::bytea ELSE map_digest END
+RETURNING map_version, map_digest
+
+-- name: publish_map_now
+-- Return version and digest of the map of shards that holds now.
+SELECT map_version, map_digest FROM {schema}.publish_window
+
+-- name: publish_unseen
+-- Of the numbers of a batch return those that a chain has not seen, as ranges: one set difference.
+SELECT lower(r), upper(r) - 1
+FROM unnest(%(numbers)s::int8multirange - coalesce(
+    (SELECT seen FROM {schema}.publish_chain WHERE chain = %(chain)s), int8multirange())) AS r
+
+-- name: publish_see
+-- Add the numbers of a batch to what a chain has seen; return how many ranges there are.
+INSERT INTO {schema}.publish_chain AS c (chain, seen) VALUES (%(chain)s, %(numbers)s::int8multirange)
+ON CONFLICT (chain) DO UPDATE SET seen = c.seen + excluded.seen
+RETURNING (SELECT count(*) FROM unnest(seen))
+
+-- name: publish_slots
+-- Read slots, each with the mark of its last change. What is in flight for longer than a lease is unknown.
+SELECT slot, digest,
+       CASE WHEN state IN ('f', 't') AND changed_at < clock_timestamp() - %(seconds)s * interval '1 second'
+            THEN 'u' ELSE state::text END,
+       owner, mark
+FROM {schema}.publish_slot
+WHERE scope = %(scope)s AND slot = ANY(%(slots)s::bigint[])
+
+-- name: publish_swap_slot
+-- Change a slot that is as it was read, or that this very change has reached already; return nothing if it is not.
+INSERT INTO {schema}.publish_slot AS s (scope, slot, digest, state, owner, mark)
+SELECT %(scope)s, %(slot)s, %(digest)s, %(state)s, %(owner)s, %(mark)s
+WHERE %(proof)s::uuid IS NULL
+   OR EXISTS (SELECT FROM {schema}.publish_slot WHERE scope = %(scope)s AND slot = %(slot)s)
+ON CONFLICT (scope, slot) DO UPDATE
+SET digest = excluded.digest, state = excluded.state, owner = excluded.owner, mark = excluded.mark,
+    changed_at = excluded.changed_at
+WHERE s.mark = %(proof)s::uuid OR s.mark = excluded.mark
+RETURNING slot

@@ -1,0 +1,132 @@
+"""Fixtures of the publish side: the filters that the conformance suite runs against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from exactly_once.publish import (
+    Link,
+    MemcachedSlots,
+    PostgresChain,
+    PostgresSlots,
+    PostgresWindow,
+    PublishOwner,
+    ShardedWindow,
+    SharedSlotFilter,
+    Store,
+)
+from exactly_once.schema import migrate
+from tests.publish.subjects import BAD_KEYS, BAD_LINKS, IN_MEMORY, ON_SERVERS, Subject, as_bytes
+from tests.support.memcached import Memcached, missing_memcached
+from tests.support.require import skip_unless
+
+WINDOW_SECONDS = 3600.0
+
+MakeOwner = Callable[..., PublishOwner]
+
+
+@pytest.fixture(params=[*IN_MEMORY, *ON_SERVERS])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Every filter in turn."""
+    if request.param in IN_MEMORY:
+        return IN_MEMORY[request.param]
+    found: Subject = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def make_owner(conninfo: str) -> Iterator[MakeOwner]:
+    """Make owners; they are closed after the test."""
+    made: list[PublishOwner] = []
+
+    def make(**options: Any) -> PublishOwner:
+        if "connect" not in options:
+            options.setdefault("conninfo", conninfo)
+        made.append(PublishOwner(**options))
+        return made[-1]
+
+    yield make
+    for owner in made:
+        owner.close()
+
+
+@pytest.fixture
+def own_schema(conninfo: str, name: str) -> str:
+    """A schema of the test's own: windows of another length, or a clock that is moved."""
+    with psycopg.connect(conninfo, autocommit=True) as connection:
+        migrate(connection, name)
+    return name  # it stays: its owners end after this
+
+
+@pytest.fixture
+def postgres_window(make_owner: MakeOwner) -> Subject:
+    """Keys in Postgres."""
+
+    def make() -> PostgresWindow:
+        return PostgresWindow(make_owner(), scope=uuid4().hex, seconds=WINDOW_SECONDS)
+
+    return Subject(make, as_bytes, BAD_KEYS)
+
+
+@pytest.fixture
+def sharded_window(make_owner: MakeOwner, own_schema: str) -> Subject:
+    """Keys in two places that take turns as databases would."""
+
+    def make() -> ShardedWindow:
+        scope = uuid4().hex
+        windows = {
+            "a": PostgresWindow(make_owner(schema=own_schema), scope=scope, seconds=WINDOW_SECONDS),
+            "b": PostgresWindow(make_owner(schema=own_schema), scope=scope + "b", seconds=WINDOW_SECONDS),
+        }
+        return ShardedWindow(windows, version=1)
+
+    return Subject(make, as_bytes, BAD_KEYS)
+
+
+@pytest.fixture
+def store(conninfo: str) -> Iterator[Store]:
+    """A connection of filters to Postgres."""
+    made = Store(conninfo)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def memcached() -> Iterator[Memcached]:
+    """A real memcached."""
+    skip_unless("memcached", missing_memcached())
+    with Memcached() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_slots(store: Store) -> Subject:
+    """Shared slots in a table."""
+    slots = 1 << 32
+    return Subject(lambda: SharedSlotFilter(PostgresSlots(store, scope=uuid4().hex), slots=slots), as_bytes, BAD_KEYS)
+
+
+@pytest.fixture
+def memcached_slots(memcached: Memcached) -> Iterator[Subject]:
+    """Shared slots in memcached."""
+    made: list[SharedSlotFilter] = []
+
+    def make() -> SharedSlotFilter:
+        made.append(SharedSlotFilter(MemcachedSlots(memcached.address, prefix=uuid4().hex), slots=1 << 32))
+        return made[-1]
+
+    yield Subject(make, as_bytes, BAD_KEYS)
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def postgres_chain(store: Store) -> Subject:
+    """Dense chains in a table."""
+    chain = uuid4().hex
+    return Subject(lambda: PostgresChain(store), lambda n: Link(chain, n), (*BAD_LINKS[:-4], Link("a\0b", 1)))

@@ -1,0 +1,443 @@
+"""PostgresWindow: shared by processes, durable, taken over from the dead, dropped in generations."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+
+from exactly_once import ConfigurationError
+from exactly_once.publish import (
+    DeadOwner,
+    FilterUnavailable,
+    Found,
+    Link,
+    NameTaken,
+    PostgresChain,
+    PostgresSlots,
+    PostgresWindow,
+    ProducerFenced,
+    PublishOwner,
+    SharedSlotFilter,
+    State,
+)
+from exactly_once.publish.front import ExactFront
+from exactly_once.publish.keys import encoded
+from exactly_once.sql import grants
+from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
+from tests.support.proxy import PostgresProxy
+from tests.support.waiting import until
+
+NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
+
+
+def window(owner: PublishOwner, scope: str, **options: Any) -> PostgresWindow:
+    options.setdefault("seconds", WINDOW_SECONDS)
+    return PostgresWindow(owner, scope=scope, **options)
+
+
+def end_lease(db: psycopg.Connection[Any], owner: PublishOwner) -> None:
+    """Let an owner's lease be over, as after a freeze."""
+    query = f"UPDATE \"{owner.store.schema}\".publish_owner SET lease_until = now() - interval '1 s' WHERE id = %s"
+    db.execute(query.encode(), [owner.id])
+
+
+def pass_window(db: psycopg.Connection[Any], schema: str, windows: float = 1) -> None:
+    """Let so many windows pass, as far as the database knows."""
+    query = f"UPDATE \"{schema}\".publish_window SET turned_at = turned_at - %s * seconds * interval '1 s'"
+    db.execute(query.encode(), [windows])
+
+
+@pytest.fixture
+def two(make_owner: MakeOwner, name: str) -> tuple[PostgresWindow, PostgresWindow]:
+    """The windows of two processes."""
+    return window(make_owner(), name), window(make_owner(), name)
+
+
+def test_two_processes_share_what_they_know(two: tuple[PostgresWindow, PostgresWindow]) -> None:
+    """Fault E3."""
+    one, other = two
+    assert one.reserve("a") is NEW
+    assert other.reserve("a") is IN_FLIGHT
+    one.confirm("a")
+    assert other.reserve("a") is DUPLICATE
+    one.reserve("b")
+    one.doubt("b")
+    assert other.reserve("b") is UNKNOWN
+    assert one.reserve("b") is IN_FLIGHT
+
+
+def test_nobody_settles_what_another_holds(two: tuple[PostgresWindow, PostgresWindow]) -> None:
+    one, other = two
+    one.reserve("a")
+    other.forget("a")
+    assert other.reserve("a") is IN_FLIGHT
+    other.doubt("a")
+    assert other.reserve("a") is IN_FLIGHT
+
+
+def test_scopes_do_not_share_keys(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner()
+    assert window(owner, name).reserve("a") is NEW
+    assert window(owner, name + "-other").reserve("a") is NEW
+
+
+def test_batches_of_many_processes_in_any_order_do_not_deadlock(make_owner: MakeOwner, name: str) -> None:
+    seed = 4711
+    print("seed", seed)
+    keys = list(range(400))
+    windows = [window(make_owner(), name) for _ in range(4)]
+    barrier = threading.Barrier(len(windows))
+
+    def run(number: int) -> Counter[State]:
+        mine = random.Random(seed + number).sample(keys, len(keys))
+        barrier.wait(30)
+        counts: Counter[State] = Counter()
+        for start in range(0, len(mine), 100):
+            batch = mine[start : start + 100]
+            states = windows[number].reserve_many(batch)
+            counts.update(states)
+            windows[number].confirm_many([k for k, s in zip(batch, states, strict=True) if s is NEW])
+        return counts
+
+    with ThreadPoolExecutor(len(windows)) as pool:
+        total = sum(pool.map(run, range(len(windows))), Counter[State]())
+    assert total[NEW] == len(keys)
+    assert windows[0].stats().confirmed == len(keys)
+
+
+def test_a_lost_answer_to_a_reservation_loses_no_key(make_owner: MakeOwner, conninfo: str, name: str) -> None:
+    """The keys are reserved by ourselves, and nobody holds them: they must come back as new."""
+    with PostgresProxy(conninfo) as proxy:
+        made = window(make_owner(conninfo=proxy.conninfo), name)
+        assert made.reserve("held") is NEW
+        fault = proxy.cut_after("publish_reserve")
+        assert made.reserve_many(["a", "b", "held"]) == [NEW, NEW, IN_FLIGHT]
+        assert fault.fired.is_set()
+        fault = proxy.cut_after("publish_confirm")
+        made.confirm_many(["a", "b"])
+        assert fault.fired.is_set()
+        assert made.reserve_many(["a", "b"]) == [DUPLICATE, DUPLICATE]
+
+
+def test_a_repeated_forget_does_not_forget_the_doubt(make_owner: MakeOwner, conninfo: str, name: str) -> None:
+    with PostgresProxy(conninfo) as proxy:
+        made = window(make_owner(conninfo=proxy.conninfo), name)
+        made.reserve("a")
+        made.doubt("a")
+        assert made.reserve("a") is UNKNOWN
+        fault = proxy.cut_after("publish_forget")
+        made.forget("a")
+        assert fault.fired.is_set()
+        assert made.reserve("a") is UNKNOWN
+
+
+def test_a_database_that_is_away_is_told_and_nothing_is_new(make_owner: MakeOwner, conninfo: str, name: str) -> None:
+    with PostgresProxy(conninfo) as proxy:
+        made = window(make_owner(conninfo=proxy.conninfo), name)
+        proxy.refuse()
+        proxy.cut_all()
+        with pytest.raises(FilterUnavailable):
+            made.reserve("a")
+        proxy.heal()
+        assert made.reserve("a") is NEW
+
+
+def test_a_dead_owners_reservations_wait_for_its_lease(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str
+) -> None:
+    dead = make_owner()
+    window(dead, name).reserve_many(["a", "b"])
+    other = window(make_owner(), name)
+    assert other.reserve("a") is IN_FLIGHT
+    end_lease(db, dead)
+    assert other.reserve("a") is UNKNOWN, "nobody looked into the log"
+    with pytest.raises(ProducerFenced):
+        window(dead, name).reserve("c")
+
+
+def test_a_take_over_asks_the_log(make_owner: MakeOwner, db: psycopg.Connection[Any], name: str) -> None:
+    dead = make_owner(name="crashed", transactional_id="tx-1", positions={name: {0: 17}})
+    window(dead, name).reserve_many(["in the log", "not there", "confirmed"])
+    window(dead, name).confirm("confirmed")
+    asked: list[tuple[DeadOwner, str]] = []
+
+    def take_over(owner: DeadOwner, scope: str) -> Found:
+        asked.append((owner, scope))
+        return Found({encoded("in the log"), encoded("somebody else's")}, is_sure=True)
+
+    other = window(make_owner(), name, take_over=take_over)
+    assert other.reserve("not there") is IN_FLIGHT
+    assert asked == []
+    end_lease(db, dead)
+    keys = ["in the log", "not there", "confirmed", "fresh"]
+    assert other.reserve_many(keys) == [DUPLICATE, NEW, DUPLICATE, NEW]
+    assert asked == [(DeadOwner(dead.id, "crashed", "tx-1", {name: {"0": 17}}), name)]
+
+
+def test_without_a_fence_at_the_brokers_absence_proves_nothing(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str
+) -> None:
+    dead = make_owner()
+    window(dead, name).reserve_many(["in the log", "not there"])
+    other = window(make_owner(), name, take_over=lambda *_: Found({encoded("in the log")}, is_sure=False))
+    end_lease(db, dead)
+    assert other.reserve_many(["in the log", "not there"]) == [DUPLICATE, UNKNOWN]
+
+
+def test_a_second_attempt_that_died_stays_unknown_even_if_it_is_not_in_the_log(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str
+) -> None:
+    """The first attempt was somebody else's; who knows whether that one can still arrive."""
+    first, second = window(make_owner(), name), window(dead := make_owner(), name)
+    first.reserve("a")
+    first.doubt("a")
+    assert second.reserve("a") is UNKNOWN
+    end_lease(db, dead)
+    third = window(make_owner(), name, take_over=lambda *_: Found((), is_sure=True))
+    assert third.reserve("a") is UNKNOWN
+
+
+def test_a_frozen_owner_that_wakes_up_is_told_and_cannot_reserve(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str
+) -> None:
+    frozen = window(owner := make_owner(), name)
+    frozen.reserve("a")
+    end_lease(db, owner)
+    other = window(make_owner(), name, take_over=lambda *_: Found((), is_sure=True))
+    assert other.reserve("a") is NEW
+    with pytest.raises(ProducerFenced):
+        frozen.reserve("b")
+    frozen.forget("a")
+    frozen.doubt("a")
+    assert window(make_owner(), name).reserve("a") is IN_FLIGHT, "it is the other's by now"
+
+
+def test_a_lease_is_renewed_while_the_process_lives(make_owner: MakeOwner, db: psycopg.Connection[Any]) -> None:
+    owner = make_owner(lease_seconds=0.6)
+    until_of = b"SELECT lease_until FROM exactly_once.publish_owner WHERE id = %s"
+    first = db.execute(until_of, [owner.id]).fetchone()
+    until(lambda: db.execute(until_of, [owner.id]).fetchone() != first, 10, "a renewal")
+    owner.check()
+
+
+def test_a_name_has_one_living_producer(make_owner: MakeOwner, db: psycopg.Connection[Any], name: str) -> None:
+    first = make_owner(name=name, exclusive=True)
+    with pytest.raises(NameTaken, match="lives"):
+        make_owner(name=name, exclusive=True)
+    end_lease(db, first)
+    second = make_owner(name=name, exclusive=True)
+    with pytest.raises(ProducerFenced):
+        first.renew()
+    with pytest.raises(ProducerFenced):
+        first.check()
+    second.close()
+    make_owner(name=name, exclusive=True)
+
+
+def test_of_many_that_start_under_one_name_one_lives(make_owner: MakeOwner, name: str) -> None:
+    barrier = threading.Barrier(6)
+
+    def start(_: int) -> bool:
+        barrier.wait(30)
+        try:
+            make_owner(name=name, exclusive=True)
+        except NameTaken:
+            return False
+        return True
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(start, range(6))) == 1
+
+
+def test_keys_leave_after_one_to_two_windows_as_a_generation(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
+) -> None:
+    """Fault E5."""
+    made = window(make_owner(schema=own_schema), name, seconds=100)
+
+    def send(key: str) -> State:
+        state = made.reserve(key)
+        if state is NEW:
+            made.confirm(key)
+        return state
+
+    def turn(windows: float) -> None:
+        pass_window(db, own_schema, windows)
+        made._store.run("publish_turn")
+
+    assert send("first") is NEW
+    turn(0.5)
+    assert send("first") is DUPLICATE
+    turn(0.6)
+    assert send("second") is NEW
+    assert send("first") is DUPLICATE
+    turn(1.1)
+    assert send("first") is NEW, "two windows have passed"
+    assert send("second") is DUPLICATE
+    turn(3)
+    assert made.stats().confirmed == 0
+
+
+def test_reservations_do_not_leave_with_their_generation(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
+) -> None:
+    made = window(make_owner(schema=own_schema), name, seconds=100)
+    made.reserve_many(["slow", "unsure"])
+    made.doubt("unsure")
+    for _ in range(5):
+        pass_window(db, own_schema, 1.1)
+        made._store.run("publish_turn")
+    assert made.reserve_many(["slow", "unsure"]) == [IN_FLIGHT, UNKNOWN]
+    made.confirm("slow")
+    assert made.reserve("slow") is DUPLICATE
+
+
+def test_generations_turn_under_load_without_losing_a_key_of_the_window(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
+) -> None:
+    windows = [window(make_owner(schema=own_schema), name, seconds=1000) for _ in range(3)]
+    stop, numbers, wrong = threading.Event(), itertools.count(), list[object]()
+
+    def run(made: PostgresWindow) -> None:
+        while not stop.is_set():
+            keys = [next(numbers) for _ in range(20)]
+            if made.reserve_many(keys) != [NEW] * 20:
+                wrong.append(keys)
+            made.confirm_many(keys)
+            if made.reserve_many(keys) != [DUPLICATE] * 20:
+                wrong.append(keys)
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(run, made) for made in windows]
+        turned = 0
+        while turned < 30:
+            # One turn at a time: what was confirmed just before is in the older generation then, and must be found.
+            reached = next(numbers)
+            until(lambda reached=reached: next(numbers) > reached + 200, 20, "progress")  # type: ignore[misc]
+            pass_window(db, own_schema, 1.01)
+            turned += windows[0]._store.run("publish_turn")[0][0]
+        stop.set()
+        for each in running:
+            each.result(30)
+    # A batch may straddle two turns; then its first keys have left rightly. One turn cannot do that.
+    assert len(wrong) <= 2, wrong
+
+
+def test_another_length_of_the_window_is_refused(make_owner: MakeOwner, own_schema: str, name: str) -> None:
+    window(make_owner(schema=own_schema), name, seconds=100)
+    with pytest.raises(ConfigurationError, match="100 s"):
+        window(make_owner(schema=own_schema), name, seconds=200)
+
+
+class Mistaken(ExactFront):
+    """A front filter with false positives only, as many as there can be: a Bloom filter that is full."""
+
+    def may_have(self, key: bytes) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("front", [ExactFront, Mistaken])
+def test_a_front_filter_never_decides(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str, front: type[ExactFront]
+) -> None:
+    """Fault E6: a false positive of it must not drop anything."""
+    plain = window(make_owner(schema=own_schema), name, seconds=100)
+    old = list(range(100))
+    plain.reserve_many(old)
+    plain.confirm_many(old)
+    pass_window(db, own_schema, 1.1)
+    plain._store.run("publish_turn")
+    made = window(make_owner(schema=own_schema), name, seconds=100, front=front)
+    assert made.reserve_many(list(range(100, 200))) == [NEW] * 100
+    assert made.reserve_many(list(range(50, 150))) == [DUPLICATE] * 50 + [IN_FLIGHT] * 50
+    skipped = made._front.skipped if made._front else 0
+    assert skipped == (1 if front is ExactFront else 0)
+
+
+def test_a_front_filter_of_an_earlier_generation_is_not_believed(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
+) -> None:
+    made = window(make_owner(schema=own_schema), name, seconds=100, front=ExactFront)
+    other = window(make_owner(schema=own_schema), name, seconds=100)
+    other.reserve("theirs")
+    other.confirm("theirs")
+    pass_window(db, own_schema, 1.1)
+    other._store.run("publish_turn")
+    assert made.reserve("theirs") is DUPLICATE, "it entered after the filter was filled"
+
+
+def test_keys_are_there_after_a_crash_of_the_server() -> None:
+    from exactly_once import embedded  # noqa: PLC0415 - only here
+    from exactly_once.schema import migrate  # noqa: PLC0415
+
+    with embedded.Postgres() as server:
+        with psycopg.connect(server.conninfo, autocommit=True) as connection:
+            migrate(connection)
+        with PublishOwner(server.conninfo) as owner:
+            made = window(owner, "t")
+            made.reserve_many(["a", "b"])
+            made.confirm("a")
+            server.stop("immediate")
+            with pytest.raises(FilterUnavailable):
+                made.reserve("a")
+            server.start()
+            assert made.reserve_many(["a", "b", "c"]) == [DUPLICATE, IN_FLIGHT, NEW]
+
+
+def test_two_windows_of_one_process_exclude_each_other(make_owner: MakeOwner, name: str) -> None:
+    """What the database calls our own and one window does not know may be the other's, not from a lost answer."""
+    owner = make_owner()
+    one, other = window(owner, name), window(owner, name)
+    assert one.reserve("a") is NEW
+    assert other.reserve("a") is IN_FLIGHT
+    other.confirm("a")
+    assert one.reserve("a") is DUPLICATE
+
+
+def test_a_large_batch_with_a_duplicate_is_not_slow(make_owner: MakeOwner, name: str) -> None:
+    """Comparing each key with each took seconds."""
+    made = window(make_owner(), name)
+    made.reserve(0)
+    made.confirm(0)
+    began = time.monotonic()
+    assert made.reserve_many(range(20_000)) == [DUPLICATE] + [NEW] * 19_999
+    assert time.monotonic() - began < 5
+
+
+def test_starting_an_owner_whose_first_answer_was_lost_starts_one(conninfo: str, name: str) -> None:
+    with PostgresProxy(conninfo) as proxy:
+        fault = proxy.cut_after("COMMIT")
+        owner = PublishOwner(proxy.conninfo, name=name, exclusive=True)
+        assert fault.fired.is_set()
+        assert len(owner.store.run("publish_living", name=name)) == 1
+        owner.close()
+
+
+def test_a_role_with_the_printed_grants_is_enough(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, conninfo: str, name: str
+) -> None:
+    role = f"{name}_publisher"
+    db.execute(f'CREATE ROLE "{role}" LOGIN'.encode())
+    db.execute(grants(own_schema, role))
+    owner = make_owner(conninfo=conninfo.replace("postgres@", f"{role}@"), schema=own_schema)
+    made = window(owner, name, seconds=100)
+    assert made.reserve_many("abc") == [NEW] * 3
+    made.confirm("a")
+    made.forget("b")
+    made.doubt("c")
+    assert made.reserve_many("abc") == [DUPLICATE, NEW, UNKNOWN]
+    pass_window(db, own_schema, 1.1)
+    assert owner.store.run("publish_turn") == [(1,)]
+    assert PostgresChain(owner.store).reserve(Link(name, 1)) is NEW
+    PostgresChain(owner.store).confirm(Link(name, 1))
+    slots = SharedSlotFilter(PostgresSlots(owner.store, scope=name), slots=8)
+    assert slots.reserve("a") is NEW
+    slots.confirm("a")

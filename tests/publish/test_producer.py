@@ -1,0 +1,396 @@
+"""DedupProducer on a real broker: duplicates, outcomes, callbacks, what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, Message
+
+from exactly_once import ConfigurationError
+from exactly_once.publish import (
+    ChainFilter,
+    DedupProducer,
+    Delivery,
+    KeyRefused,
+    Link,
+    NotPersisted,
+    Outcome,
+    OutcomeUnknown,
+    Outgoing,
+    SequenceFilter,
+    Undelivered,
+    WindowFilter,
+)
+from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
+from tests.support.journal import scan
+from tests.support.topics import create_topic
+
+NOWHERE = {"bootstrap.servers": "127.0.0.1:1", "message.timeout.ms": 300, "log_level": 0}
+"""Nobody listens there."""
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str, name: str) -> str:
+    return create_topic(bootstrap_servers, 2, name=name)
+
+
+@pytest.fixture
+def producer(bootstrap_servers: str) -> Iterator[DedupProducer]:
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=lambda _: WindowFilter(keys=10_000)) as made:
+        yield made
+
+
+def values(bootstrap_servers: str, topic: str) -> Counter[bytes | None]:
+    return Counter(record.value for record in scan(bootstrap_servers, topic))
+
+
+def test_a_key_reaches_the_topic_once(producer: DedupProducer, bootstrap_servers: str, topic: str) -> None:
+    first = producer.produce(topic, b"one", dedup_key="a")
+    message = first.result(30)
+    again = producer.produce(topic, b"again", dedup_key="a")
+    other = producer.produce(topic, b"two", dedup_key="b")
+    assert message is not None
+    assert (message.value(), first.offset, first.partition) == (b"one", message.offset(), message.partition())
+    assert not first.duplicate
+    assert again.duplicate
+    assert again.done()
+    assert (again.result(0), again.offset, again.outcome) == (None, None, Outcome.SKIPPED)
+    other.result(30)
+    assert values(bootstrap_servers, topic) == {b"one": 1, b"two": 1}
+
+
+def test_a_duplicate_in_flight_gets_the_same_outcome(
+    producer: DedupProducer, bootstrap_servers: str, topic: str
+) -> None:
+    first, twin, third = (producer.produce(topic, b"%d" % n, dedup_key="a") for n in range(3))
+    assert (first.duplicate, twin.duplicate, third.duplicate) == (False, True, True)
+    twin.result(30)
+    assert first.offset == twin.offset == third.offset is not None
+    assert values(bootstrap_servers, topic) == {b"0": 1}
+
+
+def test_the_same_key_on_two_topics_is_two_messages(
+    producer: DedupProducer, bootstrap_servers: str, topic: str
+) -> None:
+    other = create_topic(bootstrap_servers, 1)
+    assert not producer.produce(topic, b"x", dedup_key="a").duplicate
+    assert not producer.produce(other, b"x", dedup_key="a").duplicate
+    producer.flush(30)
+    assert values(bootstrap_servers, topic) == values(bootstrap_servers, other) == {b"x": 1}
+
+
+def test_one_filter_for_two_topics_is_refused(bootstrap_servers: str, topic: str) -> None:
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as made:
+        made.produce(topic, b"x", dedup_key="a")
+        with pytest.raises(ConfigurationError, match="lambda topic"):
+            made.produce("another", b"x", dedup_key="a")
+
+
+def test_callbacks_are_called_for_every_call_once(producer: DedupProducer, topic: str) -> None:
+    called: list[tuple[int, KafkaError | None, Message | None]] = []
+
+    def note(number: int) -> Any:
+        return lambda error, message: called.append((number, error, message))
+
+    producer.produce(topic, b"0", dedup_key="a", on_delivery=note(0))
+    producer.produce(topic, b"1", dedup_key="a", on_delivery=note(1))
+    producer.flush(30)
+    producer.produce(topic, b"2", dedup_key="a", on_delivery=note(2))
+    producer.poll(0)
+    assert sorted(number for number, _, _ in called) == [0, 1, 2]
+    assert all(error is None for _, error, _ in called)
+    messages = {number: message for number, _, message in called}
+    assert messages[0] is messages[1] is not None
+    assert messages[2] is None, "of what was delivered earlier nothing is here any more"
+
+
+def test_a_callback_that_raises_propagates_and_loses_no_other(producer: DedupProducer, topic: str) -> None:
+    called: list[int] = []
+
+    def fail(error: KafkaError | None, message: Message | None) -> None:
+        raise RuntimeError("the caller's own")
+
+    producer.produce(topic, b"0", dedup_key=0, on_delivery=fail)
+    for n in range(1, 5):
+        producer.produce(topic, b"x", dedup_key=n, on_delivery=lambda *_: called.append(1))
+    with pytest.raises(RuntimeError, match="own"):
+        producer.flush(30)
+    producer.flush(30)
+    assert len(called) == 4
+    assert producer.produce(topic, b"0", dedup_key=0).duplicate, "it was marked before the callback was called"
+
+
+def test_a_retry_from_within_the_callback_is_sent() -> None:
+    """The usual idiom. The key must be settled before the caller hears of it."""
+    with_retry: list[Delivery] = []
+    made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+
+    def retry(error: KafkaError | None, message: Message | None) -> None:
+        with_retry.append(made.produce("t", b"x", dedup_key="a"))
+
+    made.produce("t", b"x", dedup_key="a", on_delivery=retry)
+    made.flush(10)
+    (again,) = with_retry
+    assert not again.duplicate
+    assert again.may_repeat, "a time-out proves nothing"
+    with pytest.raises(OutcomeUnknown):
+        again.result(10)
+    made.close()
+
+
+def test_what_timed_out_is_unknown_and_may_be_sent_again() -> None:
+    made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+    first = made.produce("t", b"x", dedup_key="a")
+    with pytest.raises(OutcomeUnknown) as caught:
+        first.result(10)
+    assert isinstance(caught.value.__cause__, KafkaException)
+    assert first.offset is None
+    again = made.produce("t", b"x", dedup_key="a")
+    assert (again.duplicate, again.may_repeat) == (False, True)
+    assert made.filter_of("t").stats().in_flight == 1
+    made.flush(10)
+    assert made.filter_of("t").stats().unknown == 1
+    made.close()
+
+
+def test_a_message_that_is_too_large_is_surely_not_there(producer: DedupProducer, topic: str) -> None:
+    with pytest.raises(KafkaException):
+        producer.produce(topic, b"x" * 2_000_000, dedup_key="a")
+    assert not producer.produce(topic, b"small", dedup_key="a").duplicate
+    assert producer.filter_of(topic).stats().in_flight == 1
+
+
+def test_a_message_refused_by_the_broker_is_surely_not_there(bootstrap_servers: str) -> None:
+    topic = create_topic(bootstrap_servers, 1, max_message_bytes="1000")
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as made:
+        with pytest.raises(NotPersisted):
+            made.produce(topic, b"x" * 5000, dedup_key="a").result(30)
+        again = made.produce(topic, b"small", dedup_key="a")
+        assert not again.may_repeat
+        assert again.result(30) is not None
+
+
+def test_a_full_queue_marks_nothing(bootstrap_servers: str, topic: str) -> None:
+    """Fault E8."""
+    settings = {"bootstrap.servers": bootstrap_servers, "queue.buffering.max.messages": 3, "linger.ms": 100}
+    with DedupProducer(settings, dedup=WindowFilter(keys=100)) as made:
+        refused = []
+        for n in range(20):
+            try:
+                made.produce(topic, b"%d" % n, dedup_key=n)
+            except BufferError:
+                refused.append(n)
+        assert len(refused) == 17
+        made.flush(30)
+        assert made.filter_of(topic).stats().in_flight == 0
+        for n in refused:
+            assert made._with_room(lambda n=n: made.produce(topic, b"%d" % n, dedup_key=n), 30).duplicate is False  # type: ignore[misc]
+    assert values(bootstrap_servers, topic) == dict.fromkeys((b"%d" % n for n in range(20)), 1)
+
+
+def test_a_flush_that_times_out_reports_no_success() -> None:
+    """Fault E8."""
+    made = DedupProducer({**NOWHERE, "message.timeout.ms": 60_000}, dedup=WindowFilter(keys=10))
+    delivery = made.produce("t", b"x", dedup_key="a")
+    assert made.flush(0.2) == 1
+    assert not delivery.done()
+    with pytest.raises(TimeoutError):
+        delivery.result(0.1)
+    with pytest.raises(Undelivered, match="1 messages"):
+        made.close(0.1)
+    assert delivery.outcome is Outcome.UNKNOWN
+    with pytest.raises(OutcomeUnknown):
+        delivery.result(0)
+    made.close()
+
+
+def test_leaving_the_block_with_an_error_shows_that_error() -> None:
+    made = DedupProducer({**NOWHERE, "message.timeout.ms": 500}, dedup=WindowFilter(keys=10))
+    made.produce("t", b"x", dedup_key="a")
+    with pytest.raises(KeyError), made:
+        raise KeyError
+
+
+def test_deduplication_is_off_where_it_is_told_to_be(bootstrap_servers: str, topic: str) -> None:
+    settings = {"bootstrap.servers": bootstrap_servers}
+    for options in ({"enabled": False}, {"topics": {topic[:5] + "*": False}}):
+        with DedupProducer(settings, dedup=WindowFilter(keys=10), **options) as made:
+            assert not made.produce(topic, b"x", dedup_key="a").duplicate
+            assert made.produce(topic, b"x", dedup_key="a").result(30) is not None
+            made.produce(topic, b"y")
+    assert values(bootstrap_servers, topic) == {b"x": 4, b"y": 2}
+    with DedupProducer(settings, dedup=WindowFilter(keys=10), topics={topic: True, "*": False}) as made:
+        made.produce(topic, b"z", dedup_key="a")
+        assert made.produce(topic, b"z", dedup_key="a").duplicate
+
+
+def test_many_messages_at_once(producer: DedupProducer, bootstrap_servers: str, topic: str) -> None:
+    keys = ["a", "b", "a", "c"]
+    deliveries = producer.produce_many(topic, [Outgoing(b"%d" % n, dedup_key=key) for n, key in enumerate(keys)])
+    assert [d.duplicate for d in deliveries] == [False, False, True, False]
+    producer.flush(30)
+    assert deliveries[0].offset == deliveries[2].offset is not None
+    more = producer.produce_many(topic, [Outgoing(b"5", dedup_key="c"), Outgoing(b"6", dedup_key="d")])
+    assert [d.duplicate for d in more] == [True, False]
+    producer.flush(30)
+    assert values(bootstrap_servers, topic) == {b"0": 1, b"1": 1, b"3": 1, b"6": 1}
+
+
+def test_many_messages_find_room_in_a_small_queue(bootstrap_servers: str, topic: str) -> None:
+    settings = {"bootstrap.servers": bootstrap_servers, "queue.buffering.max.messages": 10, "linger.ms": 5}
+    with DedupProducer(settings, dedup=WindowFilter(keys=10_000)) as made:
+        made.produce_many(topic, [Outgoing(b"%d" % n, dedup_key=n) for n in range(1000)])
+    assert values(bootstrap_servers, topic) == dict.fromkeys((b"%d" % n for n in range(1000)), 1)
+
+
+def test_many_threads_send_each_key_once(producer: DedupProducer, bootstrap_servers: str, topic: str) -> None:
+    keys = [uuid4() for _ in range(300)]
+    barrier = threading.Barrier(6)
+
+    def run(_: int) -> list[Delivery]:
+        barrier.wait(30)
+        mine = []
+        for key in keys:
+            mine.append(producer.produce(topic, key.bytes, dedup_key=key))
+            producer.poll(0)
+        return mine
+
+    with ThreadPoolExecutor(6) as pool:
+        deliveries = [delivery for mine in pool.map(run, range(6)) for delivery in mine]
+    producer.flush(30)
+    assert all(d.outcome in (Outcome.DELIVERED, Outcome.SKIPPED) for d in deliveries)
+    assert sum(not d.duplicate for d in deliveries) == len(keys)
+    assert values(bootstrap_servers, topic) == dict.fromkeys((key.bytes for key in keys), 1)
+
+
+def test_chains_deduplicate_by_number(bootstrap_servers: str, topic: str) -> None:
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=ChainFilter()) as made:
+        made.produce(topic, b"3", chain=Link("c", 300, 200))
+        made.produce(topic, b"2", chain=Link("c", 200, 100))
+        made.flush(30)
+        assert made.produce(topic, b"2", chain=Link("c", 200, 150)).duplicate
+        assert not made.produce(topic, b"1", chain=Link("c", 100, 50)).duplicate
+        with pytest.raises(KeyRefused, match="chain="):
+            made.produce(topic, b"x", dedup_key="a")
+    assert values(bootstrap_servers, topic) == {b"1": 1, b"2": 1, b"3": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"enable.idempotence": False}, "enable.idempotence"),
+        ({"enable.idempotence": "0"}, "enable.idempotence"),
+        ({"acks": 1}, "acks"),
+        ({"request.required.acks": "1"}, "acks"),
+        ({"transactional.id": "x"}, "transactional.id"),
+        ({"on_delivery": print}, "on_delivery"),
+        ({"delivery.report.only.error": True}, "delivery.report.only.error"),
+    ],
+)
+def test_settings_that_break_the_promise_are_refused(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigurationError, match=key):
+        DedupProducer({"bootstrap.servers": "127.0.0.1:1", **settings}, dedup=WindowFilter(keys=1))
+
+
+def test_settings_that_say_the_same_are_taken() -> None:
+    same = {"enable.idempotence": "TRUE", "acks": -1, "log_level": 0}
+    DedupProducer({"bootstrap.servers": "127.0.0.1:1", **same}, dedup=WindowFilter(keys=1)).close()
+
+
+def test_a_message_without_the_identity_that_its_filter_knows_is_refused() -> None:
+    made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+    with pytest.raises(KeyRefused, match="needs dedup_key="):
+        made.produce("t", b"x")
+    with pytest.raises(KeyRefused, match="sequence="):
+        made.produce_many("t", [Outgoing(b"x", sequence=1)])
+    with pytest.raises(KeyRefused):
+        made.produce("t", b"x", dedup_key=1.5)  # type: ignore[arg-type]
+    assert made.filter_of("t").stats().in_flight == 0
+    assert not made._lanes["t"].in_flight
+    made.close()
+    numbered = DedupProducer(NOWHERE, dedup=SequenceFilter(), recover=False)
+    with pytest.raises(KeyRefused, match="dedup_key="):
+        numbered.produce("t", b"x", dedup_key="a")
+    numbered.close()
+
+
+def test_nothing_stays_behind_in_memory(producer: DedupProducer, topic: str) -> None:
+    for n in range(2000):
+        producer.produce(topic, b"x", dedup_key=n)
+    producer.flush(30)
+    lane = producer._lanes[topic]
+    assert (lane.in_flight, lane.reported, lane._due) == ({}, [], {})
+    assert not producer.calls
+
+
+def test_a_report_whose_callback_was_interrupted_is_not_taken_for_success(
+    bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between two lines: the client believes that it has told us."""
+    made = DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Delivery, "report", interrupted)
+        delivery = made.produce(topic, b"x", dedup_key="a")
+        with pytest.raises(KeyboardInterrupt):
+            made.flush(30)
+    assert not delivery.done()
+    with pytest.raises(Undelivered):
+        made.close()
+    assert delivery.outcome is Outcome.UNKNOWN
+    assert made.filter_of(topic).stats().unknown == 1
+
+
+class Failing(WindowFilter):
+    """A filter whose marks fail in a way that nobody foresaw."""
+
+    def confirm_many(self, keys: object) -> None:
+        raise OSError("no space left")
+
+
+def test_an_error_of_the_filter_hides_no_outcome(bootstrap_servers: str, topic: str) -> None:
+    made = DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=Failing(keys=10))
+    delivery = made.produce(topic, b"x", dedup_key="a")
+    with pytest.raises(OSError, match="no space"):
+        made.flush(30)
+    assert delivery.outcome is Outcome.DELIVERED
+    assert made.produce(topic, b"x", dedup_key="a").duplicate, "what could not be marked is still known here"
+    with pytest.raises(OSError, match="no space"):
+        made.close()
+
+
+def test_passed_on_headers_of_ours_do_not_deceive(bootstrap_servers: str, topic: str) -> None:
+    """Who forwards messages forwards their headers, too: those of another producer must not count."""
+    stale = [(SEQUENCE, b"99:100:forwarder"), ("own", b"1"), (DEDUP_KEY, b"bstale")]
+    with DedupProducer(
+        {"bootstrap.servers": bootstrap_servers}, dedup=SequenceFilter(), producer_name="forwarder"
+    ) as made:
+        made.produce(topic, b"1", sequence=1, headers=stale).result(30)
+    with DedupProducer(
+        {"bootstrap.servers": bootstrap_servers}, dedup=SequenceFilter(), producer_name="forwarder"
+    ) as again:
+        assert again.last_sequence_id(topic) == 1
+    assert sequence_of([(SEQUENCE, b"99:100:x"), (SEQUENCE, b"1:2:y")]) == ("y", 1, 2)
+
+
+def test_a_duplicate_that_attaches_while_the_original_is_settled_is_settled_too(
+    producer: DedupProducer, topic: str
+) -> None:
+    """Between the outcome and the end of the key's flight another thread may come in."""
+    delivery = producer.produce(topic, b"x", dedup_key="a")
+    delivery.result(30)
+    called: list[object] = []
+    twin = delivery.attach(lambda *arguments: called.append(arguments))
+    assert twin.duplicate
+    assert (twin.outcome, twin.offset) == (Outcome.DELIVERED, delivery.offset)
+    producer.poll(0)
+    assert called == [(None, delivery.message)]

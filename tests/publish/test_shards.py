@@ -1,0 +1,95 @@
+"""ShardedWindow: who has which key, versions of the map, keys that have moved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import psycopg
+import pytest
+
+from exactly_once import ConfigurationError
+from exactly_once.publish import FilterUnavailable, PostgresWindow, ProducerFenced, ShardedWindow, State
+from exactly_once.publish.shards import shard_of
+from exactly_once.schema import migrate
+from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
+from tests.support.proxy import PostgresProxy
+
+NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
+MakeShard = Callable[..., PostgresWindow]
+KEYS = [b"%d" % n for n in range(3000)]
+
+
+@pytest.fixture
+def shard(make_owner: MakeOwner, conninfo: str, name: str) -> MakeShard:
+    """Make the window of a shard by its name: a schema of its own stands for a database of its own."""
+
+    def make(which: str, conninfo: str = conninfo) -> PostgresWindow:
+        with psycopg.connect(conninfo, autocommit=True) as connection:
+            migrate(connection, f"{name}_{which}")
+        owner = make_owner(conninfo=conninfo, schema=f"{name}_{which}")
+        return PostgresWindow(owner, scope="t", seconds=WINDOW_SECONDS)
+
+    return make
+
+
+def test_keys_spread_evenly() -> None:
+    counts = Counter(shard_of(key, "abcd") for key in KEYS)
+    assert all(count == pytest.approx(len(KEYS) / 4, rel=0.15) for count in counts.values())
+
+
+def test_a_new_shard_takes_its_share_and_moves_nothing_else() -> None:
+    before = {key: shard_of(key, "abc") for key in KEYS}
+    after = {key: shard_of(key, "abcd") for key in KEYS}
+    moved = {key for key in KEYS if before[key] != after[key]}
+    assert {after[key] for key in moved} == {"d"}
+    assert len(moved) == pytest.approx(len(KEYS) / 4, rel=0.15)
+
+
+def test_each_key_is_in_one_shard(shard: MakeShard) -> None:
+    windows = {which: shard(which) for which in "abc"}
+    made = ShardedWindow(windows, version=1)
+    keys = KEYS[:300]
+    assert made.reserve_many(keys) == [NEW] * 300
+    made.confirm_many(keys)
+    assert ShardedWindow(windows, version=1).reserve_many(keys[::-1]) == [DUPLICATE] * 300
+    parts = [window.stats().confirmed for window in windows.values()]
+    assert sum(parts) == 300
+    assert min(parts) > 50
+
+
+def test_after_a_change_of_the_map_moved_keys_are_still_known(shard: MakeShard) -> None:
+    old = {which: shard(which) for which in "ab"}
+    before = ShardedWindow(old, version=1)
+    keys = KEYS[:200]
+    before.reserve_many(keys)
+    before.confirm_many(keys[:100])
+    before.doubt_many(keys[100:150])
+    new = {**old, "c": shard("c")}
+    after = ShardedWindow(new, version=2, previous=old)
+    states = after.reserve_many(keys)
+    assert states == [DUPLICATE] * 100 + [UNKNOWN] * 50 + [IN_FLIGHT] * 50
+    assert after.reserve_many(KEYS[200:210]) == [NEW] * 10
+
+
+def test_a_process_with_an_older_map_is_refused(shard: MakeShard) -> None:
+    old = {which: shard(which) for which in "ab"}
+    before = ShardedWindow(old, version=1)
+    ShardedWindow({**old, "c": shard("c")}, version=2, previous=old)
+    with pytest.raises(ProducerFenced, match="version 2"):
+        before.reserve_many(KEYS[:10])
+    with pytest.raises(ProducerFenced):
+        ShardedWindow(old, version=1)
+    with pytest.raises(ConfigurationError, match="other shards"):
+        ShardedWindow(old, version=2)
+
+
+def test_a_shard_that_is_away_undoes_the_batch(shard: MakeShard, conninfo: str) -> None:
+    with PostgresProxy(conninfo) as proxy:
+        made = ShardedWindow({"a": shard("a"), "b": shard("b", proxy.conninfo)}, version=1)
+        proxy.refuse()
+        proxy.cut_all()
+        with pytest.raises(FilterUnavailable):
+            made.reserve_many(KEYS[:20])
+        proxy.heal()
+        assert made.reserve_many(KEYS[:20]) == [NEW] * 20

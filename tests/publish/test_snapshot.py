@@ -1,0 +1,54 @@
+"""Snapshots: whole or refused, and a file that is never half written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from exactly_once.publish import SnapshotCorrupted, SnapshotFile
+from exactly_once.publish.snapshot import pack, unpack
+
+
+def test_what_is_packed_comes_back() -> None:
+    assert unpack("Kind", pack("Kind", {"a": [1, None, "ü"]})) == {"a": [1, None, "ü"]}
+
+
+def test_another_kind_is_refused() -> None:
+    with pytest.raises(SnapshotCorrupted, match="of a Kind"):
+        unpack("Other", pack("Kind", {}))
+
+
+def test_every_cut_and_every_flipped_bit_is_noticed() -> None:
+    data = pack("Kind", {"numbers": list(range(20))})
+    for n in range(len(data)):
+        with pytest.raises(SnapshotCorrupted):
+            unpack("Kind", data[:n])
+        for bit in range(8):
+            with pytest.raises(SnapshotCorrupted):
+                unpack("Kind", data[:n] + bytes([data[n] ^ (1 << bit)]) + data[n + 1 :])
+    with pytest.raises(SnapshotCorrupted):
+        unpack("Kind", data + b"x")
+
+
+def test_a_file_that_is_not_there_was_never_written(tmp_path: Path) -> None:
+    assert SnapshotFile(tmp_path / "none").load() is None
+
+
+def test_the_last_snapshot_is_what_is_there(tmp_path: Path) -> None:
+    file = SnapshotFile(tmp_path / "snapshot")
+    file.save(b"one")
+    file.save(b"two")
+    assert file.load() == b"two"
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]
+
+
+def test_a_failing_write_leaves_the_last_snapshot_whole(tmp_path: Path) -> None:
+    """A mock: there is no portable way to have fsync fail on a real disk."""
+    file = SnapshotFile(tmp_path / "snapshot")
+    file.save(b"one")
+    with mock.patch("os.fsync", side_effect=OSError("no space")), pytest.raises(OSError, match="no space"):
+        file.save(b"two")
+    assert file.load() == b"one"
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]

@@ -1,0 +1,33 @@
+"""The statements of the publish side: named, with a purpose, each used, and granted."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from exactly_once import publish
+from exactly_once.sql import query
+
+TEXT = (files("exactly_once.sql") / "publish.sql").read_text("utf-8")
+NAMES = re.findall(r"^-- name: (\w+)\n-- [A-Z]", TEXT, re.MULTILINE)
+SOURCES = "".join(path.read_text("utf-8") for path in Path(publish.__file__).parent.glob("*.py"))
+
+
+def test_every_statement_is_named_and_says_its_purpose() -> None:
+    assert len(NAMES) == TEXT.count("-- name:") == len(set(NAMES))
+    assert all(name.startswith("publish_") for name in NAMES), "all files share their names"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_statement_composes_and_is_used(name: str) -> None:
+    text = query(name, 'odd "schema"').as_string(None)
+    assert not text.rstrip().endswith(";")
+    assert "{" not in text
+    assert f'"{name}"' in SOURCES
+
+
+def test_no_module_holds_sql() -> None:
+    assert not re.search(r"\"(SELECT|INSERT INTO|UPDATE|DELETE FROM|WITH) ", SOURCES)

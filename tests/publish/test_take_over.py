@@ -1,0 +1,174 @@
+"""Taking over from a dead sender, with Kafka and Postgres: what it sent is a duplicate, what it did not is new."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import KafkaException, Producer
+
+from exactly_once.publish import (
+    DedupProducer,
+    NameTaken,
+    Outcome,
+    Outgoing,
+    PostgresWindow,
+    ProducerFenced,
+    SequenceFilter,
+    State,
+    TailLost,
+    TopicTakeOver,
+    end_positions,
+)
+from exactly_once.publish.headers import with_key
+from exactly_once.publish.keys import Key
+from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
+from tests.publish.test_postgres_window import end_lease
+from tests.publish.test_sequences_on_broker import delete_all, values
+from tests.support.topics import create_topic
+from tests.support.waiting import until
+
+DUPLICATE, NEW, UNKNOWN = State.DUPLICATE, State.NEW, State.UNKNOWN
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str, name: str) -> str:
+    return create_topic(bootstrap_servers, 2, name=name)
+
+
+@pytest.fixture
+def kafka(bootstrap_servers: str) -> dict[str, Any]:
+    return {"bootstrap.servers": bootstrap_servers}
+
+
+def in_transaction(kafka: dict[str, Any], transactional_id: str) -> Producer:
+    client = Producer({**kafka, "transactional.id": transactional_id, "transaction.timeout.ms": 60_000})
+    client.init_transactions(30)
+    client.begin_transaction()
+    return client
+
+
+def send(client: Producer, topic: str, *keys: Key) -> None:
+    for key in keys:
+        client.produce(topic, str(key), partition=0, headers=with_key(None, key))
+    client.flush(30)
+
+
+def is_served(client: Producer, topic: str) -> bool:
+    """Produce one more message, which raises once the client knows that it was fenced."""
+    client.produce(topic, b"late", partition=0)
+    return client.poll(0.05) < 0
+
+
+def test_a_dead_owner_is_fenced_and_its_committed_messages_are_found_behind_an_open_transaction(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], kafka: dict[str, Any], topic: str
+) -> None:
+    """Another producer's open transaction hides what the dead one has committed, until it ends."""
+    hiding = in_transaction(kafka, f"{topic}-hiding")
+    send(hiding, topic, "hiding")
+    dead = make_owner(transactional_id=f"{topic}-dead", positions=end_positions(kafka, [topic]))
+    theirs = PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS)
+    theirs.reserve_many(["committed", "open", "never sent"])
+    client = in_transaction(kafka, f"{topic}-dead")
+    send(client, topic, "committed")
+    client.commit_transaction(30)
+    client.begin_transaction()
+    send(client, topic, "open")
+    end_lease(db, dead)
+
+    ours = PostgresWindow(make_owner(), scope=topic, seconds=WINDOW_SECONDS, take_over=TopicTakeOver(kafka))
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ours.reserve_many, ["committed", "open", "never sent", "new"])
+        # The fence at the brokers aborts the dead one's transaction: from then on only the other one hides anything.
+        with pytest.raises(KafkaException):
+            until(lambda: is_served(client, topic), 30, "the fence")
+        assert not asking.done(), "it must not believe the end that it is shown"
+        hiding.commit_transaction(30)
+        assert asking.result(60) == [DUPLICATE, NEW, NEW, NEW]
+
+
+def test_without_a_transactional_id_what_is_not_there_is_unknown(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], kafka: dict[str, Any], topic: str
+) -> None:
+    """Fault E2: a crash between sending and recording, and one before sending."""
+    dead = make_owner(positions=end_positions(kafka, [topic]))
+    theirs = PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS)
+    theirs.reserve_many(["sent", "not sent"])
+    send(Producer(kafka), topic, "sent")
+    end_lease(db, dead)
+    take_over = TopicTakeOver(kafka)
+    with DedupProducer(
+        kafka,
+        dedup=lambda name: PostgresWindow(make_owner(), scope=name, seconds=WINDOW_SECONDS, take_over=take_over),
+    ) as producer:
+        sent, not_sent, new = producer.produce_many(
+            topic, [Outgoing(b"again", dedup_key=key) for key in ("sent", "not sent", "new")]
+        )
+        assert (sent.duplicate, sent.outcome) == (True, Outcome.SKIPPED)
+        assert (not_sent.duplicate, not_sent.may_repeat) == (False, True)
+        assert (new.duplicate, new.may_repeat) == (False, False)
+
+
+def test_retention_past_the_owners_start_is_refused(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], kafka: dict[str, Any], topic: str
+) -> None:
+    dead = make_owner(positions=end_positions(kafka, [topic]))
+    PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS).reserve("a")
+    send(Producer(kafka), topic, "x", "y")
+    delete_all(kafka["bootstrap.servers"], topic)
+    end_lease(db, dead)
+    ours = PostgresWindow(make_owner(), scope=topic, seconds=WINDOW_SECONDS, take_over=TopicTakeOver(kafka))
+    with pytest.raises(TailLost):
+        ours.reserve("a")
+    with pytest.raises(TailLost):
+        ours.reserve("a")
+
+
+def test_two_processes_publish_each_key_once(
+    make_owner: MakeOwner, kafka: dict[str, Any], topic: str, bootstrap_servers: str
+) -> None:
+    """Fault E3, with the producers: the loser is told, and everything is there once."""
+
+    def publish(_: int) -> tuple[int, int]:
+        owner = make_owner()
+        with DedupProducer(
+            kafka, dedup=lambda name: PostgresWindow(owner, scope=name, seconds=WINDOW_SECONDS)
+        ) as producer:
+            sent = waited = 0
+            for start in range(0, 1000, 100):
+                left = list(range(start, start + 100))
+                while left:
+                    deliveries = producer.produce_many(topic, [Outgoing(b"%d" % n, dedup_key=n) for n in left])
+                    producer.flush(30)
+                    sent += sum(not d.duplicate for d in deliveries)
+                    left = [d.identity for d in deliveries if d.outcome is Outcome.HELD_ELSEWHERE]
+                    waited += len(left)
+            return sent, waited
+
+    with ThreadPoolExecutor(2) as pool:
+        (one, _), (other, _) = pool.map(publish, range(2))
+    assert one + other == 1000
+    assert values(bootstrap_servers, topic) == list(range(1000))
+
+
+def test_a_second_producer_under_a_name_is_refused_and_a_dead_one_is_fenced(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], kafka: dict[str, Any], topic: str, bootstrap_servers: str
+) -> None:
+    owner = make_owner(name=topic, exclusive=True)
+    with DedupProducer(kafka, dedup=SequenceFilter(), owner=owner) as producer:
+        producer.produce(topic, b"1", sequence=1)
+        producer.flush(30)
+        with pytest.raises(NameTaken):
+            make_owner(name=topic, exclusive=True)
+        end_lease(db, owner)
+        with DedupProducer(kafka, dedup=SequenceFilter(), owner=make_owner(name=topic, exclusive=True)) as later:
+            assert later.producer_name == topic
+            assert later.last_sequence_id(topic) == 1
+            later.produce(topic, b"2", sequence=2)
+        with pytest.raises(ProducerFenced):
+            owner.renew()  # as its thread does
+        with pytest.raises(ProducerFenced):
+            producer.produce(topic, b"2", sequence=2)
+    assert values(bootstrap_servers, topic) == [1, 2]
