@@ -13,7 +13,7 @@ from .errors import HandlerCommitted
 from .ledger import Ledger
 from .model import Advance, Partition
 from .session import Connection, Session
-from .unit import Unit
+from .unit import Unit, apply
 from .unit_of_work import UnitOfWork
 
 _NOBODY = UUID(int=0)
@@ -49,8 +49,7 @@ class Replay:
             [letter.message()], [advance], attempt=letter.attempts + 1, work=work, settle=_Settlement(letter, work)
         )
         try:
-            with unit:
-                handler(unit)
+            apply(handler, unit)
         except AlreadySettled:
             return False
         return True

@@ -31,6 +31,7 @@ leaves a letter replayed with its effects, or dead without them. One that fails 
 goes on, and the command exits with 1. A dry run unless --execute is said."""
 _HEADER = ("ID", "GROUP", "TOPIC", "PARTITION", "OFFSET", "DEAD SINCE", "ATTEMPTS", "STATUS", "ERROR")
 _SHOWN_CHARACTERS = 60
+_REPLAYED, _SETTLED = "replayed", "was settled by somebody else meanwhile"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -108,7 +109,7 @@ def _show(args: argparse.Namespace, session: Session, settings: options.Settings
         return 0
     for letter in found:
         for name, value in _document(letter).items():
-            print(f"{name:15} {value}")
+            print(f"{name:15} {output.printable(value)}")
         print()
     return 0
 
@@ -116,30 +117,35 @@ def _show(args: argparse.Namespace, session: Session, settings: options.Settings
 def _replay(args: argparse.Namespace, session: Session, settings: options.Settings) -> int:
     handler = _handler(args.handler)
     found = _find(args, session, settings)
+    groups = sorted({letter.group_id for letter in found})
+    if len(groups) > 1 and not args.ids:
+        raise UsageError(f"these dead letters are of several groups, and have one handler each: {', '.join(groups)}")
     if not args.execute:
         return _dry(args, found, f"would be replayed by {args.handler}")
     replaying = Replay(session.connect, schema=session.schema)
-    failed = 0
+    outcomes: list[dict[str, object]] = []
     try:
         for letter in found:
-            failed += not _replay_one(replaying, letter, handler)
+            outcomes.append(_replay_one(replaying, letter, handler))
+            if not args.json:
+                print("  ".join(output.printable(value) for value in outcomes[-1].values()))
     finally:
         replaying.close()
-    print(f"{len(found) - failed} of {len(found)} replayed")
-    return 1 if failed else 0
+    if args.json:
+        output.print_json({"dead_letters": outcomes})
+    else:
+        print(f"{sum(each['outcome'] == _REPLAYED for each in outcomes)} of {len(found)} replayed")
+    return 1 if any("error" in each for each in outcomes) else 0
 
 
-def _replay_one(replaying: Replay, letter: DeadLetter, handler: Callable[[Unit], object]) -> bool:
+def _replay_one(replaying: Replay, letter: DeadLetter, handler: Callable[[Unit], object]) -> dict[str, object]:
+    outcome: dict[str, object] = {"id": letter.id, "place": letter.place}
     try:
-        done = replaying.replay(letter, handler)
+        return outcome | {"outcome": _REPLAYED if replaying.replay(letter, handler) else _SETTLED}
     except ExactlyOnceError:
         raise
     except Exception as error:  # noqa: BLE001 - it is the handler's, and the letter is as dead as before
-        text = " ".join(str(error).split())
-        print(f"{letter.id}  {letter.place}  failed again: {type(error).__name__}: {text}")
-        return False
-    print(f"{letter.id}  {letter.place}  {'replayed' if done else 'was settled by somebody else meanwhile'}")
-    return True
+        return outcome | {"outcome": "failed again", "error": " ".join(f"{type(error).__name__}: {error}".split())}
 
 
 def _drop(args: argparse.Namespace, session: Session, settings: options.Settings) -> int:
@@ -150,7 +156,10 @@ def _drop(args: argparse.Namespace, session: Session, settings: options.Settings
         return _dry(args, found, "would be dropped")
     with session.connection.transaction():
         settled = [dead_letters.settle(session.connection, each.id, "dropped", schema=session.schema) for each in found]
-    print(f"{sum(letter is not None for letter in settled)} of {len(found)} dropped")
+    if args.json:
+        output.print_json({"dead_letters": [_document(letter) for letter in settled if letter is not None]})
+    else:
+        print(f"{sum(letter is not None for letter in settled)} of {len(found)} dropped")
     return 0
 
 

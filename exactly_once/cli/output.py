@@ -12,7 +12,7 @@ _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print columns that are as wide as they must be, numbers to the right."""
-    lines = [list(header), *([_cell(value) for value in row] for row in rows)]
+    lines = [list(header), *([printable(value) for value in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     right = [any(isinstance(row[i], int) for row in rows) for i in range(len(header))]
     for line in lines:
@@ -28,6 +28,11 @@ def print_json(document: object) -> None:
     print(json.dumps(document, indent=2, default=_plain))
 
 
+def printable(value: object) -> str:
+    """Show a value in one line: what Kafka or a handler's error put there must not move the cursor of a terminal."""
+    return "-" if value is None else "".join(c if c.isprintable() else " " for c in str(value))
+
+
 def ago(seconds: float | None) -> str | None:
     """Say how long ago something was, in its largest unit."""
     if seconds is None:
@@ -36,11 +41,6 @@ def ago(seconds: float | None) -> str | None:
         if seconds >= size:
             return f"{seconds / size:.1f} {name} ago"
     return f"{max(seconds, 0):.1f} s ago"
-
-
-def _cell(value: object) -> str:
-    # What Kafka or a handler's error put there must not move the cursor of a terminal.
-    return "-" if value is None else "".join(c if c.isprintable() else " " for c in str(value))
 
 
 def _plain(value: Any) -> str:

@@ -1,13 +1,19 @@
-"""Every code block and every command of README.md and docs/ is run, or known to be run elsewhere."""
+"""Every code block and every command of README.md and docs/ is run, or known to be run elsewhere.
+
+A block of Python that names a broker is a program; others are excerpts of programs in examples/ and tests/, which have
+tests of their own.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +31,17 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 MESSAGES = 1000
 
 
-def blocks(language: str) -> Iterator[Any]:
+def blocks(language: str, documents: list[Path] = DOCUMENTS) -> Iterator[Any]:
     """Find the fenced blocks of one language, each with a readable name."""
-    for document in DOCUMENTS:
+    for document in documents:
         found = re.findall(rf"^```{language}\n(.*?)^```", document.read_text("utf-8"), re.MULTILINE | re.DOTALL)
         for number, block in enumerate(found, 1):
             yield pytest.param(block, id=f"{document.relative_to(ROOT)}-{number}")
+
+
+def is_program(block: Any) -> bool:
+    """Tell whether a block can be run as it is, but for the addresses of its servers."""
+    return "localhost:9092" in block.values[0]
 
 
 def commands() -> Iterator[str]:
@@ -56,7 +67,7 @@ def bank(db: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
     db.execute("DROP TABLE account")
 
 
-@pytest.mark.parametrize("block", list(blocks("python")))
+@pytest.mark.parametrize("block", [each for each in blocks("python") if is_program(each)])
 def test_code_block_applies_every_payment_once(
     block: str, payments: str, bank: psycopg.Connection[Any], bootstrap_servers: str, conninfo: str
 ) -> None:
@@ -78,8 +89,50 @@ def test_code_block_applies_every_payment_once(
     assert balance() == total, errors
 
 
+@pytest.mark.parametrize("block", [each for each in blocks("python") if not is_program(each)])
+def test_excerpt_is_part_of_a_tested_program(block: str) -> None:
+    files = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    wanted = textwrap.dedent(block)
+    found = [
+        path
+        for path in files
+        if any(textwrap.indent(wanted, " " * depth) in path.read_text("utf-8") for depth in range(0, 17, 4))
+    ]
+    assert found, "no program in examples/ or tests/ has these lines"
+
+
+@pytest.mark.parametrize("block", list(blocks("diff")))
+def test_diff_is_the_difference_of_the_examples(block: str) -> None:
+    before, after = re.findall(r"^(?:---|\+\+\+) (\S+)$", block, re.MULTILINE)
+    old, new = ((ROOT / name).read_text("utf-8").splitlines() for name in (before, after))
+    real = difflib.unified_diff(old, new, before, after, lineterm="", n=2)
+    assert block.splitlines() == [line.rstrip() for line in real]
+
+
+@pytest.mark.parametrize("block", list(blocks("diff", [ROOT / "docs/how-to/wrap-an-existing-consumer.md"])))
+def test_wrapping_a_consumer_needs_five_lines_at_most(block: str) -> None:
+    written = [line for line in block.splitlines() if re.match(r"\+(?!\+\+ )\s*\S", line)]
+    assert 0 < len(written) <= 5
+
+
+@pytest.fixture
+def letter(db: psycopg.Connection[Any]) -> Iterator[int]:
+    """A dead letter, and its id."""
+    row = db.execute(
+        "INSERT INTO exactly_once.dead_letter (group_id, topic, partition, message_offset, timestamp_type, "
+        "timestamp_ms, error_class, error, attempts) VALUES ('accounts', 'payments', 0, 7, 0, -1, 'x', 'x', 1) "
+        "RETURNING id"
+    ).fetchone()
+    assert row is not None
+    yield row[0]
+    db.execute("DELETE FROM exactly_once.dead_letter WHERE id = %s", [row[0]])
+
+
 @pytest.mark.parametrize("command", list(commands()))
-def test_command_works(command: str, conninfo: str) -> None:
+def test_command_works(
+    command: str, conninfo: str, letter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "payments.py").write_text("def apply(unit): ...")
     words = shlex.split(command)
     match words:
         case ["python3", "run.py", "demo" | "test", *_]:
@@ -94,6 +147,8 @@ def test_command_works(command: str, conninfo: str) -> None:
             assert distribution == project["name"]
             assert not extra or extra in project["optional-dependencies"]
         case ["exactly-once", *arguments]:
+            monkeypatch.chdir(tmp_path)
+            arguments = [str(letter) if argument == "17" else argument for argument in arguments]
             assert main([a.replace("postgresql://localhost/bank", conninfo) for a in arguments]) == 0
         case ["python3", "benchmarks/guarantee_cost.py", *_]:
             text = [sys.executable, "benchmarks/guarantee_cost.py", "--help"]

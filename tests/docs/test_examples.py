@@ -7,6 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +67,90 @@ def test_service_moves_the_money_and_ends_in_order(environment: dict[str, str], 
             service.kill()
     assert service.returncode == 0, errors
     assert db.execute("SELECT sum(balance) FROM transfer_account").fetchone() == (0,)
+
+
+class PaymentApi(ThreadingHTTPServer):
+    """A payment API that charges once for each idempotency key, and often fails to say so."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _PaymentRequest)
+        self.asked: Counter[str] = Counter()
+        self.charges: dict[str, int] = {}
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/charges"
+
+
+class _PaymentRequest(BaseHTTPRequestHandler):
+    server: PaymentApi
+
+    def do_POST(self) -> None:
+        key = self.headers["Idempotency-Key"]
+        order = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked[key] += 1
+            if order["amount"] < 0:
+                return self.send_error(422)
+            self.server.charges.setdefault(key, order["amount"])
+            number = len(self.server.charges)
+        if self.server.asked[key] == 1 and number % 10 == 3:
+            return self.send_error(503)  # and has charged
+        if self.server.asked[key] == 1 and number % 10 == 6:
+            return self.close_connection_early()
+        answer = json.dumps({"charge": key}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+        return None
+
+    def close_connection_early(self) -> None:
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def payment_api() -> Iterator[PaymentApi]:
+    """The API, running."""
+    with PaymentApi() as api:
+        thread = threading.Thread(target=api.serve_forever)
+        thread.start()
+        yield api
+        api.shutdown()
+        thread.join()
+
+
+def test_charges_are_made_once_although_the_api_is_asked_again(
+    environment: dict[str, str], db: psycopg.Connection[Any], payment_api: PaymentApi
+) -> None:
+    bootstrap_servers = environment["EXACTLY_ONCE_BOOTSTRAP_SERVERS"]
+    create_topic(bootstrap_servers, 1, name="card-orders")
+    db.execute("CREATE TABLE charge (id text, card text, amount int)")
+    producer = Producer({"bootstrap.servers": bootstrap_servers})
+    amounts = [*range(30), -1, *range(30, 60)]
+    for amount in amounts:
+        producer.produce("card-orders", json.dumps({"card": "c1", "amount": amount}))
+    assert producer.flush(30) == 0
+    command = [sys.executable, str(EXAMPLES / "charges.py")]
+    variables = {**environment, "CHARGES_URL": payment_api.url}
+    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as service:
+        try:
+            until(lambda: count(db, "charge") == 60 or service.poll() is not None, 60, "every charge")
+            service.send_signal(signal.SIGTERM)
+            _, errors = service.communicate(timeout=30)
+        finally:
+            service.kill()
+    assert service.returncode == 0, errors
+    assert sorted(payment_api.charges.values()) == list(range(60)), "each order was charged once"
+    assert max(payment_api.asked.values()) > 1, "the API was asked again"
+    rows = db.execute("SELECT id, amount FROM charge").fetchall()
+    assert dict(rows) == payment_api.charges, "and the database knows exactly these charges"
+    assert len(rows) == 60
+    dead = db.execute("SELECT message_offset, error FROM exactly_once.dead_letter WHERE group_id = 'charges'")
+    assert dead.fetchall() == [(30, "HTTP Error 422: Unprocessable Entity")]

@@ -50,8 +50,9 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         failpoints.arm("begin", pytest.fail)
 
 
-def test_each_name_marks_exactly_one_moment_of_the_library() -> None:
-    passed = sorted(
+def test_each_name_marks_a_moment_of_the_library_and_no_moment_has_another_name() -> None:
+    """Some are marked twice: units that commit by themselves and joined ones pass them in different places."""
+    passed = {
         str(node.args[0].value)
         for path in PACKAGE.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
@@ -59,5 +60,5 @@ def test_each_name_marks_exactly_one_moment_of_the_library() -> None:
         and isinstance(node.func, ast.Name)
         and node.func.id == "failpoint"
         and isinstance(node.args[0], ast.Constant)
-    )
-    assert passed == sorted(failpoints.NAMES)
+    }
+    assert passed == set(failpoints.NAMES)

@@ -1,0 +1,234 @@
+"""Testing: messages and units for tests of your handlers, and crashes at a chosen moment of the protocol.
+
+    with unit(connection, [message("payments", b"12")]) as u:
+        apply(u)
+        assert u.execute("SELECT balance FROM account").fetchone() == (12,)
+
+Nothing here needs a broker, nor the ledger's tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from uuid import UUID
+
+import psycopg
+from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_NOT_AVAILABLE, Message
+from psycopg.pq import TransactionStatus
+
+from . import failpoints
+from .errors import HandlerCommitted
+from .ledger import Ledger
+from .model import Advance, Partition
+from .session import Connection, Session, cursor_on, is_lost, last_row
+from .sql import query
+from .unit import Unit
+from .unit_of_work import UnitOfWork, transaction_ended
+
+FAILPOINTS = failpoints.OF_A_UNIT
+"""The moments that every unit passes, in their order: for :func:`crash_at` and :func:`failing_at`."""
+
+CLUSTER_ID = "test-cluster"
+"""The cluster of every unit made here; its topics have their names as ids. See :meth:`Unit.identity`."""
+
+_NOBODY = UUID(int=0)
+_offsets = itertools.count()
+
+
+def message(
+    topic: str,
+    value: str | bytes | None = None,
+    *,
+    key: str | bytes | None = None,
+    headers: Sequence[tuple[str, str | bytes | None]] | None = None,
+    partition: int = 0,
+    offset: int | None = None,
+    timestamp: int | None = None,
+) -> Message:
+    """Make a message as a consumer delivers it: text is encoded, ``timestamp`` is in milliseconds.
+
+    Without ``offset`` it has a higher one than every message that was made so before.
+    """
+    return Message(
+        topic=topic,
+        partition=partition,
+        offset=next(_offsets) if offset is None else offset,
+        key=_as_bytes(key),
+        value=_as_bytes(value),
+        headers=None if headers is None else [(name, _as_bytes(content)) for name, content in headers],
+        timestamp=(TIMESTAMP_NOT_AVAILABLE, 0) if timestamp is None else (TIMESTAMP_CREATE_TIME, timestamp),
+    )
+
+
+@contextlib.contextmanager
+def unit(
+    connection: Connection,
+    messages: Iterable[Message],
+    *,
+    attempt: int = 1,
+    group_id: str = "test",
+    schema: str = "exactly_once",
+) -> Iterator[Unit]:
+    """Give a real unit in a transaction on your connection, and roll it back afterwards.
+
+    Look at the effects inside the block. At its end everything is checked as before a real COMMIT, deferred
+    constraints too. What you did before in an open transaction of your own stays. ``schema`` is needed only by
+    handlers that set dead letters aside.
+
+    :raises HandlerCommitted: when the handler committed by itself; your test database keeps its effects.
+    :raises HandlerError: when it swallowed a SQL error, rolled back, or left a COPY or pipeline open.
+    """
+    messages = list(messages)
+    trial = _Trial(connection, group_id=group_id, schema=schema)
+    with Unit(messages, _advances(messages), attempt=attempt, work=trial.work, settle=trial) as made:
+        yield made
+
+
+def crash_at(failpoint: str, *, nth: int = 1) -> None:
+    """Have this process killed, as by ``kill -9``, when it passes the failpoint for the nth time.
+
+    Call it in the worker process that your test starts.
+
+    :raises ValueError: for a name that is not in :data:`FAILPOINTS`, or one of the rarer ones.
+    """
+    _arm(failpoint, nth, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@contextlib.contextmanager
+def failing_at(failpoint: str, error: BaseException, *, nth: int = 1) -> Iterator[None]:
+    """Raise ``error`` where this process passes the failpoint for the nth time inside the block.
+
+    :raises AssertionError: when it was not passed so often, so that a test cannot pass in vain.
+    """
+    struck: list[bool] = []
+
+    def strike() -> None:
+        struck.append(True)
+        raise error
+
+    _arm(failpoint, nth, strike)
+    try:
+        yield
+    finally:
+        failpoints.disarm()
+    if not struck:
+        raise AssertionError(f"the failpoint {failpoint!r} was not passed {nth} times")
+
+
+class _Trial:
+    """Settles a unit on a test's connection: guards and constraints as in production, then ROLLBACK."""
+
+    def __init__(self, connection: Connection, *, group_id: str, schema: str) -> None:
+        self._connection = connection
+        self._is_nested = False
+        session = Session(lambda: connection, schema=schema)
+        self.work = UnitOfWork(Ledger(session, group_id=group_id, owner_kind="consumer"))
+
+    def begin(self, unit: Unit) -> None:
+        status = self._connection.info.transaction_status
+        self._is_nested = status is TransactionStatus.INTRANS
+        if self._is_nested:
+            self._execute("savepoint")
+        elif self._connection.autocommit:
+            self._connection.execute("BEGIN", prepare=False)
+        self.work.join(self._connection)
+        self.work.is_joined = False  # the guards are to speak as in production
+
+    def join(self, unit: Unit, connection: Connection) -> None:
+        raise AssertionError("the unit was entered before the handler got it")
+
+    def leave(self, unit: Unit) -> None:
+        raise AssertionError("no unit of ours was joined")
+
+    def finish(self, unit: Unit) -> None:
+        try:
+            self.work.guard()
+            if self._fate() == "aborted":
+                raise transaction_ended()
+            self._execute("check_constraints")
+        except BaseException as error:
+            self.abandon(unit, error)
+            raise
+        self.abandon(unit, None)
+
+    def abandon(self, unit: Unit, error: BaseException | None) -> None:
+        self._undo()
+        if not is_lost(self._connection) and self._fate() == "committed":
+            raise HandlerCommitted(
+                f"the handler committed by itself with the messages of {unit!r}: in production its effects would be "
+                "durable and the offset not. Take COMMIT, conn.commit() and `with connection:` out of the handler"
+            ) from error
+
+    def _undo(self) -> None:
+        """Roll back to where the unit began; a connection that cannot do it is closed."""
+        connection = self._connection
+        if is_lost(connection) or connection.info.transaction_status is TransactionStatus.IDLE:
+            return
+        if connection.info.transaction_status is TransactionStatus.ACTIVE:
+            connection.close()
+            return
+        if self._is_nested:
+            # Where the handler ended the test's own transaction there is no savepoint any more.
+            with contextlib.suppress(psycopg.errors.InvalidSavepointSpecification):
+                self._execute("to_savepoint")
+                return
+        connection.execute("ROLLBACK", prepare=False)
+
+    def _execute(self, name: str) -> None:
+        self._connection.execute(query(name, self.work.schema), prepare=False)
+
+    def _fate(self) -> str | None:
+        """Ask what became of the transaction; leaves no other one open."""
+        assert self.work.begun is not None
+        is_idle = self._connection.info.transaction_status is TransactionStatus.IDLE
+        cursor = cursor_on(self._connection)
+        cursor.execute(query("xact_status", self.work.schema), {"xid": self.work.begun.xid}, prepare=False)
+        status: str | None = last_row(cursor)[0]
+        if is_idle and not self._connection.autocommit:
+            self._connection.execute("ROLLBACK", prepare=False)
+        return status
+
+
+def _arm(failpoint: str, nth: int, action: Callable[[], object]) -> None:
+    passes = itertools.count(1)
+
+    def strike() -> None:
+        if next(passes) == nth:
+            action()
+
+    failpoints.arm(failpoint, strike)
+
+
+def _advances(messages: Sequence[Message]) -> list[Advance]:
+    """Say how far each partition would move.
+
+    :raises ValueError: when the offsets of a partition do not increase; no consumer delivers that.
+    """
+    spans: dict[Partition, tuple[int, int]] = {}
+    for each in messages:
+        partition, offset = Partition(str(each.topic()), each.partition() or 0), each.offset() or 0
+        first, last = spans.get(partition, (offset, -1))
+        if offset <= last:
+            raise ValueError(f"offset {offset} of {partition} comes after {last}; offsets of a partition increase")
+        spans[partition] = (first, offset)
+    return [
+        Advance(
+            partition=partition,
+            token=_NOBODY,
+            epoch=0,
+            topic_id=partition.topic,
+            cluster_id=CLUSTER_ID,
+            expected=first,
+            next_offset=last + 1,
+            leader_epoch=None,
+        )
+        for partition, (first, last) in sorted(spans.items())
+    ]
+
+
+def _as_bytes(value: str | bytes | None) -> bytes | None:
+    return value.encode() if isinstance(value, str) else value

@@ -1,0 +1,1 @@
+"""Polls and their votes."""

@@ -1,0 +1,1 @@
+CREATE TABLE card_account (id int PRIMARY KEY, balance bigint NOT NULL);

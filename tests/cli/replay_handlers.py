@@ -1,0 +1,68 @@
+"""Handlers that the tests name to ``exactly-once dead-letters replay``.
+
+Each writes what it was given into `replayed`, which has no keys: what happens twice is seen.
+"""
+
+from __future__ import annotations
+
+import os
+
+import psycopg
+
+from exactly_once import Unit
+from exactly_once.testing import crash_at
+
+NO_HANDLER = "a text"
+
+if "CRASH_AT" in os.environ:
+    crash_at(os.environ["CRASH_AT"], nth=2)
+
+
+def apply(unit: Unit) -> None:
+    """Have the effect."""
+    for message in unit.messages:
+        unit.execute(
+            "INSERT INTO replayed VALUES (%s, %s, %s, %s)",
+            (message.topic(), message.partition(), message.offset(), unit.identity(message).text),
+        )
+
+
+def refuse_odd(unit: Unit) -> None:
+    """Have the effect, then fail for odd offsets."""
+    apply(unit)
+    if (unit.messages[0].offset() or 0) % 2:
+        raise ValueError("odd \x1b[31m\nstill")
+
+
+def commit_and_fail(unit: Unit) -> None:
+    """Have the effect, commit it, which is forbidden, and fail."""
+    apply(unit)
+    unit.connection.commit()
+    raise ValueError("too late")
+
+
+def swallow(unit: Unit) -> None:
+    """Leave an aborted transaction behind."""
+    apply(unit)
+    try:
+        unit.execute("SELECT 1/0")
+    except psycopg.Error:
+        return
+
+
+def leave(unit: Unit) -> None:
+    """Have the effect and end the process."""
+    apply(unit)
+    raise SystemExit(7)
+
+
+def drop_the_others(unit: Unit) -> None:
+    """Have the effect, while somebody else drops every other letter of the topic."""
+    apply(unit)
+    dead = unit.messages[0]
+    with psycopg.connect(unit.connection.info.dsn) as other:
+        other.execute(
+            "UPDATE exactly_once.dead_letter SET status = 'dropped' "
+            "WHERE topic = %s AND (partition, message_offset) <> (%s, %s)",
+            (dead.topic(), dead.partition(), dead.offset()),
+        )
