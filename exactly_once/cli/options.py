@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Settings:
     conninfo: str | None = field(default=None, repr=False)
     kafka: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
+    more: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What the file says for this command alone."""
 
     def required(self, key: str) -> str:
         """Return a setting that the command cannot do without.
@@ -83,12 +85,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     look.add_argument("--debug", action="store_true", help="on an error print the traceback, too")
 
 
-def settings(args: argparse.Namespace) -> Settings:
-    """Put together what was given; leaves in ``args`` what no output may show.
+def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
+    """Put together what was given; leaves in ``args`` what no output may show. ``more`` are a command's own keys.
 
     :raises UsageError: for a key that nobody knows, or a value of the wrong kind.
     """
-    stored = _read(args.config) if args.config is not None else {}
+    stored = _read(args.config, more) if args.config is not None else {}
     kafka = _flat(stored.pop("kafka", {}))
     found = {key: _first(key, args, stored, kafka) for key in _KEYS}
     result = Settings(
@@ -98,6 +100,7 @@ def settings(args: argparse.Namespace) -> Settings:
         conninfo=found["conninfo"],
         kafka=kafka,
         secrets=_secrets(found["conninfo"], kafka),
+        more={key: stored[key] for key in more if key in stored},
     )
     args.secrets = result.secrets
     try:
@@ -119,7 +122,7 @@ def _first(key: str, args: argparse.Namespace, stored: Mapping[str, Any], kafka:
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, more: Sequence[str]) -> dict[str, Any]:
     """Read the file; its values are never repeated in a complaint."""
     try:
         with path.open("rb") as file:
@@ -129,13 +132,13 @@ def _read(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         where = re.search(r"at line \d+, column \d+|at end of document", str(error))
         raise UsageError(f"--config {path} is not TOML{f' ({where[0]})' if where else ''}") from None
-    unknown = sorted(set(stored) - {*_KEYS, "kafka"})
+    unknown = sorted(set(stored) - {*_KEYS, "kafka", *more})
     if unknown:
         raise UsageError(
             f"--config {path}: unknown key {', '.join(unknown)}; there are {', '.join(_KEYS)} and the table [kafka]"
         )
     for key, value in stored.items():
-        if not isinstance(value, dict if key == "kafka" else str):
+        if key not in more and not isinstance(value, dict if key == "kafka" else str):
             raise UsageError(f"--config {path}: {key} must be a {'table' if key == 'kafka' else 'string'}")
     return stored
 

@@ -1,0 +1,87 @@
+-- Every statement of the table writer: what it asks the catalogue, and the templates of what it writes with.
+
+-- name: find_table
+-- Find a table by its name as SQL would, and what COPY and INSERT need to know of it.
+SELECT c.oid, n.nspname, c.relname, c.relkind::text, row_security_active(c.oid)
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE c.oid = to_regclass(%(name)s)
+
+-- name: find_alike
+-- Find tables whose name differs in upper and lower case only, for the complaint.
+SELECT format('%%I.%%I', n.nspname, c.relname)
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE lower(c.relname) = lower(%(name)s) AND c.relkind IN ('r', 'p', 'f')
+ORDER BY 1 LIMIT 3
+
+-- name: columns_of_table
+-- Read the columns in order, each with the type below its domains, that type's element and its attributes.
+SELECT a.attname AS name, format_type(a.atttypid, a.atttypmod) AS type_name, format_type(base.oid, -1) AS base_name,
+       base.oid AS type_oid, base.typmod,
+       t.typtype::text AS kind, a.attnotnull AS is_not_null, a.atthasdef AS has_default,
+       a.attgenerated <> '' AS is_generated, a.attidentity <> '' AS is_identity,
+       CASE WHEN t.typcategory = 'A' THEN t.typelem END AS element_oid, e.typtype::text AS element_kind,
+       coalesce(l.collisdeterministic, true) AS is_deterministic,
+       ARRAY(SELECT f.attname::text FROM pg_attribute f
+             WHERE t.typtype = 'c' AND f.attrelid = t.typrelid AND f.attnum > 0 AND NOT f.attisdropped
+             ORDER BY f.attnum) AS attributes
+FROM pg_attribute a
+CROSS JOIN LATERAL (
+    WITH RECURSIVE chain(oid, typmod, depth) AS (
+        SELECT a.atttypid, a.atttypmod, 0
+        UNION ALL
+        SELECT d.typbasetype, d.typtypmod, depth + 1
+        FROM chain JOIN pg_type d ON d.oid = chain.oid WHERE d.typtype = 'd')
+    SELECT oid, typmod FROM chain ORDER BY depth DESC LIMIT 1) AS base
+JOIN pg_type t ON t.oid = base.oid
+LEFT JOIN pg_type e ON e.oid = t.typelem
+LEFT JOIN pg_collation l ON l.oid = a.attcollation
+WHERE a.attrelid = %(oid)s AND a.attnum > 0 AND NOT a.attisdropped
+ORDER BY a.attnum
+
+-- name: keys_of_table
+-- Read the sets of columns that ON CONFLICT can name, the primary key first.
+SELECT ARRAY(SELECT a.attname::text
+             FROM unnest(i.indkey[0:i.indnkeyatts - 1]::int2[]) WITH ORDINALITY AS k(attnum, n)
+             JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
+             ORDER BY k.n) AS key
+FROM pg_index i
+WHERE i.indrelid = %(oid)s AND i.indisunique AND i.indisvalid AND i.indimmediate
+  AND i.indpred IS NULL AND i.indexprs IS NULL
+ORDER BY i.indisprimary DESC, i.indexrelid
+
+-- name: shape_of_table
+-- Tell the names and types of the columns as they are now, to be compared with what was read before.
+SELECT string_agg(concat_ws(' ', a.attname, a.atttypid, a.atttypmod), ', ' ORDER BY a.attnum)
+FROM pg_attribute a
+WHERE a.attrelid = to_regclass(%(name)s) AND a.attnum > 0 AND NOT a.attisdropped
+
+-- name: lock_shape
+-- The same, of a table that from here on nobody can alter before our transaction ends; partitions need no lock.
+LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE;
+SELECT string_agg(concat_ws(' ', a.attname, a.atttypid, a.atttypmod), ', ' ORDER BY a.attnum)
+FROM pg_attribute a
+WHERE a.attrelid = to_regclass({qualified}) AND a.attnum > 0 AND NOT a.attisdropped
+
+-- name: copy_rows
+-- Append rows that were encoded before.
+COPY {target} ({columns}) FROM STDIN (FORMAT {format})
+
+-- name: create_stage
+-- Make a table that lives no longer than the transaction, so that any pooler may stand in between.
+CREATE TEMP TABLE exactly_once_stage ({columns}) ON COMMIT DROP
+
+-- name: drop_stage
+-- Free the name and the space at once: the transaction may go on.
+DROP TABLE pg_temp.exactly_once_stage
+
+-- name: insert_rows
+-- Store rows from the stage or from arrays.
+INSERT INTO {table} AS t ({columns}) OVERRIDING SYSTEM VALUE SELECT {values} FROM {source} AS s {order} {conflict}
+
+-- name: delete_rows
+-- Delete rows by key; the clause that locks orders them by the key, so that two workers never lock crosswise.
+WITH doomed AS (
+    SELECT t.ctid, t.tableoid
+    FROM {table} t JOIN (SELECT {values} FROM {source} AS s) AS k ({columns}) ON {same}
+    {lock})
+DELETE FROM {table} t USING doomed WHERE t.ctid = doomed.ctid AND t.tableoid = doomed.tableoid

@@ -1,0 +1,145 @@
+"""Changes: several changes of one key become one, as if they had been applied one after the other. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, Final
+
+Row = Sequence[Any]
+
+
+class Missing:
+    """The kind of :data:`MISSING`."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = Missing()
+"""What stands for a field that a message does not have, where that differs from null."""
+
+
+class Tombstone(tuple[Any, ...]):
+    """In place of a row: the row with this key, in the order of the key's columns, is to be deleted."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Collapsed:
+    """What is left to do: first delete, then store. Indexes are those of the changes."""
+
+    deletes: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What of a change counts where rows of one key meet; all as positions in the row."""
+
+    key: tuple[int, ...]
+    inserted_only: tuple[int, ...] = ()
+    """Columns that keep the value with which the row was made."""
+    newest_by: int | None = None
+    """The column that says which of two rows is the newer one."""
+    keeps_missing: bool = False
+    """Whether a field that is missing leaves what was there before."""
+    replaces_all: bool = True
+    """Whether a row says all there is to say, so that none of the columns can outlive a tombstone before it."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the last change wins and nothing else is to be thought of."""
+        return self.replaces_all and not self.keeps_missing and self.newest_by is None and not self.inserted_only
+
+
+def collapse(changes: Sequence[Row], rules: Rules) -> Collapsed:
+    """Make one change of all that share a key."""
+    if len(changes) == 1:  # whose key may be of a type that has no hash
+        is_tombstone = type(changes[0]) is Tombstone
+        return Collapsed(deletes=list(changes)) if is_tombstone else Collapsed(rows=list(changes), indexes=[0])
+    return _last(changes, rules) if rules.is_plain else _one_by_one(changes, rules)
+
+
+def rounds(changes: Sequence[Row], rules: Rules) -> list[list[int]]:
+    """Split into rounds in which no key comes twice; for rules under which changes cannot be made one."""
+    seen: dict[Any, int] = {}
+    result: list[list[int]] = []
+    for index, key in enumerate(keys_of(changes, rules.key)):
+        number = seen[key] = seen.get(key, -1) + 1
+        if number == len(result):
+            result.append([])
+        result[number].append(index)
+    return result
+
+
+def keys_of(changes: Iterable[Row], key: tuple[int, ...]) -> list[Any]:
+    """Return the key of each change; a key of one column is its bare value."""
+    pick = itemgetter(*key)
+    if len(key) == 1:
+        return [c[0] if type(c) is Tombstone else pick(c) for c in changes]
+    return [tuple(c) if type(c) is Tombstone else pick(c) for c in changes]
+
+
+def _last(changes: Sequence[Row], rules: Rules) -> Collapsed:
+    """Let the last change of each key win; the loops stay in C."""
+    last = dict(zip(keys_of(changes, rules.key), range(len(changes)), strict=True))
+    if len(last) == len(changes) and Tombstone not in set(map(type, changes)):
+        return Collapsed(rows=list(changes), indexes=list(range(len(changes))))
+    result = Collapsed()
+    for index in last.values():
+        change = changes[index]
+        if type(change) is Tombstone:
+            result.deletes.append(change)
+        else:
+            result.rows.append(change)
+            result.indexes.append(index)
+    return result
+
+
+@dataclass(slots=True)
+class _Fate:
+    """What becomes of one key."""
+
+    row: Row | None = None
+    index: int = 0
+    deleted: Tombstone | None = None
+
+
+def _one_by_one(changes: Sequence[Row], rules: Rules) -> Collapsed:
+    fates: dict[Any, _Fate] = {}
+    for index, (key, change) in enumerate(zip(keys_of(changes, rules.key), changes, strict=True)):
+        fate = fates.setdefault(key, _Fate())
+        if type(change) is Tombstone:
+            fate.row, fate.deleted = None, change
+        elif fate.row is None:
+            fate.row, fate.index = change, index
+        elif rules.newest_by is None or is_not_older(change[rules.newest_by], fate.row[rules.newest_by]):
+            fate.row, fate.index = _merged(fate.row, change, rules), index
+    result = Collapsed()
+    for fate in fates.values():
+        if fate.deleted is not None and (fate.row is None or not rules.replaces_all):
+            result.deletes.append(fate.deleted)
+        if fate.row is not None:
+            result.rows.append(fate.row)
+            result.indexes.append(fate.index)
+    return result
+
+
+def is_not_older(new: Any, old: Any) -> bool:
+    """Tell whether a row replaces one that is there; the statement that stores it decides the same way."""
+    return old is None or (new is not None and new >= old)
+
+
+def _merged(old: Row, new: Row, rules: Rules) -> Row:
+    """Apply one change to the row that another one left."""
+    if not rules.inserted_only and not rules.keeps_missing:
+        return new
+    merged = list(new)
+    for position, value in enumerate(old):
+        if position in rules.inserted_only or (rules.keeps_missing and merged[position] is MISSING):
+            merged[position] = value
+    return tuple(merged)

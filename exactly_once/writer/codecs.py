@@ -1,0 +1,141 @@
+"""Codecs: which codec a column has; arrays, ranges and composites by what is in them. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from psycopg.postgres import types as registry
+from psycopg.types.multirange import Multirange
+from psycopg.types.range import Range
+
+from . import numbers, texts, times
+from .codec import BYTEA, TEXT, Codec, Naive, as_literal, by_text, named, refuse
+from .errors import cut
+from .literals import record
+from .table import Column
+
+_RANGES = {
+    "int4range": "int4",
+    "int8range": "int8",
+    "numrange": "numeric",
+    "tsrange": "timestamp",
+    "tstzrange": "timestamptz",
+    "daterange": "date",
+}
+_SCALARS: dict[str, Callable[[int], Codec]] = {
+    "int2": lambda _: numbers.whole("int2"),
+    "int4": lambda _: numbers.whole("int4"),
+    "int8": lambda _: numbers.whole("int8"),
+    "oid": lambda _: numbers.oid(),
+    "float4": lambda _: numbers.float4(),
+    "float8": lambda _: numbers.float8(),
+    "numeric": numbers.numeric,
+    "bool": lambda _: numbers.boolean(),
+    "text": lambda _: texts.text(),
+    "varchar": lambda typmod: texts.limited("varchar", typmod),
+    "bpchar": lambda typmod: texts.limited("char", typmod),
+    "name": lambda _: texts.name(),
+    "bytea": lambda _: texts.bytea(),
+    "json": lambda _: texts.json(),
+    "jsonb": lambda _: texts.jsonb(),
+    "uuid": lambda _: texts.uuid(),
+    "inet": lambda _: texts.inet(),
+    "cidr": lambda _: texts.cidr(),
+    "date": lambda _: times.day(),
+    "time": lambda typmod: times.clock("time", typmod),
+    "timetz": lambda typmod: times.clock("timetz", typmod),
+    "interval": times.interval,
+}
+
+
+def codec_of(column: Column, naive: Naive = "refuse") -> Codec:
+    """Return the codec of a column."""
+    if column.kind == "c":
+        return by_text(lambda value: record(value, column.attributes))
+    if column.kind == "e":
+        label = texts.text()
+        return Codec(wire=TEXT, exact=label.exact, coerce=label.coerce)
+    if column.element_oid is not None:
+        return _array(column, naive)
+    return _scalar(name_of(column.type_oid), column.typmod, naive)
+
+
+def name_of(oid: int | None) -> str | None:
+    """Return the name of a built-in type; None for the types of extensions and users."""
+    info = registry.get(oid) if oid else None
+    return info.name if info is not None and info.oid == oid else None
+
+
+def _scalar(name: str | None, typmod: int, naive: Naive) -> Codec:
+    """Find the codec of a built-in type; what is not known here goes as text."""
+    if name is None:
+        return by_text()
+    if name in _RANGES:
+        return _range(name, _scalar(_RANGES[name], -1, naive))
+    if name.endswith("multirange"):
+        name_of_part = name.replace("multirange", "range")
+        return _multirange(name, _scalar(name_of_part, -1, naive)) if name_of_part in _RANGES else by_text()
+    if name in ("timestamp", "timestamptz"):
+        return times.timestamp(name, typmod, naive)
+    maker = _SCALARS.get(name)
+    return maker(typmod) if maker else by_text()
+
+
+def _range(name: str, bound: Codec) -> Codec:
+    wanted = refuse("a range is wanted")
+
+    def coerce(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, Range):
+            wanted(value)
+        if value.isempty:
+            return Range(empty=True)
+        lower, upper = bound.convert(value.lower), bound.convert(value.upper)
+        converted = Range(lower, upper, value.bounds or "[)")
+        return as_literal(converted) if isinstance(lower, str) or isinstance(upper, str) else converted
+
+    return named(name, set(), coerce)
+
+
+def _multirange(name: str, part: Codec) -> Codec:
+    def coerce(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        parts = [part.convert(p) for p in value]
+        if any(isinstance(p, str) for p in parts):
+            return "{" + ",".join(map(as_literal, parts)) + "}"
+        return Multirange(parts)
+
+    return named(name, set(), coerce)
+
+
+def _array(column: Column, naive: Naive) -> Codec:
+    """Make the codec of an array: its parts are converted one by one, because the dumper looks at none."""
+    name = name_of(column.element_oid) if column.element_kind in ("b", "r", "m") else None
+    element = _scalar(name, column.typmod, naive)
+    is_json = element.wire == BYTEA and name != "bytea"
+
+    def parts(value: Any) -> Any:
+        if isinstance(value, list) or (isinstance(value, tuple) and name is not None):  # else a record
+            return [parts(part) for part in value]
+        converted = element.convert(value)
+        return element.as_text(converted) if is_json else converted
+
+    def coerce(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"a list is wanted, not {type(value).__name__}: {cut(value)}")
+        converted = parts(value)
+        return converted if is_dumpable(converted) else as_literal(converted)
+
+    def is_dumpable(value: Any) -> bool:
+        if isinstance(value, list):
+            return all(map(is_dumpable, value))
+        return not element.is_literal(value)
+
+    if element.wire is None or is_json or name is None:
+        return Codec(wire=None, coerce=lambda value: value if isinstance(value, str) else as_literal(coerce(value)))
+    return Codec(wire=registry[name].array_oid, coerce=coerce)

@@ -1,0 +1,64 @@
+"""Errors of the writer: one class per decision that a caller can take.
+
+TableError (ExactlyOnceError, psycopg.ProgrammingError)  the table cannot take what it is asked to: stop
+TableChanged (psycopg.OperationalError)                  somebody altered the table: run the batch again
+BadRow (ValueError)                                      one row cannot be stored: its message is at fault
+
+They come out of handlers, where an ExactlyOnceError stops the worker, so only the first one is that. The
+second has a SQLSTATE that :func:`exactly_once.outcome.classify` takes for a conflict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+from confluent_kafka import Message
+
+from exactly_once.errors import ExactlyOnceError
+
+_SHOWN = 100
+
+
+class TableError(ExactlyOnceError, psycopg.ProgrammingError):
+    """The table cannot take what it is asked to; no message is at fault and no retry helps."""
+
+    sqlstate = "0A000"
+
+
+class TableChanged(psycopg.OperationalError):
+    """The table was altered since it was read; nothing was stored, the next attempt reads it anew."""
+
+    sqlstate = "40000"
+
+
+class BadRow(ValueError):
+    """One row cannot be stored as it is; says which one, and why, as far as that is known."""
+
+    def __init__(
+        self, reason: str, *, message: Message | None = None, row: int | None = None, column: str | None = None
+    ) -> None:
+        self.reason = reason
+        self.topic = message.topic() if message is not None else None
+        self.partition = message.partition() if message is not None else None
+        self.offset = message.offset() if message is not None else None
+        self.row = row
+        self.column = column
+        place = f"{self.topic}[{self.partition}] offset {self.offset}" if message is not None else None
+        place = place or (f"row {row}" if row is not None else None)
+        super().__init__(": ".join(filter(None, (place, f"column {column}" if column else None, reason))))
+
+
+def cut(value: Any) -> str:
+    """Show a value, but not much of it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write an int of thousands of digits
+        return f"a {type(value).__name__} that is too long to be shown"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+def origin(origins: Sequence[Message] | None, row: int) -> Message | None:
+    """Return the message that a row came from, if that is known."""
+    return origins[row] if origins is not None and row < len(origins) else None

@@ -1,0 +1,127 @@
+"""Literals: any value as the text that Postgres reads; the way of whatever has no binary one. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
+from typing import Any
+from uuid import UUID
+
+from psycopg.types.multirange import Multirange
+from psycopg.types.range import Range
+
+from .errors import cut
+
+_NEEDS_QUOTES = frozenset('{}(),"\\ \t\n\r\v\f')
+
+
+def literal(value: Any) -> str | None:
+    """Write a value as Postgres reads it; a string is taken to be written so already.
+
+    :raises ValueError: for a kind of value that has no such form.
+    """
+    if value is None:
+        return None
+    writer = _WRITERS.get(type(value)) or _inherited(value)
+    if writer is None:
+        raise ValueError(f"a {type(value).__name__} has no form that Postgres reads: {cut(value)}")
+    return writer(value)
+
+
+def record(value: Any, attributes: Sequence[str]) -> str:
+    """Write a value of a composite type: a mapping by the names of its attributes, or a sequence in their order.
+
+    :raises ValueError: for an attribute that the type does not have.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        if unknown := set(value) - set(attributes):
+            raise ValueError(f"the type has no attribute {', '.join(sorted(map(repr, unknown)))}")
+        value = [value.get(name) for name in attributes]
+    if len(value) != len(attributes):
+        raise ValueError(f"the type has {len(attributes)} attributes, not {len(value)}: {cut(value)}")
+    return _record(value)
+
+
+def json_text(value: Any) -> str:
+    """Write JSON that Postgres accepts, without NaN and Infinity.
+
+    :raises ValueError: for what JSON cannot say.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except TypeError as error:
+        raise ValueError(f"{error}: {cut(value)}") from error
+
+
+def _record(values: Sequence[Any]) -> str:
+    return "(" + ",".join("" if v is None else _quoted(literal(v) or "", doubled='"') for v in values) + ")"
+
+
+def _array(values: Sequence[Any]) -> str:
+    return "{" + ",".join(map(_element, values)) + "}"
+
+
+def _element(value: Any) -> str:
+    if isinstance(value, list):
+        return _array(value)
+    text = literal(value)
+    if text is None:
+        return "NULL"
+    return f'"{text}"' if text.upper() == "NULL" else _quoted(text, doubled="\\")
+
+
+def _quoted(text: str, *, doubled: str) -> str:
+    """Quote a part of an array or record where it needs that."""
+    if text and _NEEDS_QUOTES.isdisjoint(text):
+        return text
+    text = text.replace("\\", "\\\\").replace('"', f'{doubled}"')
+    return f'"{text}"'
+
+
+def _range(value: Range[Any]) -> str:
+    if value.isempty:
+        return "empty"
+    lower = "" if value.lower is None else _quoted(literal(value.lower) or "", doubled='"')
+    upper = "" if value.upper is None else _quoted(literal(value.upper) or "", doubled='"')
+    return f"{'[' if value.lower_inc else '('}{lower},{upper}{']' if value.upper_inc else ')'}"
+
+
+def _multirange(value: Multirange[Any]) -> str:
+    return "{" + ",".join(map(_range, value)) + "}"
+
+
+def _interval(value: timedelta) -> str:
+    return f"{value.days} days {value.seconds} seconds {value.microseconds} microseconds"
+
+
+def _inherited(value: Any) -> Callable[[Any], str] | None:
+    """Find the form of a type that inherits from one that has one."""
+    return next((writer for kind, writer in _WRITERS.items() if isinstance(value, kind)), None)
+
+
+_WRITERS: dict[type, Callable[[Any], str]] = {
+    str: str.__str__,
+    bool: lambda value: "t" if value else "f",
+    int: int.__repr__,
+    float: float.__repr__,
+    Decimal: str,
+    bytes: lambda value: "\\x" + value.hex(),
+    bytearray: lambda value: "\\x" + value.hex(),
+    memoryview: lambda value: "\\x" + bytes(value).hex(),
+    datetime: lambda value: value.isoformat(sep=" "),
+    date: date.isoformat,
+    time: time.isoformat,
+    timedelta: _interval,
+    UUID: str,
+    list: _array,
+    tuple: _record,
+    dict: json_text,
+    Range: _range,
+    Multirange: _multirange,
+    **dict.fromkeys((IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network), str),
+}

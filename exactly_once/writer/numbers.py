@@ -1,0 +1,135 @@
+"""Numbers: the codecs of integers, floats, numeric and booleans. No I/O."""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+from psycopg.postgres import types as registry
+
+from .codec import Codec, named, refuse
+from .errors import cut
+
+_MAX_EXPONENT = 131071
+_MIN_EXPONENT = -16383
+_BITS = {"int2": 15, "int4": 31, "int8": 63}
+
+
+def whole(name: str) -> Codec:
+    """Make the codec of smallint, integer or bigint."""
+    return _between(name, -(1 << _BITS[name]), (1 << _BITS[name]) - 1)
+
+
+def oid() -> Codec:
+    """Make the codec of an object id: 32 bits without a sign."""
+    return replace(_between("oid", 0, (1 << 32) - 1), wire=registry["oid"].oid)
+
+
+def float8() -> Codec:
+    """Make the codec of double precision."""
+    return named("float8", {float}, _to_float)
+
+
+def _between(name: str, low: int, high: int) -> Codec:
+    def check(value: int) -> None:
+        if not low <= value <= high:
+            raise ValueError(f"{cut(value)} is out of range: {name} goes from {low} to {high}")
+
+    def coerce(value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError(f"{value} is no number")
+        if isinstance(value, str):
+            return int(value)
+        if isinstance(value, (float, Decimal)):
+            if value != value // 1:
+                raise ValueError(f"{cut(value)} is no whole number")
+            return int(value)
+        return operator.index(value)
+
+    return named(name, {int}, coerce, check=check, check_all=lambda values: low <= min(values) and max(values) <= high)
+
+
+def float4() -> Codec:
+    """Make the codec of real; what is too large or too small for it is refused, digits are rounded."""
+
+    def check(value: float) -> None:
+        try:
+            (kept,) = struct.unpack("!f", struct.pack("!f", value))
+        except OverflowError:
+            raise ValueError(f"{value!r} is out of range for real") from None
+        if value and not kept:
+            raise ValueError(f"{value!r} is too small for real")
+
+    return named("float4", {float}, _to_float, check=check)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is no number")
+    result = float(value)
+    if isinstance(value, int) and result != value:
+        raise ValueError(f"{cut(value)} has more digits than a double holds")
+    is_meant = "inf" in value.lower() if isinstance(value, str) else value in (math.inf, -math.inf)
+    if math.isinf(result) and not is_meant:
+        raise ValueError(f"{cut(value)} is out of range for a double")
+    return result
+
+
+def numeric(typmod: int) -> Codec:
+    """Make the codec of numeric; with a scale, digits that it does not keep are refused."""
+    precision, scale = _precision_and_scale(typmod)
+
+    def check(value: Decimal | int) -> None:
+        _check_decimal(Decimal(value), precision, scale)
+
+    check_all = _all_in_range if scale is None else None
+    return named("numeric", {Decimal, int}, _to_decimal, check=check, check_all=check_all)
+
+
+def _all_in_range(values: Sequence[Any]) -> bool:
+    exponents = [v.adjusted() if type(v) is Decimal else v.bit_length() // 4 for v in values]
+    return min(exponents) >= _MIN_EXPONENT and max(exponents) <= _MAX_EXPONENT // 2
+
+
+def _precision_and_scale(typmod: int) -> tuple[int, int | None]:
+    """Undo what Postgres packs into the modifier: 16 bits of precision, then 11 of a signed scale."""
+    if typmod < 0:
+        return 0, None
+    packed = typmod - 4
+    return (packed >> 16) & 0xFFFF, ((packed & 0x7FF) ^ 1024) - 1024
+
+
+def _check_decimal(value: Decimal, precision: int, scale: int | None) -> None:
+    if not value.is_finite():
+        if scale is not None and value.is_infinite():
+            raise ValueError(f"{value} does not fit numeric({precision},{scale})")
+        return
+    if value and not _MIN_EXPONENT <= value.adjusted() <= _MAX_EXPONENT:
+        raise ValueError(f"{cut(value)} is out of range for numeric")
+    if scale is None:
+        return
+    _, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int)
+    if exponent < -scale and any(digits[max(0, len(digits) + exponent + scale) :]):
+        raise ValueError(f"{cut(str(value))} has more digits than numeric({precision},{scale}) keeps")
+    if value and value.adjusted() >= precision - scale:
+        raise ValueError(f"{cut(str(value))} is out of range for numeric({precision},{scale})")
+
+
+def _to_decimal(value: Any) -> Decimal:
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is no number")
+    if isinstance(value, float):
+        return Decimal(repr(value))
+    return Decimal(value) if isinstance(value, (str, int, Decimal)) else Decimal(operator.index(value))
+
+
+def boolean() -> Codec:
+    """Make the codec of boolean; a text is left to Postgres, which knows yes and no in many forms."""
+    not_one = refuse("a boolean is true or false")
+    return named("bool", {bool}, lambda value: value if isinstance(value, str) else not_one(value))

@@ -1,0 +1,211 @@
+"""Plan: how rows of certain columns are looked at, converted and encoded. No I/O."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from confluent_kafka import Message
+
+from .changes import MISSING, Row, Tombstone
+from .codec import Codec, Naive
+from .codecs import codec_of, name_of
+from .encoding import encode_binary, encode_text
+from .errors import BadRow, TableError, cut, origin
+from .table import Column, Table
+
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+_NONE = type(None)
+_COMPARABLE = frozenset(
+    {
+        "int2",
+        "int4",
+        "int8",
+        "oid",
+        "numeric",
+        "bool",
+        "text",
+        "varchar",
+        "name",
+        "uuid",
+        "date",
+        "timestamp",
+        "timestamptz",
+        "time",
+        "bytea",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Rows that were looked at, and whether all their values can go in binary."""
+
+    rows: Iterable[Row]
+    is_binary: bool
+
+
+class Arrays(NamedTuple):
+    """Rows by columns, for a statement that takes an array for each."""
+
+    natives: list[bool]
+    """Whether an array is of the column's own type, else of text."""
+    values: list[list[Any]]
+
+
+class Plan:
+    """The columns that rows fill, in the rows' order, and the codec of each."""
+
+    def __init__(self, table: Table, names: Sequence[str], *, naive: Naive = "refuse", gap: Any = None) -> None:
+        self.table = table
+        self._naive = naive
+        self._gap = gap
+        """What stands for MISSING from here on: itself, or None."""
+        self.names = tuple(names)
+        self.columns: list[Column] = table.pick(names)
+        self.codecs: list[Codec] = [codec_of(column, naive) for column in self.columns]
+
+    def positions(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Return where columns are in a row.
+
+        :raises TableError: for one that the rows do not have.
+        """
+        if unknown := [n for n in names if n not in self.names]:
+            raise TableError(f"{', '.join(unknown)} is not among the columns that are written: {', '.join(self.names)}")
+        return tuple(map(self.names.index, names))
+
+    def part(self, names: Sequence[str]) -> Plan:
+        """Return the plan of only some of the columns."""
+        return Plan(self.table, names, naive=self._naive, gap=self._gap)
+
+    def by_columns(self, prepared: Prepared) -> Iterator[tuple[Plan, Prepared]]:
+        """Split rows by the columns that they have, in the order in which those first appear."""
+        rows = prepared.rows
+        if self._gap is not MISSING or not any(MISSING in row for row in rows):
+            yield self, prepared
+            return
+        groups: dict[tuple[int, ...], list[Row]] = {}
+        for row in rows:
+            present = tuple(i for i, value in enumerate(row) if value is not MISSING)
+            groups.setdefault(present, []).append(tuple(row[i] for i in present))
+        for present, some in groups.items():
+            if not present:
+                raise BadRow("a row has none of the columns; there is nothing to store")
+            yield self.part([self.names[i] for i in present]), Prepared(some, prepared.is_binary)
+
+    def prepare(
+        self, rows: Sequence[Row], *, exact: Collection[str] = (), origins: Sequence[Message] | None = None
+    ) -> Prepared:
+        """Look at all values but those of the columns in ``exact``, and convert those that need it.
+
+        :raises BadRow: for a value that the column would not hold as it is.
+        """
+        unsure = [i for i, name in enumerate(self.names) if name not in exact]
+        if not unsure or not rows:
+            return Prepared(rows, is_binary=True)
+        columns = self._columns(rows, origins)
+        is_binary = True
+        has_changed = False
+        for i in unsure:
+            codec = self.codecs[i]
+            if not codec.accepts(columns[i]):
+                columns[i] = self._converted(i, columns[i], origins)
+                is_binary = is_binary and codec.is_binary(columns[i])
+                has_changed = True
+        return Prepared(list(zip(*columns, strict=True)) if has_changed else rows, is_binary)
+
+    def encode(self, prepared: Prepared) -> tuple[str, bytes | bytearray]:
+        """Encode rows for COPY; return the format's name and the bytes."""
+        wires = [codec.wire for codec in self.codecs if codec.wire is not None]
+        if prepared.is_binary and len(wires) == len(self.codecs):
+            return "BINARY", encode_binary(prepared.rows, wires)
+        return "TEXT", encode_text(prepared.rows, [codec.as_text for codec in self.codecs])
+
+    def arrays(self, prepared: Prepared) -> Arrays:
+        """Return the rows by columns: under the column's own type where all values are of one, else as text."""
+        natives, arrays = [], []
+        for column, codec, values in zip(self.columns, self.codecs, zip(*prepared.rows, strict=True), strict=True):
+            is_scalar = column.element_oid is None and codec.wire == column.type_oid
+            is_native = prepared.is_binary and is_scalar and len({*map(type, values)} - {_NONE}) <= 1
+            natives.append(is_native)
+            arrays.append(list(values) if is_native else list(map(codec.as_text, values)))
+        return Arrays(natives, arrays)
+
+    def is_comparable(self, position: int) -> bool:
+        """Tell whether Python finds two values of a column equal exactly when Postgres does."""
+        column = self.columns[position]
+        return column.is_deterministic and (column.kind == "e" or name_of(column.type_oid) in _COMPARABLE)
+
+    def find_bad(self, rows: Iterable[Row], origins: Sequence[Message] | None) -> BadRow | None:
+        """Look for the row that cannot be made or encoded, one by one; None when all can."""
+        iterator = iter(rows)
+        for index in itertools.count():
+            try:
+                row = next(iterator)
+            except StopIteration:
+                return None
+            except BadRow as error:
+                return error
+            except Exception as error:  # noqa: BLE001 - whatever a decoder raises is about its message
+                return _bad(error, origins, index, None)
+            if type(row) is Tombstone:
+                continue
+            if len(row) != len(self.names):
+                return BadRow(
+                    f"{len(row)} values for {len(self.names)} columns", message=origin(origins, index), row=index
+                )
+            for name, codec, value in zip(self.names, self.codecs, row, strict=True):
+                try:
+                    _encode_alone(codec, value)
+                except Exception as error:  # noqa: BLE001 - the driver's dumpers raise what they please
+                    return _bad(error, origins, index, name)
+        return None
+
+    def _columns(self, rows: Sequence[Row], origins: Sequence[Message] | None) -> list[Sequence[Any]]:
+        """Turn rows into columns."""
+        try:
+            columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
+        except ValueError:
+            columns = []
+        if len(columns) != len(self.names):
+            raise self.find_bad(rows, origins) or TableError(f"{self.table}: rows do not fit {', '.join(self.names)}")
+        return columns
+
+    def _converted(self, position: int, values: Sequence[Any], origins: Sequence[Message] | None) -> list[Any]:
+        convert = self.codecs[position].convert
+        try:
+            converted = list(map(convert, values))
+        except ValueError:
+            for index, value in enumerate(values):
+                try:
+                    convert(value)
+                except ValueError as error:
+                    raise _bad(error, origins, index, self.names[position]) from error
+            raise
+        return converted if self._gap is MISSING else [None if value is MISSING else value for value in converted]
+
+
+def _encode_alone(codec: Codec, value: Any) -> None:
+    if value is None or value is MISSING:
+        return
+    converted = codec.convert(value)
+    if isinstance(converted, str) and "\0" in converted:
+        raise ValueError(f"text in Postgres holds no NUL: {cut(value)}")
+    if codec.wire is not None and codec.is_binary([converted]):
+        encode_binary([[converted]], [codec.wire])
+    else:
+        encode_text([[converted]], [codec.as_text])
+
+
+def _bad(error: Exception, origins: Sequence[Message] | None, index: int, column: str | None) -> BadRow:
+    message = origin(origins, index)
+    reason = str(error) or type(error).__name__
+    if column is None:
+        # A decoder's error; msgspec says where in the value it was.
+        found = _PATH.search(reason)
+        column = found[1] if found else None
+        reason = f"{reason}: {cut(message.value())}" if message is not None else reason
+    return BadRow(reason, message=message, row=index, column=column)

@@ -1,0 +1,99 @@
+"""Texts: the codecs of text, bytes, JSON, identifiers and addresses. No I/O."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+from .codec import BYTEA, TEXT, Codec, named, refuse
+from .errors import cut
+from .literals import json_text
+
+_MAX_NAME_BYTES = 63
+_JSON_ALREADY = (bytes, bytearray, memoryview)
+
+
+def text() -> Codec:
+    """Make the codec of text, and of all that Postgres receives as text."""
+    return Codec(wire=TEXT, exact=frozenset({str}), coerce=_to_text)
+
+
+def limited(name: str, typmod: int) -> Codec:
+    """Make the codec of char(n) and varchar(n). Postgres cuts off blanks that are too many; nothing is cut here."""
+    length = typmod - 4
+    if length < 0:
+        return text()
+    return _holding(lambda value: len(value) <= length, f"{name}({length})")
+
+
+def name() -> Codec:
+    """Make the codec of name, which Postgres cuts silently."""
+    return _holding(lambda value: len(value.encode()) <= _MAX_NAME_BYTES, "name")
+
+
+def bytea() -> Codec:
+    """Make the codec of bytes."""
+    return named("bytea", {bytes, bytearray, memoryview}, refuse("bytes are wanted"))
+
+
+def json() -> Codec:
+    """Make the codec of json. Text is taken to be JSON already, as by Postgres; all else is written as JSON."""
+    return Codec(wire=BYTEA, coerce=partial(_json_bytes, b""), as_text=lambda v: None if v is None else v.decode())
+
+
+def jsonb() -> Codec:
+    """Make the codec of jsonb: what Postgres receives of it is a version and the text."""
+    return Codec(
+        wire=BYTEA, coerce=partial(_json_bytes, b"\x01"), as_text=lambda v: None if v is None else v[1:].decode()
+    )
+
+
+def uuid() -> Codec:
+    """Make the codec of UUIDs, from their text or 16 bytes too."""
+    return named("uuid", {UUID}, lambda v: UUID(bytes=bytes(v)) if isinstance(v, (bytes, bytearray)) else UUID(v))
+
+
+def inet() -> Codec:
+    """Make the codec of addresses, with or without a network."""
+    exact: set[type] = {ipaddress.IPv4Address, ipaddress.IPv6Address, ipaddress.IPv4Interface, ipaddress.IPv6Interface}
+    return named("inet", exact, lambda v: ipaddress.ip_interface(v) if "/" in v else ipaddress.ip_address(v))
+
+
+def cidr() -> Codec:
+    """Make the codec of networks."""
+    return named("cidr", {ipaddress.IPv4Network, ipaddress.IPv6Network}, ipaddress.ip_network)
+
+
+def _holding(holds: Callable[[str], bool], what: str) -> Codec:
+    def check(value: str) -> None:
+        if not holds(value):
+            raise ValueError(f"{cut(value)} is too long for {what}")
+
+    return Codec(
+        wire=TEXT,
+        exact=frozenset({str}),
+        coerce=_to_text,
+        check=check,
+        check_all=lambda values: all(map(holds, values)),
+    )
+
+
+def _to_text(value: Any) -> str:
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value).decode()
+    raise ValueError(f"text is wanted, not {type(value).__name__}: {cut(value)}")
+
+
+def _json_bytes(version: bytes, value: Any) -> bytes:
+    if isinstance(value, _JSON_ALREADY):
+        return version + bytes(value)
+    if isinstance(value, str):
+        return version + value.encode()
+    if hasattr(value, "obj"):  # psycopg's Json and Jsonb
+        value = value.obj
+    return version + json_text(value).encode()

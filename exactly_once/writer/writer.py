@@ -1,0 +1,232 @@
+"""The writer: puts rows into one table, inside a transaction that somebody else opened and will commit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal, get_args
+
+import psycopg
+from confluent_kafka import Message
+from psycopg import sql
+from psycopg.pq import TransactionStatus
+
+from exactly_once.errors import ConfigurationError
+from exactly_once.session import Connection
+
+from .changes import MISSING, Row
+from .codec import Naive
+from .errors import BadRow, TableChanged, TableError, origin
+from .plan import Plan, Prepared
+from .statements import Conflict, Mode
+from .storing import append, merge
+from .table import Table, read_table
+from .upsert import Upsert
+
+OnMissing = Literal["null", "default", "keep"]
+"""What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was."""
+
+SMALL_BATCH = 500
+"""Up to so many rows an INSERT from arrays beats a COPY to a stage and a merge."""
+
+_BAD_DATA = ("22", "23", "P0001")
+_STALE = ("42", "22P03", "0A000")
+_COPY_CONTEXT = re.compile(r"^COPY .*?, [^\W\d]+ (\d+)(?:, [^\W\d]+ (.+?))?(?:: .*)?$", re.MULTILINE)
+"""Where Postgres says that it was; the words for line and column may be in any language."""
+
+
+class TableWriter:
+    """Writes rows to one table; one writer serves one thread.
+
+    ``table`` is written as in SQL. ``columns`` are those that rows fill, in the rows' order; by default all that
+    take values. In mode ``upsert`` the last change of each ``key`` (default: the primary key) wins, in the order of
+    the rows, and a :class:`Tombstone` deletes; ``update`` restricts which columns a change may touch, and with
+    ``newest_by`` a row that is older than the stored one is ignored. All work happens in the transaction of the
+    connection that is given; nothing is committed, and nothing outlives the transaction.
+    """
+
+    def __init__(
+        self,
+        table: str | sql.Identifier,
+        *,
+        mode: Mode = "append",
+        columns: Sequence[str] | None = None,
+        key: Sequence[str] | None = None,
+        update: Sequence[str] | None = None,
+        newest_by: str | None = None,
+        missing: OnMissing = "null",
+        naive_timestamps: Naive = "refuse",
+        small_batch: int = SMALL_BATCH,
+    ) -> None:
+        for option, value, kind in (
+            ("mode", mode, Mode),
+            ("missing", missing, OnMissing),
+            ("naive_timestamps", naive_timestamps, Naive),
+        ):
+            if value not in get_args(kind):
+                raise ConfigurationError(
+                    f"{option}={value!r} is not possible; choose one of {', '.join(get_args(kind))}"
+                )
+        if mode != "upsert" and (update is not None or newest_by is not None or missing == "keep"):
+            raise ConfigurationError("update=, newest_by= and missing='keep' are about rows that exist: mode='upsert'")
+        self.name = table
+        self.mode = mode
+        self.missing = missing
+        self._columns = tuple(columns) if columns is not None else None
+        self._key = tuple(key) if key is not None else None
+        self._update = tuple(update) if update is not None else None
+        self._newest_by = newest_by
+        self._naive: Naive = naive_timestamps
+        self._small_batch = small_batch
+        self._table: Table | None = None
+        self._is_fresh = False
+        self._conflict = Conflict(mode=mode)
+        self._plans: dict[tuple[str, ...], Plan] = {}
+
+    def __repr__(self) -> str:
+        return f"<TableWriter {self.mode} {self._table or self.name}>"
+
+    def table(self, connection: Connection) -> Table:
+        """Return the table as the catalogue has it; read once, and anew after a write failed on it.
+
+        :raises TableError: when there is no such table, or it cannot take what it is asked to.
+        """
+        if self._table is None:
+            _check_connection(connection)
+            table = read_table(connection, self.name)
+            self._conflict = self._conflict_in(table)
+            self._columns = self._columns or tuple(table.writable)
+            self._table, self._is_fresh, self._plans = table, True, {}
+        return self._table
+
+    def key(self, connection: Connection) -> tuple[str, ...]:
+        """Return the columns by which rows are told from each other; none where that does not matter."""
+        self.table(connection)
+        return self._conflict.key
+
+    def write(
+        self,
+        connection: Connection,
+        rows: Iterable[Row],
+        *,
+        columns: Sequence[str] | None = None,
+        origins: Sequence[Message] | None = None,
+        exact: Collection[str] = (),
+    ) -> int:
+        """Write rows and return how many Postgres stored, changed or deleted.
+
+        All are encoded before anything is sent; ``rows`` may be iterated over again to find a bad one. ``origins``
+        are the messages that the rows came from, for errors. The values of columns in ``exact`` are trusted
+        to be what the column takes, for decoders that saw to that.
+
+        :raises BadRow: when a row cannot be stored as it is; ``__cause__`` is what Postgres said, if it was asked.
+        :raises TableError: when the table cannot take such rows at all.
+        :raises TableChanged: when it was altered meanwhile; the next attempt reads it anew.
+        """
+        _check_connection(connection)
+        table = self.table(connection)
+        plan = self._plan(table, tuple(columns or self._columns or ()))
+        if iter(rows) is rows:
+            rows = list(rows)
+        try:
+            written = self._write(connection, plan, rows, origins, exact)
+        except (TableError, TableChanged):
+            self._table = None
+            raise
+        except psycopg.Error as error:
+            raise self._explained(error, plan, rows, origins) from error
+        except BadRow:
+            raise
+        except Exception as error:
+            raise plan.find_bad(rows, origins) or error from error
+        self._is_fresh = False
+        return written
+
+    def _write(
+        self,
+        connection: Connection,
+        plan: Plan,
+        rows: Iterable[Row],
+        origins: Sequence[Message] | None,
+        exact: Collection[str],
+    ) -> int:
+        if self.mode == "upsert":
+            upsert = Upsert(plan, self._conflict, keeps_missing=self.missing == "keep", small_batch=self._small_batch)
+            return upsert.apply(connection, list(rows), exact=exact, origins=origins)
+        if set(plan.names) <= set(exact) and self.missing == "null":
+            prepared = Prepared(rows, is_binary=True)
+        else:
+            prepared = plan.prepare(list(rows), exact=exact, origins=origins)
+        written = 0
+        for part, some in plan.by_columns(prepared):
+            if self.mode == "append" and plan.table.can_copy:
+                written += append(connection, part, some)
+            else:
+                written += merge(connection, part, some, self._conflict, small_batch=self._small_batch)
+        return written
+
+    def _plan(self, table: Table, names: tuple[str, ...]) -> Plan:
+        if names not in self._plans:
+            gap = None if self.missing == "null" else MISSING
+            self._plans[names] = Plan(table, names, naive=self._naive, gap=gap)
+        return self._plans[names]
+
+    def _conflict_in(self, table: Table) -> Conflict:
+        """Find the key in this table.
+
+        :raises TableError: when nothing guarantees that it is unique.
+        """
+        if self.mode == "append":
+            return Conflict(mode="append")
+        key = self._key or (table.keys[0] if table.keys else ())
+        if self.mode == "upsert" and not key:
+            raise TableError(f"{table} has no primary key; say key=, which a unique index or constraint must cover")
+        table.pick(key)
+        if key and set(key) not in map(set, table.keys):
+            raise TableError(
+                f"{table}: no unique index over exactly {', '.join(key)} (a partial, deferrable or expression index "
+                "does not count), so Postgres cannot tell which row a change belongs to"
+            )
+        return Conflict(mode=self.mode, key=key, update=self._update, newest_by=self._newest_by)
+
+    # What went wrong.
+
+    def _explained(
+        self, error: psycopg.Error, plan: Plan, rows: Iterable[Row], origins: Sequence[Message] | None
+    ) -> Exception:
+        """Say which row it was, or that the table is another one now."""
+        state = error.sqlstate or ""
+        was_fresh = self._is_fresh
+        if not state:  # not from the server: the connection is lost, or the driver cannot dump something
+            return plan.find_bad(rows, origins) or error
+        if state.startswith(_STALE):
+            self._table = None
+            if not was_fresh:
+                return TableChanged(f"{plan.table} seems to have been altered since it was read: {error}")
+        if not state.startswith(_BAD_DATA):
+            return error
+        found = _COPY_CONTEXT.search(error.diag.context or "")
+        # Elsewhere rows are in another order than they came.
+        is_in_order = self.mode == "append" and self.missing == "null" and found is not None
+        line = int(found[1]) - 1 if found is not None and is_in_order else None
+        column = error.diag.column_name or (found[2] if found is not None and found[2] in plan.names else None)
+        if line is None and (bad := plan.find_bad(rows, origins)) is not None:
+            return bad
+        reason = error.diag.message_primary or str(error)
+        if error.diag.message_detail:
+            reason = f"{reason} ({error.diag.message_detail})"
+        return BadRow(
+            reason,
+            message=origin(origins, line) if line is not None else None,
+            row=line,
+            column=column,
+        )
+
+
+def _check_connection(connection: Connection) -> None:
+    if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
+        raise ConfigurationError("the writer needs an open transaction; this connection commits each statement")
+    if connection.info.encoding != "utf-8":
+        raise ConfigurationError(
+            f"the connection's client_encoding is {connection.info.encoding}; say client_encoding=UTF8"
+        )

@@ -1,0 +1,225 @@
+"""The sink command copies topics into tables, each message once, also when its workers are killed."""
+
+# ruff: noqa: PLR0917 - fixtures and parameters are positional
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import psycopg
+import pytest
+from confluent_kafka import Producer
+
+from tests.cli.conftest import Command
+from tests.support.topics import create_topic
+from tests.support.waiting import until
+
+Database = psycopg.Connection[Any]
+Change = tuple[str | None, Any]
+
+
+def send(bootstrap_servers: str, topic: str, changes: Iterable[Change], partitions: int = 2) -> None:
+    """Produce keys and JSON values; a key always goes to the same partition."""
+    producer = Producer({"bootstrap.servers": bootstrap_servers, "linger.ms": 5})
+    for number, (key, value) in enumerate(changes):
+        place = int(key) % partitions if key is not None else number % partitions
+        encoded = value if isinstance(value, (bytes, type(None))) else json.dumps(value).encode()
+        producer.produce(topic, encoded, key.encode() if key is not None else None, partition=place)
+        producer.poll(0)
+    assert producer.flush(60) == 0
+
+
+@pytest.fixture
+def source(bootstrap_servers: str, name: str) -> str:
+    """An empty topic of two partitions."""
+    return create_topic(bootstrap_servers, 2, name=name)
+
+
+def payments(count: int) -> list[Change]:
+    return [(None, {"id": i, "name": f"n{i}", "amount": i / 4, "at": "2026-01-02T03:04:05Z"}) for i in range(count)]
+
+
+def rows(db: Database, table: str, what: str = "*") -> list[tuple[Any, ...]]:
+    return db.execute(f"SELECT {what} FROM {table} ORDER BY 1").fetchall()
+
+
+def test_a_topic_becomes_a_table_once(operate: Command, bootstrap_servers: str, source: str, db: Database) -> None:
+    send(bootstrap_servers, source, payments(50))
+    for _ in range(2):
+        result = operate("sink", "--topic", source, "--table", source, "--create-table", "--until-end")
+        assert result.code == 0, result.err
+    assert rows(db, source, "id") == [(i,) for i in range(50)]
+    kinds = "SELECT string_agg(column_name || ' ' || data_type, ', ' ORDER BY ordinal_position) "
+    kinds += "FROM information_schema.columns WHERE table_name = %s"
+    assert db.execute(kinds, (source,)).fetchone() == (
+        "id bigint, name text, amount numeric, at timestamp with time zone",
+    )
+    assert "messages/s" in result.err
+
+
+def test_a_dry_run_shows_rows_and_ddl_and_stores_nothing(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    send(bootstrap_servers, source, payments(3))
+    result = operate("sink", "--topic", source, "--table", source, "--key", "id", "--mode", "upsert", "--dry-run")
+    assert result.code == 0, result.err
+    assert f'CREATE TABLE IF NOT EXISTS "{source}"' in result.out
+    assert 'PRIMARY KEY ("id")' in result.out
+    assert "n2" in result.out
+    assert "3 rows" in result.out
+    assert db.execute("SELECT to_regclass(%s)", (source,)).fetchone() == (None,)
+    assert db.execute("SELECT count(*) FROM exactly_once.ledger WHERE group_id = %s", (source,)).fetchone() == (0,)
+    document = operate("sink", "--topic", source, "--table", source, "--dry-run", "--json").json
+    assert len(document["sinks"][0]["rows"]) == 3
+
+
+def test_the_last_change_of_a_key_stays_and_a_tombstone_deletes(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    db.execute(f"CREATE TABLE {source} (id int PRIMARY KEY, v text)")
+    changes: list[Change] = [("1", {"id": 1, "v": "a"}), ("2", {"id": 2, "v": "b"}), ("1", {"id": 1, "v": "c"})]
+    send(bootstrap_servers, source, [*changes, ("2", None), ("3", {"id": 3})])
+    result = operate("sink", "--topic", source, "--table", source, "--mode", "upsert", "--until-end")
+    assert result.code == 0, result.err
+    assert rows(db, source) == [(1, "c"), (3, None)]
+
+
+def test_a_file_sends_several_topics_to_several_tables(
+    operate: Command, bootstrap_servers: str, source: str, db: Database, tmp_path: Path
+) -> None:
+    other = create_topic(bootstrap_servers, 1, name=f"{source}-other")
+    send(bootstrap_servers, source, payments(4))
+    send(bootstrap_servers, other, [("0", {"deep": {"city": "x"}, "z": 1})], partitions=1)
+    db.execute(f"CREATE TABLE {source} (id int, at timestamptz, o bigint)")
+    db.execute(f'CREATE TABLE "{source} B" (city text, topic text, more jsonb)')
+    file = tmp_path / "sink.toml"
+    file.write_text(f"""
+        [kafka]
+        client.id = "sink-test"
+        [[sink]]
+        topics = ["{source}"]
+        table = "{source}"
+        metadata = {{ o = "offset" }}
+        [[sink]]
+        topics = ["{other}"]
+        table = '"{source} B"'
+        fields = {{ city = "deep.city" }}
+        rest = "more"
+        metadata = {{ topic = "topic" }}
+    """)
+    result = operate("sink", "--config", file, "--until-end")
+    assert result.code == 0, result.err
+    assert rows(db, source, "id, o") == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert rows(db, f'"{source} B"') == [("x", other, {"z": 1})]
+
+
+def test_columns_are_added_by_request_only(operate: Command, bootstrap_servers: str, source: str, db: Database) -> None:
+    db.execute(f"CREATE TABLE {source} (id int)")
+    send(bootstrap_servers, source, payments(2))
+    command = ("sink", "--topic", source, "--table", source, "--until-end")
+    assert operate(*command, "--add-columns").code == 0
+    assert rows(db, source, "id, name") == [(0, "n0"), (1, "n1")]
+
+
+@pytest.mark.parametrize("bad", [b"no json", {"id": "x"}, {"id": 2**31}, {"id": None}, None])
+def test_a_bad_message_stops_the_sink_and_is_named(
+    bad: Any, operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    db.execute(f"CREATE TABLE {source} (id int NOT NULL)")
+    send(bootstrap_servers, source, [("0", {"id": i}) for i in range(5)])
+    send(bootstrap_servers, source, [("0", bad)])
+    result = operate("sink", "--topic", source, "--table", source, "--until-end")
+    assert result.code == 1
+    assert f"{source}[0]" in result.err
+    assert "offset 5" in result.err
+    assert rows(db, source) == [(i,) for i in range(5)]
+
+
+def test_a_bad_message_can_be_set_aside(operate: Command, bootstrap_servers: str, source: str, db: Database) -> None:
+    db.execute(f"CREATE TABLE {source} (id int NOT NULL)")
+    send(bootstrap_servers, source, [("0", b"bad" if i == 7 else {"id": i}) for i in range(20)])
+    result = operate("sink", "--topic", source, "--table", source, "--until-end", "--on-poison", "dead-letter")
+    assert result.code == 0, result.err
+    assert rows(db, source) == [(i,) for i in range(20) if i != 7]
+    found = db.execute("SELECT message_offset FROM exactly_once.dead_letter WHERE topic = %s", (source,)).fetchall()
+    assert found == [(7,)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--table", "t"),
+        ("--topic", "t"),
+        ("--topic", "t", "--table", "t", "--workers", "0"),
+        ("--topic", "t", "--table", "t", "--start", "tomorrow"),
+        ("--topic", "t", "--topic", "t", "--table", "t"),
+    ],
+)
+def test_a_wrong_command_line_is_told(wrong: tuple[str, ...], operate: Command) -> None:
+    assert operate("sink", *wrong).code == 2
+
+
+def test_a_table_that_is_not_there_is_told(operate: Command, source: str) -> None:
+    result = operate("sink", "--topic", source, "--table", "no_such_table", "--until-end")
+    assert result.code == 1
+    assert "there is no table no_such_table" in result.err
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children()
+    return [c for c in children if "spawn_main" in " ".join(c.cmdline())]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_killed_workers_leave_the_table_as_the_topic_says(
+    mode: str, bootstrap_servers: str, conninfo: str, source: str, db: Database, tmp_path: Path
+) -> None:
+    """The table's rows are compared with what was produced; in append there is no key that could hide a double."""
+    seed = random.randrange(10**9)
+    print("seed", seed)
+    chance = random.Random(seed)
+    key = "" if mode == "append" else " PRIMARY KEY"
+    db.execute(f"CREATE TABLE {source} (id int{key}, v int)")
+    count = 6000
+    numbers = range(count) if mode != "upsert" else [chance.randrange(500) for _ in range(count)]
+    changes: list[Change] = [
+        (str(n), {"id": n, "v": i} if mode != "upsert" or chance.random() > 0.1 else None)
+        for i, n in enumerate(numbers)
+    ]
+    send(bootstrap_servers, source, changes)
+    expected = {n: value["v"] if value else None for n, (_, value) in zip(numbers, changes, strict=True)}
+    command = [sys.executable, "-m", "exactly_once", "sink", "--topic", source, "--table", source, "--mode", mode]
+    command += ["--workers", "2", "--max-messages", "20", "--bootstrap-servers", bootstrap_servers]
+    command += ["--conninfo", conninfo, "--group-id", source, "--config", str(tmp_path / "sink.toml")]
+    # Kafka waits so long for a member that was killed before it gives away its partitions.
+    (tmp_path / "sink.toml").write_text("[kafka]\nsession.timeout.ms = 6000\n")
+    done = "SELECT coalesce(sum(next_offset), 0) FROM exactly_once.ledger WHERE group_id = %s"
+
+    def applied() -> int:
+        (offset,) = db.execute(done, (source,)).fetchone() or (0,)
+        return int(offset)
+
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for share in (0.1, 0.35, 0.6):
+                until(lambda share=share: applied() >= share * count, 60, f"{share:.0%} of the messages")  # type: ignore[misc]
+                chance.choice(workers_of(process)).send_signal(signal.SIGKILL)
+            until(lambda: applied() == count, 90, "the end")
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            for child in workers_of(process) if process.poll() is None else []:
+                child.kill()
+            process.kill()
+    assert process.returncode == 0, errors
+    assert errors.count("another takes its place") == 3
+    assert rows(db, source) == sorted((n, v) for n, v in expected.items() if v is not None)

@@ -1,0 +1,281 @@
+"""JSON becomes rows of exactly what the columns take, and anything else an error that names the message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import pytest
+from confluent_kafka import Message
+from psycopg.postgres import types as registry
+
+from exactly_once.errors import ConfigurationError
+from exactly_once.writer import MISSING, BadRow, Column, Table, TableError, Tombstone
+from exactly_once.writer.from_json import JsonDecoder
+from exactly_once.writer.plan import Plan
+from exactly_once.writer.raw import FunctionDecoder, RawDecoder
+
+
+def table(**types: str) -> Table:
+    columns = []
+    for name, type_name in types.items():
+        info = registry[type_name.removesuffix("[]")]
+        is_array = type_name.endswith("[]")
+        columns.append(
+            Column(
+                name=name,
+                type_name=type_name,
+                base_name=type_name,
+                type_oid=info.array_oid if is_array else info.oid,
+                element_oid=info.oid if is_array else None,
+                element_kind="b" if is_array else None,
+            )
+        )
+    return Table(schema="public", name="t", columns=columns)
+
+
+def messages(*values: Any, key: bytes | None = None) -> list[Message]:
+    encoded = [v if isinstance(v, (bytes, type(None))) else json.dumps(v).encode() for v in values]
+    return [Message(topic="t", partition=1, offset=i, key=key, value=v) for i, v in enumerate(encoded)]
+
+
+def rows(decoder: Any, into: Table, *values: Any, mode: Any = "append", key: Sequence[str] = ()) -> list[Any]:
+    decoder.prepare(into, mode=mode, key=key)
+    return list(decoder.decode(messages(*values)))
+
+
+ACCEPTED: list[tuple[str, str, Any]] = [
+    ("int2", "-32768", -32768),
+    ("int8", "9223372036854775807", 2**63 - 1),
+    ("numeric", "0.1000000000000000055511151231257827", Decimal("0.1000000000000000055511151231257827")),
+    ("numeric", '"12.50"', Decimal("12.50")),
+    ("float8", "1", 1.0),
+    ("text", '"\\u00e4"', "ä"),
+    ("bool", "true", True),
+    ("bytea", '"aGk="', b"hi"),
+    ("uuid", '"00000000-0000-0000-0000-000000000007"', UUID(int=7)),
+    ("date", '"2026-01-02"', date(2026, 1, 2)),
+    ("timestamptz", '"2026-01-02T03:04:05.6+01:00"', datetime(2026, 1, 2, 2, 4, 5, 600000, UTC)),
+    ("timestamp", '"2026-01-02T03:04:05"', datetime(2026, 1, 2, 3, 4, 5)),  # noqa: DTZ001
+    ("int4[]", "[1,null,[2]]", [1, None, [2]]),
+    ("numeric[]", "[1.10]", [Decimal("1.10")]),
+    ("interval", '"P1DT2H"', "P1DT2H"),
+]
+
+
+@pytest.mark.parametrize(("type_name", "text", "expected"), ACCEPTED)
+def test_a_field_becomes_what_its_column_takes(type_name: str, text: str, expected: Any) -> None:
+    assert rows(JsonDecoder(), table(a=type_name), b'{"a":' + text.encode() + b"}") == [(expected,)]
+
+
+REFUSED = [
+    ("int2", "32768"),
+    ("int8", "9223372036854775808"),
+    ("int4", "1.0"),
+    ("int4", '"1"'),
+    ("int4", "true"),
+    ("float8", "1e400"),
+    ("float8", '"1"'),
+    ("bool", "1"),
+    ("text", "1"),
+    ("text", '"\\ud800"'),
+    ("date", '"2026-02-30"'),
+    ("timestamptz", '"2026-01-02T03:04:05"'),
+    ("timestamptz", "1767225600"),
+    ("timestamp", '"2026-01-02T03:04:05Z"'),
+    ("uuid", '"7"'),
+    ("bytea", '"?"'),
+    ("int4[]", '["1"]'),
+]
+
+
+@pytest.mark.parametrize(("type_name", "text"), REFUSED)
+def test_a_field_of_another_kind_is_refused(type_name: str, text: str) -> None:
+    decoder = JsonDecoder()
+    into = table(a=type_name)
+    decoder.prepare(into, mode="append", key=())
+    decoded = decoder.decode(messages({"a": None}, b'{"a":' + text.encode() + b"}"))
+    bad = Plan(into, ["a"]).find_bad(decoded, decoded.origins)
+    assert bad is not None
+    assert (bad.topic, bad.partition, bad.offset) == ("t", 1, 1)
+    assert str(bad).startswith("t[1] offset 1: ")
+
+
+@pytest.mark.parametrize("value", [b"", b"null", b"[]", b"{", b'{"a":1}{"a":2}', b"\xff", b'{"a":1},', b"{" * 100_000])
+def test_what_is_no_object_is_refused(value: bytes) -> None:
+    decoder = JsonDecoder()
+    decoder.prepare(table(a="int4"), mode="append", key=())
+    decoded = decoder.decode(messages({"a": 1}, value))
+    bad = Plan(table(a="int4"), ["a"]).find_bad(decoded, decoded.origins)
+    assert bad is not None
+    assert bad.offset == 1
+
+
+def test_an_error_names_the_field_and_shows_the_message_but_not_all_of_it() -> None:
+    decoder = JsonDecoder()
+    decoder.prepare(table(a="int4"), mode="append", key=())
+    decoded = decoder.decode(messages({"a": "x" * 10_000}))
+    bad = Plan(table(a="int4"), ["a"]).find_bad(decoded, decoded.origins)
+    assert bad is not None
+    assert bad.column == "a"
+    assert "Expected `int | null`, got `str`" in str(bad)
+    assert "xxx" in str(bad)
+    assert len(str(bad)) < 400
+
+
+def test_missing_and_null_fields_are_null_and_unknown_ones_ignored() -> None:
+    found = rows(JsonDecoder(), table(a="int4", b="text"), {"a": 1}, {"b": "x", "z": 1}, {"a": None}, {})
+    assert found == [(1, None), (None, "x"), (None, None), (None, None)]
+
+
+def test_missing_fields_can_be_told_from_null() -> None:
+    decoder = JsonDecoder({"a": "a", "b": "x.b"}, missing="apart")
+    found = rows(decoder, table(a="int4", b="text"), {"a": None}, {"x": {}}, {"x": None}, {"x": {"b": None}})
+    assert found == [(None, MISSING), (MISSING, MISSING), (MISSING, None), (MISSING, None)]
+
+
+def test_fields_can_be_renamed_and_lie_deep() -> None:
+    decoder = JsonDecoder({"a": "x.y.z", "b": "x.b", "c": ("a.b", "odd näme")})
+    deep = {"x": {"y": {"z": 1}, "b": "s"}, "a.b": {"odd näme": 2}}
+    found = rows(decoder, table(a="int4", b="text", c="int4", d="int4"), deep, {"x": {"y": None, "b": "t"}}, {})
+    assert found == [(1, "s", 2), (None, "t", None), (None, None, None)]
+
+
+def test_one_column_alone_is_a_row_too() -> None:
+    assert rows(JsonDecoder({"a": "x"}), table(a="int4"), {"x": 1}) == [(1,)]
+
+
+def test_unknown_fields_can_be_collected_as_they_are() -> None:
+    decoder = JsonDecoder(rest="more")
+    value = b'{"a":1,"z":1.50,"y":{"x":[1,2]},"b":null}'
+    ((a, more),) = rows(decoder, table(a="int4", more="jsonb"), value)
+    assert a == 1
+    assert json.loads(more, parse_float=Decimal) == {"z": Decimal("1.50"), "y": {"x": [1, 2]}, "b": None}
+
+
+@pytest.mark.parametrize(
+    ("unit", "number", "microseconds"),
+    [
+        ("s", "1767225600", 1767225600_000000),
+        ("s", "1767225600.000001", 1767225600_000001),
+        ("ms", "1767225600123", 1767225600_123000),
+        ("ms", "-62135596800000", -62135596800_000000),
+        ("us", "1767225600123456", 1767225600_123456),
+        ("ns", "1767225600123456000", 1767225600_123456),
+    ],
+)
+def test_timestamps_can_be_numbers(unit: Any, number: str, microseconds: int) -> None:
+    decoder = JsonDecoder(epoch={"a": unit})
+    ((found,),) = rows(decoder, table(a="timestamptz"), f'{{"a":{number}}}'.encode())
+    assert found == datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)
+
+
+@pytest.mark.parametrize(("unit", "number"), [("ns", "1767225600123456789"), ("s", "1e300"), ("us", "0.5"), ("s", "x")])
+def test_a_number_that_is_no_moment_is_refused(unit: Any, number: str) -> None:
+    decoder = JsonDecoder(epoch={"a": unit})
+    with pytest.raises((ValueError, OverflowError)):
+        rows(decoder, table(a="timestamptz"), f'{{"a":{number}}}'.encode())
+
+
+def test_numbers_in_strings_are_taken_where_that_was_chosen() -> None:
+    assert rows(JsonDecoder(lax=True), table(a="int4", b="bool"), {"a": "7", "b": "true"}) == [(7, True)]
+
+
+def test_the_envelope_fills_columns() -> None:
+    metadata: Mapping[str, Any] = {"t": "topic", "p": "partition", "o": "offset", "k": "key", "ts": "timestamp"}
+    into = table(a="int4", t="text", p="int4", o="int8", k="bytea", ts="timestamptz")
+    assert rows(JsonDecoder(metadata=metadata), into, {"a": 1}, {"a": 2}) == [
+        (1, "t", 1, 0, None, None),
+        (2, "t", 1, 1, None, None),
+    ]
+
+
+def test_headers_need_a_column_for_json() -> None:
+    with pytest.raises(TableError, match="json or jsonb"):
+        rows(JsonDecoder(metadata={"h": "headers"}), table(a="int4", h="text"))
+    decoder = JsonDecoder(metadata={"h": "headers"})
+    decoder.prepare(table(a="int4", h="jsonb"), mode="append", key=())
+    headers: Any = [("x", b"1"), ("x", b"\xff"), ("y", None)]
+    message = Message(topic="t", partition=0, offset=0, value=b"{}", headers=headers)
+    assert list(decoder.decode([message])) == [(None, [["x", "1"], ["x", {"base64": "/w=="}], ["y", None]])]
+
+
+@pytest.mark.parametrize(("key", "expected"), [(b'{"a":5,"z":1}', 5), (b"5", "5")])
+def test_a_message_without_a_value_deletes_by_its_key(key: bytes, expected: Any) -> None:
+    decoder = JsonDecoder()
+    decoder.prepare(table(a="int4", b="text"), mode="upsert", key=["a"])
+    found = list(decoder.decode([*messages({"a": 1}), *messages(None, key=key), *messages({"a": 2})]))
+    assert found == [(1, None), (expected,), (2, None)]
+    assert [type(row) is Tombstone for row in found] == [False, True, False]
+
+
+def test_a_tombstone_with_a_key_of_several_columns() -> None:
+    decoder = JsonDecoder()
+    decoder.prepare(table(a="int4", b="text"), mode="upsert", key=["b", "a"])
+    assert list(decoder.decode(messages(None, key=b'{"a":1,"b":"x"}'))) == [("x", 1)]
+    for key in (b"1", None, b""):
+        with pytest.raises(BadRow):
+            list(decoder.decode(messages(None, key=key)))
+
+
+def test_a_tombstone_is_refused_in_other_modes_or_skipped_by_choice() -> None:
+    decoder = JsonDecoder()
+    decoder.prepare(table(a="int4"), mode="append", key=())
+    with pytest.raises(BadRow, match=r"offset 1: .*no value"):
+        list(decoder.decode(messages({"a": 1}, None)))
+    decoded = JsonDecoder(on_tombstone="skip")
+    decoded.prepare(table(a="int4"), mode="append", key=())
+    found = decoded.decode(messages({"a": 1}, None, {"a": 2}))
+    assert list(found) == [(1,), (2,)]
+    assert [m.offset() for m in found.origins] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"a": 'x"'}, {"a": "x", "b": "x"}, {"a": "x", "b": "x.y"}, {"b": "x.y", "a": "x"}, {"nothing": "x"}]
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, str]) -> None:
+    with pytest.raises(TableError):
+        JsonDecoder(fields).prepare(table(a="int4", b="int4"), mode="append", key=())
+
+
+def test_options_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="units"):
+        JsonDecoder(epoch={"a": "hours"})  # type: ignore[dict-item]
+    with pytest.raises(ConfigurationError, match="there is no place"):
+        JsonDecoder(metadata={"a": "place"})  # type: ignore[dict-item]
+
+
+def test_raw_messages_are_stored_as_they_are() -> None:
+    found = rows(RawDecoder(metadata={"o": "offset"}), table(key="bytea", value="text", o="int8"), b"x", None)
+    assert found == [(b"x", None, 0), (None, None, 1)]
+
+
+def test_a_raw_message_without_value_deletes_in_an_upsert() -> None:
+    decoder = RawDecoder()
+    decoder.prepare(table(key="bytea", value="text"), mode="upsert", key=["key"])
+    found = list(decoder.decode([*messages(b"x", key=b"k"), *messages(None, key=b"k")]))
+    assert found == [(b"x", b"k"), (b"k",)]
+    assert type(found[1]) is Tombstone
+    with pytest.raises(TableError, match="cannot fill"):
+        decoder.prepare(table(key="bytea", value="text", z="int4"), mode="upsert", key=["z"])
+
+
+def test_a_function_may_return_no_row_one_or_several() -> None:
+    answers: list[Any] = [None, {"a": 1}, [{"b": "x"}, {"a": 2}], Tombstone((3,))]
+    decoder = FunctionDecoder(lambda m: answers[m.offset() or 0])
+    decoder.prepare(table(a="int4", b="text"), mode="upsert", key=["a"])
+    decoded = decoder.decode(messages(*range(4)))
+    assert list(decoded) == [(1, MISSING), (MISSING, "x"), (2, MISSING), (3,)]
+    assert [m.offset() for m in decoded.origins] == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("answer", [{"nothing": 1}, 5])
+def test_a_function_that_returns_something_else_is_told_for_which_message(answer: Any) -> None:
+    decoder = FunctionDecoder(lambda m: answer)
+    decoder.prepare(table(a="int4"), mode="append", key=())
+    with pytest.raises(BadRow, match=r"t\[1\] offset 0"):
+        decoder.decode(messages({}))

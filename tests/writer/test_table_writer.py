@@ -1,0 +1,597 @@
+"""The writer beside real tables: columns, keys, names, alterations, errors and other writers."""
+
+# ruff: noqa: PLR0917 - fixtures and parameters are positional
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from exactly_once.errors import ConfigurationError
+from exactly_once.outcome import Fault, classify
+from exactly_once.writer import MISSING, BadRow, TableChanged, TableError, TableWriter, Tombstone
+from tests.support.waiting import until
+from tests.writer.conftest import Connection, MakeTable, messages, rows_of
+
+WAYS = {"arrays": 500, "stage": 0}
+"""How many rows are a small batch: all of them, or none."""
+
+
+@pytest.fixture(params=WAYS)
+def small_batch(request: pytest.FixtureRequest) -> int:
+    return WAYS[request.param]
+
+
+# Columns.
+
+
+def test_generated_and_identity_columns_are_left_to_postgres(work: Connection, make_table: MakeTable) -> None:
+    table = make_table(
+        "(a int, twice int GENERATED ALWAYS AS (a * 2) STORED, id int GENERATED ALWAYS AS IDENTITY, b text DEFAULT 'x')"
+    )
+    TableWriter(table).write(work, [(1, None), (2, "y")])
+    assert rows_of(work, table) == [(1, 2, 1, None), (2, 4, 2, "y")]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_an_identity_column_can_be_filled_when_it_is_named(mode: Any, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, a int)")
+    TableWriter(table, mode=mode, columns=["a", "id"]).write(work, [(5, 70)])
+    assert rows_of(work, table) == [(70, 5)]
+
+
+def test_a_generated_column_that_is_named_is_refused(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int, b int GENERATED ALWAYS AS (a) STORED)")
+    with pytest.raises(TableError, match="'b' is generated"):
+        TableWriter(table, columns=["a", "b"]).write(work, [(1, 2)])
+
+
+def test_columns_may_come_in_any_order_and_only_some_of_them(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int, b text, c int DEFAULT 7)")
+    TableWriter(table, columns=["b", "a"]).write(work, [("x", 1)])
+    assert rows_of(work, table) == [(1, "x", 7)]
+
+
+def test_rows_with_gaps_become_null_and_no_value_of_another_row_is_lost(
+    work: Connection, make_table: MakeTable
+) -> None:
+    """A rival takes the columns of the first row for those of all."""
+    table = make_table("(a int, b text DEFAULT 'd')")
+    TableWriter(table).write(work, [(1, MISSING), (2, "keep"), (3, None)])
+    assert rows_of(work, table) == [(1, None), (2, "keep"), (3, None)]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_gaps_become_defaults_by_choice_and_null_stays_null(
+    mode: Any, small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(a int PRIMARY KEY, b text DEFAULT 'd', c serial)")
+    writer = TableWriter(table, mode=mode, missing="default", small_batch=small_batch)
+    writer.write(work, [(1, MISSING, 70), (2, "keep", MISSING), (3, None, 71), (4, MISSING, 72)])
+    assert rows_of(work, table) == [(1, "d", 70), (2, "keep", 1), (3, None, 71), (4, "d", 72)]
+
+
+def test_an_upsert_keeps_what_a_row_does_not_have(small_batch: int, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(id int PRIMARY KEY, a text, b text)")
+    writer = TableWriter(table, mode="upsert", missing="keep", small_batch=small_batch)
+    writer.write(work, [(1, "a", "b"), (2, "a", MISSING)])
+    writer.write(work, [(1, MISSING, "B"), (2, None, "b"), (1, "A", MISSING), (2, MISSING, "c")])
+    assert rows_of(work, table) == [(1, "A", "B"), (2, None, "c")]
+
+
+@pytest.mark.parametrize("rows", [[(1,)], [(1, 2, 3)], [(1, 2), (1,)]])
+def test_a_row_of_another_width_is_refused(
+    rows: Sequence[tuple[int, ...]], work: Connection, make_table: MakeTable
+) -> None:
+    with pytest.raises(BadRow, match="values for 2 columns"):
+        TableWriter(make_table("(a int, b int)")).write(work, rows)
+
+
+def test_no_rows_are_no_work(small_batch: int, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int PRIMARY KEY)")
+    for mode in ("append", "upsert", "insert-ignore"):
+        assert TableWriter(table, mode=mode, small_batch=small_batch).write(work, []) == 0
+        assert TableWriter(table, mode=mode, small_batch=small_batch).write(work, iter(())) == 0
+
+
+def test_a_generator_is_read_once(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int)")
+    assert TableWriter(table).write(work, ((i,) for i in range(5))) == 5
+
+
+# Names.
+
+
+@pytest.fixture
+def odd_schema(work: Connection) -> str:
+    name = 'odd %s " schema'
+    work.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
+    return name
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_odd_names_are_quoted(mode: Any, small_batch: int, odd_schema: str, work: Connection) -> None:
+    table = sql.Identifier(odd_schema, "Odd.Table %(x)s")
+    columns = ["Key %s", 'a"b', "%", "select"]
+    definition = sql.SQL(", ").join(sql.SQL("{} int").format(sql.Identifier(c)) for c in columns)
+    work.execute(sql.SQL("CREATE TABLE {} ({}, PRIMARY KEY ({}))").format(table, definition, sql.Identifier("Key %s")))
+    for name in (table, table.as_string(None)):
+        writer = TableWriter(name, mode=mode, small_batch=small_batch)
+        writer.write(work, [(1, 2, 3, 4)])
+        if mode == "upsert":
+            writer.write(work, [(2, 0, 0, 0), (1, 5, 6, 7), Tombstone((2,))])
+        assert work.execute(sql.SQL("SELECT * FROM {}").format(table)).fetchall()
+        work.execute(sql.SQL("TRUNCATE {}").format(table))
+
+
+def test_an_unknown_table_is_told_with_those_that_are_alike(work: Connection) -> None:
+    work.execute('CREATE TABLE "Payment Table" (a int)')
+    with pytest.raises(TableError, match=r'there is public."Payment Table"'):
+        TableWriter('"payment table"').write(work, [(1,)])
+
+
+@pytest.mark.parametrize("name", ["no_such_table", "no_schema.t", "a.b.c.d", '"', "a b", "", "pg_stat_activity"])
+def test_what_is_no_table_is_refused_and_stops_the_worker(name: str, work: Connection) -> None:
+    with pytest.raises(TableError) as caught:
+        TableWriter(name).write(work, [(1,)])
+    assert classify(caught.value, connection_lost=False) is Fault.OTHER
+
+
+# Keys.
+
+
+@pytest.mark.parametrize(
+    ("definition", "key"),
+    [
+        ("(a int, b int)", None),
+        ("(a int, b int)", ["a"]),
+        ("(a int PRIMARY KEY, b int)", ["b"]),
+        ("(a int PRIMARY KEY, b int)", ["a", "b"]),
+        ("(a int PRIMARY KEY, b int)", ["nothing"]),
+        ("(a int, b int, UNIQUE (a) DEFERRABLE)", ["a"]),
+    ],
+)
+def test_an_upsert_needs_a_key_that_is_unique(
+    definition: str, key: list[str] | None, work: Connection, make_table: MakeTable
+) -> None:
+    with pytest.raises(TableError):
+        TableWriter(make_table(definition), mode="upsert", key=key).write(work, [(1, 2)])
+
+
+def test_a_partial_or_expression_index_is_no_key(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int, b text)")
+    work.execute(f"CREATE UNIQUE INDEX ON {table} (a) WHERE b IS NULL")
+    work.execute(f"CREATE UNIQUE INDEX ON {table} (lower(b))")
+    with pytest.raises(TableError, match="no unique index"):
+        TableWriter(table, mode="upsert", key=["a"]).write(work, [(1, "x")])
+
+
+def test_an_index_with_further_columns_included_is_a_key(
+    small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(a int, b text, c int)")
+    work.execute(f"CREATE UNIQUE INDEX ON {table} (b, a) INCLUDE (c)")
+    writer = TableWriter(table, mode="upsert", key=["a", "b"], small_batch=small_batch)
+    writer.write(work, [(1, "x", 1), (1, "x", 2), (2, "x", 3), Tombstone((2, "x"))])
+    assert rows_of(work, table) == [(1, "x", 2)]
+
+
+@pytest.mark.parametrize("change", [(None, "x"), Tombstone((None,)), (MISSING, "x")])
+def test_a_key_without_a_value_is_refused(change: Any, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int UNIQUE, b text)")
+    with pytest.raises(BadRow, match=r"orders\[3\] offset 101: column a: the key has no value"):
+        TableWriter(table, mode="upsert", key=["a"]).write(work, [(1, "x"), change], origins=messages(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("char(5)", "a", "a  "),
+        ("double precision", 0.0, -0.0),
+        ("numeric", "1.0", "1.00"),
+        ("interval", "1 day", "24 hours"),
+        ("inet", "10.0.0.1", "10.0.0.1/32"),
+        ("timestamptz", "2026-01-01T00:00:00Z", "2026-01-01T01:00:00+01:00"),
+        ("jsonb", '{"a": 1}', '{"a":1}'),
+        ("int[]", [1], "{1}"),
+        ("boolean", "yes", True),
+    ],
+)
+def test_keys_that_postgres_finds_equal_are_one_key(
+    kind: str, first: Any, second: Any, small_batch: int, work: Connection
+) -> None:
+    check_equal_keys(work, kind, first, second, small_batch)
+
+
+def test_keys_under_a_collation_that_sees_no_case_are_one_key(small_batch: int, work: Connection) -> None:
+    with contextlib.suppress(psycopg.Error), work.transaction():
+        work.execute("CREATE COLLATION no_case (provider = icu, locale = 'und-u-ks-level2', deterministic = false)")
+    if work.execute("SELECT to_regcollation('no_case')").fetchone() == (None,):
+        pytest.skip("this Postgres has no such collation: it was built without ICU")
+    check_equal_keys(work, "text COLLATE no_case", "ä", "Ä", small_batch)
+
+
+def check_equal_keys(work: Connection, kind: str, first: Any, second: Any, small_batch: int) -> None:
+    work.execute(f"CREATE TEMP TABLE equal_keys (k {kind} PRIMARY KEY, v int)")
+    writer = TableWriter("equal_keys", mode="upsert", small_batch=small_batch)
+    writer.write(work, [(first, 1), (second, 2)])
+    assert work.execute("SELECT v FROM equal_keys").fetchall() == [(2,)]
+    writer.write(work, [(first, 3), Tombstone((second,)), (first, 4), (second, 5)])
+    assert work.execute("SELECT v FROM equal_keys").fetchall() == [(5,)]
+    writer.write(work, [(first, 3), Tombstone((second,))])
+    assert work.execute("SELECT v FROM equal_keys").fetchall() == []
+
+
+def test_insert_ignore_keeps_the_first_row_of_a_key(small_batch: int, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int PRIMARY KEY, b text)")
+    writer = TableWriter(table, mode="insert-ignore", small_batch=small_batch)
+    assert writer.write(work, [(1, "x"), (1, "y"), (2, "z")]) == 2
+    assert writer.write(work, [(1, "later"), (3, "new")]) == 1
+    assert rows_of(work, table) == [(1, "x"), (2, "z"), (3, "new")]
+
+
+def test_insert_ignore_needs_no_key(small_batch: int, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int)")
+    assert TableWriter(table, mode="insert-ignore", small_batch=small_batch).write(work, [(1,), (1,)]) == 2
+
+
+def test_a_row_after_a_tombstone_inherits_nothing(small_batch: int, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(id int PRIMARY KEY, a text, other text DEFAULT 'd')")
+    work.execute(f"INSERT INTO {table} VALUES (1, 'old', 'old')")
+    writer = TableWriter(table, mode="upsert", columns=["id", "a"], small_batch=small_batch)
+    writer.write(work, [Tombstone((1,)), (1, "new")])
+    assert rows_of(work, table) == [(1, "new", "d")]
+
+
+def test_a_change_touches_only_the_columns_that_were_named(
+    small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(id int PRIMARY KEY, a int, made int)")
+    writer = TableWriter(table, mode="upsert", update=["a"], small_batch=small_batch)
+    writer.write(work, [(1, 1, 10), (1, 2, 20), (2, 1, 30)])
+    writer.write(work, [(2, 5, 50)])
+    assert rows_of(work, table) == [(1, 2, 10), (2, 5, 30)]
+
+
+def test_a_row_that_is_older_is_ignored(small_batch: int, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(id int PRIMARY KEY, version int, a text)")
+    writer = TableWriter(table, mode="upsert", newest_by="version", small_batch=small_batch)
+    writer.write(work, [(1, 5, "five"), (1, 4, "four"), (2, None, "none"), (2, 1, "one")])
+    writer.write(work, [(1, 4, "four again"), (1, 5, "five again"), (2, 0, "zero")])
+    assert rows_of(work, table) == [(1, 5, "five again"), (2, 1, "one")]
+
+
+def test_a_table_of_keys_only_can_be_upserted(small_batch: int, work: Connection, make_table: MakeTable) -> None:
+    """A rival ends in a syntax error."""
+    table = make_table("(a int, b int, PRIMARY KEY (a, b))")
+    writer = TableWriter(table, mode="upsert", small_batch=small_batch)
+    writer.write(work, [(1, 1), (1, 2), (1, 1)])
+    writer.write(work, [(1, 1), Tombstone((1, 2))])
+    assert rows_of(work, table) == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "replace"}, {"mode": "append", "update": ["a"]}, {"newest_by": "a"}, {"missing": "keep"}, {"missing": 1}],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        TableWriter("t", **options)
+
+
+# Kinds of tables.
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_a_partitioned_table_takes_rows_of_all_partitions(
+    mode: Any, small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(id int, a text, PRIMARY KEY (id)) PARTITION BY RANGE (id)")
+    work.execute(f"CREATE TABLE {table}_low PARTITION OF {table} FOR VALUES FROM (0) TO (10)")
+    work.execute(f"CREATE TABLE {table}_high (a text, id int NOT NULL)")
+    work.execute(f"ALTER TABLE {table} ATTACH PARTITION {table}_high FOR VALUES FROM (10) TO (20)")
+    writer = TableWriter(table, mode=mode, small_batch=small_batch)
+    writer.write(work, [(1, "x"), (11, "y")])
+    if mode == "upsert":
+        writer.write(work, [Tombstone((11,)), (1, "z"), (12, "new")])
+        assert rows_of(work, table) == [(1, "z"), (12, "new")]
+    with pytest.raises(BadRow, match="no partition"):
+        writer.write(work, [(50, "x")])
+
+
+def test_triggers_and_other_rules_of_the_table_hold(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(id int PRIMARY KEY, a text)")
+    work.execute(
+        f"CREATE FUNCTION {table}_loud() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN IF NEW.id < 0 THEN RAISE EXCEPTION 'negative'; END IF; NEW.a = upper(NEW.a); RETURN NEW; END $$"
+    )
+    work.execute(f"CREATE TRIGGER loud BEFORE INSERT ON {table} FOR EACH ROW EXECUTE FUNCTION {table}_loud()")
+    TableWriter(table).write(work, [(1, "x")])
+    assert rows_of(work, table) == [(1, "X")]
+    with pytest.raises(BadRow, match=r"orders\[3\] offset 101: negative") as caught:
+        TableWriter(table).write(work, [(2, "x"), (-1, "x")], origins=messages(2))
+    assert classify(caught.value, connection_lost=False) is Fault.HANDLER
+
+
+def test_a_table_with_policies_is_written_without_copy(work: Connection, make_table: MakeTable, name: str) -> None:
+    table = make_table("(id int PRIMARY KEY, a text)")
+    work.execute(f"CREATE ROLE {name}")
+    work.execute(f"GRANT ALL ON {table} TO {name}")
+    work.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY")
+    work.execute(f"CREATE POLICY p ON {table} USING (id < 10)")
+    work.execute(f"SET LOCAL ROLE {name}")
+    for small_batch in (0, 10):
+        TableWriter(table, small_batch=small_batch).write(work, [(1 + small_batch // 5, "x")])
+    assert rows_of(work, table) == [(1, "x"), (3, "x")]
+
+
+def test_a_view_is_refused(work: Connection) -> None:
+    work.execute("CREATE TEMP VIEW v AS SELECT 1 AS a")
+    with pytest.raises(TableError, match="not a table"):
+        TableWriter("v").write(work, [(1,)])
+
+
+# The transaction.
+
+
+def test_nothing_is_committed_and_nothing_stays_behind(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int PRIMARY KEY)")
+    for mode in ("append", "upsert", "insert-ignore"):
+        writer = TableWriter(table, mode=mode, small_batch=0)
+        writer.write(work, [(1,)])
+        writer.write(work, [(2,)])
+        work.rollback()
+    assert rows_of(work, table) == []
+    assert work.execute("SELECT count(*) FROM pg_class WHERE relpersistence = 't'").fetchone() == (0,)
+
+
+def test_a_connection_that_commits_each_statement_is_refused(db: Connection, make_table: MakeTable) -> None:
+    with pytest.raises(ConfigurationError, match="transaction"):
+        TableWriter(make_table("(a int)")).write(db, [(1,)])
+
+
+def test_a_connection_with_another_encoding_is_refused(postgres_conninfo: str, make_table: MakeTable) -> None:
+    table = make_table("(a text)")
+    connection = psycopg.connect(postgres_conninfo, client_encoding="LATIN1")
+    with connection, pytest.raises(ConfigurationError, match="UTF8"):
+        TableWriter(table).write(connection, [("ä",)])
+
+
+def test_a_bad_row_found_before_sending_leaves_the_transaction_usable(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int)")
+    writer = TableWriter(table)
+    writer.write(work, [(1,)])
+    with pytest.raises(BadRow, match=r"orders\[3\] offset 101: column a: 2147483648 is out of range"):
+        writer.write(work, [(2,), (2**31,)], origins=messages(2))
+    writer.write(work, [(3,)])
+    assert rows_of(work, table) == [(1,), (3,)]
+
+
+# Errors of Postgres.
+
+
+@pytest.mark.parametrize(
+    ("definition", "bad", "column", "match"),
+    [
+        ("(id int, v text NOT NULL)", None, "v", "not-null"),
+        ("(id int, v text UNIQUE)", "x0", None, r"already exists"),
+        ("(id int, v text CHECK (v <> 'bad'))", "bad", None, "check"),
+        ("(id int, v text)", "a\0", "v", "0x00"),
+    ],
+)
+def test_an_error_of_copy_names_the_message(
+    definition: str, bad: Any, column: str | None, match: str, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table(definition)
+    rows = [(i, f"x{i}") for i in range(3000)]
+    rows[1234] = (1234, bad)
+    with pytest.raises(BadRow, match=match) as caught:
+        TableWriter(table).write(work, rows, origins=messages(3000))
+    assert (caught.value.topic, caught.value.partition, caught.value.offset) == ("orders", 3, 100 + 1234)
+    assert caught.value.column == column
+    assert classify(caught.value, connection_lost=False) is Fault.HANDLER
+
+
+@pytest.mark.parametrize("language", ["de_DE.UTF-8", "C"])
+def test_the_row_is_found_in_messages_of_any_language(language: str, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(v text)")
+    try:
+        work.execute(f"SET LOCAL lc_messages = '{language}'")
+    except psycopg.Error:
+        pytest.skip(f"this Postgres does not know {language}")
+    with pytest.raises(BadRow) as caught:
+        TableWriter(table).write(work, [("a",), ("\0",)])
+    assert (caught.value.row, caught.value.column) == (1, "v")
+
+
+def test_an_error_of_a_merge_is_the_messages_fault_without_naming_it(
+    small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(id int PRIMARY KEY, v int CHECK (v > 0))")
+    with pytest.raises(BadRow, match="check constraint") as caught:
+        TableWriter(table, mode="upsert", small_batch=small_batch).write(work, [(1, 1), (2, 0)], origins=messages(2))
+    assert caught.value.offset is None
+    assert classify(caught.value, connection_lost=False) is Fault.HANDLER
+
+
+# Alterations.
+
+
+@pytest.mark.parametrize(
+    ("alter", "stored"),
+    [
+        ("ALTER COLUMN b TYPE float8 USING 0", "7"),
+        ("ALTER COLUMN b TYPE timestamp USING NULL", None),
+        ("ALTER COLUMN b TYPE int4", "7"),
+        ("ALTER COLUMN b TYPE text", None),
+        ("ALTER COLUMN c TYPE numeric(6,1)", "7"),
+        ("RENAME COLUMN b TO bb", None),
+        ("DROP COLUMN b", None),
+    ],
+)
+def test_bytes_of_one_type_are_never_taken_for_another(
+    alter: str, stored: str | None, db: Connection, work: Connection, make_table: MakeTable
+) -> None:
+    """A bigint, a double and a timestamp have the same length: binary COPY would store nonsense.
+
+    What is stored at the second attempt is the value under the new type; None where that is refused.
+    """
+    table = make_table("(a int, b bigint, c numeric(6,2))")
+    writer = TableWriter(table)
+    writer.write(work, [(1, 5, 1)])
+    work.commit()
+    db.execute(f"ALTER TABLE {table} {alter}")
+    with pytest.raises(TableChanged) as caught:
+        writer.write(work, [(2, 2**40, 1)])
+    assert classify(caught.value, connection_lost=False) is Fault.CONFLICT
+    work.rollback()
+    if stored is None:
+        with pytest.raises((TableError, BadRow), match=r"\bb\b"):
+            writer.write(work, [(2, 7, "1.5")])
+    else:
+        writer.write(work, [(2, 7, "1.5")])
+        assert work.execute(f"SELECT b::text, c FROM {table} WHERE a = 2").fetchone() == (stored, Decimal("1.5"))
+
+
+@pytest.mark.parametrize("alter", ["ALTER COLUMN b TYPE float8 USING b", "ALTER COLUMN b TYPE text", "DROP COLUMN b"])
+def test_an_upsert_notices_alterations_too(
+    alter: str, small_batch: int, db: Connection, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(a int PRIMARY KEY, b bigint)")
+    writer = TableWriter(table, mode="upsert", small_batch=small_batch)
+    writer.write(work, [(1, 5)])
+    work.commit()
+    db.execute(f"ALTER TABLE {table} {alter}")
+    try:
+        writer.write(work, [(1, 2**40)])
+    except TableChanged:
+        assert "DROP" in alter
+    else:
+        (stored,) = work.execute(f"SELECT b::text::float8 FROM {table}").fetchone() or (None,)
+        assert stored == 2**40
+
+
+def test_columns_that_moved_or_were_added_do_not_matter(
+    db: Connection, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(a int, gone int, b text)")
+    writer = TableWriter(table, columns=["a", "b"])
+    writer.write(work, [(1, "x")])
+    work.commit()
+    db.execute(f"ALTER TABLE {table} DROP COLUMN gone, ADD COLUMN c int DEFAULT 7")
+    with pytest.raises(TableChanged):
+        writer.write(work, [(2, "y")])
+    work.rollback()
+    writer.write(work, [(2, "y")])
+    assert rows_of(work, table) == [(1, "x", 7), (2, "y", 7)]
+
+
+def test_a_table_that_was_made_anew_is_read_anew(db: Connection, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int, b bigint)")
+    writer = TableWriter(table)
+    writer.write(work, [(1, 1)])
+    work.commit()
+    db.execute(f"DROP TABLE {table}; CREATE TABLE {table} (b float8, a int)")
+    with pytest.raises(TableChanged):
+        writer.write(work, [(1, 1)])
+    work.rollback()
+    writer.write(work, [(1, 1)])
+    assert rows_of(work, table) == [(1.0, 1)]
+
+
+def test_a_table_that_is_gone_stops_the_worker(db: Connection, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(a int)")
+    writer = TableWriter(table)
+    writer.write(work, [(1,)])
+    work.commit()
+    db.execute(f"DROP TABLE {table}")
+    faults = []
+    for _ in range(2):
+        with pytest.raises(psycopg.Error) as caught:
+            writer.write(work, [(1,)])
+        faults.append(classify(caught.value, connection_lost=False))
+        work.rollback()
+    assert faults == [Fault.CONFLICT, Fault.OTHER]
+
+
+# Other writers.
+
+
+@pytest.mark.parametrize("changes", [[(9, 1), (1, 1)], [Tombstone((9,)), Tombstone((1,))]], ids=["rows", "tombstones"])
+def test_rows_are_locked_in_the_order_of_the_key(
+    changes: Any, small_batch: int, postgres_conninfo: str, work: Connection, make_table: MakeTable, db: Connection
+) -> None:
+    """So two workers that bring the same keys in different orders never deadlock: who waits holds nothing behind."""
+    table = make_table("(id int PRIMARY KEY, v int)")
+    db.execute(f"INSERT INTO {table} VALUES (9, 0), (1, 0)")
+    work.execute(f"SELECT 1 FROM {table} WHERE id = 1 FOR UPDATE")
+
+    def write() -> None:
+        with psycopg.connect(postgres_conninfo, application_name=table) as connection:
+            TableWriter(table, mode="upsert", small_batch=small_batch).write(connection, changes)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    waiting = f"SELECT 1 FROM pg_stat_activity WHERE application_name = '{table}' AND wait_event_type = 'Lock'"
+    try:
+        until(lambda: db.execute(waiting).fetchone(), 20, "the writer to wait for the row of the lowest key")
+        assert db.execute(f"SELECT 1 FROM {table} WHERE id = 9 FOR UPDATE NOWAIT").fetchone() == (1,)
+    finally:
+        work.commit()
+        thread.join(20)
+
+
+@pytest.mark.parametrize("rounds", [20])
+def test_workers_that_write_the_same_keys_do_not_deadlock(
+    rounds: int, small_batch: int, postgres_conninfo: str, make_table: MakeTable
+) -> None:
+    table = make_table("(id int PRIMARY KEY, v int)")
+    failures: list[Exception] = []
+
+    def worker(step: int) -> None:
+        writer = TableWriter(table, mode="upsert", small_batch=small_batch)
+        with psycopg.connect(postgres_conninfo) as connection:
+            try:
+                for n in range(rounds):
+                    writer.write(connection, [(i, n) for i in list(range(60))[::step]])
+                    connection.commit()
+                    writer.write(connection, [Tombstone((i,)) for i in list(range(60))[::step]])
+                    connection.commit()
+            except psycopg.Error as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=worker, args=(step,)) for step in (1, -1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+
+
+def test_a_row_that_another_writer_is_inserting_is_waited_for_and_updated(
+    small_batch: int, postgres_conninfo: str, work: Connection, make_table: MakeTable, db: Connection
+) -> None:
+    table = make_table("(id int PRIMARY KEY, v text)")
+    work.execute(f"INSERT INTO {table} VALUES (1, 'other')")
+    done = threading.Event()
+
+    def upsert() -> None:
+        with psycopg.connect(postgres_conninfo, application_name=table) as connection:
+            TableWriter(table, mode="upsert", small_batch=small_batch).write(connection, [(1, "ours")])
+        done.set()
+
+    thread = threading.Thread(target=upsert)
+    thread.start()
+    waiting = f"SELECT 1 FROM pg_stat_activity WHERE application_name = '{table}' AND wait_event_type = 'Lock'"
+    until(lambda: db.execute(waiting).fetchone(), 20, "the upsert to wait for the other writer")
+    work.commit()
+    thread.join(20)
+    assert done.is_set()
+    assert rows_of(work, table) == [(1, "ours")]

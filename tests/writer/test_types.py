@@ -1,0 +1,227 @@
+"""Every type of Postgres takes its values unchanged, by each of the writer's ways, or refuses them."""
+
+# ruff: noqa: E501, FBT001, PLR0917 - tables of values; fixtures and parameters are positional
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from psycopg.types.multirange import Multirange
+from psycopg.types.range import Range
+
+from exactly_once.writer import BadRow, TableWriter
+from tests.writer.conftest import Connection, MakeTable
+
+NOON = datetime(2026, 1, 2, 12, 0, 0, 1, UTC)
+
+# What is given, and what SELECT ...::text shows of it; the same where they are left out.
+TYPES: list[tuple[str, list[Any], list[str | None]]] = [
+    ("smallint", [-32768, 32767], ["-32768", "32767"]),
+    ("integer", [-(2**31), "7"], ["-2147483648", "7"]),
+    ("bigint", [-(2**63), 2**63 - 1], ["-9223372036854775808", "9223372036854775807"]),
+    ("oid", [2**32 - 1], ["4294967295"]),
+    ("real", [1.5, float("nan"), float("-inf")], ["1.5", "NaN", "-Infinity"]),
+    ("double precision", [0.1, 5e-324, float("inf")], ["0.1", "5e-324", "Infinity"]),
+    ("numeric", [Decimal("1.50"), 10**100, "NaN", Decimal("-Infinity")], ["1.50", str(10**100), "NaN", "-Infinity"]),
+    ("numeric(5,2)", [Decimal("999.99"), 1.5, -1], ["999.99", "1.50", "-1.00"]),
+    ("money", ["12.34"], ["$12.34"]),
+    ("boolean", [True, False, "yes"], ["true", "false", "true"]),
+    ("text", ["", "ä\t\n\\N\r\b\v", "\\."], ["", "ä\t\n\\N\r\b\v", "\\."]),
+    ("varchar(3)", ["abc", "ä"], ["abc", "ä"]),
+    ("char(3)", ["abc", "a"], ["abc", "a"]),
+    ("name", ["n"], ["n"]),
+    ('"char"', ["x"], ["x"]),
+    ("bytea", [b"\x00\xff", b""], ["\\x00ff", "\\x"]),
+    ("date", [date.min, date.max, "infinity", "0044-03-15 BC"], ["0001-01-01", "9999-12-31", "infinity", "0044-03-15 BC"]),
+    ("time", [time.min, time.max], ["00:00:00", "23:59:59.999999"]),
+    ("time(3)", [time(1, microsecond=5000)], ["01:00:00.005"]),
+    ("timetz", [time(1, tzinfo=timezone(timedelta(hours=2)))], ["01:00:00+02"]),
+    ("timestamp", [datetime.min, "-infinity"], ["0001-01-01 00:00:00", "-infinity"]),  # noqa: DTZ901
+    ("timestamptz", [NOON, "infinity", "2026-01-02T13:00:00+01:00"], ["2026-01-02 12:00:00.000001+00", "infinity", "2026-01-02 12:00:00+00"]),
+    ("timestamptz(0)", [NOON.replace(microsecond=0)], ["2026-01-02 12:00:00+00"]),
+    ("interval", [timedelta(days=-1, microseconds=3), "1 mon -3 days"], ["-1 days +00:00:00.000003", "1 mon -3 days"]),
+    ("uuid", [UUID(int=1), str(UUID(int=2))], [str(UUID(int=1)), str(UUID(int=2))]),
+    ("json", [{"a": [1, None]}, '{"b":  1.50}'], ['{"a":[1,null]}', '{"b":  1.50}']),
+    ("jsonb", [{"a": 'q"\\'}, "[1.50]", b"null", True], ['{"a": "q\\"\\\\"}', "[1.50]", "null", "true"]),
+    ("inet", [ipaddress.ip_address("::1"), "10.0.0.1/8"], ["::1/128", "10.0.0.1/8"]),
+    ("cidr", [ipaddress.ip_network("10.0.0.0/8"), "::/0"], ["10.0.0.0/8", "::/0"]),
+    ("macaddr", ["08:00:2b:01:02:03"], ["08:00:2b:01:02:03"]),
+    ("macaddr8", ["08:00:2b:01:02:03:04:05"], ["08:00:2b:01:02:03:04:05"]),
+    ("bit(3)", ["101"], ["101"]),
+    ("bit varying(5)", ["1"], ["1"]),
+    ("tsvector", ["'a' 'b'"], ["'a' 'b'"]),
+    ("tsquery", ["'a' & 'b'"], ["'a' & 'b'"]),
+    ("point", ["(1,2)"], ["(1,2)"]),
+    ("box", ["(1,2),(0,0)"], ["(1,2),(0,0)"]),
+    ("pg_lsn", ["16/B374D848"], ["16/B374D848"]),
+    ("jsonpath", ["$.a"], ['$."a"']),
+    ("regclass", ["pg_class"], ["pg_class"]),
+    ("xid8", [5], ["5"]),
+    ("int4range", [Range(1, 5), Range(empty=True), "[1,2]", Range(None, 3)], ["[1,5)", "empty", "[1,3)", "(,3)"]),
+    ("numrange", [Range(Decimal("1.5"), 2, "[]")], ["[1.5,2]"]),
+    ("tstzrange", [Range(NOON, None)], ['["2026-01-02 12:00:00.000001+00",)']),
+    ("daterange", [Range("-infinity", date(2026, 1, 1))], ["[-infinity,2026-01-01)"]),
+    ("int8multirange", [[Range(1, 2), Range(5, 9)], Multirange()], ["{[1,2),[5,9)}", "{}"]),
+    ("integer[]", [[1, None], [], [[1, 2], [3, 4]], "{5}"], ["{1,NULL}", "{}", "{{1,2},{3,4}}", "{5}"]),
+    ("text[]", [["a", None, "NULL", 'q"\\', "", "x y"]], ['{a,NULL,"NULL","q\\"\\\\","","x y"}']),
+    ("numeric(5,2)[]", [[Decimal("1.50")]], ["{1.50}"]),
+    ("timestamptz[]", [[NOON, "infinity"], [NOON]], ['{"2026-01-02 12:00:00.000001+00",infinity}', '{"2026-01-02 12:00:00.000001+00"}']),
+    ("jsonb[]", [[{"a": 1}, None, '"x"']], ['{"{\\"a\\": 1}",NULL,"\\"x\\""}']),
+    ("bytea[]", [[b"\x00"]], ['{"\\\\x00"}']),
+    ("uuid[]", [[UUID(int=1)]], [f"{{{UUID(int=1)}}}"]),
+    ("money[]", [["1.00"]], ["{$1.00}"]),
+    ("int4range[]", [[Range(1, 2), None]], ['{"[1,2)",NULL}']),
+    ("mood", ["happy", None], ["happy", None]),
+    ("mood[]", [["happy", None]], ["{happy,NULL}"]),
+    ("percent", [100, 0], ["100", "0"]),
+    ("small_percent", [5], ["5"]),
+    ("percent[]", [[1, 2]], ["{1,2}"]),
+    ("place", [("a,b", 5), {"name": 'q"\\', "size": None}, "(x,1)"], ['("a,b",5)', '("q""\\\\",)', "(x,1)"]),
+    ("place[]", [[("a b", 1)]], ['{"(\\"a b\\",1)"}']),
+    ("short", ["ab"], ["ab"]),
+    ('"Odd Type"', ["a%s"], ["a%s"]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_types(postgres_conninfo: str) -> None:
+    with psycopg.connect(postgres_conninfo) as connection:
+        connection.execute("SET search_path = public")
+        connection.execute("CREATE TYPE mood AS ENUM ('sad', 'happy')")
+        connection.execute("CREATE DOMAIN percent AS int CHECK (value BETWEEN 0 AND 100)")
+        connection.execute("CREATE DOMAIN small_percent AS percent CHECK (value < 50)")
+        connection.execute("CREATE DOMAIN short AS varchar(2)")
+        connection.execute("CREATE TYPE place AS (name text, size int)")
+        connection.execute("""CREATE TYPE "Odd Type" AS ENUM ('a%s')""")
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "append": {"mode": "append"},
+    "arrays": {"mode": "upsert"},
+    "stage": {"mode": "upsert", "small_batch": 0},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "given", "shown"), TYPES, ids=[kind for kind, _, _ in TYPES])
+def test_a_type_takes_its_values_unchanged(
+    way: str, kind: str, given: list[Any], shown: list[str], work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table(f"(id int PRIMARY KEY, v {kind})")
+    work.execute("SET LOCAL TimeZone = 'UTC'")
+    # Each value alone and then all together: a value that goes as text takes its whole batch along.
+    batches = [[(i, v)] for i, v in enumerate(given)] + [[(100 + i, v) for i, v in enumerate([*given, None])]]
+    writer = TableWriter(table, **WAYS[way])
+    for batch in batches:
+        assert writer.write(work, batch) == len(batch)
+    cast = "v::text" if kind != "char(3)" else "rtrim(v)"
+    found = [text for (text,) in work.execute(f"SELECT {cast} FROM {table} ORDER BY id").fetchall()]
+    found = [text.replace("$", "") if kind.startswith("money") and text else text for text in found]
+    shown = [text.replace("$", "") if kind.startswith("money") and text else text for text in shown]
+    assert found == [*shown, *shown, None]
+
+
+scalars: dict[str, st.SearchStrategy[Any]] = {
+    "int2": st.integers(-(2**15), 2**15 - 1),
+    "int4": st.integers(-(2**31), 2**31 - 1),
+    "int8": st.integers(-(2**63), 2**63 - 1),
+    "float4": st.floats(width=32),
+    "float8": st.floats(),
+    "numeric": st.one_of(st.decimals(-10**30, 10**30, places=20), st.integers(), st.just(Decimal("Infinity"))),
+    "bool": st.booleans(),
+    "text": st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    "bytea": st.binary(),
+    "date": st.dates(),
+    "time": st.times(),
+    "timestamp": st.datetimes(),
+    "timestamptz": st.datetimes(min_value=datetime(1, 1, 2), max_value=datetime(9999, 12, 30), timezones=st.just(UTC)),  # noqa: DTZ001
+    "interval": st.timedeltas(timedelta(days=-10**6), timedelta(days=10**6)),
+    "uuid": st.uuids(),
+    "inet": st.ip_addresses(),
+    "int8[]": st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1))),
+    "text[]": st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))),
+}  # fmt: skip
+documents = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc"), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
+        return math.isnan(right)
+    return bool(left == right)
+
+
+@settings(
+    max_examples=12, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+@pytest.mark.parametrize("is_text", [False, True], ids=["binary", "text"])
+@pytest.mark.parametrize("way", WAYS)
+def test_generated_values_of_every_type_come_back_as_they_were(
+    way: str, is_text: bool, data: st.DataObject, work: Connection
+) -> None:
+    columns = {f"c{i}": kind for i, kind in enumerate(scalars)}
+    row = st.tuples(*(st.none() | strategy for strategy in scalars.values()), st.none() | documents.filter(lambda d: not isinstance(d, (str, type(None)))))  # fmt: skip
+    rows = data.draw(st.lists(row, min_size=1, max_size=3))
+    work.rollback()
+    extra = ", t macaddr" if is_text else ""
+    definition = ", ".join(f"{name} {kind}" for name, kind in columns.items())
+    work.execute(f"CREATE TEMP TABLE every_type (id int PRIMARY KEY, {definition}, doc jsonb{extra}) ON COMMIT DROP")
+    given = [(i, *values, *(["08:00:2b:01:02:03"] if is_text else [])) for i, values in enumerate(rows)]
+    TableWriter("every_type", **WAYS[way]).write(work, given)
+    # What text shows of a float4 is a shorter number.
+    shown = [f"{name}::float8" if kind == "float4" else name for name, kind in columns.items()]
+    names = ", ".join(["id", *shown, "doc", *(["t"] if is_text else [])])
+    found = work.execute(f"SELECT {names} FROM every_type ORDER BY id").fetchall()
+    for wanted, got in zip(given, found, strict=True):
+        assert all(map(same, wanted, got)), (wanted, got)
+
+
+REFUSED_BY_POSTGRES: list[tuple[str, Any, str]] = [
+    ("text", "a\0b", "v"),
+    ("mood", "angry", "v"),
+    ("percent", 101, ""),
+    ("small_percent", 50, ""),
+    ("short", "abc", "v"),
+    ("jsonb", "{", "v"),
+    ("jsonb", '"\\u0000"', "v"),
+    ("integer[]", [[1], [2, 3]], "v"),
+    ("place", "(1", "v"),
+    ("macaddr", "x", "v"),
+    ("boolean", "perhaps", "v"),
+    ("interval", "soon", "v"),
+    ("int4range", Range(5, 1), "v"),
+    ("int NOT NULL", None, "v"),
+    ("int CHECK (v > 0)", 0, ""),
+    ("bit(3)", "11", ""),
+    ("date", "infinity BC", ""),
+    ("numeric(5,2)", "1.005", "v"),
+    ("text", "\ud800", "v"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "column"), REFUSED_BY_POSTGRES, ids=[f"{k}-{v!r:.12}" for k, v, _ in REFUSED_BY_POSTGRES]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_value_that_the_column_refuses_is_an_error_that_names_it(
+    way: str, kind: str, value: Any, column: str, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table(f"(id int PRIMARY KEY, v {kind})")
+    with pytest.raises(BadRow) as caught:
+        TableWriter(table, **WAYS[way]).write(work, [(0, value)])
+    if column and way == "append":
+        assert caught.value.column == column
+        assert caught.value.row == 0

@@ -1,0 +1,73 @@
+"""However a stream of changes is cut into batches, a table ends as if each had been applied alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from exactly_once.writer import MISSING, TableWriter, Tombstone
+from tests.writer.conftest import Connection
+
+keys = st.tuples(st.integers(0, 2), st.sampled_from("ab"))
+numbers = st.none() | st.integers(0, 3)
+changes = st.one_of(
+    st.tuples(keys, numbers, numbers, numbers).map(lambda c: (*c[0], *c[1:])),
+    keys.map(Tombstone),
+)
+changes_with_gaps = st.one_of(
+    st.tuples(keys, numbers, numbers | st.just(MISSING), numbers | st.just(MISSING)).map(lambda c: (*c[0], *c[1:])),
+    keys.map(Tombstone),
+)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all columns": {},
+    "only one is updated": {"update": ["x"]},
+    "the newer one": {"newest_by": "version"},
+    "the newer one, only some are updated": {"newest_by": "version", "update": ["version", "x"]},
+    "fields may be missing": {"missing": "keep"},
+    "fields may be missing, the newer one": {"missing": "keep", "newest_by": "version"},
+    "fields may be missing, only one is updated": {"missing": "keep", "update": ["x"]},
+    "missing fields are defaults": {"missing": "default"},
+}
+
+
+def stored_after(connection: Connection, batches: list[list[Any]], options: dict[str, Any]) -> list[Any]:
+    connection.rollback()
+    connection.execute(
+        "CREATE TEMP TABLE changed (id int, part text, version int, x int DEFAULT 7, y int, other text DEFAULT 'd',"
+        " PRIMARY KEY (id, part)) ON COMMIT DROP"
+    )
+    # Rows that are there already, so that what a change leaves can be seen.
+    there = "SELECT id, part, 1, 9, 9, 'old' FROM generate_series(0, 1) AS id, (VALUES ('a'), ('b')) AS p(part)"
+    connection.execute(f"INSERT INTO changed {there}")
+    writer = TableWriter("changed", mode="upsert", columns=["id", "part", "version", "x", "y"], **options)
+    for batch in batches:
+        writer.write(connection, batch)
+    return connection.execute("SELECT * FROM changed ORDER BY id, part").fetchall()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_batches_of_any_size_leave_the_same_rows(
+    options: dict[str, Any], data: st.DataObject, work: Connection
+) -> None:
+    kind = changes_with_gaps if "missing" in options else changes
+    stream = data.draw(st.lists(kind, min_size=1, max_size=25))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(stream)), max_size=4)))
+    edges = [0, *cuts, len(stream)]
+    batches = [stream[a:b] for a, b in pairwise(edges)]
+    expected = stored_after(work, [[change] for change in stream], options)
+    for small_batch in (500, 0):
+        assert stored_after(work, batches, {**options, "small_batch": small_batch}) == expected
+
+
+@pytest.mark.parametrize("small_batch", [500, 0])
+def test_a_field_of_a_row_that_is_too_old_does_not_come_in_with_a_newer_one(small_batch: int, work: Connection) -> None:
+    options = {"missing": "keep", "newest_by": "version", "small_batch": small_batch}
+    batch = [(0, "a", 0, 1, MISSING), (0, "a", 2, MISSING, 2)]
+    assert stored_after(work, [batch], options)[0] == (0, "a", 2, 9, 2, "old")
