@@ -60,6 +60,9 @@ from .errors import (
     Unreachable,
     WrongProcess,
 )
+from .health import Health
+from .identity import Identity
+from .metrics import Metrics
 from .unit import Unit
 from .units import Units
 
@@ -79,9 +82,12 @@ __all__ = [
     "Fenced",
     "HandlerCommitted",
     "HandlerError",
+    "Health",
+    "Identity",
     "InstanceFenced",
     "LedgerRowMissing",
     "LogTruncated",
+    "Metrics",
     "NoCommittedOffset",
     "OffsetBelowLogStart",
     "OffsetBeyondLogEnd",

@@ -17,6 +17,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from .logs import about
 from .model import Partition
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class Event:
 class Assignment:
     """What the client really fetches; differs from what Kafka assigned while rows are acquired."""
 
-    def __init__(self, *, incremental: bool) -> None:
+    def __init__(self, *, incremental: bool, group_id: str) -> None:
+        self._group_id = group_id
         self._incremental = incremental
         self.events: deque[Event] = deque()
         self.failures: deque[BaseException] = deque()
@@ -154,7 +156,8 @@ class Assignment:
             if error.args[0].code() != KafkaError._STATE:
                 raise
             self._incremental = not self._incremental
-            logger.info("rebalances of this client are %s", "incremental" if self._incremental else "eager")
+            kind = "incremental" if self._incremental else "eager"
+            logger.info("rebalances of this client are %s", kind, extra=about("protocol_learned", group=self._group_id))
             other([])
 
     def _seek(self, client: Consumer, position: TopicPartition) -> None:
@@ -168,7 +171,16 @@ class Assignment:
                     raise
             # It takes the client's own thread a few milliseconds to begin with what was assigned.
             time.sleep(_SEEK_WAIT_SECONDS)
-        logger.warning("the leader epoch of %s was not checked: the client did not begin to fetch in time", position)
+        logger.warning(
+            "the leader epoch of %s was not checked: the client did not begin to fetch in time",
+            position,
+            extra=about(
+                "epoch_unchecked",
+                group=self._group_id,
+                partition=Partition(position.topic, position.partition),
+                offset=position.offset,
+            ),
+        )
 
 
 def _assigned(client: Consumer) -> set[Partition]:

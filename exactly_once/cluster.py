@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from confluent_kafka import (
     OFFSET_INVALID,
+    Consumer,
     ConsumerGroupState,
-    ConsumerGroupTopicPartitions,
     IsolationLevel,
     KafkaError,
     KafkaException,
@@ -22,6 +22,7 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from .errors import BrokerUnreachable, ConfigurationError, UnknownTopic
+from .logs import about
 from .model import MIRRORED, Partition
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,9 @@ class Cluster:
     """Asks the brokers, with bounded waiting. Made from the consumer's own connection settings."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        complete: dict[str, Any] = {**settings, "error_cb": self._note}
+        self._settings: dict[str, Any] = {**settings, "error_cb": self._note}
         try:
-            self._admin = AdminClient(complete)
+            self._admin = AdminClient(self._settings)
         except KafkaException as error:
             raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
         self._servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
@@ -125,6 +126,18 @@ class Cluster:
         """Return where a consumer of that isolation level would stop reading now."""
         return self._offsets(list(partitions), _LATEST, read_committed=read_committed)
 
+    def ends_within(
+        self, seconds: float, partitions: list[Partition], *, read_committed: bool = True
+    ) -> dict[Partition, int]:
+        """Return the ends that brokers tell so quickly; none is no error. Safe from any thread."""
+        try:
+            asked = self._ask_offsets(partitions, _LATEST, read_committed=read_committed, seconds=seconds)
+        except KafkaException:
+            return {}
+        answered, _ = wait(asked.values(), seconds)
+        told = {p: f.result().offset for p, f in asked.items() if f in answered and f.exception() is None}
+        return {p: offset for p, offset in told.items() if offset != OFFSET_INVALID}
+
     def at(self, partitions: Iterable[Partition], when: datetime) -> dict[Partition, int]:
         """Return the offsets of the first messages not older than ``when``; the log end if there is none."""
         partitions = list(partitions)
@@ -135,28 +148,34 @@ class Cluster:
     def committed(self, group_id: str, topic: str, partitions: int) -> dict[Partition, Committed]:
         """Return what Kafka holds for a group, where there is anything."""
         asked = [TopicPartition(topic, number) for number in range(partitions)]
-        futures = self._admin.list_consumer_group_offsets(
-            [ConsumerGroupTopicPartitions(group_id, asked)], request_timeout=REQUEST_SECONDS
-        )
+        # An admin client asked for this kills the process where the coordinator moves (librdkafka, issue 5040).
+        client = Consumer({**self._settings, "group.id": group_id})
         try:
-            answer = futures[group_id].result(REQUEST_SECONDS + 1)
-        except (KafkaException, TimeoutError) as error:
+            answer = client.committed(asked, timeout=REQUEST_SECONDS)
+        except KafkaException as error:
             raise self._unreachable(error) from error
+        finally:
+            client.close()
         return {
             Partition(tp.topic, tp.partition): Committed(
                 tp.offset, known_epoch(tp.leader_epoch), (tp.metadata or "").startswith(MIRRORED)
             )
-            for tp in answer.topic_partitions
+            for tp in answer
             if tp.offset >= 0
         }
 
-    def leaves_idle(self, group_id: str, member_id: str | None, *, cooperative: bool) -> bool:
+    def ask_group(self, group_id: str) -> Future[Any]:
+        """Start to describe a group; :meth:`leaves_idle` reads the answer."""
+        groups = self._admin.describe_consumer_groups([group_id], request_timeout=REQUEST_SECONDS)
+        answer: Future[Any] = groups[group_id]
+        return answer
+
+    def leaves_idle(self, answer: Future[Any], member_id: str | None, *, cooperative: bool) -> bool:
         """Tell whether the group is at rest and has nothing for this member; if in doubt, it has."""
-        future = self._admin.describe_consumer_groups([group_id], request_timeout=REQUEST_SECONDS)[group_id]
         try:
-            group = future.result(REQUEST_SECONDS + 1)
+            group = answer.result(REQUEST_SECONDS + 1)
         except (KafkaException, TimeoutError) as error:
-            logger.debug("group %r cannot be described now: %s", group_id, error)
+            logger.debug("the group cannot be described now: %s", error, extra=about("group_undescribed"))
             return False
         members = {member.member_id: member for member in group.members}
         ours = members.get(member_id)
@@ -170,19 +189,9 @@ class Cluster:
     def _offsets(
         self, partitions: list[Partition], spec: OffsetSpec, *, read_committed: bool = False
     ) -> dict[Partition, int]:
-        if not partitions:
-            return {}
-        level = IsolationLevel.READ_COMMITTED if read_committed else IsolationLevel.READ_UNCOMMITTED
-        futures = self._admin.list_offsets(
-            {TopicPartition(*p): spec for p in partitions},
-            isolation_level=level,
-            request_timeout=REQUEST_SECONDS,
-        )
+        asked = self._ask_offsets(partitions, spec, read_committed=read_committed, seconds=REQUEST_SECONDS)
         try:
-            offsets = {
-                Partition(tp.topic, tp.partition): future.result(REQUEST_SECONDS + 1).offset
-                for tp, future in futures.items()
-            }
+            offsets = {p: future.result(REQUEST_SECONDS + 1).offset for p, future in asked.items()}
         except (KafkaException, TimeoutError) as error:
             raise self._unreachable(error) from error
         for partition, offset in offsets.items():
@@ -190,6 +199,18 @@ class Cluster:
             if offset == OFFSET_INVALID:
                 raise self._unreachable(LookupError(f"nobody tells the offsets of {partition}"))
         return offsets
+
+    def _ask_offsets(
+        self, partitions: list[Partition], spec: OffsetSpec, *, read_committed: bool, seconds: float
+    ) -> dict[Partition, Future[Any]]:
+        if not partitions:
+            return {}
+        futures: dict[TopicPartition, Future[Any]] = self._admin.list_offsets(
+            {TopicPartition(*p): spec for p in partitions},
+            isolation_level=IsolationLevel.READ_COMMITTED if read_committed else IsolationLevel.READ_UNCOMMITTED,
+            request_timeout=seconds,
+        )
+        return {Partition(tp.topic, tp.partition): future for tp, future in futures.items()}
 
     def _not_described(self, name: str, error: Exception) -> Topic:
         code = error.args[0].code() if isinstance(error, KafkaException) else None
@@ -209,6 +230,7 @@ class Cluster:
             logger.warning(
                 "the broker gives no topic id for %r: a topic that is deleted and made again goes unnoticed",
                 name,
+                extra=about("topic_without_id") | {"topic": name},
             )
 
     def _note(self, error: KafkaError) -> None:

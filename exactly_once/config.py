@@ -141,6 +141,11 @@ def is_incremental(kafka: Mapping[str, Any]) -> bool:
     return "cooperative-sticky" in str(kafka.get("partition.assignment.strategy", ""))
 
 
+def reads_committed(kafka: Mapping[str, Any]) -> bool:
+    """Tell whether messages of open and aborted transactions are left out."""
+    return str(kafka.get("isolation.level", _DEFAULTS["isolation.level"])) == "read_committed"
+
+
 def check_run(*, on_poison: object, attempts: int, revoke_seconds: float) -> None:
     """Check what ``run`` is given.
 
@@ -164,7 +169,7 @@ def _group_id(kafka: Mapping[str, Any]) -> str:
 
 
 def _unit_seconds(kafka: Mapping[str, Any], given: float | None) -> float:
-    limit = _poll_interval_seconds(kafka)
+    limit = poll_interval_seconds(kafka)
     seconds = min(_UNIT_SECONDS, limit / 2) if given is None else given
     if not 0 < seconds < limit:
         raise ConfigurationError(
@@ -174,7 +179,8 @@ def _unit_seconds(kafka: Mapping[str, Any], given: float | None) -> float:
     return seconds
 
 
-def _poll_interval_seconds(kafka: Mapping[str, Any]) -> float:
+def poll_interval_seconds(kafka: Mapping[str, Any]) -> float:
+    """Return how long Kafka waits for a poll before it takes the partitions away."""
     try:
         return float(kafka.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
     except ValueError:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -44,9 +45,13 @@ from .errors import (
 )
 from .failpoints import failpoint
 from .handler_thread import HandlerThread
+from .health import Health
 from .ledger import Ledger
+from .logs import about
+from .metrics import Metrics
 from .mirror import Mirror
 from .model import Partition
+from .observer import Observer
 from .ownership import Ownership
 from .retry import BACKOFF, Stop, briefly, patiently
 from .service import OnPoison, Service, stopping_on_signals
@@ -91,7 +96,8 @@ class ExactlyOnceConsumer:
     ``connect``, a callable that returns a psycopg connection. All checks of options happen here and
     raise :class:`ConfigurationError`; servers are first contacted by :meth:`subscribe`.
 
-    One thread owns the consumer; only :meth:`stop` may be called from others and from signal handlers.
+    One thread owns the consumer; only :meth:`stop` and :meth:`health` may be called from others, and only
+    :meth:`stop` from signal handlers.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class ExactlyOnceConsumer:
         schema: str = "exactly_once",
         migrate: bool = False,
         name: str | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._options = check_options(
             kafka,
@@ -130,6 +137,7 @@ class ExactlyOnceConsumer:
             migrate=migrate,
             name=name,
         )
+        self._about = partial(about, group=self._options.group_id)
         self._kafka = dict(kafka)
         self._process = os.getpid()
         self._thread: int | None = None
@@ -139,10 +147,10 @@ class ExactlyOnceConsumer:
         self._stopping = Stop()
         self._closed = False
         self._must_reopen = False
-        self._assemble(self._options)
+        self._assemble(self._options, metrics)
         self._client = self._open_client()
 
-    def _assemble(self, options: Options) -> None:
+    def _assemble(self, options: Options, metrics: Metrics | None) -> None:
         """Make the parts and connect them; nothing is contacted yet."""
         session = self._session = Session(options.connect, schema=options.schema)
         self._watcher = Watcher(
@@ -156,9 +164,9 @@ class ExactlyOnceConsumer:
             take_over=options.take_over,
             watch=self._watcher.acquiring,
         )
-        self._assignment = Assignment(incremental=is_incremental(self._kafka))
+        self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
         self._ownership = Ownership()
-        self._mirror = Mirror()
+        self._mirror = Mirror(group_id=options.group_id)
         queue_bytes = int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024
         self._delivery = Delivery(self._ownership, on_error=self._on_error, queue_bytes=queue_bytes)
         self._settlement = Settlement(
@@ -182,7 +190,17 @@ class ExactlyOnceConsumer:
             mirror=self._mirror,
             notify=self._notify,
         )
-        self._patiently = patiently(sleep=self._idle, stop=self._stopping)
+        self._observer = Observer(
+            metrics,
+            self._kafka,
+            owner_name=options.name,
+            ownership=self._ownership,
+            delivery=self._delivery,
+            settlement=self._settlement,
+            upkeep=self._upkeep,
+            cluster=self._cluster,
+        )
+        self._patiently = patiently(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
 
     def __repr__(self) -> str:
         held = ", ".join(map(str, sorted(self._ownership.holdings)))
@@ -242,6 +260,7 @@ class ExactlyOnceConsumer:
             Change.LOST: on_lost or on_revoke,
         }
         self._assignment.subscribe(self._client, self._topics)
+        self._observer.turned()
 
     def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
         """Iterate over units: for ever, or until an end.
@@ -302,7 +321,7 @@ class ExactlyOnceConsumer:
         service = Service(
             self.units(until_end=until_end, idle_seconds=idle_seconds),
             handler,
-            retrying=patiently(sleep=self._idle, stop=self._stopping, wait=wait),
+            retrying=patiently(sleep=self._idle, stop=self._stopping, group_id=self._options.group_id, wait=wait),
             stopping=self._stopping,
             on_poison=on_poison,
             attempts=attempts,
@@ -310,6 +329,12 @@ class ExactlyOnceConsumer:
         )
         with stopping_on_signals(self.stop, lambda: self._unit, stop_seconds):
             service.run()
+
+    def health(self) -> Health:
+        """Say how this consumer is. Safe from threads; asks no server, so it answers at once."""
+        return self._observer.health(
+            is_subscribed=bool(self._topics), is_stopping=self._stopping.is_set or self._closed
+        )
 
     def stop(self) -> None:
         """End the iteration after the unit in hand. Safe from threads and signal handlers."""
@@ -325,13 +350,15 @@ class ExactlyOnceConsumer:
             self._end_unit,
             self._say_goodbye,
             self._release,
+            self._leave,
             self._client.close,
             self._session.close,
+            self._observer.close,
         ):
             try:
                 step()
             except Exception as error:  # noqa: BLE001 - the next steps matter more
-                logger.warning("while closing: %s", error)
+                logger.warning("while closing: %s", error, extra=self._about("close_failed"))
 
     # The loop.
 
@@ -346,6 +373,7 @@ class ExactlyOnceConsumer:
             self._ownership.misplaced()
         with self._ownership.changing():
             self._unit = self._find_unit(units)
+        self._observer.turned()
         if self._assignment.failures and self._unit is None:
             raise self._assignment.failures.popleft()
         return self._unit
@@ -385,7 +413,7 @@ class ExactlyOnceConsumer:
     def _keep_up(self) -> bool:
         """Have the upkeep done, however long a server is away; return whether it was done."""
         try:
-            self._patiently(self._upkeep.step, self._client)
+            self._patiently(self._step)
         except Exception:
             if self._stopping.is_set:
                 return False
@@ -394,8 +422,17 @@ class ExactlyOnceConsumer:
         failpoint("positioned")
         return True
 
+    def _step(self) -> None:
+        try:
+            self._upkeep.step(self._client)
+        except Exception as error:
+            self._observer.trouble = error
+            raise
+        self._observer.trouble = None
+
     def _fetch(self, timeout_seconds: float, count: int) -> None:
         """Take what is there: wait for the first message only. Serves callbacks."""
+        self._observer.turned()
         messages = self._client.consume(1, timeout_seconds)
         if messages and count > 1:
             messages += self._client.consume(count - 1, 0)
@@ -404,6 +441,7 @@ class ExactlyOnceConsumer:
 
     def _poll_aside(self, unit: Unit, seconds: float) -> bool:
         """Poll with partitions paused while a unit is open; return whether Kafka took partitions of it."""
+        self._observer.turned()
         with self._ownership.changing():
             self._assignment.pause(self._client)
             # Events are applied between units.
@@ -436,12 +474,15 @@ class ExactlyOnceConsumer:
         elif code in _FATAL_CODES:
             self._assignment.failures.append(ClientFailed(f"{error.name()}: {text}"))
         else:
-            logger.info("Kafka client: %s", text)
+            logger.info("Kafka client: %s", text, extra=self._about("client_said"))
 
     def _reopen_client(self) -> None:
         """Join anew: under ``group.protocol=consumer`` a static member keeps its place until it expires."""
         instance = self._kafka.get("group.instance.id")
-        logger.warning("group.instance.id=%r is still taken by an earlier process; joining again", instance)
+        extra = self._about("joining_again")
+        logger.warning(
+            "group.instance.id=%r is still taken by an earlier process; joining again", instance, extra=extra
+        )
         self._client.close()
         self._ownership.revoked(list(self._ownership.holdings))
         self._delivery.discard()
@@ -453,7 +494,8 @@ class ExactlyOnceConsumer:
 
     def _is_left_idle(self) -> bool:
         member_id, cooperative = self._client.memberid(), is_incremental(self._kafka)
-        return self._cluster.leaves_idle(self._options.group_id, member_id, cooperative=cooperative)
+        answer = self._cluster.ask_group(self._options.group_id)
+        return self._cluster.leaves_idle(answer, member_id, cooperative=cooperative)
 
     def _notify(self, change: Change, partitions: list[TopicPartition]) -> None:
         callback = self._callbacks.get(change)
@@ -524,6 +566,11 @@ class ExactlyOnceConsumer:
         deadline = time.monotonic() + _GOODBYE_SECONDS
         while not self._mirror.is_idle and time.monotonic() < deadline:
             self._client.poll(POLL_SECONDS / 2)
+
+    def _leave(self) -> None:
+        """Leave the group: with an empty assignment the client's close may not do so, and all wait for its ghost."""
+        if "group.instance.id" not in self._kafka and self._topics and not self._client.assignment():
+            self._client.unsubscribe()
 
     def _release(self) -> None:
         held = self._ownership.tokens()

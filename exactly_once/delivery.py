@@ -36,6 +36,8 @@ class Delivery:
         self.attempt = 0
         self.gaps = 0
         self.dropped = 0
+        self.not_owned = 0
+        """How many of the dropped messages were of partitions that were not ours then."""
 
     @property
     def waiting(self) -> int:
@@ -56,6 +58,7 @@ class Delivery:
         ends: Ends = {}
         for partition, run in self._runs(messages):
             holding = self._ownership.deliverable(partition)
+            self.not_owned += len(run) if holding is None else 0
             current = [] if holding is None else self._in_order(holding, run)
             if current:
                 kept += current

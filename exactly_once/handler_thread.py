@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+from .logs import about
 from .session import Begun
 from .unit import Unit
 
@@ -60,10 +61,14 @@ class HandlerThread:
             is_doomed = self._poll(unit, _POLL_SECONDS)
             if is_doomed and deadline is None:
                 deadline = time.monotonic() + self._revoke_seconds
-                logger.warning("Kafka took partitions of %r: it may finish for %g s", unit, self._revoke_seconds)
+                extra = about("revoked_while_handling", group=unit.work.group_id, several=unit.advances)
+                logger.warning(
+                    "Kafka took partitions of %r: it may finish for %g s", unit, self._revoke_seconds, extra=extra
+                )
             if deadline is not None and time.monotonic() >= deadline and not is_aborted:
                 is_aborted = True
-                logger.warning("%r did not finish in time; its transaction is ended", unit)
+                extra = about("unit_ended", group=unit.work.group_id, several=unit.advances)
+                logger.warning("%r did not finish in time; its transaction is ended", unit, extra=extra)
                 self._abort(unit)
 
     def _abort(self, unit: Unit) -> None:

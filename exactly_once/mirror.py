@@ -14,6 +14,7 @@ from uuid import uuid4
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from .failpoints import failpoint
+from .logs import about
 from .model import MIRRORED, Partition
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ Offsets = dict[Partition, tuple[int, int | None]]
 class Mirror:
     """Commits applied offsets to Kafka at most once a second; proves that we still are a member."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, group_id: str) -> None:
+        self._group_id = group_id
         self._due: Offsets = {}
         self._sent_at = 0.0
         self._in_flight = 0
@@ -94,7 +96,10 @@ class Mirror:
             proof.answered, proof.error = True, errors[0] if errors else None
         if errors:
             self.failed += 1
-            logger.info("Kafka did not take the mirrored offsets: %s", errors[0])
+            extra = about(
+                "mirror_refused", group=self._group_id, several=[Partition(t.topic, t.partition) for t in offsets]
+            )
+            logger.info("Kafka did not take the mirrored offsets: %s", errors[0], extra=extra)
 
     def _commit(self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]], metadata: str) -> bool:
         positions = [
@@ -107,7 +112,8 @@ class Mirror:
             client.commit(offsets=positions, asynchronous=True)
         except KafkaException as error:
             self.failed += 1
-            logger.info("Kafka does not take the mirrored offsets now: %s", error)
+            extra = about("mirror_refused", group=self._group_id, several=offsets)
+            logger.info("Kafka does not take the mirrored offsets now: %s", error, extra=extra)
             return False
         self._in_flight += 1
         return True

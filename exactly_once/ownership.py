@@ -260,17 +260,25 @@ class Ownership:
                 self._go_to(holding, row)
         return verdicts
 
-    def seen(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> None:
-        """Compare rows that were read under lock between units: a reset or a failover shows here first."""
+    def seen(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> dict[Partition, Verdict]:
+        """Compare rows that were read under lock between units: a reset or a failover shows here first.
+
+        Act on what is wrong and return it.
+        """
         found = {row.partition: row for row in rows}
+        verdicts = {}
         for partition in partitions:
             row, holding = found.get(partition), self.holdings.get(partition)
             if holding is None or holding.state is not State.OWNED:
                 continue
             if row is None or row.owner_token != holding.token or row.owner_epoch != holding.epoch:
+                verdicts[partition] = Verdict.FENCED
                 self._fence(holding)
             elif row.next_offset != holding.expected:
+                is_behind = row.next_offset is None or row.next_offset < holding.expected
+                verdicts[partition] = Verdict.REWOUND if is_behind else Verdict.AHEAD
                 self._go_to(holding, row)
+        return verdicts
 
     # What to do next.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import psycopg
 import tenacity
 from confluent_kafka import KafkaException
 
 from .errors import Redelivered, Unreachable
+from .logs import about
 from .outcome import Fault, classify, driver_error
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def patiently(
-    *, sleep: Callable[[float], None], stop: Stop, wait: tenacity.wait.wait_base = BACKOFF
+    *, sleep: Callable[[float], None], stop: Stop, group_id: str, wait: tenacity.wait.wait_base = BACKOFF
 ) -> tenacity.Retrying:
     """Return a retrier that waits by calling ``sleep`` until it works, or ``stop`` is set."""
     return tenacity.Retrying(
@@ -52,7 +54,7 @@ def patiently(
         wait=wait,
         stop=lambda _: stop.is_set,
         sleep=sleep,
-        before_sleep=_log,
+        before_sleep=partial(_log, group_id),
         reraise=True,
     )
 
@@ -67,8 +69,9 @@ def briefly(seconds: float) -> tenacity.Retrying:
     )
 
 
-def _log(state: tenacity.RetryCallState) -> None:
+def _log(group_id: str, state: tenacity.RetryCallState) -> None:
     """Say at once that something is waited for, then less and less often."""
     count = state.attempt_number
     if count & (count - 1) == 0 and state.outcome is not None:
-        logger.warning("waiting (try %s): %s", count, state.outcome.exception())
+        extra = about("waiting", group=group_id)
+        logger.warning("waiting (try %s): %s", count, state.outcome.exception(), extra=extra)

@@ -15,10 +15,11 @@ from confluent_kafka import Message
 
 from .dead_letters import DeadLetterLimit, enforce, place_of
 from .errors import PoisonMessage, Redelivered, TransactionAborted
+from .logs import about
 from .outcome import Fault, driver_error
 from .poison import Search
 from .retry import Stop
-from .unit import Stage, Unit
+from .unit import Stage, Unit, apply
 from .units import Units
 
 logger = logging.getLogger(__name__)
@@ -85,14 +86,14 @@ class Service:
     def _apply(self, unit: Unit) -> bool:
         """Call the handler; return False when its messages are to be tried in smaller units, or set aside."""
         try:
-            with unit:
-                self._handler(unit)
+            apply(self._handler, unit)
         except Exception as error:
             if unit.fault is not Fault.HANDLER:
                 raise
             self._search.failed(len(unit.messages))
             if len(unit.messages) > 1:
-                logger.warning("%s: %s; looking for the message in %r", type(error).__name__, error, unit)
+                extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
+                logger.warning("%s: %s; looking for the message in %r", type(error).__name__, error, unit, extra=extra)
             else:
                 self._condemn(unit, error)
             return False
@@ -128,7 +129,15 @@ class Service:
                 unit.dead_letter(message, error)
                 work = unit.work
                 enforce(self._limit, unit.connection, message, schema=work.schema, group_id=work.group_id)
-        logger.error("%s was set aside: %s: %s", place_of(message), type(error).__name__, error)
+        (advance,) = unit.advances
+        extra = about(
+            "set_aside",
+            group=unit.work.group_id,
+            partition=advance.partition,
+            offset=message.offset(),
+            owner_epoch=advance.epoch,
+        )
+        logger.error("%s was set aside: %s: %s", place_of(message), type(error).__name__, error, extra=extra)
 
 
 @contextlib.contextmanager
@@ -150,7 +159,8 @@ def stopping_on_signals(
         unit = current()
         if len(received) == 1:
             stop()
-            logger.info("%s: stopping after the unit in hand", signal.Signals(number).name)
+            name = signal.Signals(number).name
+            logger.info("%s: stopping after the unit in hand", name, extra=about("stopping"))
             alarm = threading.Timer(stop_seconds, signal.pthread_kill, [threading.get_ident(), number])
             alarm.daemon = True
             alarm.start()

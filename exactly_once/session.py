@@ -20,6 +20,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from .errors import ConfigurationError, OutcomeLost
+from .logs import about
 from .sql import query
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,8 @@ class Session:
         if self._server != begun.server:
             # After a crash or a failover the ids of transactions that left no trace are given out
             # again, so the answer could be about somebody else's. Without our COMMIT ours is gone.
-            logger.warning("the database server was restarted; transaction %s did not survive", begun.xid)
+            extra = about("server_restarted")
+            logger.warning("the database server was restarted; transaction %s did not survive", begun.xid, extra=extra)
             return "aborted"
         cursor = cursor_on(connection)
         cursor.execute(query("xact_status", self.schema), {"xid": begun.xid}, prepare=False)
@@ -232,7 +234,12 @@ class Session:
                 parameters = {"xid": begun.xid, "marker": self.marker}
                 cursor_on(connection).execute(query("end_transaction", self.schema), parameters, prepare=False)
         except psycopg.Error as error:
-            logger.warning("transaction %s could not be ended, so the fence must stop it: %s", begun.xid, error)
+            logger.warning(
+                "transaction %s could not be ended, so the fence must stop it: %s",
+                begun.xid,
+                error,
+                extra=about("end_failed"),
+            )
 
     def close(self) -> None:
         """Close the connection for good."""

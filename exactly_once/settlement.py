@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import NoReturn
 
 import psycopg
@@ -25,6 +26,7 @@ from .errors import (
     UnitTooSlow,
 )
 from .ledger import LOCK_SECONDS, Ledger, row_missing
+from .logs import about
 from .mirror import Mirror
 from .model import Advance, Row
 from .outcome import SHORT_COUNT, Fault, classify, driver_error
@@ -52,6 +54,8 @@ class Counters:
     rewound: int = 0
     resolved_committed: int = 0
     resolved_aborted: int = 0
+    resolved_fenced: int = 0
+    dead_letters: int = 0
 
     def __str__(self) -> str:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name))
@@ -72,6 +76,7 @@ class Settlement:
         max_unit_seconds: float,
     ) -> None:
         self._ledger = ledger
+        self._about = partial(about, group=ledger.group_id)
         self._ownership = ownership
         self._delivery = delivery
         self._mirror = mirror
@@ -86,6 +91,10 @@ class Settlement:
         """When the next unit makes sense, on the monotonic clock: servers that refuse are not asked in a hurry."""
         self.limit = max_messages
         self.counters = Counters()
+        self.timing: tuple[float, float | None] = (0.0, None)
+        """Seconds that the last committed unit took, and of these the COMMIT, where it was ours."""
+        self.committed_at: float | None = None
+        """When that was, on the monotonic clock."""
         self.failed: ExactlyOnceError | None = None
 
     @property
@@ -144,9 +153,10 @@ class Settlement:
 
     def finish(self, unit: Unit) -> None:
         """Commit the unit; raise whatever became of it instead."""
+        sent_at = time.monotonic()
         try:
             unit.work.commit(unit.advances)
-            self._landed(unit)
+            self._landed(unit, commit_seconds=time.monotonic() - sent_at)
         except BaseException as error:
             if unit.work.is_unknown:
                 self._after_unknown(unit, error)
@@ -235,7 +245,7 @@ class Settlement:
             if (row := rows.get(a.partition)) is not None
         )
 
-    def _landed(self, unit: Unit) -> None:
+    def _landed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
         with self._ownership.changing():
             self._ownership.committed(unit.advances)
             self._delivery.committed()
@@ -243,8 +253,11 @@ class Settlement:
             self._mirror.applied(advance.partition, advance.next_offset, advance.leader_epoch)
         self.counters.committed += 1
         self.counters.messages += len(unit.messages)
+        self.counters.dead_letters += unit.dead_letters
         self._troubles = 0
-        late = time.monotonic() - self._began_at > self.max_unit_seconds
+        self.committed_at = time.monotonic()
+        self.timing = self.committed_at - self._began_at, commit_seconds
+        late = self.timing[0] > self.max_unit_seconds
         self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
 
     def _give_back(self, unit: Unit) -> None:
@@ -284,12 +297,16 @@ class Settlement:
                 self.counters.resolved_committed += not unit.work.is_joined
                 self._landed(unit)
             else:
-                self.counters.resolved_aborted += not unit.work.is_joined
-                self.counters.fenced += resolution is Resolution.FENCED
+                is_fenced = resolution is Resolution.FENCED
+                self.counters.redelivered += 1
+                self.counters.fenced += is_fenced
+                self.counters.resolved_fenced += is_fenced and not unit.work.is_joined
+                self.counters.resolved_aborted += not is_fenced and not unit.work.is_joined
                 self._delivery.put_back(unit.messages)
             self._delivery.discard()
         level = logging.DEBUG if unit.work.is_joined else logging.WARNING
-        logger.log(level, "the outcome of %r was in doubt: %s", unit, resolution.value)
+        extra = self._about(f"resolved_{resolution.name.lower()}", several=unit.advances)
+        logger.log(level, "the outcome of %r was in doubt: %s", unit, resolution.value, extra=extra)
         return resolution
 
     def _judge(self, unit: Unit, error: BaseException) -> NoReturn:
@@ -355,7 +372,8 @@ class Settlement:
         try:
             briefly(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=reason)
         except psycopg.Error as trouble:
-            logger.critical("could not halt the partitions of %r in the ledger: %s", unit, trouble)
+            extra = self._about("halt_failed", several=unit.advances)
+            logger.critical("could not halt the partitions of %r in the ledger: %s", unit, trouble, extra=extra)
         raise failure
 
     def _raise_fault(self, unit: Unit, error: BaseException, *, lost: bool) -> None:

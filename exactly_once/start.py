@@ -21,6 +21,7 @@ from .errors import (
     TopicRecreated,
 )
 from .ledger import Ledger, row_missing
+from .logs import about
 from .model import Partition, Row
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,10 @@ class Starter:
         if self._on_out_of_range == "fail":
             raise error
         offset = log[0] if self._on_out_of_range == "earliest" else log[1]
-        logger.error("%s; on_out_of_range=%r moves it to %s", error, self._on_out_of_range, offset)
+        extra = about(
+            "corrected", group=self._group_id, partition=row.partition, offset=offset, owner_epoch=row.owner_epoch
+        )
+        logger.error("%s; on_out_of_range=%r moves it to %s", error, self._on_out_of_range, offset, extra=extra)
         self._ledger.correct(row, offset, reason=str(error))
         return replace(row, next_offset=offset, leader_epoch=None)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
@@ -12,8 +14,9 @@ from confluent_kafka import Message
 from psycopg import sql
 
 from . import dead_letters
-from .errors import UnitNotFinished
+from .errors import ConfigurationError, UnitNotFinished, WrongProcess
 from .failpoints import failpoint
+from .identity import Identity
 from .model import Advance
 from .outcome import Fault
 from .session import Connection
@@ -79,7 +82,10 @@ class Unit:
         self.stage = Stage.NEW
         self.fault: Fault | None = None
         """Whose fault it was that the unit failed."""
+        self.dead_letters = 0
+        """How many messages were set aside."""
         self._settle = settle
+        self._process = 0
 
     def __repr__(self) -> str:
         span = ", ".join(f"{a.partition} {a.expected}..{a.next_offset - 1}" for a in self.advances)
@@ -95,10 +101,23 @@ class Unit:
         if self.stage is not Stage.NEW:
             raise UnitNotFinished(f"this unit was entered before: {self!r}; iterate on for the next one")
         self.stage = Stage.DONE
+        self._process = os.getpid()
+
+    def _check_process(self) -> None:
+        """Keep a child of ours, which has the same connection, from ending the transaction."""
+        if os.getpid() != self._process:
+            raise WrongProcess(
+                f"{self!r} was entered by process {self._process} and left by its child {os.getpid()}: what a handler "
+                "forks must end with os._exit() there; better use subprocess, or multiprocessing with spawn"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is None:
+            self._check_process()
+        elif os.getpid() != self._process:
+            return  # a child of the handler ends by an error of its own, sys.exit() perhaps
         self.stage = Stage.DONE if error is not None else Stage.FINISHING
         try:
             if error is not None:
@@ -126,6 +145,7 @@ class Unit:
         self.stage = Stage.OPEN
         try:
             yield self
+            self._check_process()
             self.stage = Stage.FINISHING
             failpoint("handled")
             self._settle.leave(self)
@@ -157,20 +177,36 @@ class Unit:
 
         :raises ValueError: when the message's partition is not one of this unit.
         """
-        connection = self.connection
-        place = (message.topic(), message.partition())
-        advance = next((a for a in self.advances if a.partition == place), None)
-        if advance is None:
-            raise ValueError(f"{dead_letters.place_of(message)} does not belong to {self!r}")
         dead_letters.store(
-            connection,
+            self.connection,
             message,
             error,
             schema=self.work.schema,
             group_id=self.work.group_id,
-            advance=advance,
+            advance=self._advance_of(message),
             attempts=self.attempt,
         )
+        self.dead_letters += 1
+
+    def identity(self, message: Message) -> Identity:
+        """Name a message of this unit so that every redelivery has the same name: an idempotency key.
+
+        :raises ConfigurationError: when the broker gives no ids; the topic's name alone would not be enough.
+        :raises ValueError: when the message's partition is not one of this unit.
+        """
+        advance = self._advance_of(message)
+        if advance.cluster_id is None or advance.topic_id is None:
+            raise ConfigurationError(
+                f"{dead_letters.place_of(message)} has no identity: the broker gives no id of its topic or cluster. "
+                "Grant DESCRIBE on the topic, or make a key of what the message says"
+            )
+        return Identity(advance.cluster_id, advance.topic_id, advance.partition.number, message.offset() or 0)
+
+    def _advance_of(self, message: Message) -> Advance:
+        for advance in self.advances:
+            if advance.partition == (message.topic(), message.partition()):
+                return advance
+        raise ValueError(f"{dead_letters.place_of(message)} does not belong to {self!r}")
 
     def copy(self, table: str | sql.Identifier, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Append rows to a table by COPY. ``table`` may be qualified: ``"bank.payment"``.
@@ -184,3 +220,19 @@ class Unit:
         with self.connection.cursor() as cursor, cursor.copy(statement) as copy:
             for row in rows:
                 copy.write_row(row)
+
+
+def apply(handler: Callable[[Unit], object], unit: Unit) -> None:
+    """Call a handler inside of a unit.
+
+    :raises ConfigurationError: when it gave a coroutine or a generator, which has done nothing yet.
+    """
+    with unit:
+        result = handler(unit)
+        if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise ConfigurationError(
+                f"the handler returned {type(result).__name__} {result!r} instead of having its effects: "
+                "write it with def, not async def, and without yield"
+            )

@@ -78,7 +78,7 @@ class UnitOfWork:
     def advance(self, advances: Sequence[Advance]) -> None:
         """Move the ledger in the joined transaction; its owner's COMMIT makes it durable."""
         assert self.begun is not None
-        self._guard()
+        self.guard()
         failpoint("guarded")
         self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
         self.is_advanced = True
@@ -91,7 +91,7 @@ class UnitOfWork:
         :raises BaseException: whatever happened after COMMIT was sent; :attr:`is_unknown` is set then.
         :raises psycopg.Error: for what failed before COMMIT could be reached.
         """
-        self._guard()
+        self.guard()
         failpoint("guarded")
         self.is_unknown = True
         try:
@@ -102,7 +102,7 @@ class UnitOfWork:
             self.is_unknown = status not in (TransactionStatus.INERROR, TransactionStatus.INTRANS)
             driver = driver_error(error)
             if driver is not None and driver.sqlstate == FOREIGN_TRANSACTION:
-                raise _ended() from error
+                raise transaction_ended() from error
             raise
 
     def _advance_and_commit(self, advances: Sequence[Advance]) -> None:
@@ -123,8 +123,11 @@ class UnitOfWork:
         assert self.begun is not None
         return self._ledger.session.fate(self.begun)
 
-    def _guard(self) -> None:
-        """Refuse to go on when the handler left the transaction in another state."""
+    def guard(self) -> None:
+        """Refuse to go on when the handler left the transaction in another state.
+
+        :raises HandlerError: saying what the handler did, and what it should do instead.
+        """
         connection = self.connection
         if is_lost(connection):
             raise psycopg.OperationalError("the connection was lost inside the unit of work")
@@ -143,10 +146,11 @@ class UnitOfWork:
         if status is TransactionStatus.IDLE and self.is_joined:
             raise TransactionEnded("the transaction was ended inside the block of join(); end it after the block")
         if status is TransactionStatus.IDLE:
-            raise _ended()
+            raise transaction_ended()
 
 
-def _ended() -> TransactionEnded:
+def transaction_ended() -> TransactionEnded:
+    """Make the error for a handler that rolled back by itself."""
     return TransactionEnded(
         "the handler ended the transaction of the unit (ROLLBACK); nothing of it was stored. The unit commits by "
         "itself; raise an exception to undo it, use `with unit.connection.transaction():` for a part of it"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from .cluster import Cluster
 from .errors import BrokerUnreachable
+from .logs import about
 from .model import Partition
 from .ownership import Holding, Ownership
 from .unit import Unit
@@ -68,7 +69,8 @@ class Units:
         try:
             self._ends |= self._cluster.ends(new)
         except BrokerUnreachable as error:
-            logger.warning("where the logs end is not known yet: %s", error)
+            extra = about("ends_unknown", several=new)
+            logger.warning("where the logs end is not known yet: %s", error, extra=extra)
 
     def has_reached_ends(self) -> bool:
         """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
@@ -88,7 +90,4 @@ class Units:
     def _has_reached(self, partition: Partition, holding: Holding) -> bool:
         if not holding.placed:
             return False
-        applied = holding.expected
-        if applied == holding.fetched:
-            applied = max(applied, self._upkeep.eof.get(partition, 0))
-        return applied >= self._ends[partition]
+        return self._upkeep.applied(partition, holding) >= self._ends[partition]

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -20,9 +21,10 @@ from .cluster import Cluster
 from .delivery import Delivery
 from .errors import BrokerUnreachable, TopicRecreated, UnknownTopic
 from .ledger import Ledger
+from .logs import about
 from .mirror import MIRROR_SECONDS, Mirror
 from .model import Partition, Row
-from .ownership import Ownership
+from .ownership import Holding, Ownership, Verdict
 from .settlement import Settlement
 from .start import Starter
 
@@ -57,6 +59,7 @@ class Upkeep:
         self._ownership = ownership
         self._delivery = delivery
         self._ledger = ledger
+        self._about = partial(about, group=ledger.group_id)
         self._settlement = settlement
         self._starter = starter
         self._cluster = cluster
@@ -65,11 +68,16 @@ class Upkeep:
         self._news: list[tuple[Change, list[TopicPartition]]] = []
         self._suspects: dict[Partition, str] = {}
         self._asked: dict[str, Future[Any]] = {}
+        self._group_asked: Future[Any] | None = None
         self._next_recheck = 0.0
         self._next_rows = 0.0
         self._next_look = 0.0
         self._not_before = 0.0
         self.eof: dict[Partition, int] = {}
+        self.is_member = False
+        """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
+        self.unreachable: str | None = None
+        """Why Kafka could not be asked the last time, if so."""
 
     @property
     def is_due(self) -> bool:
@@ -100,6 +108,7 @@ class Upkeep:
         self._place(client)
         self._prove(client)
         self._recheck_topics()
+        self._look_for_us(client)
         self._mirror.send(client, owned=self._ownership.owned())
         self._ownership.is_unsettled = bool(self._ownership.to_place())
         if self._ownership.to_acquire() or self._ownership.to_prove():
@@ -117,12 +126,21 @@ class Upkeep:
                 self._ownership.revoked(event.partitions)
                 self._mirror.forget(event.partitions)
                 self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
+            extra = self._about(event.change.value, several=event.partitions)
+            names = ", ".join(map(str, event.partitions)) or "nothing"
+            logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
+            self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.holdings)
             for partition in event.partitions:
                 self.eof.pop(partition, None)
                 self._suspects.pop(partition, None)
             self._delivery.discard()
             # Only now: an event that was interrupted is applied again.
             self._assignment.events.popleft()
+
+    def applied(self, partition: Partition, holding: Holding) -> int:
+        """Return up to where a log is applied: transactional and compacted ones end in offsets without messages."""
+        end = self.eof.get(partition, 0) if holding.expected == holding.fetched else 0
+        return max(holding.expected, end)
 
     def suspect(self, message: Message) -> None:
         """Take note that the client could not read on at its offset."""
@@ -136,7 +154,8 @@ class Upkeep:
             try:
                 self._ledger.release(held)
             except psycopg.Error as error:
-                logger.info("rows were not released: %s", error)
+                extra = self._about("release_failed", several=[p for p, _ in held])
+                logger.info("rows were not released: %s", error, extra=extra)
 
     def _acquire(self) -> None:
         """Acquire, check and start what is pending."""
@@ -147,11 +166,14 @@ class Upkeep:
             self._starter.describe({p.topic for p in pending})
             self._starter.enrol(pending)
             rows = self._acquire_free(pending)
+            self.unreachable = None
             self._ownership.acquired(rows)
             self._begin(rows)
         except BrokerUnreachable as error:
             # Partitions that were acquired before need not wait for a leader of these.
-            logger.warning("%s cannot be started now: %s", ", ".join(map(str, pending)), error)
+            self.unreachable = str(error)
+            extra = self._about("start_postponed", several=pending)
+            logger.warning("%s cannot be started now: %s", ", ".join(map(str, pending)), error, extra=extra)
         if self._ownership.to_acquire():
             self._not_before = time.monotonic() + _BUSY_SECONDS
 
@@ -160,15 +182,19 @@ class Upkeep:
         try:
             return self._ledger.acquire(pending)
         except psycopg.errors.LockNotAvailable:
-            names = ", ".join(map(str, pending))
-            logger.warning("another transaction holds rows of %s; if it stays, see also pg_prepared_xacts", names)
+            logger.warning(
+                "another transaction holds rows of %s; if it stays, see also pg_prepared_xacts",
+                ", ".join(map(str, pending)),
+                extra=self._about("acquire_blocked", several=pending),
+            )
         rows: list[Row] = []
         for partition in pending if len(pending) > 1 else []:
             try:
                 # There was waiting enough, and Kafka is not polled meanwhile: it is seconds for each.
                 rows += self._ledger.acquire([partition], lock_seconds=_FREE_SECONDS)
             except psycopg.errors.LockNotAvailable:
-                logger.warning("%s stays locked for now", partition)
+                extra = self._about("acquire_blocked", partition=partition)
+                logger.warning("%s stays locked for now", partition, extra=extra)
         return rows
 
     def _begin(self, rows: list[Row]) -> None:
@@ -193,8 +219,10 @@ class Upkeep:
         self._delivery.discard()
         self._assignment.place(client, {p: (h.expected, h.leader_epoch) for p, h in targets.items()}, others)
         self._ownership.placed(targets)
-        for partition in targets:
+        for partition, holding in targets.items():
             self.eof.pop(partition, None)
+            extra = self._about("placed", partition=partition, offset=holding.expected, owner_epoch=holding.epoch)
+            logger.info("reading %s from offset %s", partition, holding.expected, extra=extra)
         self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.expected) for p, h in targets.items()]))
 
     def _prove(self, client: Consumer) -> None:
@@ -227,6 +255,7 @@ class Upkeep:
         if now >= self._next_recheck:
             self._next_recheck = now + RECHECK_SECONDS
             topics = {p.topic for p in self._ownership.owned()}
+            self.unreachable = self.unreachable if self._ownership.holdings else None
             self._asked = self._asked or self._cluster.ask(topics)
 
     def _compare(self, topic: str, future: Future[Any]) -> None:
@@ -234,8 +263,11 @@ class Upkeep:
             found = self._cluster.described(topic, future)
         except (BrokerUnreachable, UnknownTopic) as error:
             # Of a topic that is gone Kafka takes the partitions away; one made again has another id.
-            logger.warning("topic id of %r not checked this time: %s", topic, error)
+            self.unreachable = str(error) if isinstance(error, BrokerUnreachable) else None
+            extra = self._about("topic_unchecked") | {"topic": topic}
+            logger.warning("topic id of %r not checked this time: %s", topic, error, extra=extra)
             return
+        self.unreachable = None
         held = [p for p in self._ownership.owned() if p.topic == topic]
         try:
             self._starter.recheck(topic, found, {p: self._ownership.holdings[p].topic_id for p in held})
@@ -245,6 +277,14 @@ class Upkeep:
             self._delivery.discard()
             raise
 
+    def _look_for_us(self, client: Consumer) -> None:
+        """Ask the group while we may be in it without partitions: not every protocol calls back for nothing."""
+        if self._group_asked is not None and self._group_asked.done():
+            asked, self._group_asked = self._group_asked, None
+            self.is_member |= self._cluster.leaves_idle(asked, client.memberid(), cooperative=False)
+        elif self._group_asked is None and not self.is_member:
+            self._group_asked = self._cluster.ask_group(self._ledger.group_id)
+
     def _look_at_rows(self) -> None:
         """Notice a reset or a failover also where no message comes to tell of it."""
         if time.monotonic() < self._next_rows:
@@ -252,8 +292,24 @@ class Upkeep:
         self._next_rows = time.monotonic() + RECHECK_SECONDS
         owned = self._ownership.owned()
         if owned:
-            self._ownership.seen(owned, self._ledger.read(owned))
+            self._notice(owned, self._ledger.read(owned))
             self._delivery.discard()
+
+    def _notice(self, partitions: list[Partition], rows: list[Row]) -> None:
+        """Act on rows that are not as they were left, and tell of them."""
+        expected = {p: self._ownership.holdings[p].expected for p in partitions}
+        for partition, verdict in self._ownership.seen(partitions, rows).items():
+            counters = self._settlement.counters
+            counters.fenced += verdict is Verdict.FENCED
+            counters.rewound += verdict is Verdict.REWOUND
+            counters.ahead += verdict is Verdict.AHEAD
+            logger.warning(
+                "%s is not as it was left at offset %s: %s",
+                partition,
+                expected[partition],
+                verdict.value,
+                extra=self._about(verdict.name.lower(), partition=partition, offset=expected[partition]),
+            )
 
     def _examine_suspects(self) -> None:
         """Find out why the client could not read on; move, or raise, or just place it again."""
@@ -265,12 +321,13 @@ class Upkeep:
             if holding is None:
                 continue
             rows = self._ledger.read([partition])
-            self._ownership.seen([partition], rows)
+            self._notice([partition], rows)
             log = self._cluster.ranges([partition])[partition]
             if self._ownership.deliverable(partition) is holding:
                 (row,) = rows
                 row = self._starter.in_range(row, log, truncated="truncat" in reason.lower())
-                logger.warning("%s: reading on at offset %s after: %s", partition, row.next_offset, reason)
+                extra = self._about("repositioned", partition=partition, offset=row.next_offset)
+                logger.warning("%s: reading on at offset %s after: %s", partition, row.next_offset, reason, extra=extra)
                 self._ownership.started(partition, row)
             del self._suspects[partition]
         self._delivery.discard()

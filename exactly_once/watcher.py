@@ -16,6 +16,7 @@ from uuid import UUID
 
 import psycopg
 
+from .logs import about
 from .model import Partition
 from .session import Connection, cursor_on, marker_of
 from .sql import query
@@ -93,7 +94,9 @@ class Watcher:
                         "ended backend %s of %s: it stood still in a transaction that ours waited for",
                         blocker,
                         marker,
+                        extra=about("blocker_ended", group=self._parameters["group_id"], several=partitions),
                     )
         except psycopg.Error as error:
             # The transaction that waits will see the same trouble, and reports it.
-            logger.warning("could not look for a frozen owner: %s", error)
+            extra = about("watch_failed", group=self._parameters["group_id"], several=partitions)
+            logger.warning("could not look for a frozen owner: %s", error, extra=extra)

@@ -306,3 +306,16 @@ WITH made AS (
     RETURNING group_id, topic, partition, cluster_id, topic_id)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_cluster_id, new_topic_id)
 SELECT 'enrol', %(reason)s, group_id, topic, partition, cluster_id, topic_id FROM made
+
+-- name: savepoint
+-- Mark where a unit begins in the open transaction of somebody's test.
+SAVEPOINT exactly_once
+
+-- name: to_savepoint
+-- Undo that unit, and nothing before it.
+ROLLBACK TO SAVEPOINT exactly_once;
+RELEASE SAVEPOINT exactly_once
+
+-- name: check_constraints
+-- Have deferred constraints checked, as COMMIT would.
+SET CONSTRAINTS ALL IMMEDIATE

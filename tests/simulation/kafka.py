@@ -222,6 +222,9 @@ class Client:
     def resume(self, partitions: list[TopicPartition]) -> None:
         self.paused.difference_update(Partition(tp.topic, tp.partition) for tp in partitions)
 
+    def unsubscribe(self) -> None:
+        self._world.group.leave(self)
+
     def close(self) -> None:
         self._world.group.leave(self)
 

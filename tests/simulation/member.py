@@ -411,6 +411,9 @@ class Cluster:
     def described(self, name: str, future: Future[Topic]) -> Topic:
         return future.result()
 
+    def ask_group(self, group_id: str) -> Future[Any]:
+        return Future()  # health is not looked at
+
     def describe(self, topics: Iterable[str]) -> dict[str, Topic]:
         return {name: future.result() for name, future in self.ask(topics).items()}
 

@@ -210,6 +210,7 @@ class Crew:
         settings = {"bootstrap.servers": bootstrap_servers, "group.id": group, **(kafka or {})}
         if settings.get("group.protocol") != "consumer":  # there the broker decides: 6 seconds
             settings |= {"session.timeout.ms": 3000, "heartbeat.interval.ms": 500}
+        self.kafka = settings
         self._config = {"conninfo": workers_conninfo or conninfo, "topics": self._topics, "kafka": settings}
 
     def __enter__(self) -> Self:

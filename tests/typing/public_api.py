@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import tenacity
@@ -17,6 +18,9 @@ from exactly_once import (
     ExactlyOnceError,
     Fenced,
     HandlerCommitted,
+    Health,
+    Identity,
+    Metrics,
     OutcomePending,
     Redelivered,
     Rewound,
@@ -25,7 +29,10 @@ from exactly_once import (
     Units,
     Unreachable,
     __version__,
+    testing,
 )
+from exactly_once.endpoints import Endpoints
+from exactly_once.prometheus import PrometheusMetrics
 
 KAFKA = {"bootstrap.servers": "localhost:9092", "group.id": "accounts", "session.timeout.ms": 6000}
 CONNINFO = "postgresql://localhost/bank"
@@ -70,6 +77,16 @@ def service() -> None:
     consumer.stop()
     consumer.close()
     print(consumer, consumer.counters.committed, str(consumer.counters))
+
+
+def watched() -> None:
+    metrics: Metrics = PrometheusMetrics()
+    consumer = ExactlyOnceConsumer(KAFKA, conninfo=CONNINFO, metrics=metrics)
+    with consumer, Endpoints(consumer, port=9400, host="0.0.0.0", render=PrometheusMetrics().render) as endpoints:
+        health: Health = consumer.health()
+        port: int = endpoints.port
+        print(health.is_alive, health.is_ready, ", ".join(health.reasons), port)
+        print([f"{topic}[{number}]" for topic, number in health.owned], health.seconds_since_commit)
 
 
 def options() -> None:
@@ -117,6 +134,21 @@ def errors(unit: Unit) -> str:
     except ExactlyOnceError:
         return __version__
     return "done"
+
+
+def identities(unit: Unit) -> tuple[str, UUID]:
+    identity: Identity = unit.identity(unit.messages[0])
+    return identity.text, identity.uuid
+
+
+def tests_of_a_handler(own: psycopg.Connection[Any]) -> None:
+    made: Message = testing.message("t", "v", key=b"k", headers=[("a", None)], partition=1, offset=2, timestamp=3)
+    with testing.unit(own, [made], attempt=2, group_id="g", schema="ledgers") as u:
+        handler(u)
+    with testing.failing_at("advanced", OSError("cut"), nth=2):
+        handler(u)
+    for name in testing.FAILPOINTS:
+        testing.crash_at(name, nth=3)
 
 
 def what_is_not_offered(consumer: ExactlyOnceConsumer) -> None:
