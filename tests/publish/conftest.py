@@ -127,6 +127,11 @@ def memcached_slots(memcached: Memcached) -> Iterator[Subject]:
 
 @pytest.fixture
 def postgres_chain(store: Store) -> Subject:
-    """Dense chains in a table."""
-    chain = uuid4().hex
-    return Subject(lambda: PostgresChain(store), lambda n: Link(chain, n), (*BAD_LINKS[:-4], Link("a\0b", 1)))
+    """Dense chains in a table; each filter that is made begins another one."""
+    chains = [""]
+
+    def make() -> PostgresChain:
+        chains.append(uuid4().hex)
+        return PostgresChain(store)
+
+    return Subject(make, lambda n: Link(chains[-1], n), (*BAD_LINKS[:-4], Link("a\0b", 1)))

@@ -96,6 +96,16 @@ class Model(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", IN_MEMORY)
 def test_any_series_of_changes_equals_the_model(name: str) -> None:
     # A number of a sequence, or of a chain without references, may not be used first after a higher one.
-    rises = "sequence" in name or "without" in name
-    machine = type("Machine", (Model,), {"subject": IN_MEMORY[name], "rises": rises})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    check(IN_MEMORY[name], rises="sequence" in name or "without" in name, examples=60)
+
+
+@pytest.mark.parametrize(
+    "fixture", ["postgres_window", "sharded_window", "postgres_slots", "memcached_slots", "postgres_chain"]
+)
+def test_any_series_of_changes_on_a_server_equals_the_model(fixture: str, request: pytest.FixtureRequest) -> None:
+    check(request.getfixturevalue(fixture), rises=False, examples=15)
+
+
+def check(subject: Subject, *, rises: bool, examples: int) -> None:
+    machine = type("Machine", (Model,), {"subject": subject, "rises": rises})
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
