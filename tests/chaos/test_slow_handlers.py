@@ -48,15 +48,28 @@ def test_handler_that_outlasts_the_poll_interval_commits_at_its_first_attempt(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_unit_that_outlasts_a_revoke_is_ended_and_the_new_owner_applies_its_messages(
-    protocol: str, topic: str, make_crew: MakeCrew
+    protocol: str, topic: str, make_crew: MakeCrew, bootstrap_servers: str
 ) -> None:
     crew = make_crew(topic, kafka=PROTOCOLS[protocol])
-    slow = crew.start(mode="run", in_thread=True, revoke_seconds=1.0, handler_seconds=60)
-    slow.wait("handling")
+    # A unit without the partitions that move would be left alone.
+    slow = crew.start(
+        mode="run", in_thread=True, revoke_seconds=1.0, handler_seconds=60, slow_from_partitions=PARTITIONS
+    )
+    produced = MESSAGES
+
+    def is_slow() -> bool:
+        nonlocal produced
+        if slow.count("handling", partitions=PARTITIONS):
+            return True
+        produce(bootstrap_servers, topic, MESSAGES, PARTITIONS, start=produced)
+        produced += MESSAGES
+        return False
+
+    until(is_slow, 60, "a unit of all partitions")
     quick = crew.start()
     until(lambda: "did not finish in time; its transaction is ended" in slow.story(), 60, "the slow unit to be ended")
     slow.kill()
-    crew.until_applied(MESSAGES, 90)
+    crew.until_applied(produced, 90)
     crew.end_well(quick)
     crew.assert_exact()
 

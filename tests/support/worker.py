@@ -230,9 +230,10 @@ class Crew:
         """Start a worker; `ready=False` returns before it has subscribed.
 
         The configuration: conninfo, options (of the consumer), mode ("loop", the default, or "run"), until_end,
-        idle_seconds, stop_seconds, in_thread, revoke_seconds, counts, handler_seconds, poison (offsets that the
-        handler cannot apply), failpoint = [name, action, pass]; the name may be [name, after], and then passes
-        are counted from the first pass of the other.
+        idle_seconds, stop_seconds, in_thread, revoke_seconds, counts, handler_seconds (for units of at
+        least slow_from_partitions partitions), poison (offsets that the handler cannot apply), failpoint =
+        [name, action, pass]; the name may be [name, after], and then passes are counted from the first pass of the
+        other.
         """
         name = f"worker-{len(self.workers) + 1}"
         self.workers.append(worker := Worker({**self._config, "name": name, **config}))
@@ -351,10 +352,11 @@ def _loop(consumer: ExactlyOnceConsumer, config: Mapping[str, Any]) -> None:
 
 def _handler(config: Mapping[str, Any]) -> Callable[[Unit], None]:
     def handle(unit: Unit) -> None:
-        emit("handling", count=len(unit.messages), attempt=unit.attempt)
+        emit("handling", count=len(unit.messages), partitions=len(unit.advances), attempt=unit.attempt)
         record(unit, str(config["name"]), counts=config.get("counts", True))
-        if seconds := config.get("handler_seconds"):
-            time.sleep(seconds)
+        is_slow = len(unit.advances) >= config.get("slow_from_partitions", 1)
+        # In the meantime messages of all partitions come together.
+        time.sleep(config.get("handler_seconds", 0) if is_slow else 0.3)
         if any(message.offset() in config.get("poison", ()) for message in unit.messages):
             raise ValueError("poison")
 
