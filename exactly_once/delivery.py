@@ -109,6 +109,8 @@ class Delivery:
 
     def _in_order(self, holding: Holding, run: list[Message]) -> list[Message]:
         """Return the part of the run that continues what was fetched, and move ``fetched``."""
+        # Within one call the client gives a partition's messages in rising order: it drops what it had fetched
+        # before a seek, and only we seek, between calls. So both ends and the count tell that none is missing.
         first, last = _offset(run[0]), _offset(run[-1])
         if first == holding.fetched and last - first == len(run) - 1:
             holding.fetched = last + 1

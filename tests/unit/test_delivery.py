@@ -203,7 +203,8 @@ class Interleavings(RuleBasedStateMachine):
     @rule(data=st.data(), with_error=st.booleans(), repeat=st.booleans())
     def fetch(self, data: st.DataObject, *, with_error: bool, repeat: bool) -> None:
         fetched = []
-        for partition in data.draw(st.lists(st.sampled_from(self.partitions), max_size=4)):
+        # Once each: within one call the client gives the messages of a partition in rising order.
+        for partition in data.draw(st.lists(st.sampled_from(self.partitions), unique=True)):
             start = max(0, self.position[partition] - 2 * repeat)
             run = [o for o in self.log[partition] if o >= start][: data.draw(st.integers(0, 4))]
             fetched += [message(partition, offset, size=offset % 5) for offset in run]
