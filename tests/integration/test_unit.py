@@ -180,7 +180,16 @@ def test_a_batch_of_several_partitions_is_one_transaction(make_scene: MakeScene)
     scene = make_scene(30, partitions=3)
     consumer = scene.consumer(max_messages=30)
     units = iter(consumer)
-    until(lambda: len(consumer._client.assignment()) >= 0 and _spans(next(units), 3), 20, "a unit of three partitions")
+    produced = 30
+
+    def spans_three() -> bool:
+        # What was produced while nobody polled comes together, sooner or later.
+        nonlocal produced
+        produce(scene.bootstrap_servers, scene.topic, 30, 3, start=produced)
+        produced += 30
+        return _spans(next(units), 3)
+
+    until(spans_three, 20, "a unit of three partitions")
     transactions: dict[int, set[int]] = {}
     for entry in journal.entries(scene.conninfo, scene.topic):
         transactions.setdefault(entry.xid, set()).add(entry.partition)
