@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from exactly_once.errors import ConfigurationError
 
+from .by_batch import ByBatch
 from .front import Front, FrontFilter
 from .keys import GivenKey, checked_all, encoded
 from .owners import DeadOwner, PublishOwner
@@ -30,7 +31,7 @@ class Found(NamedTuple):
 TakeOver = Callable[[DeadOwner, str], Found]
 
 
-class PostgresWindow:
+class PostgresWindow(ByBatch):
     """Recognises the keys of the last ``seconds``, in all processes: ``PostgresWindow(owner, scope="orders", ...)``.
 
     Every change is one statement per batch, durable when it returns. Keys are held for between one and two windows;
@@ -82,22 +83,6 @@ class PostgresWindow:
         self._mine, self._lock = holding.keys, holding.lock
         self._duplicates = 0
         self._front = None if front is None else Front(self._store, self._scope, front)
-
-    def reserve(self, key: GivenKey) -> State:
-        """Ask for the right to send ``key``."""
-        return self.reserve_many((key,))[0]
-
-    def confirm(self, key: GivenKey) -> None:
-        """Settle: the message is in the log."""
-        self.confirm_many((key,))
-
-    def forget(self, key: GivenKey) -> None:
-        """Settle: the message is surely not in the log."""
-        self.forget_many((key,))
-
-    def doubt(self, key: GivenKey) -> None:
-        """Settle: nobody knows whether the message is in the log."""
-        self.doubt_many((key,))
 
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         """Reserve several keys with one statement.

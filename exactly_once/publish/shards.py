@@ -8,6 +8,7 @@ from typing import Literal
 
 from exactly_once.errors import ConfigurationError
 
+from .by_batch import ByBatch
 from .errors import ProducerFenced
 from .keys import GivenKey, Key, checked_all, encoded
 from .postgres import PostgresWindow
@@ -24,7 +25,7 @@ def shard_of(key: bytes, names: Iterable[str]) -> str:
     return max(names, key=lambda name: blake2b(key, digest_size=8, key=blake2b(name.encode()).digest()[:32]).digest())
 
 
-class ShardedWindow:
+class ShardedWindow(ByBatch):
     """Spreads keys over windows in several databases: ``ShardedWindow({"a": window_a, "b": window_b}, version=1)``.
 
     Every process must use the same map. A changed map gets a higher ``version`` and, for one window, ``previous``: the
@@ -56,22 +57,6 @@ class ShardedWindow:
         self._digest = blake2b(names, digest_size=16).digest()
         for window in {**self._previous, **self._windows}.values():
             self._agree(window)
-
-    def reserve(self, key: GivenKey) -> State:
-        """Ask for the right to send ``key``."""
-        return self.reserve_many((key,))[0]
-
-    def confirm(self, key: GivenKey) -> None:
-        """Settle: the message is in the log."""
-        self.confirm_many((key,))
-
-    def forget(self, key: GivenKey) -> None:
-        """Settle: the message is surely not in the log."""
-        self.forget_many((key,))
-
-    def doubt(self, key: GivenKey) -> None:
-        """Settle: nobody knows whether the message is in the log."""
-        self.doubt_many((key,))
 
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         """Reserve several keys, each in its shard: one statement per shard."""

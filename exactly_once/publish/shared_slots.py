@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from exactly_once.errors import ConfigurationError
 
+from .by_batch import ByBatch
 from .errors import FilterUnavailable
 from .keys import GivenKey, checked_all, encoded
 from .protocol import State, Stats
@@ -50,7 +51,7 @@ class SlotPlace(Protocol):
         ...
 
 
-class SharedSlotFilter:
+class SharedSlotFilter(ByBatch):
     """Recognises most recent keys, in several processes: ``SharedSlotFilter(MemcachedSlots(client), slots=10**7)``.
 
     Each key has one slot and overwrites what is there. A slot is changed by compare-and-set, so that of two processes
@@ -97,22 +98,6 @@ class SharedSlotFilter:
         """What this process holds. A slot that is ours and is not in here is from a lost answer."""
         self._lock = threading.Lock()
         self._duplicates = self._evicted = self._failed_open = 0
-
-    def reserve(self, key: GivenKey) -> State:
-        """Ask for the right to send ``key``."""
-        return self.reserve_many((key,))[0]
-
-    def confirm(self, key: GivenKey) -> None:
-        """Settle: the message is in the log."""
-        self.confirm_many((key,))
-
-    def forget(self, key: GivenKey) -> None:
-        """Settle: the message is surely not in the log."""
-        self.forget_many((key,))
-
-    def doubt(self, key: GivenKey) -> None:
-        """Settle: nobody knows whether the message is in the log."""
-        self.doubt_many((key,))
 
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         """Reserve several keys: one question for all, and one compare-and-set for each that is not a duplicate."""
