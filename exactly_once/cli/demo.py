@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
+import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import psycopg
 
@@ -24,6 +27,10 @@ _TITLES = {
     "exactly_once": "With the library: offsets and effects in one transaction, behind a fence",
     "at_least_once": "An ordinary loop, the same faults: poll, write, commit the database, commit Kafka",
 }
+_SINK = (
+    "sink --group-id payments-to-table --topic payments-exactly-once --table payment --create-table --start earliest "
+    "--until-end"
+)
 _DESCRIPTION = """\
 Start a Kafka and a Postgres of its own, and let two workers apply payments while they are killed and
 frozen: first with the library, then by an ordinary loop. Both are checked against the topic. Exit code 0
@@ -93,11 +100,13 @@ def _side(loop: str, setting: Setting, display: Display) -> result.Result:
 
 def _keep(setting: Setting, display: Display) -> None:
     """Wait for Ctrl-C."""
-    where = f"--conninfo {setting.conninfo} --bootstrap-servers {setting.bootstrap_servers}"
-    display.line(f"\nThe servers stay until Ctrl-C. Kafka: {setting.bootstrap_servers}  Postgres: {setting.conninfo}")
-    display.line("In another terminal:")
-    display.line(f"  exactly-once status {where}")
-    display.line(f"  psql {setting.conninfo} -c 'TABLE demo_exactly_once.journal LIMIT 10'")
+    command = shutil.which("exactly-once") or str(Path(sys.executable).with_name("exactly-once"))
+    display.line("\nThe servers stay until Ctrl-C. In another terminal:")
+    display.line(f"  export EXACTLY_ONCE_BOOTSTRAP_SERVERS={setting.bootstrap_servers}")
+    display.line(f"  export EXACTLY_ONCE_CONNINFO={shlex.quote(setting.conninfo)}")
+    display.line(f"  {command} status")
+    display.line(f"  {command} {_SINK}")
+    display.line(f"  psql {shlex.quote(setting.conninfo)} -c 'TABLE demo_exactly_once.journal LIMIT 10'")
     try:
         threading.Event().wait()
     except KeyboardInterrupt:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import psutil
+import psycopg
 import pytest
 
 from tests.support.waiting import until
@@ -136,7 +141,7 @@ def test_everything_ends_with_the_demo_however_it_ends(
     assert process.wait() == status[number]
 
 
-def test_servers_stay_with_keep_until_ctrl_c() -> None:
+def test_servers_stay_with_keep_for_what_the_readme_shows_then() -> None:
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         _command("--quick", "--keep", "--json", "--seed", "1", "--messages", "3000"),
@@ -148,14 +153,16 @@ def test_servers_stay_with_keep_until_ctrl_c() -> None:
     assert process.stdout is not None
     with process:
         try:
-            hint = next(line for line in process.stdout if "exactly-once status" in line)
-            status = subprocess.run(
-                [sys.executable, "-m", "exactly_once.cli", *hint.split()[1:]],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            assert status.stdout.count("payments-exactly-once") >= 6
+            said = "".join(takewhile(lambda line: "psql" not in line, process.stdout))
+            said = said.rpartition("another terminal:")[2]
+            hints = [shlex.split(line) for line in said.splitlines() if line]
+            where = dict(words[1].split("=", 1) for words in hints if words[0] == "export")
+            assert _exactly_once(where, "status").count("payments-exactly-once") >= 6
+            (sink,) = (words[1:] for words in hints if words[1] == "sink")
+            assert [sink] == _sinks_of_the_readme()
+            _exactly_once(where, *sink)
+            with psycopg.connect(where["EXACTLY_ONCE_CONNINFO"]) as connection:
+                assert connection.execute('SELECT count(*), min("from") >= 0 FROM payment').fetchone() == (3000, True)
             process.send_signal(signal.SIGINT)
             rest = process.stdout.read()
             assert json.loads(rest.splitlines()[-1])["ok"]
@@ -163,6 +170,19 @@ def test_servers_stay_with_keep_until_ctrl_c() -> None:
         finally:
             process.kill()
     assert not _with_mark(mark)
+
+
+def _exactly_once(where: dict[str, str], *words: str) -> str:
+    command = [sys.executable, "-m", "exactly_once.cli", *words]
+    done = subprocess.run(command, env=os.environ | where, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _sinks_of_the_readme() -> list[list[str]]:
+    """Find what the README would have one type next."""
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    return [shlex.split(line)[1:] for line in re.findall(r"^\.venv/bin/exactly-once sink .*$", text, re.MULTILINE)]
 
 
 def _command(*options: str) -> list[str]:

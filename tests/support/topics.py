@@ -27,6 +27,13 @@ def create_topic(
     return name
 
 
+def delete_topic(bootstrap_servers: str, name: str) -> None:
+    """Delete a topic, so that another module of tests may have one of the same name."""
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    admin.delete_topics([name])[name].result(timeout=30)
+    until(lambda: name not in admin.list_topics(timeout=10).topics, 30, f"{name} to be gone")
+
+
 def produce(bootstrap_servers: str, topic: str, n: int, partitions: int, *, start: int = 0) -> None:
     """Produce `n` messages over the partitions in turn; key and value are the numbers from `start` on."""
     producer = Producer({"bootstrap.servers": bootstrap_servers, "enable.idempotence": True, "linger.ms": 5})
