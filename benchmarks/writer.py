@@ -1,0 +1,144 @@
+"""What the table writer costs: where a message's time goes, and the ways of writing by rows a batch.
+
+    python benchmarks/writer.py [--rounds N] [--only PART]
+
+The programs of a comparison alternate in one process on the same server; read the ratios. The steps of a
+message are timed alone, in the main thread, shortest of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+from confluent_kafka import Message
+
+from exactly_once import embedded
+from exactly_once.writer import TableWriter
+from exactly_once.writer.encoding import encode_binary
+from exactly_once.writer.from_json import JsonDecoder
+from exactly_once.writer.plan import Plan
+
+PARTITIONS = 6
+COLUMNS = "id bigint, name text, amount double precision, ts timestamptz"
+UNIT = 10_000
+NOW = datetime.now(UTC)
+Connection = psycopg.Connection[Any]
+
+
+def value(number: int) -> bytes:
+    """Make a payment of about 80 bytes."""
+    document = {"id": number, "name": f"customer-{number % 1000}", "amount": number * 0.25}
+    return json.dumps({**document, "ts": "2026-01-01T10:00:00.123456Z"}).encode()
+
+
+def seconds(program: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    program()
+    return time.perf_counter() - began
+
+
+def best(program: Callable[[], object], rounds: int) -> float:
+    return min(seconds(program) for _ in range(rounds))
+
+
+def steps(connection: Connection, rounds: int) -> Iterator[str]:
+    """Say where a message's time goes in the main thread, without consuming and without the server."""
+    messages = [Message(topic="t", partition=0, offset=i, value=value(i)) for i in range(UNIT)]
+    connection.execute(f"CREATE TEMP TABLE stepped ({COLUMNS})")
+    decoder = JsonDecoder()
+    table = TableWriter("stepped").table(connection)
+    decoder.prepare(table, mode="append", key=())
+    rows = list(decoder.decode(messages))
+    wires = [c.type_oid for c in table.columns]
+    plan = Plan(table, table.writable)
+    programs: dict[str, Callable[[], object]] = {
+        "value()": lambda: deque(map(Message.value, messages), 0),
+        "decode, to a tuple": lambda: deque(decoder.decode(messages), 0),
+        "encode": lambda: encode_binary(rows, wires),
+        "all of it, in one pass": lambda: encode_binary(decoder.decode(messages), wires),
+        "look at values that no decoder has checked": lambda: plan.prepare(rows),
+    }
+    yield "| step | ns a message |"
+    yield "|---|---|"
+    for name, program in programs.items():
+        yield f"| {name} | {best(program, rounds) / UNIT * 1e9:,.0f} |"
+    connection.rollback()
+
+
+def ways(connection: Connection, rounds: int) -> Iterator[str]:
+    """Compare the ways into a table with a primary key, by rows a batch: where is the switch?"""
+    connection.execute(f"CREATE TABLE IF NOT EXISTS way ({COLUMNS}, PRIMARY KEY (id))")
+    connection.commit()
+    writers = {
+        "upsert from arrays": TableWriter("way", mode="upsert", small_batch=10**9),
+        "upsert from a stage": TableWriter("way", mode="upsert", small_batch=0),
+        "append from arrays": TableWriter("way", mode="insert-ignore", small_batch=10**9),
+        "append by COPY": TableWriter("way"),
+    }
+    yield "| rows a batch | executemany ON CONFLICT, rows/s | " + " | ".join(writers) + " |"
+    yield "|---" * (len(writers) + 2) + "|"
+    for size in (1, 10, 50, 100, 200, 500, 1000, 2000, 5000, 20_000):
+        batch = [(i, f"customer-{i % 1000}", i * 0.25, NOW) for i in range(size)]
+        # In an upsert one key in ten comes twice.
+        doubled = [(i // 2, *row[1:]) if i % 10 == 0 else row for i, row in enumerate(batch)]
+        rates = [rate(connection, lambda rows=doubled: executemany(connection, rows), size, rounds)]
+        for name, writer in writers.items():
+            rows = doubled if name.startswith("upsert") else batch
+            rates.append(rate(connection, lambda w=writer, r=rows: w.write(connection, r), size, rounds))
+        yield f"| {size:,} | " + " | ".join(f"{r:,.0f}" for r in rates) + " |"
+
+
+def rate(connection: Connection, program: Callable[[], object], size: int, rounds: int) -> float:
+    """Run a program into the empty table again and again, COMMIT included."""
+    took = []
+    for _ in range(rounds * (20 if size < 500 else 2)):
+        connection.execute("TRUNCATE way")
+        connection.commit()
+        began = time.perf_counter()
+        program()
+        connection.commit()
+        took.append(time.perf_counter() - began)
+    return size / statistics.median(took)
+
+
+def executemany(connection: Connection, rows: list[tuple[Any, ...]]) -> None:
+    """What most people write."""
+    connection.cursor().executemany(
+        "INSERT INTO way VALUES (%s, %s, %s, %s) ON CONFLICT (id) DO UPDATE"
+        " SET name = EXCLUDED.name, amount = EXCLUDED.amount, ts = EXCLUDED.ts",
+        rows,
+    )
+
+
+def main() -> None:
+    """Start a server, run the parts that were asked for, print tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=["steps", "ways"])
+    args = parser.parse_args()
+    with (
+        embedded.Postgres(settings={"max_wal_size": "8GB"}) as postgres,
+        psycopg.connect(postgres.conninfo, prepare_threshold=None) as connection,
+    ):
+        if args.only in (None, "steps"):
+            show(steps(connection, args.rounds))
+        if args.only in (None, "ways"):
+            show(ways(connection, args.rounds))
+
+
+def show(lines: Iterator[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
