@@ -1,6 +1,6 @@
 """Publishing without duplicates: filters, and a producer that uses them.
 
-    with DedupProducer({"bootstrap.servers": ...}, filter=WindowFilter(keys=1_000_000)) as producer:
+    with DedupProducer({"bootstrap.servers": ...}, dedup=WindowFilter(keys=1_000_000)) as producer:
         delivery = producer.produce("orders", value, dedup_key=order_id)
 
 A filter never makes a message disappear that was not acknowledged, unless its docstring says so in bold.
@@ -27,11 +27,13 @@ from .errors import (
     TailLost,
     Undelivered,
 )
+from .front import BloomFront, ExactFront, FrontFilter
 from .owners import DeadOwner, PublishOwner
 from .postgres import Found, PostgresWindow
 from .postgres_chain import PostgresChain
-from .producer import DedupProducer, Outgoing
+from .producer import DedupProducer
 from .protocol import Filter, State, Stats
+from .publisher import Outgoing
 from .sequence import Sequence, SequenceFilter
 from .shards import ShardedWindow
 from .shared_slots import SharedSlotFilter
@@ -41,16 +43,20 @@ from .slots import SlotFilter
 from .snapshot import SnapshotFile, SnapshotStore
 from .store import Store
 from .takeover import TopicTakeOver, end_positions
+from .transactional import Transaction, TransactionalProducer
 from .window import WindowFilter
 
 __all__ = [
+    "BloomFront",
     "ChainFilter",
     "DeadOwner",
     "DedupProducer",
     "Delivery",
+    "ExactFront",
     "Filter",
     "FilterUnavailable",
     "Found",
+    "FrontFilter",
     "HeldElsewhere",
     "InconsistentChain",
     "KeyRefused",
@@ -83,6 +89,8 @@ __all__ = [
     "TailHidden",
     "TailLost",
     "TopicTakeOver",
+    "Transaction",
+    "TransactionalProducer",
     "Undelivered",
     "WindowFilter",
     "end_positions",

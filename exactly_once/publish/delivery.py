@@ -13,7 +13,7 @@ from .errors import HeldElsewhere, NotDelivered, NotPersisted, OutcomeUnknown
 
 if TYPE_CHECKING:
     from .lane import Lane
-    from .producer import DedupProducer
+    from .publisher import Publisher
 
 Callback = Callable[[KafkaError | None, Message | None], object]
 
@@ -72,7 +72,7 @@ class Delivery:
     """The deliveries of duplicates that attached while this one was in flight."""
 
     def __init__(self, lane: Lane, identity: Any, callback: Callback | None) -> None:
-        self._lane = lane
+        self.lane = lane
         self.identity = identity
         """The dedup key, Sequence or Link."""
         if callback is not None:
@@ -95,7 +95,7 @@ class Delivery:
         :raises HeldElsewhere: when another process is sending it.
         :raises TimeoutError: when nothing is known after so long; nothing changes by that.
         """
-        producer: DedupProducer = self._lane.producer
+        producer: Publisher = self.lane.producer
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self.outcome is Outcome.PENDING:
             left = 0.1 if deadline is None else deadline - time.monotonic()
@@ -112,7 +112,7 @@ class Delivery:
         kind = _ERRORS.get(self.outcome)
         if kind is None:
             return None
-        made = kind(f"{self.identity!r} to {self._lane.topic}: {self.outcome.value} ({self.error or 'no error given'})")
+        made = kind(f"{self.identity!r} to {self.lane.topic}: {self.outcome.value} ({self.error or 'no error given'})")
         if self.error is not None:
             made.__cause__ = KafkaException(self.error)
         return made
@@ -129,12 +129,16 @@ class Delivery:
 
     # The producer's side.
 
-    def report(self, error: KafkaError | None, message: Message) -> None:
-        """Take the client's delivery report; the producer settles it before anybody is told."""
+    def __call__(self, error: KafkaError | None, message: Message) -> None:
+        """Take the client's delivery report; the producer settles it before anybody is told.
+
+        The delivery is itself the client's callback: a bound method for each message in flight is one more object that
+        every collection of garbage has to look at.
+        """
         if error is not None:
             self.error = error
         self.message = message
-        self._lane.reported.append(self)
+        self.lane.reported.append(self)
 
     def take(self, error: KafkaError | None, message: Message | None) -> None:
         """Have the same report as another one."""
@@ -143,7 +147,7 @@ class Delivery:
 
     def attach(self, callback: Callback | None) -> Delivery:
         """Return the delivery of a duplicate of this one: it has the same outcome."""
-        twin = Delivery(self._lane, self.identity, callback)
+        twin = Delivery(self.lane, self.identity, callback)
         twin.duplicate = True
         twin.may_repeat = self.may_repeat
         if self.twins is None:
@@ -157,7 +161,7 @@ class Delivery:
         """Make the outcome known, here and to the duplicates that attached."""
         was_pending, self.outcome = self.outcome is _PENDING, outcome
         if self.callback is not None and was_pending:
-            self._lane.producer.calls.append(self)
+            self.lane.producer.calls.append(self)
         # After the outcome: whoever attaches now sees it, and whoever came before is in the list.
         while self.twins:
             try:

@@ -39,6 +39,37 @@ class ExactFront:
         return key in self._keys
 
 
+class Members(Protocol):
+    """What Bloom filters of most packages have."""
+
+    def add(self, key: bytes, /) -> object:
+        """Add a key."""
+        ...
+
+    def __contains__(self, key: bytes, /) -> bool:
+        """Return False only for a key that surely was never added."""
+        ...
+
+
+class BloomFront:
+    """An adapter: ``front=lambda: BloomFront(rbloom.Bloom(1_000_000, 0.01))``, big enough for the keys of a window.
+
+    What it wrongly takes for a member costs one look into the table, and nothing else.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def fill(self, keys: Iterable[bytes]) -> None:
+        """Add many keys."""
+        for key in keys:
+            self._members.add(key)
+
+    def may_have(self, key: bytes) -> bool:
+        """Tell whether the key may have been added."""
+        return key in self._members
+
+
 class Front:
     """Keeps a front filter of the older generation, made anew when the generations turn."""
 

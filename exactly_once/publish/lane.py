@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import psycopg
 from confluent_kafka import KafkaError, Message
 
+from exactly_once.logs import about
+
 from .delivery import Delivery, Outcome, proves_absence
 from .errors import FilterUnavailable, KeyRefused
 from .protocol import Filter, State, Stats
@@ -19,7 +21,7 @@ from .recovery import SequenceLog
 from .sequence import SequenceFilter
 
 if TYPE_CHECKING:
-    from .producer import DedupProducer
+    from .publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class NoFilter:
 class Lane:
     """One topic. ``reported`` is filled by the client's callbacks and emptied by ``settle``, one thread at a time."""
 
-    def __init__(self, producer: DedupProducer, topic: str, made: Filter[Any], log: SequenceLog | None) -> None:
+    def __init__(self, producer: Publisher, topic: str, made: Filter[Any], log: SequenceLog | None) -> None:
         self.producer = producer
         self.topic = topic
         self.filter = made
@@ -72,7 +74,7 @@ class Lane:
         self._log = log
         self._settling = threading.Lock()
         self._due: dict[Outcome, list[Delivery]] = {}
-        self._to_tell: list[Delivery] = []
+        self._to_tell: list[tuple[Outcome, list[Delivery]]] = []
 
     def next_number(self, given: int | None, initial: int) -> int:
         """Return the number of the next message: the given one, or the one after the last.
@@ -111,20 +113,23 @@ class Lane:
         with self._settling:
             batch = self.reported[:]
             delivered = [d for d in batch if d.error is None]
-            if len(delivered) == len(batch) and not self._due:
-                self._due[Outcome.DELIVERED] = delivered
-            else:
+            if delivered:
+                self._take(_DELIVERED, delivered)
+            if len(delivered) < len(batch):
                 for delivery in batch:
-                    self._due.setdefault(_outcome_of(delivery), []).append(delivery)
-            self._to_tell += batch
+                    if delivery.error is not None:
+                        self._take(_outcome_of(delivery.error), [delivery])
             # Only now: whoever is interrupted between two lines does this twice, which is harmless, and never not.
             del self.reported[: len(batch)]
-            try:
-                self._mark()
-            finally:
-                for delivery in self._to_tell:
-                    delivery.settle(_DELIVERED if delivery.error is None else _outcome_of(delivery))
-                self._to_tell.clear()
+            self._mark_and_tell()
+
+    def conclude(self, deliveries: list[Delivery], verdict: Outcome, error: KafkaError | None) -> None:
+        """Settle all alike, whatever was reported: the transaction that they belong to is over."""
+        for delivery in deliveries:
+            delivery.error = None if verdict is _DELIVERED else delivery.error or error
+        with self._settling:
+            self._take(verdict, deliveries)
+            self._mark_and_tell()
 
     def finish(self) -> int:
         """Mark what is left and make a last snapshot, before the producer is gone; return how many had no report.
@@ -145,6 +150,19 @@ class Lane:
             raise FilterUnavailable(f"{left} outcomes on {self.topic!r} could not be stored in the filter")
         return len(silent)
 
+    def _take(self, outcome: Outcome, deliveries: list[Delivery]) -> None:
+        self._due.setdefault(outcome, []).extend(deliveries)
+        self._to_tell.append((outcome, deliveries))
+
+    def _mark_and_tell(self) -> None:
+        try:
+            self._mark()
+        finally:
+            for outcome, deliveries in self._to_tell:
+                for delivery in deliveries:
+                    delivery.settle(outcome)
+            self._to_tell.clear()
+
     def _mark(self) -> None:
         """Bring what is due into the filter; what a store refuses now is tried again with the next reports."""
         # What was delivered comes last: a snapshot must not be made before the doubts of the same batch are known.
@@ -162,7 +180,13 @@ class Lane:
                 else:
                     self.filter.doubt_many(keys)
             except (psycopg.Error, FilterUnavailable) as error:
-                logger.warning("%s outcomes on %r wait for the filter's store: %s", len(keys), self.topic, error)
+                logger.warning(
+                    "%s outcomes on %r wait for the filter's store: %s",
+                    len(keys),
+                    self.topic,
+                    error,
+                    extra=about("outcomes_wait") | {"topic": self.topic, "producer": self.producer.producer_name},
+                )
                 continue
             del self._due[outcome]
             deque(map(self.in_flight.pop, keys, repeat(None)), maxlen=0)
@@ -170,10 +194,8 @@ class Lane:
                 self._log.confirmed(_messages(deliveries))
 
 
-def _outcome_of(delivery: Delivery) -> Outcome:
-    if delivery.error is None:
-        return Outcome.DELIVERED
-    return Outcome.NOT_PERSISTED if proves_absence(delivery.error) else Outcome.UNKNOWN
+def _outcome_of(error: KafkaError) -> Outcome:
+    return Outcome.NOT_PERSISTED if proves_absence(error) else Outcome.UNKNOWN
 
 
 def _messages(deliveries: list[Delivery]) -> list[Message]:

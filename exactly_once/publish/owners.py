@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 from uuid import UUID, uuid4
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.logs import about
 from exactly_once.session import Connection
 
 from .errors import FilterUnavailable, NameTaken, ProducerFenced, PublishError
@@ -73,7 +74,7 @@ class PublishOwner:
         self.name = name or f"publisher-{uuid4()}"
         self.token: UUID = uuid4()
         self.lease_seconds = lease_seconds
-        self._transactional_id = transactional_id
+        self.transactional_id = transactional_id
         self._positions = json.dumps(positions or {})
         self._renewed_at = time.monotonic()
         self._fenced = False
@@ -131,7 +132,7 @@ class PublishOwner:
         try:
             self.store.run("publish_end_owner", owner=self.id)
         except FilterUnavailable as error:
-            logger.warning("the lease of %r ends by itself: %s", self.name, error)
+            logger.warning("the lease of %r ends by itself: %s", self.name, error, extra=self._about("lease_left"))
         self.store.close()
 
     def _start(self, connection: Connection, *, exclusive: bool) -> int:
@@ -154,7 +155,7 @@ class PublishOwner:
                 "publish_start_owner",
                 name=self.name,
                 token=self.token,
-                transactional_id=self._transactional_id,
+                transactional_id=self.transactional_id,
                 positions=self._positions,
                 seconds=self.lease_seconds,
             )
@@ -168,7 +169,12 @@ class PublishOwner:
                 self.renew()
                 self.store.run("publish_turn")
             except ProducerFenced:
-                logger.error("%r was fenced by another process", self.name)
+                logger.error("%r was fenced by another process", self.name, extra=self._about("owner_fenced"))
                 return
             except (PublishError, OSError) as error:
-                logger.warning("the lease of %r could not be renewed: %s", self.name, error)
+                logger.warning(
+                    "the lease of %r could not be renewed: %s", self.name, error, extra=self._about("lease_not_renewed")
+                )
+
+    def _about(self, action: str) -> dict[str, object]:
+        return about(action) | {"producer": self.name, "owner": self.id}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.logs import about
 
 from .by_batch import ByBatch
 from .front import Front, FrontFilter
@@ -198,6 +199,7 @@ class PostgresWindow(ByBatch):
                 confirmed,
                 forgotten,
                 doubted,
+                extra=about("owner_taken_over") | {"topic": self.scope, "producer": owner.name, "owner": owner.id},
             )
         return len(dead)
 

@@ -71,7 +71,9 @@ class SequenceFilter:
         with self._lock:
             producer = self._producers.get(name) or self._add(name)
             numbers = producer.numbers
-            if numbers and number > producer.pushed and len(numbers) - producer.head < self._max_outstanding:
+            if number > producer.pushed and len(numbers) - producer.head < self._max_outstanding:
+                if not numbers:
+                    producer.used_at = self._clock()
                 numbers.append(number)
                 producer.pushed = number
                 return _NEW
@@ -86,9 +88,13 @@ class SequenceFilter:
             numbers = producer.numbers
             if head < len(numbers) and numbers[head] == number and not producer.odd:
                 producer.persisted = number
-                producer.head = head + 1
-                if head >= 1000 or head + 1 == len(numbers):
-                    producer.compact()
+                if head + 1 == len(numbers):
+                    numbers.clear()
+                    producer.head = 0
+                else:
+                    producer.head = head + 1
+                    if head >= 1000:
+                        producer.compact()
             else:
                 producer.confirm(_checked(number))
 

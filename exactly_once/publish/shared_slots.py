@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Literal, NamedTuple, Protocol
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.logs import about
 
 from .by_batch import ByBatch
 from .errors import FilterUnavailable
@@ -147,7 +148,9 @@ class SharedSlotFilter(ByBatch):
                     raise
                 left = sum(answer is None for answer in answers)
                 self._failed_open += left
-                logger.warning("the shared slots are away: %s keys are let through", left)
+                logger.warning(
+                    "the shared slots are away: %s keys are let through", left, extra=about("keys_let_through")
+                )
         return answers
 
     def _pass(

@@ -109,11 +109,16 @@ class SlotFilter:
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         """Reserve several keys, in order."""
         wanted = checked_all(keys)
-        holds, held, again = self._table.holds, self._held, self._reservations.again
+        held, again = self._held, self._reservations.again
         states = []
         with self._lock:
+            known = self._table.known(wanted)
+            fresh = dict.fromkeys(wanted, CLEAN)
+            if not known and len(fresh) == len(wanted) and held.keys().isdisjoint(wanted):
+                held.update(fresh)
+                return [_NEW] * len(wanted)
             for key in wanted:
-                if holds(key):
+                if key in known:
                     self._duplicates += 1
                     states.append(_DUPLICATE)
                 elif key in held:
@@ -126,12 +131,12 @@ class SlotFilter:
     def confirm_many(self, keys: Iterable[GivenKey]) -> None:
         """Confirm several keys."""
         found = checked_all(keys)
-        put, pop, ages = self._table.put, self._held.pop, self._ages
+        pop = self._held.pop
         with self._lock:
-            for key in found:
-                place = put(key, is_new=pop(key, None) is not None)
-                if ages is not None and place >= 0:
-                    ages.note(place)
+            places = self._table.put_many((key, pop(key, None) is not None) for key in found)
+            if self._ages is not None:
+                for place in places:
+                    self._ages.note(place)
 
     def forget_many(self, keys: Iterable[GivenKey]) -> None:
         """Forget several keys."""
@@ -186,6 +191,34 @@ class _KeyTable:
         place = (hash(key) * self._factor >> _SHIFT) % self._buckets * self._ways
         return key in self._slots[place : place + self._ways]
 
+    def known(self, keys: list[Key]) -> set[Key]:
+        """Return those of the keys that are in their buckets."""
+        slots, factor, buckets, ways = self._slots, self._factor, self._buckets, self._ways
+        return {
+            key
+            for key in keys
+            if key in slots[(place := (hash(key) * factor >> _SHIFT) % buckets * ways) : place + ways]
+        }
+
+    def put_many(self, keys: Iterable[tuple[Key, bool]]) -> list[int]:
+        """Store keys as ``put`` does, of each told whether it is new; return the slots of those stored."""
+        slots, heads, factor, buckets, ways = self._slots, self._heads, self._factor, self._buckets, self._ways
+        places = []
+        for key, is_new in keys:
+            bucket = (hash(key) * factor >> _SHIFT) % buckets
+            place = bucket * ways
+            if not is_new and key in slots[place : place + ways]:
+                continue
+            head = heads[bucket]
+            heads[bucket] = head + 1 if head + 1 < ways else 0
+            place += head
+            if slots[place] is not None:
+                self.evicted += 1
+            slots[place] = key
+            places.append(place)
+        self.stored += len(places)
+        return places
+
     def put(self, key: Key, *, is_new: bool) -> int:
         """Store the key over the oldest of its bucket; return the slot, or -1 if it is there already."""
         ways = self._ways
@@ -223,6 +256,14 @@ class _DigestTable:
         """Tell whether the key's digest is in its bucket."""
         digest, bucket = self._place(key)
         return self._find(digest, bucket)
+
+    def known(self, keys: list[Key]) -> set[Key]:
+        """Return those of the keys whose digests are in their buckets."""
+        return {key for key in keys if self.holds(key)}
+
+    def put_many(self, keys: Iterable[tuple[Key, bool]]) -> list[int]:
+        """Store digests as ``put`` does, of each key told whether it is new; return the slots of those stored."""
+        return [place for key, is_new in keys if (place := self.put(key, is_new=is_new)) >= 0]
 
     def put(self, key: Key, *, is_new: bool) -> int:
         """Store the digest over the oldest of its bucket; return the slot, or -1 if it is there already."""

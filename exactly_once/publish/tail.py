@@ -8,7 +8,7 @@ the watermark. Whoever wants nobody to write meanwhile fences the writer first.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -44,7 +44,7 @@ def ends_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, int]:
 
 def read_tail(
     kafka: Mapping[str, Any], topic: str, starts: Mapping[Partition, int] | None, *, seconds: float = _SECONDS
-) -> Iterator[Message]:
+) -> Generator[Message, None, None]:
     """Yield the messages from ``starts`` up to now; without ``starts`` all there are.
 
     A partition that ``starts`` does not name was added since, and is read from its beginning.
@@ -83,7 +83,7 @@ def _ranges(kafka: Mapping[str, Any], topic: str) -> dict[Partition, tuple[int, 
 
 def _read(
     kafka: Mapping[str, Any], begin: list[TopicPartition], todo: dict[Partition, int], seconds: float
-) -> Iterator[Message]:
+) -> Generator[Message, None, None]:
     client = Consumer(
         {
             **admin_settings(kafka),

@@ -9,6 +9,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 
+from exactly_once.embedded.kafka import Kafka
 from exactly_once.publish import (
     Link,
     MemcachedSlots,
@@ -22,6 +23,7 @@ from exactly_once.publish import (
 )
 from exactly_once.schema import migrate
 from tests.publish.subjects import BAD_KEYS, BAD_LINKS, IN_MEMORY, ON_SERVERS, Subject, as_bytes
+from tests.support.kafka_proxy import KafkaProxy
 from tests.support.memcached import Memcached, missing_memcached
 from tests.support.require import skip_unless
 
@@ -135,3 +137,18 @@ def postgres_chain(store: Store) -> Subject:
         return PostgresChain(store)
 
     return Subject(make, lambda n: Link(chains[-1], n), (*BAD_LINKS[:-4], Link("a\0b", 1)))
+
+
+@pytest.fixture(scope="session")
+def proxy_and_broker() -> Iterator[KafkaProxy]:
+    """A broker whose clients all come through a proxy."""
+    with KafkaProxy() as proxy, Kafka(properties={"advertised.listeners": proxy.listener}) as kafka:
+        proxy.upstream = kafka.port()
+        yield proxy
+
+
+@pytest.fixture
+def proxied_broker(proxy_and_broker: KafkaProxy) -> Iterator[KafkaProxy]:
+    """The same, with no fault left armed."""
+    yield proxy_and_broker
+    proxy_and_broker.disarm()

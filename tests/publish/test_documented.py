@@ -1,4 +1,5 @@
 """The excerpts of docs/publishing.md, in programs that run."""
+# ruff: noqa: SIM117 - as a reader would write it
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from exactly_once.publish import (
     PostgresWindow,
     PublishOwner,
     TopicTakeOver,
+    TransactionalProducer,
     WindowFilter,
     end_positions,
     slots_for,
@@ -49,6 +51,18 @@ def test_the_excerpt_for_several_processes_sends_once(
     owner.close()
     assert not any(delivery.duplicate for delivery in deliveries)
     assert values(bootstrap_servers, topic) == list(range(10))
+
+
+def test_the_excerpt_on_transactions_sends_both_or_none(bootstrap_servers: str, name: str) -> None:
+    orders, audit = create_topic(bootstrap_servers, 1), create_topic(bootstrap_servers, 1)
+    kafka, dedup = {"bootstrap.servers": bootstrap_servers}, lambda topic: WindowFilter(keys=1_000_000)
+    order, entry, order_id = b"1", b"2", name
+    with TransactionalProducer({**kafka, "transactional.id": "orders-1"}, dedup=dedup) as producer:
+        with producer.transaction() as transaction:
+            transaction.produce(orders, order, dedup_key=order_id)
+            transaction.produce(audit, entry, dedup_key=order_id)
+    assert [delivery.offset for delivery in transaction.deliveries] == [0, 0]
+    assert (values(bootstrap_servers, orders), values(bootstrap_servers, audit)) == ([1], [2])
 
 
 def own_database(conninfo: str, name: str) -> str:

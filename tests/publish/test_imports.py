@@ -13,7 +13,20 @@ from exactly_once import publish
 
 FOLDER = Path(publish.__file__).parent
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
-LOWER = {"errors", "failpoints", "model", "outcome", "sql", "session", "retry", "cluster", "config", "ledger", "schema"}
+LOWER = {
+    "errors",
+    "failpoints",
+    "model",
+    "outcome",
+    "logs",
+    "sql",
+    "session",
+    "retry",
+    "cluster",
+    "config",
+    "ledger",
+    "schema",
+}
 PURE = {
     "protocol",
     "keys",

@@ -339,7 +339,7 @@ def test_a_report_whose_callback_was_interrupted_is_not_taken_for_success(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Delivery, "report", interrupted)
+        patched.setattr(Delivery, "__call__", interrupted)
         delivery = made.produce(topic, b"x", dedup_key="a")
         with pytest.raises(KeyboardInterrupt):
             made.flush(30)

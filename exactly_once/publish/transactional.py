@@ -1,0 +1,335 @@
+"""TransactionalProducer: messages behind a duplicate filter, together in the log or not at all.
+
+Kafka's end of a transaction (EndTxn) names producer and epoch, not which transaction it ends. A client that gets no
+answer asks again by itself, and the first one may arrive when the next transaction is open: it then commits half of
+that, whatever the application does later. Brokers can tell the two apart only with clients that speak KIP-890. So a
+client is used for as long as nothing at all went wrong on its wires, and replaced after that: the new one's epoch
+fences everything that is still on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from exactly_once.errors import BrokerUnreachable, ConfigurationError, ExactlyOnceError
+from exactly_once.logs import about
+from exactly_once.model import Partition
+
+from .chain import Link
+from .delivery import Callback, Delivery, Outcome
+from .errors import NotDelivered, NotPersisted, OutcomeUnknown, ProducerFenced
+from .headers import Headers
+from .keys import GivenKey
+from .publisher import Going, Outgoing, Publisher, take_back
+from .settings import client_settings
+from .tail import ends_of, read_tail
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 60.0
+_ABORT_SECONDS = 5.0
+_IDLE_SECONDS = 50.0
+"""Of connections that end after a minute without traffic the client does not tell."""
+_FENCED = frozenset((KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH))  # noqa: SLF001
+_LEVELS = (*[logging.CRITICAL] * 3, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO, logging.DEBUG)
+"""Python's levels of the client's ``log_level`` 0 to 7."""
+
+
+class Transaction:
+    """Messages that are published together when the block of ``with producer.transaction()`` ends."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, Outgoing]] = []
+        """Topics and messages, in the order of the calls."""
+        self.deliveries: list[Delivery] = []
+        """What became of each; known when the block was left."""
+
+    def produce(
+        self,
+        topic: str,
+        value: str | bytes | None = None,
+        key: str | bytes | None = None,
+        *,
+        dedup_key: GivenKey | None = None,
+        sequence: int | None = None,
+        chain: Link | None = None,
+        partition: int = -1,
+        headers: Headers | None = None,
+        timestamp: int = 0,
+        on_delivery: Callback | None = None,
+    ) -> None:
+        """Add a message; arguments as those of :meth:`DedupProducer.produce`."""
+        given = Outgoing(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
+        self.messages.append((topic, given))
+
+
+class TransactionalProducer(Publisher):
+    """Publishes in Kafka transactions what a filter has not seen; options as those of :class:`DedupProducer`.
+
+        with TransactionalProducer({"transactional.id": "orders-1", ...}, dedup=...) as producer:
+            with producer.transaction() as transaction:
+                transaction.produce("orders", value, dedup_key=order_id)
+                transaction.produce("audit", entry, dedup_key=order_id)
+
+    Nothing is sent before the block ends, and nothing at all when it is left by an error. What is new then goes out in
+    one transaction. Keys are confirmed once that is committed, absent again if it surely was not, and unknown if nobody
+    can tell. That is rare: after a lost answer the client is replaced, which ends the transaction one way or the other,
+    and the topic is read to see which.
+
+    One producer at a time may have a transactional id, and making a second one fences the first: that one's next
+    transaction raises :class:`ProducerFenced`. With ``owner=``, the owner may name the id, and a take-over of its keys
+    is certain then; such an id is drawn for each life.
+
+    Every method may be called from any thread; transactions are published one after another.
+    """
+
+    _is_fenced = False
+
+    @contextlib.contextmanager
+    def transaction(self, *, timeout_seconds: float = _SECONDS) -> Iterator[Transaction]:
+        """Collect messages in a block, and publish them at its end.
+
+        :raises NotPersisted: when surely none of them is in the log; their keys are absent again.
+        :raises OutcomeUnknown: when they may be there, all or none.
+        :raises HeldElsewhere: when another process is sending one of them; nothing was sent.
+        :raises ProducerFenced: when another producer has taken over the transactional id, or the transaction took
+            longer than ``transaction.timeout.ms``; deliveries tell what became of the messages.
+        :raises BrokerUnreachable: when no client could be made ready; nothing was sent.
+        """
+        made = Transaction()
+        yield made
+        try:
+            with self._turn:
+                self._publish(made, time.monotonic() + timeout_seconds)
+        finally:
+            self._settle()  # outside of the lock: a callback may publish, too
+
+    def close(self, timeout_seconds: float = _SECONDS) -> None:
+        """Let the transaction that is being published end, then close."""
+        with self._turn:
+            super().close(timeout_seconds)
+
+    def _connect(self) -> Producer:
+        self._turn = threading.Lock()
+        self._id = str(self._settings.get("transactional.id") or "")
+        if not self._id:
+            raise ConfigurationError("transactional.id is missing: name one that no other producer has")
+        return self._new_client(_SECONDS)
+
+    def _new_client(self, seconds: float) -> Producer:
+        """Make a client and fence the one before; the transaction that it left open ends by that."""
+        if self._owner is not None:
+            self._owner.check()
+        self._is_usable = False
+        self._log = _ClientLog(self._settings)
+        settings = {**client_settings(self._settings, is_transactional=True), **self._log.settings()}
+        client = Producer(settings)
+        try:
+            client.init_transactions(seconds)
+        except KafkaException as error:
+            _listen(client)
+            # It asks again in its own thread for as long as it lives, which is as long as a traceback refers to it; and
+            # each time it gets through, it fences the next one.
+            del client
+            raise BrokerUnreachable(f"no transactions as {self._id!r}: {error.args[0].str()}") from error
+        _listen(client)
+        self._log.is_quiet, self._is_usable = True, True
+        self._used_at = time.monotonic()
+        return client
+
+    def _publish(self, made: Transaction, deadline: float) -> None:
+        self._make_ready(deadline)
+        going = self._reserve_all(made)
+        if not going:
+            return
+        self._hand_over_all(going, deadline)
+        verdict, error = Outcome.UNKNOWN, None
+        is_fine = False
+        try:
+            self._client.commit_transaction(max(0.0, deadline - time.monotonic()))
+            verdict, is_fine = Outcome.DELIVERED, True
+        except KafkaException as exception:
+            error = exception.args[0]
+            verdict = self._find_out(going, error)
+        finally:
+            self._is_usable = self._is_usable and (is_fine or error is not None)
+            self._used_at = time.monotonic()
+            _conclude(going, verdict, error)
+        self._raise(verdict, error)
+
+    def _make_ready(self, deadline: float) -> None:
+        """See to it that nothing of earlier transactions can arrive any more."""
+        if self._closed:
+            raise ConfigurationError("the producer is closed")
+        self._check_fenced()
+        if self._owner is not None:
+            self._owner.check()
+        _listen(self._client)
+        is_idle = time.monotonic() - self._used_at > _IDLE_SECONDS
+        if not self._is_usable or is_idle or not self._log.is_quiet:
+            self._client = self._new_client(max(0.1, deadline - time.monotonic()))
+
+    def _reserve_all(self, made: Transaction) -> Going:
+        """Ask the filters for all messages before the first is sent.
+
+        A filter may have to read the topic to answer, and an open transaction of our own would hide its end.
+        """
+        places: dict[str, list[int]] = {}
+        for place, (topic, _) in enumerate(made.messages):
+            places.setdefault(topic, []).append(place)
+        found: dict[int, Delivery] = {}
+        going: Going = []
+        try:
+            for topic, of_topic in places.items():
+                lane = self._lanes.get(topic) or self._open(topic)
+                deliveries, some = self._reserve(lane, [made.messages[place][1] for place in of_topic])
+                found.update(zip(of_topic, deliveries, strict=True))
+                going += some
+            if (problem := _problem(found.values(), going)) is not None:
+                raise problem
+        except BaseException:
+            take_back(going)
+            raise
+        finally:
+            made.deliveries = [found[place] for place in sorted(found)]
+        return going
+
+    def _hand_over_all(self, going: Going, deadline: float) -> None:
+        """Give all to the client, or none: what it was not asked to commit is never in the log."""
+        try:
+            self._client.begin_transaction()
+            for delivery, message in going:
+                room = max(0.0, deadline - time.monotonic())
+                self._with_room(partial(self._hand_over, delivery, message, delivery.take), room)
+        except BaseException as exception:
+            self._is_usable = False
+            error = exception.args[0] if isinstance(exception, KafkaException) else None
+            self._note_fenced(error)
+            with contextlib.suppress(KafkaException):  # if it does not work now, the next client does it
+                self._client.purge()
+                self._client.abort_transaction(_ABORT_SECONDS)
+            _conclude(going, Outcome.NOT_PERSISTED, error)
+            self._check_fenced()
+            raise
+
+    def _find_out(self, going: Going, error: KafkaError) -> Outcome:
+        """Replace the client, which ends the transaction if that is still open; then see in the topic how it ended."""
+        _listen(self._client)
+        self._is_usable = False
+        self._note_fenced(error)
+        try:
+            if not self._is_fenced:  # whoever fenced us has ended it
+                self._client = self._new_client(_SECONDS)
+            verdict = self._look_for([delivery for delivery, _ in going])
+        except (KafkaException, ExactlyOnceError) as problem:
+            logger.warning(
+                "the outcome of a transaction is not known: %s", problem, extra=self._about("transaction_unknown")
+            )
+            return Outcome.UNKNOWN
+        what = "committed" if verdict is Outcome.DELIVERED else verdict.value
+        logger.warning(
+            "a transaction was found %s after: %s", what, error.str(), extra=self._about("transaction_found")
+        )
+        return verdict
+
+    def _look_for(self, deliveries: list[Delivery]) -> Outcome:
+        """Look whether readers are shown a message of a transaction that has ended: it stands for all of them."""
+        acknowledged = [d.message for d in deliveries if d.error is None and d.message is not None]
+        if not acknowledged:
+            return Outcome.NOT_PERSISTED  # the client asks to commit only when all are
+        places = [(Partition(str(m.topic()), m.partition() or 0), m.offset()) for m in acknowledged]
+        partition, offset = max(places, key=lambda place: place[1] or 0)
+        if offset is None or offset < 0:  # the broker has told none
+            return Outcome.UNKNOWN
+        starts = {**ends_of(self._kafka, partition.topic), partition: offset}
+        with contextlib.closing(read_tail(self._kafka, partition.topic, starts)) as tail:
+            found = any((m.partition(), m.offset()) == (partition.number, offset) for m in tail)
+        return Outcome.DELIVERED if found else Outcome.NOT_PERSISTED
+
+    def _raise(self, verdict: Outcome, error: KafkaError | None) -> None:
+        if verdict is Outcome.DELIVERED or error is None:
+            return
+        cause = KafkaException(error)
+        if self._is_fenced:
+            raise self._fenced(f"the transaction is {verdict.value}") from cause
+        kind = NotPersisted if verdict is Outcome.NOT_PERSISTED else OutcomeUnknown
+        raise kind(f"the transaction is {verdict.value}: {error.str()}") from cause
+
+    def _note_fenced(self, error: KafkaError | None) -> None:
+        self._is_fenced = self._is_fenced or (error is not None and error.code() in _FENCED)
+
+    def _check_fenced(self) -> None:
+        if self._is_fenced:
+            raise self._fenced("nothing was sent")
+
+    def _fenced(self, what: str) -> ProducerFenced:
+        return ProducerFenced(
+            f"{what}: another producer has taken over {self._id!r}, or a transaction lasted longer than "
+            "transaction.timeout.ms. Stop, or start anew"
+        )
+
+    def _about(self, action: str) -> dict[str, object]:
+        return about(action) | {"producer": self.producer_name, "transactional_id": self._id}
+
+
+def _conclude(going: Going, verdict: Outcome, error: KafkaError | None) -> None:
+    """Settle the messages of a transaction; what an interrupted one has left is not among them."""
+    problems = []
+    for lane in {delivery.lane for delivery, _ in going}:
+        try:
+            lane.conclude([delivery for delivery, _ in going if delivery.lane is lane], verdict, error)
+        except Exception as problem:  # noqa: BLE001 - the other lanes must be told, too
+            problems.append(problem)
+    if problems:
+        raise problems[0]
+
+
+def _problem(deliveries: Iterable[Delivery], going: Going) -> NotDelivered | None:
+    """Return why a transaction with these deliveries cannot be published."""
+    ours = {id(delivery) for delivery, _ in going}
+    for delivery in deliveries:
+        if delivery.outcome is Outcome.PENDING and id(delivery.lane.in_flight.get(delivery.identity)) not in ours:
+            return OutcomeUnknown(f"{delivery.identity!r} was left in flight by a transaction that was interrupted")
+        if (problem := delivery.exception()) is not None:
+            return problem
+    return None
+
+
+def _listen(client: Producer) -> None:
+    """Have the client say what it has to say; fatal errors are raised by the call that they concern, too."""
+    with contextlib.suppress(KafkaException):
+        client.poll(0)
+
+
+class _ClientLog(logging.Handler):
+    """What a client says about its connections; only its log tells that it has asked again after a lost answer."""
+
+    def __init__(self, kafka: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.is_quiet = True
+        self._level = int(kafka.get("log_level", 7 if "debug" in kafka else 6))
+        self._id = str(kafka["transactional.id"])
+        self._forward: logging.Logger = kafka.get("logger", logger)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that make the client tell everything here."""
+        listening = logging.Logger(logger.name)  # noqa: LOG001 - not one of the tree
+        listening.addHandler(self)
+        return {"logger": listening, "log_level": max(6, self._level), "log.connection.close": True}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take note, and pass on what the user wants to read."""
+        if record.levelno >= logging.INFO:
+            self.is_quiet = False
+        if record.levelno >= _LEVELS[min(self._level, 7)]:
+            self._forward.log(
+                record.levelno, "%s", record.getMessage(), extra=about("client_said") | {"transactional_id": self._id}
+            )
