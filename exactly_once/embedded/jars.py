@@ -1,4 +1,4 @@
-"""The jars of Apache Kafka: fetched once by their Maven coordinates, then kept in the user's cache."""
+"""The jars of Apache Kafka and others: fetched once by their Maven coordinates, then kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ _log = logging.getLogger(__name__)
 
 
 def kafka_home() -> Path:
-    """Return the directory with Kafka's jars, fetching them the first time.
+    """Return the directory with Kafka's jars, fetching them the first time; see `fetched`."""
+    return fetched(_COORDINATES, f"kafka-{KAFKA_VERSION}", f"Apache Kafka {KAFKA_VERSION}")
+
+
+def fetched(coordinates: str, name: str, title: str) -> Path:
+    """Return the cache's directory *name* with the jars of *coordinates*, fetching them the first time.
 
     Raises `DownloadError` if they cannot be had, `MissingExtra` if the resolver is not installed.
     """
-    home = cache_directory() / f"kafka-{KAFKA_VERSION}"
+    home = cache_directory() / name
     if not home.is_dir():
         with locked(home):
             if not home.is_dir():
-                _fetch(home)
+                _fetch(coordinates, home, title)
     return home
 
 
@@ -57,28 +62,28 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(home: Path) -> None:
+def _fetch(coordinates: str, home: Path, title: str) -> None:
     package_directory("jgo")
-    with Progress(f"Apache Kafka {KAFKA_VERSION}: fetching its jars, once") as progress:
+    with Progress(f"{title}: fetching its jars, once") as progress:
         try:
-            _fetch_with_retries(home, progress)
+            _fetch_with_retries(coordinates, home, progress)
         except Exception as error:
-            raise DownloadError(f"the jars of Apache Kafka {KAFKA_VERSION} could not be fetched: {error}") from error
+            raise DownloadError(f"the jars of {title} could not be fetched: {error}") from error
 
 
 @tenacity.retry(stop=tenacity.stop_after_attempt(3), wait=tenacity.wait_fixed(1), reraise=True)
-def _fetch_with_retries(home: Path, progress: Progress) -> None:
+def _fetch_with_retries(coordinates: str, home: Path, progress: Progress) -> None:
     # A fresh directory for each attempt and one rename at the end: a broken download is never taken for a
     # jar. It is not the user's Maven repository: POMs without their jars, left there, break other resolvers.
     with tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
         complete = Path(temporary, "complete")
         complete.mkdir()
-        for jar in _resolve(Path(temporary), progress):
+        for jar in _resolve(coordinates, Path(temporary), progress):
             shutil.move(jar.resolve(), complete / jar.name)
         complete.rename(home)
 
 
-def _resolve(directory: Path, progress: Progress) -> list[Path]:
+def _resolve(coordinates: str, directory: Path, progress: Progress) -> list[Path]:
     from jgo.env import EnvironmentBuilder, LinkStrategy  # noqa: PLC0415  (an extra brings it)
     from jgo.maven import MavenContext, PythonResolver  # noqa: PLC0415
 
@@ -88,7 +93,7 @@ def _resolve(directory: Path, progress: Progress) -> list[Path]:
         timeout=30,
     )
     builder = EnvironmentBuilder(context, cache_dir=directory / "jgo", link_strategy=LinkStrategy.COPY)
-    return list(builder.from_endpoint(_COORDINATES).all_jars)
+    return list(builder.from_endpoint(coordinates).all_jars)
 
 
 class Progress:

@@ -1,19 +1,31 @@
-"""Arrow: record batches as rows. Nothing is imported here: whoever has a batch has pyarrow."""
+"""Arrow: record batches into a table, as they are where pgpq and the types allow it, else as rows.
+
+Nothing is imported here that an extra brings: whoever has a batch has pyarrow, and without pgpq rows are made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, Protocol
+
+from confluent_kafka import Message
 
 from exactly_once.session import Connection
 
 from .changes import Row
+from .errors import BadRow
+from .table import Column
 from .writer import TableWriter
 
 
 class _Array(Protocol):
-    def to_pylist(self) -> list[Any]:
+    def to_pylist(self, *, maps_as_pydicts: str) -> list[Any]:
         """Return the values as Python has them."""
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one value."""
 
 
 class _Schema(Protocol):
@@ -34,11 +46,49 @@ class ArrowBatch(Protocol):
         """The values."""
 
 
-def rows_of(batch: ArrowBatch) -> list[Row]:
-    """Turn a batch into rows; the names of its columns are ``batch.schema.names``."""
-    return list(zip(*(column.to_pylist() for column in batch.columns), strict=True))
-
-
-def write_arrow(writer: TableWriter, connection: Connection, batch: ArrowBatch) -> int:
+def write_arrow(
+    writer: TableWriter, connection: Connection, batch: ArrowBatch, *, origins: Sequence[Message] | None = None
+) -> int:
     """Write a batch, column by name, and return what :meth:`TableWriter.write` returns."""
-    return writer.write(connection, rows_of(batch), columns=batch.schema.names)
+    encode = partial(_encode(), batch)
+    return writer.write_encoded(connection, encode, _Rows(batch), columns=batch.schema.names, origins=origins)
+
+
+def rows_of(batch: ArrowBatch) -> list[Row]:
+    """Turn a batch into rows; the names of its columns are ``batch.schema.names``.
+
+    :raises BadRow: for a value that Python cannot hold, such as a timestamp beyond the year 9999.
+    """
+    named = zip(batch.schema.names, batch.columns, strict=True)
+    return list(zip(*(_values(name, array) for name, array in named), strict=True))
+
+
+class _Rows:
+    """The rows of a batch, made when somebody wants them."""
+
+    def __init__(self, batch: ArrowBatch) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(rows_of(self._batch))
+
+
+@cache
+def _encode() -> Callable[[ArrowBatch, Sequence[Column]], list[bytes] | None]:
+    try:
+        module = importlib.import_module(".arrow_copy", __package__)
+    except ImportError:
+        return lambda _batch, _columns: None
+    return module.encode  # type: ignore[no-any-return]
+
+
+def _values(name: str, array: _Array) -> list[Any]:
+    try:
+        return array.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, OverflowError, KeyError) as error:
+        for row, value in enumerate(array):  # type: ignore[var-annotated, arg-type]
+            try:
+                value.as_py(maps_as_pydicts="strict")
+            except (ValueError, OverflowError, KeyError) as reason:
+                raise BadRow(str(reason), row=row, column=name) from error
+        raise

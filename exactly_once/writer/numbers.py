@@ -82,7 +82,7 @@ def _to_float(value: Any) -> float:
 
 def numeric(typmod: int) -> Codec:
     """Make the codec of numeric; with a scale, digits that it does not keep are refused."""
-    precision, scale = _precision_and_scale(typmod)
+    precision, scale = precision_and_scale(typmod)
 
     def check(value: Decimal | int) -> None:
         _check_decimal(Decimal(value), precision, scale)
@@ -96,7 +96,7 @@ def _all_in_range(values: Sequence[Any]) -> bool:
     return min(exponents) >= _MIN_EXPONENT and max(exponents) <= _MAX_EXPONENT // 2
 
 
-def _precision_and_scale(typmod: int) -> tuple[int, int | None]:
+def precision_and_scale(typmod: int) -> tuple[int, int | None]:
     """Undo what Postgres packs into the modifier: 16 bits of precision, then 11 of a signed scale."""
     if typmod < 0:
         return 0, None

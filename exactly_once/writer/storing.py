@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from psycopg import sql
 
@@ -22,6 +22,14 @@ def append(connection: Connection, plan: Plan, prepared: Prepared) -> int:
     :raises TableChanged: when the columns are not those that the rows were encoded for.
     """
     form, encoded = plan.encode(prepared)
+    return append_encoded(connection, plan, form, [encoded])
+
+
+def append_encoded(connection: Connection, plan: Plan, form: str, encoded: Iterable[bytes | bytearray]) -> int:
+    """Append rows that are encoded for these columns already.
+
+    :raises TableChanged: when the columns are others by now.
+    """
     if form == "BINARY" and lock_shape(connection, plan.table) != plan.table.shape:
         # The bytes of one type might be taken for another's.
         raise TableChanged(f"{plan.table} was altered since it was read; its columns are read anew")
@@ -52,14 +60,19 @@ def _merge_staged(connection: Connection, plan: Plan, prepared: Prepared, confli
     form, encoded = plan.encode(prepared)
     cursor = cursor_on(connection)
     cursor.execute(statements.create_stage(plan.columns), prepare=False)
-    _copy(connection, STAGE, statements.stage_columns(len(plan.names)), form, encoded)
+    _copy(connection, STAGE, statements.stage_columns(len(plan.names)), form, [encoded])
     return cursor.execute(statements.insert_from_stage(plan, conflict), prepare=False).rowcount
 
 
 def _copy(
-    connection: Connection, target: sql.Identifier, names: Sequence[str], form: str, encoded: bytes | bytearray
+    connection: Connection,
+    target: sql.Identifier,
+    names: Sequence[str],
+    form: str,
+    encoded: Iterable[bytes | bytearray],
 ) -> int:
     cursor = cursor_on(connection)
     with cursor.copy(statements.copy(target, names, form)) as copying:
-        copying.write(encoded)
+        for part in encoded:
+            copying.write(part)
     return cursor.rowcount

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import psycopg
@@ -19,8 +20,8 @@ from .codec import Naive
 from .errors import BadRow, TableChanged, TableError, origin
 from .plan import Plan, Prepared
 from .statements import Conflict, Mode
-from .storing import append, merge
-from .table import Table, read_table
+from .storing import append, append_encoded, merge
+from .table import Column, Table, read_table
 from .upsert import Upsert
 
 OnMissing = Literal["null", "default", "keep"]
@@ -128,8 +129,35 @@ class TableWriter:
         plan = self._plan(table, tuple(columns or self._columns or ()))
         if iter(rows) is rows:
             rows = list(rows)
+        with self._explaining(plan, rows, origins):
+            return self._write(connection, plan, rows, origins, exact)
+
+    def write_encoded(
+        self,
+        connection: Connection,
+        encode: Callable[[Sequence[Column]], Iterable[bytes] | None],
+        rows: Iterable[Row],
+        *,
+        columns: Sequence[str],
+        origins: Sequence[Message] | None = None,
+    ) -> int:
+        """Append what ``encode`` makes for the columns, a binary COPY, or the ``rows`` themselves if that is nothing.
+
+        ``rows`` may be iterated over again, which also finds the one that Postgres refused; see :meth:`write`.
+        """
+        _check_connection(connection)
+        plan = self._plan(self.table(connection), tuple(columns))
+        encoded = encode(plan.columns) if self.mode == "append" and plan.table.can_copy else None
+        if encoded is None:
+            return self.write(connection, rows, columns=columns, origins=origins)
+        with self._explaining(plan, rows, origins):
+            return append_encoded(connection, plan, "BINARY", encoded)
+
+    @contextmanager
+    def _explaining(self, plan: Plan, rows: Iterable[Row], origins: Sequence[Message] | None) -> Iterator[None]:
+        """Turn what is raised while rows are written into what it says of them."""
         try:
-            written = self._write(connection, plan, rows, origins, exact)
+            yield
         except (TableError, TableChanged):
             self._table = None
             raise
@@ -140,7 +168,6 @@ class TableWriter:
         except Exception as error:
             raise plan.find_bad(rows, origins) or error from error
         self._is_fresh = False
-        return written
 
     def _write(
         self,

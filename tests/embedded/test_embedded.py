@@ -329,7 +329,7 @@ def test_a_broken_download_leaves_nothing_behind(
 ) -> None:
     attempts = []
 
-    def resolve(directory: Path, _: jars.Progress) -> list[Path]:
+    def resolve(_coordinates: str, directory: Path, _: jars.Progress) -> list[Path]:
         (directory / "half.jar").touch()
         attempts.append(directory)
         raise OSError("the network is down")

