@@ -176,6 +176,23 @@ class Ledger:
         statement = self._advance_and_commit if commit else self._advance
         cursor_on(connection).execute(statement % values, prepare=False)
 
+    def finish(self, advances: Sequence[Advance]) -> set[Partition]:
+        """Move rows of ours from wherever they stand between ``expected`` and ``next_offset`` to the latter.
+
+        For the Spark sink, whose tasks move them part of the way; return which rows were there.
+        """
+        with self._changing([]) as cursor:
+            self._run(
+                cursor,
+                "spark_finish",
+                **_keys(a.partition for a in advances),
+                tokens=[a.token for a in advances],
+                epochs=[a.epoch for a in advances],
+                starts=[a.expected for a in advances],
+                ends=[a.next_offset for a in advances],
+            )
+            return {Partition(topic, number) for topic, number in cursor}
+
     def resolve(self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float) -> list[Row]:
         """Acquire our own rows under a fresh token; return those that were still ours.
 
@@ -235,9 +252,9 @@ class Ledger:
             owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
             error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
             raise error(
-                f"{partition} of group {self.group_id!r} is owned by a {row.owner_kind} ({owner}) and was not "
-                "released. If that owner has stopped for good, start with take_over=True, or release it with: "
-                f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-current"
+                f"{partition} of group {self.group_id!r} is owned by {row.owner_kind} ({owner}) and was not released. "
+                "If that owner has stopped for good, start with take_over=True, or release its rows with: "
+                f"exactly-once hand-over --to {self._owner_kind} --topic {partition.topic}"
             )
 
 

@@ -82,9 +82,9 @@ def address(connection: Connection) -> str:
 class Session:
     """Owns the connection; begins, and finds out what became of, transactions on it."""
 
-    def __init__(self, connect: Callable[[], Connection], *, schema: str) -> None:
+    def __init__(self, connect: Callable[[], Connection], *, schema: str, instance: UUID | None = None) -> None:
         self.schema = schema
-        self.instance: UUID = uuid4()
+        self.instance = instance or uuid4()
         self.marker = marker_of(self.instance, schema)
         self.connect = connect
         self._connection: Connection | None = None

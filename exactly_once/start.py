@@ -75,7 +75,7 @@ class Starter:
 
         :raises StartError: naming what was stored, what was found, and what mends it.
         """
-        rows = [self._identified(row) for row in rows]
+        rows = [self.identified(row) for row in rows]
         ranges = self._cluster.ranges(row.partition for row in rows)
         new = [row for row in rows if row.next_offset is None]
         ready = [row for row in rows if row.next_offset is not None] + self._choose(new, ranges)
@@ -139,13 +139,9 @@ class Starter:
         ids = {topic: found.topic_id for topic, found in self._topics.items()}
         self._ledger.enrol(next_offsets, cluster_id=self._cluster.cluster_id, topic_ids=ids)
 
-    def _identified(self, row: Row) -> Row:
+    def identified(self, row: Row) -> Row:
         """Compare a row's ids with the cluster's; fill in those that had been unknown."""
-        if row.halted is not None:
-            raise PartitionHalted(
-                f"{row.partition} of group {self._group_id!r} is halted at offset {row.next_offset}: {row.halted}. "
-                f"Decide which offset is right, then: {_reset(row.partition)} --to-offset N"
-            )
+        refuse_halted(self._group_id, row)
         cluster_id, topic_id = self._cluster.cluster_id, self._topics[row.partition.topic].topic_id
         if row.cluster_id is not None and cluster_id is not None and row.cluster_id != cluster_id:
             raise ClusterChanged(
@@ -220,6 +216,18 @@ def _out_of_range(group_id: str, row: Row, log: Range, *, truncated: bool) -> Of
             f"election; effects of messages that are gone stay. {mend}"
         )
     return None
+
+
+def refuse_halted(group_id: str, row: Row) -> None:
+    """Refuse a row that nobody may go on with until an operator has decided.
+
+    :raises PartitionHalted: saying why.
+    """
+    if row.halted is not None:
+        raise PartitionHalted(
+            f"{row.partition} of group {group_id!r} is halted at offset {row.next_offset}: {row.halted}. "
+            f"Decide which offset is right, then: {_reset(row.partition)} --to-offset N"
+        )
 
 
 def _recreated(group_id: str, partition: Partition, stored: str, found: str) -> TopicRecreated:

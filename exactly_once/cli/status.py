@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from psycopg.rows import dict_row
+
 from exactly_once.cluster import Topic
 from exactly_once.errors import BrokerUnreachable
 from exactly_once.model import Partition
+from exactly_once.session import Session
+from exactly_once.sql import query
 
 from . import options, output
 from .servers import CommandCluster, Log, Stored, open_cluster, open_database, stored_rows
@@ -17,10 +21,12 @@ from .servers import CommandCluster, Log, Stored, open_cluster, open_database, s
 _DESCRIPTION = """\
 Show each partition in the ledger: the next offset to be applied, how far that is from the end of the log
 (in offsets, so gaps of compaction and transactions count), its owner, and what is wrong with it. All
-groups, unless --group-id is said. Without --bootstrap-servers it shows what the database knows."""
+groups, unless --group-id is said. Without --bootstrap-servers it shows what the database knows. Spark
+queries follow with what each wrote last; COUNTED is for those that count batches, not offsets."""
 _HEADER = (
     "GROUP", "TOPIC", "PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "KIND", "ADVANCED", "PROBLEM",
 )  # fmt: skip
+_QUERY_HEADER = ("GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED", "WRITTEN", "COUNTED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +59,41 @@ def run(args: argparse.Namespace) -> int:
     settings.required("conninfo")
     with open_database(settings) as session:
         rows = stored_rows(session, group_id=settings.group_id)
+        queries = _spark_queries(session, settings.group_id)
     unreachable = None
     lines = [Line(row) for row in rows]
     if settings.bootstrap_servers:
         try:
-            lines = _beside_logs(rows, open_cluster(settings))
+            lines = beside_logs(rows, open_cluster(settings))
         except BrokerUnreachable as error:
             unreachable = error  # what the database knows is shown all the same
     if args.json:
-        output.print_json({"schema": settings.schema, "partitions": [_document(line) for line in lines]})
-    elif lines:
-        output.print_table(_HEADER, [_cells(line) for line in lines])
+        output.print_json({"schema": settings.schema, "partitions": [*map(_document, lines)], "queries": queries})
     else:
-        print(f"the ledger has no rows{f' of group {settings.group_id}' if settings.group_id else ''}")
+        _print(lines, queries, settings.group_id)
     if unreachable is not None:
         raise unreachable
     return 0
 
 
-def _beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
+def _print(lines: list[Line], queries: list[dict[str, Any]], group_id: str | None) -> None:
+    if lines:
+        output.print_table(_HEADER, [_cells(line) for line in lines])
+    elif not queries:
+        print(f"the ledger has no rows{f' of group {group_id}' if group_id else ''}")
+    if queries:
+        if lines:
+            print()
+        output.print_table(_QUERY_HEADER, [_query_cells(each) for each in queries])
+
+
+def _spark_queries(session: Session, group_id: str | None) -> list[dict[str, Any]]:
+    """Read what Spark queries wrote last: a snapshot, for looking."""
+    with session.connection.cursor(row_factory=dict_row) as cursor:
+        return cursor.execute(query("spark_queries", session.schema), {"group_id": group_id}, prepare=False).fetchall()
+
+
+def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
     """Ask Kafka for the logs of all rows that belong to this cluster."""
     ours = [row for row in rows if row.cluster_id in (None, cluster.cluster_id)]
     topics = cluster.topics(sorted({row.topic for row in ours}))
@@ -112,6 +134,12 @@ def _document(line: Line) -> dict[str, Any]:
         "lag": line.lag,
         "problem": line.problem,
     }
+
+
+def _query_cells(found: dict[str, Any]) -> list[object]:
+    written = output.ago(found["written_seconds_ago"])
+    names = ("group_id", "query_id", "run_id", "batch_id", "rows", "dropped")
+    return [*(found[name] for name in names), written, found["counted_batch_id"]]
 
 
 def _cells(line: Line) -> list[object]:

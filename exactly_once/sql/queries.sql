@@ -227,6 +227,36 @@ FROM {schema}.ledger
 WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
 ORDER BY group_id, topic, partition
 
+-- name: spark_queries
+-- What an operator wants to see of Spark queries: what each wrote last, and where a group counts batches.
+SELECT group_id, query_id, q.name, q.run_id, q.batch_id, q.row_count AS rows, q.dropped, q.written_at,
+       extract(epoch FROM clock_timestamp() - q.written_at)::float8 AS written_seconds_ago,
+       b.batch_id AS counted_batch_id
+FROM {schema}.spark_query q FULL JOIN {schema}.spark_batch b USING (group_id, query_id)
+WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
+ORDER BY group_id, q.written_at, query_id
+
+-- name: hand_over
+-- An operator takes rows from an owner of the other kind, which has stopped or is fenced by this; offsets stay.
+WITH before AS (
+    SELECT l.*
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l),
+after AS (
+    UPDATE {schema}.ledger l SET owner_epoch = l.owner_epoch + 1, owner_token = NULL
+    FROM before
+    WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
+      AND before.owner_token IS NOT NULL AND before.owner_kind IS DISTINCT FROM %(owner_kind)s
+    RETURNING l.topic, l.partition),
+written AS (
+    INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset)
+    SELECT 'hand-over', %(reason)s, before.group_id, topic, partition, before.next_offset, before.next_offset
+    FROM before JOIN after USING (topic, partition)
+    ORDER BY topic, partition)
+SELECT topic, partition, next_offset FROM before ORDER BY topic, partition
+
 -- name: reset
 -- An operator moves offsets; null leaves one as it is now. Raising the epoch and clearing the token fences
 -- a live owner.

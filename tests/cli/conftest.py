@@ -133,6 +133,6 @@ def audit(db: psycopg.Connection[Any], group_id: str, action: str) -> list[tuple
 
 def suggested(text: str) -> list[str]:
     """The command that an error names, as arguments."""
-    found = re.search(r"exactly-once ((?:reset|adopt|migrate)(?: --[a-z-]+(?: [\w.{}-]+)?)*)", text)
+    found = re.search(r"exactly-once ((?:reset|adopt|migrate|hand-over)(?: --[a-z-]+(?: [\w.{}-]+)?)*)", text)
     assert found, text
     return shlex.split(found[1])

@@ -23,6 +23,7 @@ OPTIONS = {
     "status": (),
     "reset": (*TARGETS, "--to-current", "--execute", "--force"),
     "adopt": (*TARGETS, "--keep-offsets", "--execute", "--force"),
+    "hand-over": ("--to", "--topic", "--reason", "--execute"),
 }
 
 
@@ -168,11 +169,13 @@ def test_every_command_that_an_error_of_the_library_names_is_accepted(command: C
     for path in PACKAGE.rglob("*.py"):
         if "cli" not in path.parts:
             named |= _named_in(path)
-    assert {name.split()[0] for name in named} == {"migrate", "reset", "adopt"}
+    assert {name.split()[0] for name in named} == {"migrate", "reset", "adopt", "hand-over"}
     complete = {name for name in named if " --t" in name}
-    assert any("--to-current" in name for name in complete)
+    assert any("hand-over --to" in name for name in complete)
     for name in sorted(complete):
-        result = command(*name.replace("--to-offset N", "--to-offset 5").split(), "--help")
+        result = command(
+            *name.replace("--to-offset N", "--to-offset 5").replace("--to 7", "--to spark").split(), "--help"
+        )
         assert (result.code, result.err) == (0, ""), name
         for option in re.findall(r"--[a-z-]+", name):
             assert re.search(rf"{option}\b", result.out), name
@@ -192,5 +195,7 @@ def _named_in(path: Path) -> set[str]:
             text = node.value
         else:
             continue
-        found |= set(re.findall(r"exactly-once ((?:migrate|reset|adopt|status)(?: --[a-z-]+(?: [\w.]+)?)*)", text))
+        found |= set(
+            re.findall(r"exactly-once ((?:migrate|reset|adopt|status|hand-over)(?: --[a-z-]+(?: [\w.]+)?)*)", text)
+        )
     return found

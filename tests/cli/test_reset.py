@@ -250,7 +250,7 @@ def test_a_row_of_a_spark_job_is_released_by_the_command_that_the_error_names(
     with pytest.raises(OwnedBySpark) as refused:
         read_to_end(make_consumer, consumed)
     mend = suggested(str(refused.value))
-    assert mend[-1] == "--to-current"
+    assert mend[0] == "hand-over"
     assert operate(*mend, "--execute").code == 0
     assert operate("reset", "--topic", consumed, "--to-current", "--execute").code == 0
     assert read_to_end(make_consumer, consumed) == []

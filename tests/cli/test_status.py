@@ -28,7 +28,7 @@ def test_the_document_has_stable_keys_and_the_lag_by_position(
     produce(bootstrap_servers, consumed, 3, 2, start=20)
     result = operate("status", "--json")
     assert (result.code, result.err) == (0, "")
-    assert set(result.json) == {"schema", "partitions"}
+    assert set(result.json) == {"schema", "partitions", "queries"}
     assert all(set(p) == KEYS for p in result.partitions)
     found = [(p["group_id"], p["partition"], p["next_offset"], p["log_end"], p["lag"]) for p in result.partitions]
     assert found == [(name, 0, 10, 12, 2), (name, 1, 10, 11, 1)]

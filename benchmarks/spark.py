@@ -1,0 +1,321 @@
+"""The Spark sink beside what it competes with: counting, JDBC, COPY without a ledger, psql.
+
+    python benchmarks/spark.py [--rows N] [--written N] [--batches N] [--rounds N] [--only PART]
+
+Programs alternate on the same servers and the same Spark; every figure is a ratio or a difference of two of them,
+the median over the rounds, because absolute rates say more about the machine than about the sink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import psycopg
+import pyarrow as pa  # type: ignore[import-untyped]
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from exactly_once import embedded
+from exactly_once.embedded import spark
+from exactly_once.embedded.jars import fetched
+from exactly_once.schema import migrate
+from exactly_once.writer import TableWriter
+from exactly_once.writer.arrow import write_arrow
+from spark_sink import PostgresSink
+
+PARTITIONS = 4
+COLUMNS = ("id", "name", "value", "at")
+TABLE = "CREATE TABLE sink (id bigint, name text, value float8, at timestamptz)"
+DRIVER = "org.postgresql:postgresql:42.7.8"
+PLACES = ("topic", "partition", "offset")
+
+Program = Callable[[DataFrame, int], Any]
+
+
+class Bench(NamedTuple):
+    """The servers, Spark and a place for files."""
+
+    session: SparkSession
+    bootstrap_servers: str
+    postgres: embedded.Postgres
+    directory: Path
+    topic: str
+
+    @property
+    def conninfo(self) -> str:
+        return self.postgres.conninfo
+
+    def sink(self, checkpoint: str | None, **options: Any) -> PostgresSink:
+        group_id = uuid4().hex
+        return PostgresSink(self.conninfo, table="sink", group_id=group_id, checkpoint_location=checkpoint, **options)
+
+
+# From Kafka.
+
+
+def from_kafka(bench: Bench, rounds: int) -> Iterator[str]:
+    """One micro-batch of the whole topic, against counting it and against JDBC."""
+    programs: dict[str, Callable[[str], Program]] = {
+        "count()": lambda _: lambda frame, _: frame.count(),
+        "sink, batch": bench.sink,
+        "sink, partition": lambda checkpoint: bench.sink(checkpoint, transaction="partition"),
+        "the same COPY without a ledger": lambda _: lambda frame, _: copied(bench, frame.repartition(1)),
+        "JDBC, tuned": lambda _: lambda frame, _: by_jdbc(bench, frame, is_tuned=True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, make in programs.items():
+            empty(bench)
+            seconds[name].append(sum(run(bench, make)[0]))
+    yield "| one micro-batch from Kafka | s | time over count() | time over tuned JDBC | rate over the same COPY |"
+    yield "|---|---|---|---|---|"
+    copy = "the same COPY without a ledger"
+    for name, found in seconds.items():
+        counted, jdbc = ratio(found, seconds["count()"]), ratio(found, seconds["JDBC, tuned"])
+        yield f"| {name} | {statistics.median(found):.2f} | {counted} | {jdbc} | {ratio(seconds[copy], found)} |"
+
+
+def small_batches(bench: Bench, batches: int) -> Iterator[str]:
+    """Micro-batches of 1,000 rows, against a function that does nothing."""
+    programs: dict[str, Callable[[str], Program]] = {
+        "nothing": lambda _: lambda _frame, _: None,
+        "count()": lambda _: lambda frame, _: frame.count(),
+        "sink, batch": bench.sink,
+        "sink, partition": lambda checkpoint: bench.sink(checkpoint, transaction="partition"),
+    }
+    bench = bench._replace(topic=fill(bench.bootstrap_servers, 1000 * batches))
+    yield "| micro-batch of 1,000 rows | median ms | added to nothing | p90 ms |"
+    yield "|---|---|---|---|"
+    base = 0.0
+    for name, make in programs.items():
+        empty(bench)
+        # The first ones meet everything for the first time.
+        found = sorted(run(bench, make, maxOffsetsPerTrigger="1000")[1][5:])
+        median = statistics.median(found)
+        base = base or median
+        yield f"| {name} | {median:.0f} | {median - base:+.0f} ms | {found[int(len(found) * 0.9)]:.0f} |"
+
+
+def run(bench: Bench, make: Callable[[str], Program], **options: str) -> tuple[list[float], list[float]]:
+    """Run a query over the topic; return the seconds in the function, and those of whole triggers, batch by batch."""
+    checkpoint = str(bench.directory / uuid4().hex)
+    program, seconds = make(checkpoint), []
+
+    def measured(frame: DataFrame, batch_id: int) -> None:
+        began = time.perf_counter()
+        program(frame, batch_id)
+        seconds.append(time.perf_counter() - began)
+
+    writer = orders(bench, **options).writeStream.foreachBatch(measured).option("checkpointLocation", checkpoint)
+    query = writer.trigger(availableNow=True).start()
+    query.awaitTermination()
+    triggers = [p["durationMs"]["triggerExecution"] for p in query.recentProgress if "addBatch" in p["durationMs"]]
+    return seconds, triggers
+
+
+def orders(bench: Bench, **options: str) -> DataFrame:
+    """Read the topic as rows."""
+    source = bench.session.readStream.format("kafka").options(
+        **{"kafka.bootstrap.servers": bench.bootstrap_servers, "subscribe": bench.topic, "startingOffsets": "earliest"},
+        **options,
+    )
+    row = F.from_json(F.col("value").cast("string"), "id bigint, name string, value double, at timestamp").alias("row")
+    return source.load().select(row, *PLACES).select("row.*", *PLACES)
+
+
+# The ways to write.
+
+
+def copied(bench: Bench, frame: DataFrame) -> None:
+    """Binary COPY by our own writer, one transaction for each task, and no ledger."""
+    conninfo = bench.conninfo
+
+    def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        writer, rows = TableWriter("sink"), 0
+        with psycopg.connect(conninfo) as connection:
+            for batch in batches:
+                rows += write_arrow(writer, connection, batch)
+        yield pa.RecordBatch.from_pydict({"rows": [rows]})
+
+    frame.select(*COLUMNS).mapInArrow(write, "rows bigint").collect()
+
+
+def by_jdbc(bench: Bench, frame: DataFrame, *, is_tuned: bool) -> None:
+    """Spark's own JDBC writer, which gives no guarantee."""
+    url = f"jdbc:postgresql://127.0.0.1:{bench.postgres.port}/postgres?user=postgres"
+    tuned = {"batchsize": "10000"} if is_tuned else {}
+    frame.select(*COLUMNS).write.format("jdbc").mode("append").options(
+        url=url + ("&reWriteBatchedInserts=true" if is_tuned else ""),
+        dbtable="sink",
+        driver="org.postgresql.Driver",
+        **tuned,
+    ).save()
+
+
+def by_psql(bench: Bench, file: Path) -> None:
+    """One ``psql \\copy`` of the same rows as CSV."""
+    copy = f"\\copy sink FROM '{file}' WITH (FORMAT csv)"
+    subprocess.run([bench.postgres.binary("psql"), bench.conninfo, "--quiet", "--command", copy], check=True)
+
+
+def write_path(bench: Bench, written: int, rounds: int) -> Iterator[str]:
+    """Rows that lie in memory already, written by each way."""
+    columns = ("id", "lpad(cast(id as string), 32, '0') name", "rand(1) value", "timestamp_seconds(id) at")
+    # Kafka's columns, for the sink: as if they came from two partitions.
+    places = ("'cached' topic", f"cast(id >= {written // 2} as int) partition", f"id % {written // 2} offset")
+    frame = bench.session.range(0, written, 1, 2).selectExpr(*columns, *places).persist()
+    frame.count()
+    empty(bench)
+    copied(bench, frame)
+    file = bench.directory / "rows.csv"
+    with (
+        psycopg.connect(bench.conninfo) as connection,
+        connection.cursor().copy("COPY sink TO STDOUT (FORMAT csv)") as rows,
+        file.open("wb") as csv,
+    ):
+        csv.writelines(rows)
+    programs: dict[str, Callable[[], object]] = {
+        "psql \\copy, CSV": lambda: by_psql(bench, file),
+        "writer, one task": lambda: copied(bench, frame.coalesce(1)),
+        "writer, two tasks": lambda: copied(bench, frame),
+        "sink, batch": lambda: bench.sink(None)(frame, 0),
+        "sink, partition": lambda: bench.sink(None, transaction="partition")(frame, 0),
+        "JDBC, tuned": lambda: by_jdbc(bench, frame, is_tuned=True),
+        "JDBC, as it comes": lambda: by_jdbc(bench, frame, is_tuned=False),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _, (name, program) in itertools.product(range(rounds), programs.items()):
+        empty(bench)
+        began = time.perf_counter()
+        program()
+        seconds[name].append(time.perf_counter() - began)
+    frame.unpersist()
+    yield "| rows from memory | s | rate over psql | over tuned JDBC | over JDBC as it comes |"
+    yield "|---|---|---|---|---|"
+    for name, found in seconds.items():
+        over = [ratio(seconds[other], found) for other in ("psql \\copy, CSV", "JDBC, tuned", "JDBC, as it comes")]
+        yield f"| {name} | {statistics.median(found):.2f} | {' | '.join(over)} |"
+
+
+# What it takes.
+
+
+def ratio(left: list[float], right: list[float]) -> str:
+    """Tell the median of the ratios of one round each, and their range."""
+    found = [a / b for a, b in zip(left, right, strict=True)]
+    return f"{statistics.median(found):.2f} [{min(found):.2f}-{max(found):.2f}]"
+
+
+def empty(bench: Bench) -> None:
+    """Start each program with an empty table and a checkpoint behind it."""
+    with psycopg.connect(bench.conninfo, autocommit=True) as connection:
+        connection.execute("TRUNCATE sink")
+        connection.execute("CHECKPOINT")
+
+
+def fill(bootstrap_servers: str, rows: int) -> str:
+    """Make a topic of JSON rows."""
+    topic = f"bench-{uuid4().hex[:8]}"
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    admin.create_topics([NewTopic(topic, PARTITIONS, 1)])[topic].result(30)
+    producer = Producer({"bootstrap.servers": bootstrap_servers, "linger.ms": 50})
+    for number in range(rows):
+        row = {"id": number, "name": f"{number:032d}", "value": number / 7, "at": "2026-01-02T03:04:05Z"}
+        while True:
+            try:
+                producer.produce(topic, json.dumps(row), partition=number % PARTITIONS)
+                break
+            except BufferError:
+                producer.poll(0.1)
+    assert producer.flush(120) == 0
+    return topic
+
+
+@contextlib.contextmanager
+def open_bench(servers: embedded.Servers, topic: str, *, cores: int) -> Iterator[Bench]:
+    """Start Spark with so many tasks at once, and JDBC's driver."""
+    jars = [*spark.kafka_source(), *fetched(DRIVER, "postgresql-jdbc-42.7.8", "JDBC for Postgres").glob("postgresql*")]
+    settings = {
+        "spark.driver.memory": "4g",
+        "spark.jars": ",".join(map(str, jars)),
+        "spark.sql.streaming.numRecentProgressUpdates": "1000",
+    }
+    with (
+        tempfile.TemporaryDirectory(prefix="spark-bench-") as directory,
+        spark.session("bench", master=f"local[{cores}]", settings=settings) as session,
+    ):
+        yield Bench(session, servers.bootstrap_servers, servers.postgres, Path(directory), topic)
+
+
+def curve(servers: embedded.Servers, topic: str, rounds: int) -> Iterator[str]:
+    """``transaction="partition"`` with 1, 2 and 4 tasks at once."""
+    yield "| tasks at once | s, count() | s, partition | s, batch |"
+    yield "|---|---|---|---|"
+    for cores in (1, 2, 4):
+        with open_bench(servers, topic, cores=cores) as bench:
+            cells = []
+            makes: tuple[Callable[[str], Program], ...] = (
+                lambda _: lambda frame, _: frame.count(),
+                lambda checkpoint: bench.sink(checkpoint, transaction="partition"),
+                bench.sink,
+            )
+            for make in makes:
+                found = []
+                for _ in range(rounds):
+                    empty(bench)
+                    found += run(bench, make)[0]
+                cells.append(f"{statistics.median(found):.2f}")
+            yield f"| {cores} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Start servers, run the parts that were asked for, print tables."""
+    parts = ("kafka", "memory", "small", "curve")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=2_000_000, help="messages in the topic")
+    parser.add_argument("--written", type=int, default=1_000_000, help="rows written from memory")
+    parser.add_argument("--batches", type=int, default=60, help="micro-batches of 1,000 rows")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=parts)
+    args = parser.parse_args()
+    wanted = [args.only] if args.only else parts
+    with embedded.start(settings={"max_wal_size": "8GB"}) as servers:
+        with psycopg.connect(servers.conninfo, autocommit=True) as connection:
+            migrate(connection)
+            connection.execute(TABLE)
+        topic = fill(servers.bootstrap_servers, args.rows if {"kafka", "curve"} & set(wanted) else 0)
+        with open_bench(servers, topic, cores=2) as bench:
+            made: dict[str, Iterator[str]] = {
+                "kafka": from_kafka(bench, args.rounds),
+                "memory": write_path(bench, args.written, args.rounds),
+                "small": small_batches(bench, args.batches),
+            }
+            for name in (n for n in wanted if n in made):
+                show(made[name])
+        if "curve" in wanted:
+            show(curve(servers, topic, args.rounds))
+
+
+def show(lines: Iterator[str]) -> None:
+    """Print a table as it comes."""
+    for line in lines:
+        print(line, flush=True)
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+-- Statements of the Spark sink's driver.
+
+-- name: spark_finish
+-- Move what the tasks of a batch have written, or found to have no rows, to the ends of its ranges.
+WITH held AS (
+    SELECT l.topic, l.partition, s.range_end
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[], %(epochs)s::bigint[],
+                %(starts)s::bigint[], %(ends)s::bigint[])
+         AS s(topic, partition, token, epoch, range_start, range_end)
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = s.topic AND l.partition = s.partition
+    WHERE l.owner_token = s.token AND l.owner_epoch = s.epoch
+      AND l.next_offset BETWEEN s.range_start AND s.range_end
+    ORDER BY l.topic, l.partition
+    FOR UPDATE OF l)
+UPDATE {schema}.ledger l
+SET next_offset = held.range_end,
+    leader_epoch = CASE WHEN l.next_offset = held.range_end THEN l.leader_epoch END,
+    advanced_at = clock_timestamp()
+FROM held
+WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+RETURNING l.topic, l.partition
+
+-- name: spark_report
+-- Tell lookers what a query did last.
+INSERT INTO {schema}.spark_query AS q (group_id, query_id, run_id, batch_id, name, row_count, dropped)
+VALUES (%(group_id)s, %(query_id)s, %(run_id)s, %(batch_id)s, %(name)s, %(row_count)s, %(dropped)s)
+ON CONFLICT (group_id, query_id) DO UPDATE
+SET run_id = excluded.run_id, batch_id = excluded.batch_id, name = excluded.name, row_count = excluded.row_count,
+    dropped = excluded.dropped, written_at = excluded.written_at
+
+-- name: spark_acquire
+-- Become the owner of a group's batch ids; another query id is refused by returning nothing,
+-- once there is a batch.
+INSERT INTO {schema}.spark_batch AS b (group_id, query_id, owner_token, owner_instance, owner_name)
+VALUES (%(group_id)s, %(query_id)s, %(token)s, %(owner_instance)s, %(owner_name)s)
+ON CONFLICT (group_id) DO UPDATE
+SET query_id = excluded.query_id, owner_token = excluded.owner_token, owner_epoch = b.owner_epoch + 1, owner_instance = excluded.owner_instance,
+    owner_name = excluded.owner_name, acquired_at = clock_timestamp()
+WHERE b.query_id = excluded.query_id OR b.batch_id = -1
+RETURNING b.query_id, b.batch_id, b.fingerprint, b.owner_token::text, b.owner_epoch
+
+-- name: spark_counted
+-- Read a group's batch ids as they are after every transaction that still may change them.
+SELECT b.query_id, b.batch_id, b.fingerprint, b.owner_token::text, b.owner_epoch, b.halted
+FROM {schema}.spark_batch b WHERE b.group_id = %(group_id)s
+FOR NO KEY UPDATE
+
+-- name: spark_advance
+-- The last statement of a transaction that writes a batch without offsets.
+SELECT {schema}.spark_advance(
+    %(xid)s::xid8, %(group_id)s, %(token)s::uuid, %(epoch)s::bigint, %(batch_id)s::bigint, %(fingerprint)s)
+
+-- name: spark_halt
+-- Nobody may go on with these batch ids until an operator has decided.
+UPDATE {schema}.spark_batch SET halted = %(reason)s WHERE group_id = %(group_id)s AND owner_token = %(token)s
+
+-- name: spark_release
+-- Give a group's batch ids back.
+UPDATE {schema}.spark_batch SET owner_token = NULL WHERE group_id = %(group_id)s AND owner_token = %(token)s
+
+-- name: spark_empty
+-- Empty a table that is replaced as a whole by each batch; readers see the old rows until COMMIT.
+DELETE FROM {table}

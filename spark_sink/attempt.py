@@ -1,0 +1,202 @@
+"""Attempt: one try of one task to write its rows, in one guarded transaction. Runs on executors.
+
+An attempt can be killed at any moment, run twice at the same time, or lose the answer to its COMMIT. It changes no
+owner and resolves nothing: it reads where the ledger stands, writes what is above, and its advance matches only
+if the ledger still stands there. So of two attempts one lands, and the next one starts from what has landed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+from uuid import UUID
+
+import psycopg
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from exactly_once.errors import Ahead, HandlerCommitted
+from exactly_once.ledger import Ledger
+from exactly_once.model import Partition
+from exactly_once.outcome import SHORT_COUNT
+from exactly_once.session import Session, connector
+from exactly_once.sql import query
+from exactly_once.unit_of_work import UnitOfWork
+from exactly_once.watcher import Watcher
+from exactly_once.writer import TableWriter
+from exactly_once.writer.arrow import write_arrow
+
+from .batch_ledger import BatchIdLedger, Counted
+from .options import Options
+from .owners import Holding, held_rows
+from .ranges import Range
+from .unit import SinkUnit
+
+REPORT = "report string"
+"""The schema of what a task returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What travels from the driver to the tasks of a batch."""
+
+    options: Options
+    batch_id: int
+    instance: UUID
+    holdings: tuple[Holding, ...]
+    ranges: Mapping[Partition, Range]
+    columns: tuple[str, ...]
+    """The columns that are written; a task sees more."""
+    counted: Counted | None = None
+    """What is counted in place of offsets."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What an attempt did, for the driver."""
+
+    rows: int = 0
+    dropped: int = 0
+    bytes: int = 0
+    transactions: int = 0
+    copy_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers by name."""
+        return asdict(self)
+
+    def as_batch(self) -> pa.RecordBatch:
+        """Pack it as the row that a task returns."""
+        return pa.RecordBatch.from_pydict({"report": [json.dumps(asdict(self))]})
+
+
+class Attempt:
+    """A context in which rows are written; whatever leaves it without :meth:`commit` leaves nothing behind."""
+
+    def __init__(self, work: Work, session: Session | None = None) -> None:
+        self.work = work
+        options = work.options
+        self._own = Session(connector(options.conninfo), schema=options.schema, instance=work.instance)
+        self.session = session or self._own
+        self.ledger = (
+            Ledger(self.session, group_id=options.group_id, owner_kind="spark")
+            if work.counted is None
+            else BatchIdLedger(self.session, group_id=options.group_id, counted=work.counted)
+        )
+        self.unit = UnitOfWork(self.ledger)
+        self.result = Result()
+        mode = "append" if options.mode == "replace" else options.mode
+        self._writer = TableWriter(options.table, mode=mode, key=options.key)
+        # Of another instance: its siblings are no lost connections of its own.
+        self._watcher = Watcher(
+            self.session.connect, schema=options.schema, group_id=options.group_id, instance=UUID(int=0)
+        )
+        self._may_have_committed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watcher.clear()
+        try:
+            if error is not None and self.unit.begun is not None and not self.unit.is_unknown:
+                self.unit.roll_back()
+                self._halt_if_committed(error)
+        finally:
+            self._watcher.close()
+            self._own.close()
+
+    def standing(self) -> dict[Partition, int]:
+        """Return where the ledger stands now, after every transaction that could still move it.
+
+        :raises Fenced: when another run owns a partition.
+        """
+        return {p: row.next_offset or 0 for p, row in held_rows(self.ledger, self.work.holdings).items()}
+
+    def begin(self) -> None:
+        """Open the transaction."""
+        self.unit.begin()
+        assert self.unit.begun is not None
+        self._watcher.watch(self.unit.begun.pid)
+        if self.work.options.mode == "replace":
+            table = self._writer.table(self.unit.connection).identifier
+            self.unit.connection.execute(query("spark_empty", "", table=table), prepare=False)
+
+    def write(self, rows: pa.Table) -> None:
+        """Write rows; the columns that say where they come from stay behind if the table lacks them."""
+        if rows.num_rows == 0:
+            return
+        rows = rows.select(self.work.columns)
+        began_at = time.monotonic()
+        write_arrow(self._writer, self.unit.connection, rows)
+        self.result.copy_seconds += time.monotonic() - began_at
+        self.result.rows += rows.num_rows
+        self.result.bytes += rows.nbytes
+
+    def commit(self, moves: Mapping[Partition, tuple[int, int]]) -> None:
+        """Call ``also``, move the ledger, COMMIT; an attempt that another one has outrun leaves no trace.
+
+        :raises Fenced: when another run owns a partition.
+        :raises Ahead: when another attempt has landed a part; the next attempt writes the rest.
+        """
+        self._call_also(moves)
+        advances = [held.advance(*moves[held.partition]) for held in self.work.holdings if held.partition in moves]
+        began_at = time.monotonic()
+        try:
+            self.unit.commit(advances)
+        except psycopg.Error as error:
+            if error.sqlstate != SHORT_COUNT:
+                raise
+            self.unit.roll_back()
+            self._judge(moves, error)
+            return
+        self.result.commit_seconds += time.monotonic() - began_at
+        self.result.transactions += 1
+
+    def _call_also(self, moves: Mapping[Partition, tuple[int, int]]) -> None:
+        also = self.work.options.also
+        if also is None:
+            return
+        self._may_have_committed = True
+        connection, batch_id = self.unit.connection, self.work.batch_id
+        also(SinkUnit(connection=connection, batch_id=batch_id, rows=self.result.rows, offsets=moves))
+
+    def _judge(self, moves: Mapping[Partition, tuple[int, int]], error: psycopg.Error) -> None:
+        """Tell an attempt that came second from one that is a zombie's."""
+        if isinstance(self.ledger, BatchIdLedger):
+            self.ledger.check()
+        else:
+            standing = self.standing()
+            landed = {p: standing[p] for p in moves}
+            if any(landed[p] < end for p, (_, end) in moves.items()):
+                told = ", ".join(f"{partition} {offset}" for partition, offset in landed.items())
+                raise Ahead(f"another attempt of this task has moved the ledger meanwhile, to {told}") from error
+        self.result = Result(dropped=self.result.dropped + self.result.rows)
+
+    def _halt_if_committed(self, error: BaseException) -> None:
+        """Stop the group where ``also`` has committed by itself: a retry would double what it stored."""
+        if not self._may_have_committed or self.unit.fate() != "committed":
+            return
+        reason = "also= ended the transaction with a COMMIT of its own: rows are stored, the ledger was not moved"
+        self.ledger.halt([held.advance(0, 0) for held in self.work.holdings], reason=reason)
+        raise HandlerCommitted(f"{reason}; nothing goes on until an operator has looked") from error
+
+
+def tables(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.Table]:
+    """Give record batches the methods of tables."""
+    return (pa.Table.from_batches([batch]) for batch in batches)
+
+
+def read_results(rows: Iterable[Any]) -> Result:
+    """Add up what the tasks of a batch returned."""
+    total = Result()
+    for row in rows:
+        for name, value in json.loads(row["report"]).items():
+            setattr(total, name, getattr(total, name) + value)
+    return total

@@ -1,0 +1,147 @@
+"""Batch ids in place of offsets: for aggregations, whose rows have none.
+
+A batch id means the same rows only within one query id, which the checkpoint keeps. So another query id under a
+known group is refused, and so is a batch that is neither the next one nor a replay of the last: Spark and the ledger
+disagree then about what was written, and nobody but an operator can tell who is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID, uuid4
+
+from exactly_once.errors import Fenced, PartitionHalted
+from exactly_once.ledger import LOCK_SECONDS, Ledger
+from exactly_once.model import Advance
+from exactly_once.session import Connection, Session, cursor_on
+from exactly_once.sql import query
+
+from .errors import LedgerBehindCheckpoint, QueryChanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """The ownership of a group's batch ids, and the batch that is to be counted."""
+
+    query_id: str
+    token: UUID
+    epoch: int
+    batch_id: int = -1
+    fingerprint: str | None = None
+
+
+class BatchIdLedger(Ledger):
+    """Counts one batch where :class:`Ledger` moves offsets; the unit of work does not know the difference."""
+
+    def __init__(self, session: Session, *, group_id: str, counted: Counted) -> None:
+        super().__init__(session, group_id=group_id, owner_kind="spark")
+        self._counted = counted
+
+    def advance(self, connection: Connection, advances: Sequence[Advance], *, xid: str, commit: bool) -> None:
+        """Count the batch inside the open transaction; raises as for offsets."""
+        parameters = {
+            "xid": xid,
+            "group_id": self.group_id,
+            "token": self._counted.token,
+            "epoch": self._counted.epoch,
+            "batch_id": self._counted.batch_id,
+            "fingerprint": self._counted.fingerprint,
+        }
+        cursor_on(connection).execute(query("spark_advance", self.session.schema), parameters, prepare=False)
+        if commit:
+            connection.execute("COMMIT", prepare=False)
+
+    def halt(self, advances: Sequence[Advance], *, reason: str) -> None:
+        """Forbid anybody to go on with this group until an operator has looked."""
+        with self.session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+            parameters = {"group_id": self.group_id, "token": self._counted.token, "reason": reason}
+            cursor_on(connection).execute(query("spark_halt", self.session.schema), parameters, prepare=False)
+
+    def check(self) -> bool:
+        """Return whether the batch has been counted by now.
+
+        :raises Fenced: when another run owns the group.
+        :raises PartitionHalted: when nobody may go on with it.
+        """
+        with self.session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+            row = _read(connection, self.session.schema, self.group_id)
+        if row is not None:
+            _refuse_halted(self.group_id, self.session.schema, row)
+        if row is None or (row[3], row[4]) != (str(self._counted.token), self._counted.epoch):
+            raise Fenced(
+                f"another run counts the batches of group {self.group_id!r} by now, so this one must not write any more"
+            )
+        return bool(row[1] >= self._counted.batch_id)
+
+
+def acquire(session: Session, *, group_id: str, query_id: str, name: str) -> Counted:
+    """Become the owner of a group's batch ids, whatever run owned them before.
+
+    :raises QueryChanged: when they are those of another query.
+    :raises PartitionHalted: when nobody may go on with them.
+    """
+    parameters = {
+        "group_id": group_id,
+        "query_id": query_id,
+        "token": uuid4(),
+        "owner_instance": session.instance,
+        "owner_name": name,
+    }
+    with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+        known = _read(connection, session.schema, group_id)
+        if known is not None:
+            _refuse_halted(group_id, session.schema, known)
+        found = cursor_on(connection).execute(query("spark_acquire", session.schema), parameters, prepare=False)
+        row = found.fetchone()
+        if row is None:
+            raise QueryChanged(
+                f"group {group_id!r} counts the batches of query {known[0] if known else '?'}, this is query "
+                f"{query_id}: its checkpoint is another one, so the same batch id means other rows. Either start the "
+                "query with the checkpoint that belongs to the group, or start anew: empty the table and choose "
+                "another group_id"
+            )
+    return Counted(query_id=query_id, token=UUID(row[3]), epoch=row[4], batch_id=row[1], fingerprint=row[2])
+
+
+def is_replay(stored: Counted, batch_id: int, fingerprint: str | None, *, group_id: str) -> bool:
+    """Tell whether a batch was written before; ``stored`` is what the ledger counted last.
+
+    :raises LedgerBehindCheckpoint: when batches in between are missing.
+    :raises QueryChanged: when the checkpoint is an older copy, so that old numbers mean new rows.
+    """
+    if batch_id > stored.batch_id + 1:
+        raise LedgerBehindCheckpoint(
+            f"group {group_id!r}: the ledger has counted batch {stored.batch_id}, Spark goes on with batch {batch_id}: "
+            "the database was set back, or the query has not written through this sink before. Empty the table and "
+            "start with a new checkpoint and another group_id"
+        )
+    is_same = None in (fingerprint, stored.fingerprint) or fingerprint == stored.fingerprint
+    if batch_id < stored.batch_id or (batch_id == stored.batch_id and not is_same):
+        raise QueryChanged(
+            f"group {group_id!r}: the ledger has counted batch {stored.batch_id}, Spark comes with another batch "
+            f"{batch_id}: the checkpoint is an older copy. Restore the newest one; or empty the table and start with a "
+            "new checkpoint and another group_id"
+        )
+    return batch_id == stored.batch_id
+
+
+def release(session: Session, *, group_id: str, token: UUID) -> None:
+    """Give a group's batch ids back."""
+    with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+        parameters = {"group_id": group_id, "token": token}
+        cursor_on(connection).execute(query("spark_release", session.schema), parameters, prepare=False)
+
+
+def _refuse_halted(group_id: str, schema: str, row: tuple[Any, ...]) -> None:
+    if row[5] is not None:
+        raise PartitionHalted(
+            f"group {group_id!r} is halted behind batch {row[1]}: {row[5]}. Look whether the rows of the next batch "
+            f"are there; take them out, or raise batch_id by one; then set halted to null, both in {schema}.spark_batch"
+        )
+
+
+def _read(connection: Connection, schema: str, group_id: str) -> tuple[Any, ...] | None:
+    cursor = cursor_on(connection)
+    return cursor.execute(query("spark_counted", schema), {"group_id": group_id}, prepare=False).fetchone()

@@ -1,0 +1,103 @@
+"""``transaction="batch"``: the whole micro-batch in one transaction of one task.
+
+The end of a task's input proves nothing: when an attempt is killed, or what feeds it fails, Spark closes the pipe and
+the iterator in Python ends as if all had been read. So an **end mark** travels with the rows: the driver adds
+one row to the frame, the shuffle brings all rows to one task, and a sort, which gives out nothing before it has
+taken in everything, puts the mark last. Who has seen the mark has seen every row; who has not, rolls back. The shuffle
+itself is the other half of the proof: it reads only the output of tasks that have succeeded.
+
+A small batch is collected and written on the driver instead: an action that returns has brought all rows, and a
+second stage with a worker and a connection of its own would take longer than the rows do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from exactly_once.session import Session
+
+from .attempt import Attempt, Result, Work, tables
+from .batch_ledger import BatchIdLedger
+from .errors import IncompleteInput
+from .screen import PLACES, Screen
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+END = "__exactly_once_end"
+"""The column that is 1 in the end mark, and nowhere else."""
+
+
+def to_one_task(frame: DataFrame, *, order: Sequence[str]) -> DataFrame:
+    """Bring all rows to one task, in this order, the end mark last."""
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - executors do without
+
+    nothing = [F.lit(None).cast(f.dataType).alias(f.name) for f in frame.schema.fields]
+    mark = frame.sparkSession.range(0, 1, 1, 1).select(*nothing, F.lit(1).alias(END))
+    marked = frame.withColumn(END, F.lit(0)).union(mark)
+    return marked.repartition(1).sortWithinPartitions(END, *order)
+
+
+class BatchTask(NamedTuple):
+    """What the one task does."""
+
+    work: Work
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Write the whole input or nothing; return one row that tells what was done."""
+        stream = iter(tables(batches))
+        # No transaction stands open while rows are still read and sorted.
+        first = next(stream, None)
+        rows = itertools.chain([] if first is None else [first], stream)
+        with Attempt(self.work) as attempt:
+            if isinstance(attempt.ledger, BatchIdLedger):
+                self._write_counted(attempt, attempt.ledger, up_to_mark(rows))
+            else:
+                self._write(attempt, up_to_mark(rows))
+        yield attempt.result.as_batch()
+
+    def write_here(self, rows: pa.Table, session: Session) -> Result:
+        """Write the rows of a small batch on the driver, whose action has brought all of them or raised."""
+        with Attempt(self.work, session) as attempt:
+            self._write(attempt, [rows.sort_by([(place, "ascending") for place in PLACES])])
+        return attempt.result
+
+    def _write(self, attempt: Attempt, rows: Iterable[pa.Table]) -> None:
+        standing = attempt.standing()
+        moves = {p: (standing[p], r.end) for p, r in self.work.ranges.items() if standing[p] < r.end}
+        if not moves:
+            return  # an earlier attempt has landed, and its answer was lost
+        screen = Screen(standing, self.work.ranges)
+        attempt.begin()
+        for table in rows:
+            attempt.write(screen.keep(table))
+        attempt.result.dropped = screen.dropped
+        attempt.commit(moves)
+
+    def _write_counted(self, attempt: Attempt, ledger: BatchIdLedger, rows: Iterable[pa.Table]) -> None:
+        if ledger.check():
+            return
+        attempt.begin()
+        for table in rows:
+            attempt.write(table)
+        attempt.commit({})
+
+
+def up_to_mark(stream: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the rows in front of the end mark.
+
+    :raises IncompleteInput: when the input ends without one.
+    """
+    for table in stream:
+        if table.num_rows and table.column(END)[table.num_rows - 1].as_py() == 1:
+            yield table.slice(0, table.num_rows - 1)
+            return
+        yield table
+    raise IncompleteInput(
+        "the rows of this batch ended before their end mark: the attempt was killed, or what feeds it failed. "
+        "Nothing of it was kept; Spark runs it again"
+    )

@@ -1,0 +1,36 @@
+"""Errors of the sink: one class per decision that a caller can take.
+
+They end the query; what to do is in their text. ``Fenced``, ``OwnedByConsumer``, ``TopicRecreated`` and the like are
+those of :mod:`exactly_once.errors`.
+
+ExactlyOnceError
+├── FrameError (ConfigurationError)     the frame does not fit the table; nothing was written
+├── LedgerBehindCheckpoint              the ledger lacks rows that the checkpoint counts as written
+├── IncompleteInput                     a task was not given all its rows, so nothing of it was kept
+├── RowsOutOfOrder                      offsets do not rise, or are outside of what the batch covers
+└── QueryChanged                        ledger="batch-id": the group belongs to another query, or to its past
+"""
+
+from __future__ import annotations
+
+from exactly_once.errors import ConfigurationError, ExactlyOnceError
+
+
+class FrameError(ConfigurationError):
+    """The frame does not fit the table or lacks columns; refused before the first row is written."""
+
+
+class LedgerBehindCheckpoint(ExactlyOnceError):
+    """Spark counts offsets as written that the ledger does not know: going on would lose them silently."""
+
+
+class IncompleteInput(ExactlyOnceError):
+    """The input of a task ended before its end mark: an attempt that was killed, or whose upstream failed."""
+
+
+class RowsOutOfOrder(ExactlyOnceError):
+    """Offsets that do not rise strictly, or rows from outside of the range that the batch covers."""
+
+
+class QueryChanged(ExactlyOnceError):
+    """With ``ledger="batch-id"``: the batch ids of this query are not those that the ledger counts."""

@@ -1,0 +1,191 @@
+"""Offset log: which offsets a micro-batch covers, read from the query's checkpoint.
+
+Spark writes ``offsets/N`` before it calls ``foreachBatch`` with N, so the file holds the exact ends of the batch; the
+starts are the ends of N-1, and for the first batch what ``sources/<i>/0`` says. Parsing is apart from
+reading; through Hadoop's FileSystem the checkpoint may be on any storage that Spark can use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from exactly_once.errors import ConfigurationError
+from exactly_once.model import Partition
+
+from .ranges import Range
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_NOTHING_YET = "-"
+"""What the log says of a source that has given nothing so far."""
+
+Read = Callable[[str], "bytes | None"]
+"""Returns the content of a file below the checkpoint, or None when there is no such file."""
+
+
+class OffsetLog:
+    """The checkpoint of one query, as far as offsets are concerned."""
+
+    def __init__(self, location: str, read: Read) -> None:
+        self.location = location
+        self._read = read
+        self._ends: tuple[int, dict[Partition, int]] | None = None
+
+    def query_id(self) -> str:
+        """Return the id of the query that the checkpoint belongs to.
+
+        :raises ConfigurationError: when there is no checkpoint at this place.
+        """
+        text = self._read("metadata")
+        if text is None:
+            raise ConfigurationError(
+                f"checkpoint_location={self.location!r} is no checkpoint of a query; give the sink "
+                "what the query is given as option checkpointLocation"
+            )
+        return str(json.loads(text)["id"])
+
+    def ranges(self, batch_id: int) -> list[Range]:
+        """Return what a batch covers; starts that are written nowhere are None.
+
+        :raises ConfigurationError: when the log lacks the batch, or cannot be read.
+        """
+        ends = self._ends_of(batch_id)
+        if ends is None:
+            raise ConfigurationError(
+                f"checkpoint_location={self.location!r} has no offsets of batch {batch_id}, which is being "
+                "written; give the sink what the query is given as option checkpointLocation"
+            )
+        starts = self._starts_of(batch_id)
+        self._ends = batch_id, ends
+        return [Range(partition=p, start=starts.get(p), end=end) for p, end in sorted(ends.items())]
+
+    def fingerprint(self, batch_id: int) -> str | None:
+        """Return a digest of the ends of a batch, by which a replay is told from another batch of the same number."""
+        text = self._read(f"offsets/{batch_id}")
+        if text is None:
+            return None
+        return hashlib.sha256("\n".join(_sources(text, self.location)).encode()).hexdigest()
+
+    def _ends_of(self, batch_id: int) -> dict[Partition, int] | None:
+        if self._ends is not None and self._ends[0] == batch_id:
+            return self._ends[1]
+        text = self._read(f"offsets/{batch_id}")
+        return None if text is None else parse_offsets(text, self.location)
+
+    def _starts_of(self, batch_id: int) -> dict[Partition, int]:
+        if batch_id > 0:
+            return self._ends_of(batch_id - 1) or {}
+        starts: dict[Partition, int] = {}
+        sources = len(_sources(self._read("offsets/0") or b"", self.location))
+        for number in range(sources):
+            text = self._read(f"sources/{number}/0")
+            starts |= {} if text is None else parse_initial(text)
+        return starts
+
+
+def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
+    """Read the ends of all Kafka sources from a file of the offset log.
+
+    :raises ConfigurationError: for a format that is not known, for a source that is not Kafka, and when two sources
+        read one partition.
+    """
+    found: dict[Partition, int] = {}
+    for line in _sources(text, location):
+        offsets = _kafka_offsets(line)
+        if not offsets and line != _NOTHING_YET:
+            raise ConfigurationError(
+                f"the query has a source whose offsets are not Kafka's ({line[:60]}), so nobody can tell which of its "
+                "rows were written; say ledger='batch-id'"
+            )
+        if twice := found.keys() & offsets.keys():
+            raise ConfigurationError(
+                f"two sources of the query read {min(twice)}; its rows come twice, so offsets cannot tell which were "
+                "written. Read the topic once"
+            )
+        found |= offsets
+    return found
+
+
+def parse_initial(text: bytes) -> dict[Partition, int]:
+    """Read the first offsets of a source; the file begins with a zero byte, for the sake of Spark 2.1."""
+    return _kafka_offsets(text.lstrip(b"\0").decode().partition("\n")[2].strip())
+
+
+def _sources(text: bytes, location: str) -> list[str]:
+    """Return what a file of the offset log says of each source: after a version and the batch's settings."""
+    lines = text.decode().splitlines()
+    if not lines:
+        return []
+    if lines[0].strip() != "v1":
+        raise ConfigurationError(
+            f"the offset log in {location!r} has format {lines[0][:20]!r}, this release knows v1; "
+            "leave checkpoint_location= out to go without it"
+        )
+    return lines[2:]
+
+
+def _kafka_offsets(line: str) -> dict[Partition, int]:
+    """Return the offsets of one source; none if it is not Kafka."""
+    try:
+        said: Any = json.loads(line)
+    except ValueError:
+        return {}
+    if not isinstance(said, Mapping):
+        return {}
+    return {
+        Partition(topic, int(number)): offset
+        for topic, numbers in said.items()
+        if isinstance(numbers, Mapping)
+        for number, offset in _numbered(numbers)
+    }
+
+
+def _numbered(numbers: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    return ((number, offset) for number, offset in numbers.items() if number.isdigit() and isinstance(offset, int))
+
+
+def reader(location: str, spark: SparkSession) -> Read:
+    """Return how to read below ``location``: through Hadoop's FileSystem, or without a JVM from this machine's disk.
+
+    :raises ConfigurationError: when there is no JVM and the place is not on this machine's disk.
+    """
+    jvm = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
+    if jvm is not None:
+        return _hadoop_reader(location, spark, jvm)
+    place = urlsplit(location)
+    if place.scheme not in ("", "file"):
+        raise ConfigurationError(
+            f"checkpoint_location={location!r} cannot be read over Spark Connect, which gives no access to "
+            f"{place.scheme}; leave it out, or run the query where the driver is"
+        )
+    root = Path(place.path)
+
+    def read(name: str) -> bytes | None:
+        path = root / name
+        return path.read_bytes() if path.exists() else None
+
+    return read
+
+
+def _hadoop_reader(location: str, spark: SparkSession, jvm: Any) -> Read:
+    configuration = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001 - pyspark has no public way
+    root = jvm.org.apache.hadoop.fs.Path(location)
+    files = root.getFileSystem(configuration)
+
+    def read(name: str) -> bytes | None:
+        path = jvm.org.apache.hadoop.fs.Path(root, name)
+        if not files.exists(path):
+            return None
+        stream = files.open(path)
+        try:
+            return bytes(jvm.org.apache.commons.io.IOUtils.toByteArray(stream))
+        finally:
+            stream.close()
+
+    return read

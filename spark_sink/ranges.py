@@ -1,0 +1,81 @@
+"""Ranges: what a batch covers against what the ledger says; which rows are written. Pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from exactly_once.errors import TopicRecreated
+from exactly_once.model import Partition
+
+from .errors import LedgerBehindCheckpoint, RowsOutOfOrder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The offsets of one partition that a batch covers; a start of None is not known."""
+
+    partition: Partition
+    start: int | None
+    end: int
+
+    @property
+    def first(self) -> int:
+        """Where to begin when the ledger says nothing: in front of everything if the start is not known."""
+        return 0 if self.start is None else self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A part of a batch that is still to be written: of one partition, from ``write_from`` up to ``end``."""
+
+    partition: Partition
+    write_from: int
+    end: int
+
+
+def shares(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str) -> list[Share]:
+    """Return what is still to be written; partitions that the ledger has at or above their end are left out.
+
+    :raises LedgerBehindCheckpoint: when the ledger stands below the start of a range.
+    :raises TopicRecreated: when a range goes backwards.
+    """
+    todo = []
+    for given in sorted(ranges, key=lambda r: r.partition):
+        next_offset = next_offsets[given.partition]
+        if given.end < given.first:
+            raise TopicRecreated(
+                f"{given.partition} of group {group_id!r}: Spark's offsets go back from {given.start} to {given.end}, "
+                "so the topic was deleted and made again. To read the new one start with a new checkpoint, after: "
+                f"exactly-once adopt --topic {given.partition.topic}"
+            )
+        if given.start is not None and next_offset < given.start:
+            raise LedgerBehindCheckpoint(
+                f"{given.partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the checkpoint "
+                f"goes on at {given.start}, so {given.start - next_offset} offsets would be lost. The database was set "
+                "back (a failover that lost commits, a restore) or the ledger was reset. To read them again start the "
+                "query with a new checkpoint and startingOffsets from the ledger; to leave them out: "
+                f"exactly-once reset --topic {given.partition.topic} --partition {given.partition.number} "
+                f"--to-offset {given.start}"
+            )
+        if next_offset < given.end:
+            todo.append(Share(partition=given.partition, write_from=next_offset, end=given.end))
+    return todo
+
+
+def looked_through(
+    spans: Iterable[tuple[str | None, int | None, int | None, int | None]], ended: Mapping[Partition, int]
+) -> list[Range]:
+    """Return ranges as the rows themselves show them: topic, partition, lowest and highest offset.
+
+    Where rows begin says nothing of where the batch began; only behind a batch of the same run, which has
+    ``ended`` there, the start is known.
+    """
+    found = []
+    for topic, number, lowest, highest in spans:
+        if topic is None or number is None or lowest is None or highest is None:
+            raise RowsOutOfOrder("a row has no topic, partition or offset, so nobody can tell whether it was written")
+        partition = Partition(topic, number)
+        start = ended.get(partition)
+        found.append(Range(partition=partition, start=start, end=max(highest + 1, start or 0)))
+    return found

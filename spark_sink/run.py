@@ -1,0 +1,278 @@
+"""Run: what the driver does for each micro-batch of one run of a query."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from exactly_once.cluster import Cluster
+from exactly_once.errors import ConfigurationError
+from exactly_once.ledger import LOCK_SECONDS, Ledger
+from exactly_once.model import Partition
+from exactly_once.schema import check
+from exactly_once.session import Session, connector, cursor_on
+from exactly_once.sql import query
+from exactly_once.start import Starter
+from exactly_once.watcher import Watcher
+from exactly_once.writer import Table, TableWriter
+
+from . import batch_ledger
+from .attempt import REPORT, Result, Work, read_results
+from .batch_ledger import BatchIdLedger, Counted
+from .by_batch import BatchTask, to_one_task
+from .by_partition import PartitionTask, to_tasks
+from .errors import RowsOutOfOrder
+from .frame import check_key, fit
+from .offset_log import OffsetLog, reader
+from .options import Options
+from .owners import Owners
+from .ranges import Range, Share, looked_through, shares
+from .report import BatchReport
+from .screen import OFFSET, PARTITION, TOPIC
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Spark's names of a query: one for its checkpoint, one for this start of it. Spark Connect tells neither."""
+
+    query_id: str | None
+    run_id: str | None
+
+
+def ids_of(session: SparkSession) -> Ids:
+    """Ask Spark which query is calling."""
+    if not hasattr(session, "_jsparkSession"):
+        return Ids(None, None)
+    local = session.sparkContext.getLocalProperty
+    return Ids(local("sql.streaming.queryId"), local("spark.jobGroup.id"))
+
+
+class Run:
+    """One run: its connection, what it owns, and the batches that it writes."""
+
+    def __init__(self, options: Options, ids: Ids, spark: SparkSession) -> None:
+        self._options = options
+        self._log = _offset_log(options, ids, spark)
+        self.ids = ids if ids.query_id or self._log is None else replace(ids, query_id=self._log.query_id())
+        self._name = options.name or f"spark query {self.ids.query_id or 'without an id'}"
+        self._session = Session(connector(options.conninfo), schema=options.schema)
+        # Queries end without telling their sink.
+        self.close = weakref.finalize(self, self._session.close)
+        check(self._session.connection, options.schema)
+        self._watcher = Watcher(
+            self._session.connect,
+            schema=options.schema,
+            group_id=options.group_id,
+            instance=self._session.instance,
+        )
+        ledger = self._ledger()
+        self._owners = Owners(ledger, starter=_starter(options, ledger))
+        self._ended: dict[Partition, int] = {}
+        self._counted: Counted | None = None
+        self._table: tuple[Table, tuple[str, ...]] | None = None
+
+    def write(self, frame: DataFrame, batch_id: int) -> BatchReport:
+        """Write a batch, or find that it was written."""
+        began_at = time.monotonic()
+        prepared, columns = self._fit(frame)
+        write = self._write_offsets if self._options.ledger == "offsets" else self._write_counted
+        result = write(prepared, columns, batch_id)
+        report = BatchReport(
+            group_id=self._options.group_id,
+            query_id=self.ids.query_id,
+            run_id=self.ids.run_id,
+            batch_id=batch_id,
+            is_replay=result is None,
+            batch_seconds=time.monotonic() - began_at,
+            **({} if result is None else result.as_dict()),
+        )
+        self._tell(report)
+        return report
+
+    def release(self) -> None:
+        """Give back what is owned, over a connection of its own: a batch may be at work on the other one."""
+        session = Session(connector(self._options.conninfo), schema=self._options.schema)
+        try:
+            self._owners.release(Ledger(session, group_id=self._options.group_id, owner_kind="spark"))
+            if self._counted is not None:
+                batch_ledger.release(session, group_id=self._options.group_id, token=self._counted.token)
+        except psycopg.Error:
+            return  # best effort: whoever comes next can take over
+        finally:
+            session.close()
+
+    def _ledger(self) -> Ledger:
+        return Ledger(
+            self._session,
+            group_id=self._options.group_id,
+            owner_kind="spark",
+            owner_name=self._name,
+            take_over=self._options.take_over,
+            watch=self._watcher.acquiring,
+        )
+
+    def _fit(self, frame: DataFrame) -> tuple[DataFrame, tuple[str, ...]]:
+        """Compare the frame with the table as the run has found it; if it is altered, tasks find out."""
+        options = self._options
+        if self._table is None:
+            mode = "append" if options.mode == "replace" else options.mode
+            writer = TableWriter(options.table, mode=mode, key=options.key)
+            with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+                self._table = writer.table(connection), writer.key(connection)
+        table, key = self._table
+        prepared, columns = fit(frame, table, options)
+        if options.mode in ("upsert", "insert-ignore"):
+            check_key(key, columns, table)
+        return prepared, columns
+
+    # With offsets.
+
+    def _write_offsets(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
+        if self._log is not None:
+            return self._write_ranges(frame, columns, batch_id, self._log.ranges(batch_id))
+        # Before any action: a frame that has run once would be read from Kafka again, persisted or not.
+        frame = frame.persist()
+        try:
+            return self._write_ranges(frame, columns, batch_id, _look_through(frame, self._ended))
+        finally:
+            frame.unpersist()
+
+    def _write_ranges(
+        self, frame: DataFrame, columns: tuple[str, ...], batch_id: int, ranges: list[Range]
+    ) -> Result | None:
+        rows = self._owners.take(ranges, batch_id=batch_id)
+        next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
+        todo = shares(ranges, next_offsets, group_id=self._options.group_id)
+        self._ended |= {r.partition: r.end for r in ranges}
+        if not todo and any(r.first < r.end for r in ranges):
+            return None
+        if not todo:
+            return _no_rows(frame)
+        work = self._work(columns, batch_id, ranges={r.partition: r for r in ranges})
+        if self._is_small(todo) and hasattr(frame, "toArrow"):  # Spark 3.5 has not
+            return BatchTask(work).write_here(frame.toArrow(), self._session)
+        result = self._act(frame, work, count=len(todo))
+        # Only now: Spark says that every task has succeeded.
+        self._owners.finish(todo, is_whole=self._options.transaction == "batch")
+        return result
+
+    def _is_small(self, todo: list[Share]) -> bool:
+        offsets = sum(share.end - share.write_from for share in todo)
+        return self._options.transaction == "batch" and offsets <= self._options.small_batch
+
+    # With batch ids.
+
+    def _write_counted(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
+        if self.ids.query_id is None:
+            raise ConfigurationError(
+                "ledger='batch-id' needs the query's id, which Spark Connect does not tell; give checkpoint_location="
+            )
+        options = self._options
+        if self._counted is None:
+            self._counted = batch_ledger.acquire(
+                self._session, group_id=options.group_id, query_id=self.ids.query_id, name=self._name
+            )
+        fingerprint = self._log.fingerprint(batch_id) if self._log is not None else None
+        if batch_ledger.is_replay(self._counted, batch_id, fingerprint, group_id=options.group_id):
+            return None
+        counted = replace(self._counted, batch_id=batch_id, fingerprint=fingerprint)
+        result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), count=1)
+        ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=counted)
+        assert ledger.check(), "the task has succeeded, so the batch is counted"
+        self._counted = counted
+        return result
+
+    # Both.
+
+    def _work(self, columns: tuple[str, ...], batch_id: int, *, ranges: dict[Partition, Range]) -> Work:
+        return Work(
+            options=replace(self._options, on_report=None),
+            batch_id=batch_id,
+            instance=self._session.instance,
+            holdings=tuple(self._owners.held[p] for p in ranges),
+            ranges=ranges,
+            columns=columns,
+        )
+
+    def _act(self, frame: DataFrame, work: Work, *, count: int) -> Result:
+        """Have the tasks write: the only action on the frame."""
+        task: Callable[[Iterable[Any]], Iterable[Any]]
+        if self._options.transaction == "batch":
+            in_order = self._options.mode != "append" and self._options.ledger == "offsets"
+            order = [TOPIC, PARTITION, OFFSET] if in_order else []
+            frame, task = to_one_task(frame, order=order), BatchTask(work).run
+        else:
+            frame, task = to_tasks(frame, count=count), PartitionTask(work).run
+        return read_results(frame.mapInArrow(task, REPORT).collect())
+
+    def _tell(self, report: BatchReport) -> None:
+        """Write down what was done, for `exactly-once status`; nothing rests on it."""
+        parameters = {
+            "group_id": report.group_id,
+            "query_id": report.query_id or "",
+            "run_id": report.run_id or "",
+            "batch_id": report.batch_id,
+            "name": self._options.name,
+            "row_count": report.rows,
+            "dropped": report.dropped,
+        }
+        with (
+            suppress(psycopg.Error),
+            self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _),
+        ):
+            cursor_on(connection).execute(query("spark_report", self._options.schema), parameters, prepare=False)
+
+
+def _offset_log(options: Options, ids: Ids, spark: SparkSession) -> OffsetLog | None:
+    """Open the checkpoint, and see that it is this query's.
+
+    :raises ConfigurationError: when it is another one's.
+    """
+    location = options.checkpoint_location
+    if location is None:
+        return None
+    log = OffsetLog(location, reader(location, spark))
+    if ids.query_id is not None and log.query_id() != ids.query_id:
+        raise ConfigurationError(
+            f"checkpoint_location={location!r} belongs to query {log.query_id()}, this is query {ids.query_id}; give "
+            "the sink what the query is given as option checkpointLocation"
+        )
+    return log
+
+
+def _starter(options: Options, ledger: Ledger) -> Starter | None:
+    """Return what checks ids of cluster and topics, where the cluster is known."""
+    if options.bootstrap_servers is None:
+        return None
+    cluster = Cluster({"bootstrap.servers": options.bootstrap_servers})
+    return Starter(ledger, cluster, start=None, on_out_of_range="fail")
+
+
+def _no_rows(frame: DataFrame) -> Result:
+    """See that a batch without offsets has no rows either.
+
+    :raises RowsOutOfOrder: when it has, out of some state.
+    """
+    if not frame.isEmpty():
+        raise RowsOutOfOrder(
+            "the batch has rows and covers no offsets: something has kept them since an earlier batch (a join of "
+            "streams, a window, a state). Say ledger='batch-id'"
+        )
+    return Result()
+
+
+def _look_through(frame: DataFrame, ended: dict[Partition, int]) -> list[Range]:
+    """Find which offsets the rows have, where no offset log tells what the batch covers."""
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - Spark need not be there to import this
+
+    spans = frame.groupBy(TOPIC, PARTITION).agg(F.min(OFFSET), F.max(OFFSET)).collect()
+    return looked_through((tuple(span) for span in spans), ended)

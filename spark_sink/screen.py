@@ -1,0 +1,118 @@
+"""Screen: looks at where every row comes from, drops what the ledger has, refuses what does not belong here.
+
+It works on whole Arrow batches; only a batch that holds rows of both sides of the ledger's offset is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import reduce
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+
+from exactly_once.model import Partition
+
+from .errors import RowsOutOfOrder
+from .ranges import Range
+
+TOPIC, PARTITION, OFFSET = "__exactly_once_topic", "__exactly_once_partition", "__exactly_once_offset"
+"""Copies of the three columns under names and types that are known; they are never written."""
+PLACES = (TOPIC, PARTITION, OFFSET)
+
+
+class Screen:
+    """Lets rows from the ledger's offsets on pass.
+
+    ``strictly`` demands that offsets rise within each partition: only then is what was written up to
+    any moment a prefix of the partition, and only then may an offset be moved up to the last row.
+    """
+
+    def __init__(
+        self, next_offsets: Mapping[Partition, int], ranges: Mapping[Partition, Range], *, strictly: bool = False
+    ) -> None:
+        self._from = next_offsets
+        self._ranges = ranges
+        self._strictly = strictly
+        self.last: dict[Partition, int] = {}
+        """The highest offset that was seen of each partition."""
+        self.dropped = 0
+
+    def keep(self, rows: pa.Table) -> pa.Table:
+        """Return the rows that are to be written.
+
+        :raises RowsOutOfOrder: for rows that the batch cannot hold, or that do not rise.
+        """
+        if rows.num_rows == 0:
+            return rows
+        if any(rows.column(name).null_count for name in PLACES):
+            raise RowsOutOfOrder("a row has no topic, partition or offset, so nobody can tell whether it was written")
+        spans = list(_spans(rows))
+        for partition, first, last in spans:
+            self._check_range(partition, first, last)
+        if self._strictly:
+            self._check_order(rows)
+        for partition, _, last in spans:
+            self.last[partition] = max(last, self.last.get(partition, -1))
+        kept = rows
+        if any(first < self._from[partition] for partition, first, _ in spans):
+            kept = rows.filter(self._is_new(rows, [partition for partition, _, _ in spans]))
+        self.dropped += rows.num_rows - kept.num_rows
+        return kept
+
+    def _is_new(self, rows: pa.Table, partitions: list[Partition]) -> pa.ChunkedArray:
+        """Tell for each row whether the ledger lacks it."""
+        topics, numbers, offsets = (rows.column(name) for name in PLACES)
+        parts = [
+            pc.and_(
+                pc.and_(pc.equal(topics, partition.topic), pc.equal(numbers, partition.number)),
+                pc.greater_equal(offsets, self._from[partition]),
+            )
+            for partition in partitions
+        ]
+        return reduce(pc.or_, parts)
+
+    def _check_range(self, partition: Partition, first: int, last: int) -> None:
+        covered = self._ranges.get(partition)
+        if covered is None:
+            raise RowsOutOfOrder(
+                f"a row says that it comes from {partition}, which this batch does not cover: the columns of topic, "
+                "partition and offset are not those of the query's Kafka source, or checkpoint_location= is of "
+                "another query"
+            )
+        if last >= covered.end:
+            raise RowsOutOfOrder(
+                f"a row of {partition} has offset {last}, the batch ends before {covered.end}: the offset column is "
+                "not Kafka's, or checkpoint_location= is of another query"
+            )
+        if first < covered.first:
+            raise RowsOutOfOrder(
+                f"a row of {partition} has offset {first}, the batch begins at {covered.first}: something has kept it "
+                "since an earlier batch (a join of streams, a window, a state), and the ledger would take it for "
+                "written. Say ledger='batch-id'"
+            )
+
+    def _check_order(self, rows: pa.Table) -> None:
+        """Look at rows that are sorted by place: offsets must rise within a partition, here and since the last rows."""
+        topics, numbers, offsets = (rows.column(name).combine_chunks() for name in PLACES)
+        is_next = pc.or_(pc.not_equal(topics[1:], topics[:-1]), pc.not_equal(numbers[1:], numbers[:-1]))
+        rises = pc.or_(is_next, pc.greater(offsets[1:], offsets[:-1]))
+        starts = [0, *(index + 1 for index in pc.indices_nonzero(is_next).to_pylist())]
+        firsts = [(Partition(topics[i].as_py(), numbers[i].as_py()), offsets[i].as_py()) for i in starts]
+        goes_on = all(offset > self.last.get(partition, -1) for partition, offset in firsts)
+        comes_once = len({partition for partition, _ in firsts}) == len(firsts)
+        if not (goes_on and comes_once and pc.all(rises, min_count=0).as_py()):
+            raise RowsOutOfOrder(
+                "offsets do not rise strictly within a partition: several rows have come of one message (explode, a "
+                "join, a union of a stream with itself). transaction='partition' cannot tell which of them were "
+                "written; use transaction='batch'"
+            )
+
+
+def _spans(rows: pa.Table) -> Iterator[tuple[Partition, int, int]]:
+    """Return the lowest and the highest offset of each partition."""
+    grouped = rows.select(PLACES).group_by([TOPIC, PARTITION], use_threads=False)
+    found = grouped.aggregate([(OFFSET, "min"), (OFFSET, "max")])
+    names = (TOPIC, PARTITION, f"{OFFSET}_min", f"{OFFSET}_max")
+    for topic, number, first, last in zip(*(found.column(name).to_pylist() for name in names), strict=True):
+        yield Partition(topic, number), first, last

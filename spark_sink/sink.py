@@ -1,0 +1,131 @@
+"""The sink: what ``foreachBatch`` calls, on the driver, once for each micro-batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from exactly_once.logs import about
+
+from .options import LedgerKind, Mode, Options, Transaction, check_options
+from .run import Run, ids_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.streaming.listener import StreamingQueryListener
+
+    from .report import BatchReport
+    from .unit import SinkUnit
+
+logger = logging.getLogger(__name__)
+
+
+class PostgresSink:
+    """Write micro-batches into a Postgres table, each row of Kafka once.
+
+        sink = PostgresSink(conninfo, table="orders", group_id="orders", checkpoint_location="/srv/checkpoints/orders")
+        frame.writeStream.foreachBatch(sink).option("checkpointLocation", "/srv/checkpoints/orders").start()
+
+    The frame carries the columns ``topic``, ``partition`` and ``offset`` of Kafka's source, under the names given
+    here; the table may have them or not. ``checkpoint_location`` is the query's: from its offset log the sink
+    learns which offsets a batch covers. Without it each batch is cached and looked through first, and rows
+    that a filter dropped cannot be told from rows that are missing: :class:`LedgerBehindCheckpoint` is not
+    raised then. With ``bootstrap_servers`` the ids of cluster and topics are checked when the query starts.
+
+    ``transaction="batch"`` makes the whole micro-batch one transaction in one task; ``"partition"`` one for each task,
+    in parallel, not atomic across Kafka partitions. A batch of up to ``small_batch`` offsets is collected and
+    written by the driver, which is quicker; 0 is for never. ``also`` is called in each of these transactions, where it
+    runs, after the rows were written.
+
+    ``ledger="batch-id"`` is for aggregations, whose rows have no offsets: output mode update goes with
+    ``mode="upsert"``, complete with ``"replace"``.
+
+    Options are checked here and raise :class:`exactly_once.ConfigurationError`; servers are first contacted by the
+    first batch. One sink serves one query.
+    """
+
+    def __init__(
+        self,
+        conninfo: str,
+        *,
+        table: str,
+        group_id: str,
+        mode: Mode = "append",
+        transaction: Transaction = "batch",
+        ledger: LedgerKind = "offsets",
+        key: Sequence[str] | None = None,
+        checkpoint_location: str | None = None,
+        bootstrap_servers: str | None = None,
+        topic_column: str = "topic",
+        partition_column: str = "partition",
+        offset_column: str = "offset",
+        also: Callable[[SinkUnit], object] | None = None,
+        on_report: Callable[[BatchReport], object] | None = None,
+        small_batch: int = 1000,
+        take_over: bool = False,
+        schema: str = "exactly_once",
+        name: str | None = None,
+    ) -> None:
+        self._options: Options = check_options(
+            conninfo=conninfo,
+            table=table,
+            group_id=group_id,
+            mode=mode,
+            transaction=transaction,
+            ledger=ledger,
+            key=key,
+            checkpoint_location=checkpoint_location,
+            bootstrap_servers=bootstrap_servers,
+            topic_column=topic_column,
+            partition_column=partition_column,
+            offset_column=offset_column,
+            also=also,
+            on_report=on_report,
+            small_batch=small_batch,
+            take_over=take_over,
+            schema=schema,
+            name=name,
+        )
+
+        self._run: Run | None = None
+
+    def __call__(self, frame: DataFrame, batch_id: int) -> None:
+        """Write one micro-batch; a replay of one that was written writes nothing."""
+        report = self._run_of(frame).write(frame, batch_id)
+        logger.info("%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
+        if self._options.on_report is not None:
+            self._options.on_report(report)
+
+    def release(self) -> None:
+        """Give the rows of the ledger back, best effort: for a hand-over to the plain consumer.
+
+        A batch that is still being written is fenced by it.
+        """
+        if self._run is not None:
+            self._run.release()
+
+    def listener(self) -> StreamingQueryListener:
+        """Return a listener for ``spark.streams.addListener`` that releases when the query has ended."""
+        from .listener import ReleaseListener  # noqa: PLC0415 - pyspark need not be there to make a sink
+
+        return ReleaseListener(self)
+
+    def ended(self, run_id: str) -> None:
+        """Release if the run that has ended is the one that this sink has written for."""
+        if self._run is not None and self._run.ids.run_id == run_id:
+            self.release()
+
+    def _run_of(self, frame: DataFrame) -> Run:
+        """Return the run that calls; each start of a query is a new owner."""
+        ids = ids_of(frame.sparkSession)
+        if self._run is None or self._run.ids.run_id != ids.run_id:
+            if self._run is not None:
+                self._run.close()
+            self._run = None
+            self._run = Run(self._options, ids, frame.sparkSession)
+        return self._run
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the run behind: over Spark Connect the sink is sent to another process."""
+        return self.__dict__ | {"_run": None}

@@ -1,0 +1,165 @@
+"""``exactly-once hand-over``: what is in the way of the new side, releasing it, and where Spark starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions
+
+from exactly_once import Fenced, OwnedBySpark
+from tests.cli.conftest import Command, audit, ledger, read_to_end, suggested
+from tests.conftest import MakeConsumer
+from tests.support.topics import create_topic
+
+Db = psycopg.Connection[Any]
+
+
+def acquire_as_spark(db: Db, name: str) -> None:
+    """What the sink's acquisition leaves in the ledger."""
+    db.execute(
+        "UPDATE exactly_once.ledger SET owner_token = gen_random_uuid(), owner_kind = 'spark', "
+        "owner_name = 'spark query q', owner_epoch = owner_epoch + 1 WHERE group_id = %s",
+        (name,),
+    )
+
+
+def test_after_a_consumer_that_closed_nothing_is_changed_and_spark_is_told_where_to_start(
+    operate: Command, consumed: str, db: Db, name: str
+) -> None:
+    before = ledger(db, name)
+    result = operate("hand-over", "--to", "spark")
+    assert (result.code, result.err) == (0, "")
+    option = re.search(r"""\.option\("startingOffsets", '(.*)'\)""", result.out)
+    assert option is not None
+    assert json.loads(option[1]) == {consumed: {"0": 10, "1": 10}}
+    assert operate("hand-over", "--to", "spark", "--json").json["starting_offsets"] == {consumed: {"0": 10, "1": 10}}
+    assert ledger(db, name) == before
+
+
+def test_an_owner_in_the_way_is_named_and_its_offsets_are_not_told_before_they_stand(
+    operate: Command, topic: str, make_consumer: MakeConsumer, db: Db, name: str
+) -> None:
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+    with next(consumer.units()):
+        pass
+    before = ledger(db, name)
+    result = operate("hand-over", "--to", "spark")
+    assert result.code == 0
+    assert f"owned by consumer {name}-1" in result.out
+    assert "dry run: nothing was changed" in result.out
+    assert "startingOffsets" not in result.out
+    assert ledger(db, name) == before
+
+
+def test_execute_releases_writes_it_down_and_fences_an_owner_that_lives(
+    operate: Command, topic: str, make_consumer: MakeConsumer, db: Db, name: str
+) -> None:
+    consumer = make_consumer(max_messages=4)
+    consumer.subscribe([topic])
+    units = consumer.units()
+    with next(units) as unit:
+        done = len(unit.messages)
+    with pytest.raises(Fenced), next(units):  # noqa: PT012 - while the unit is open
+        result = operate("hand-over", "--to", "spark", "--execute", "--reason", "a move")
+        assert (result.code, result.err) == (0, "")
+    starts = operate("hand-over", "--to", "spark", "--json").json["starting_offsets"][topic]
+    assert sum(starts.values()) == done
+    assert [(n, reason) for n, _, _, reason in audit(db, name, "hand-over")] == [(0, "a move"), (1, "a move")]
+    # Twice is once.
+    assert operate("hand-over", "--to", "spark", "--execute").code == 0
+    assert len(audit(db, name, "hand-over")) == 2
+
+
+def test_rows_of_spark_keep_a_consumer_out_until_they_are_handed_over(
+    operate: Command, topic: str, make_consumer: MakeConsumer, db: Db, name: str
+) -> None:
+    read_to_end(make_consumer, topic)
+    acquire_as_spark(db, name)
+    with pytest.raises(OwnedBySpark, match="spark query q") as caught:
+        read_to_end(make_consumer, topic)
+    assert "owned by spark spark query q" in operate("hand-over", "--to", "consumer").out
+    result = operate(*suggested(str(caught.value)), "--execute")
+    assert "ready: start the consumer" in result.out
+    assert read_to_end(make_consumer, topic) == []
+
+
+def test_rows_of_spark_are_not_in_the_way_of_spark(operate: Command, consumed: str, db: Db, name: str) -> None:
+    acquire_as_spark(db, name)
+    before = ledger(db, name)
+    result = operate("hand-over", "--to", "spark", "--execute", "--json")
+    assert result.json["starting_offsets"] == {consumed: {"0": 10, "1": 10}}
+    assert ledger(db, name) == before
+
+
+def test_a_partition_without_an_offset_starts_at_its_beginning(
+    operate: Command, consumed: str, bootstrap_servers: str
+) -> None:
+    """Spark refuses starting offsets that leave a partition out."""
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    admin.create_partitions([NewPartitions(consumed, 3)])[consumed].result(30)
+    starts = operate("hand-over", "--to", "spark", "--json").json["starting_offsets"]
+    assert starts == {consumed: {"0": 10, "1": 10, "2": -2}}
+
+
+def test_of_several_topics_all_are_told_unless_some_are_named(
+    operate: Command, consumed: str, make_consumer: MakeConsumer, bootstrap_servers: str
+) -> None:
+    other = create_topic(bootstrap_servers, 1)
+    read_to_end(make_consumer, other)
+    assert operate("hand-over", "--to", "spark", "--json").json["starting_offsets"] == {
+        consumed: {"0": 10, "1": 10},
+        other: {"0": 0},
+    }
+    named = operate("hand-over", "--to", "spark", "--topic", other, "--json")
+    assert named.json["starting_offsets"] == {other: {"0": 0}}
+
+
+def test_offsets_that_the_log_does_not_have_are_refused(operate: Command, consumed: str, db: Db, name: str) -> None:
+    db.execute("UPDATE exactly_once.ledger SET next_offset = 99 WHERE group_id = %s AND partition = 1", (name,))
+    result = operate("hand-over", "--to", "spark")
+    assert result.code == 1
+    assert f"{consumed}[1] of group '{name}': beyond the log end" in result.err
+
+
+def test_a_halted_partition_is_refused_with_the_command_that_mends_it(
+    operate: Command, consumed: str, db: Db, name: str
+) -> None:
+    db.execute("UPDATE exactly_once.ledger SET halted = 'odd' WHERE group_id = %s AND partition = 1", (name,))
+    result = operate("hand-over", "--to", "consumer")
+    assert result.code == 1
+    assert operate(*suggested(result.err), "--to-current", "--execute").code == 0
+    assert operate("hand-over", "--to", "consumer").code == 0
+
+
+def test_an_unknown_group_or_topic_is_said(operate: Command, consumed: str, command: Command, conninfo: str) -> None:
+    result = command("hand-over", "--to", "consumer", "--conninfo", conninfo, "--group-id", "nobody")
+    assert result.code == 1
+    assert "no offsets of group 'nobody'" in result.err
+    assert "no rows of topic 'nothing'" in operate("hand-over", "--to", "consumer", "--topic", "nothing").err
+
+
+def test_status_shows_what_spark_queries_wrote_last(operate: Command, consumed: str, db: Db, name: str) -> None:
+    acquire_as_spark(db, name)
+    db.execute(
+        "INSERT INTO exactly_once.spark_query (group_id, query_id, run_id, batch_id, row_count, dropped) "
+        "VALUES (%s, 'q', 'r', 7, 20, 1)",
+        (name,),
+    )
+    (found,) = operate("status", "--json").json["queries"]
+    assert (found["query_id"], found["run_id"], found["batch_id"], found["rows"]) == ("q", "r", 7, 20)
+    text = operate("status").out.splitlines()
+    assert all("spark query q  spark" in line for line in text[1:3])
+    assert re.split(r"  +", text[-2])[:6] == ["GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED"]
+    assert text[-1].split()[:6] == [name, "q", "r", "7", "20", "1"]
+
+
+def test_status_shows_a_group_that_counts_batches_and_has_no_offsets(operate: Command, db: Db, name: str) -> None:
+    db.execute("INSERT INTO exactly_once.spark_batch (group_id, query_id, batch_id) VALUES (%s, 'q', 3)", (name,))
+    assert operate("status", "--json").json["queries"][0]["counted_batch_id"] == 3
+    assert "no rows" not in operate("status").out

@@ -1,0 +1,1 @@
+"""The Spark sink, in a real Spark on a real topic."""

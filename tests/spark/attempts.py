@@ -1,0 +1,122 @@
+"""Attempts without Spark: tasks called with Arrow batches, as a worker calls them, against a real Postgres."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import psycopg
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from exactly_once.ledger import Ledger
+from exactly_once.model import Partition
+from exactly_once.session import Session, connector
+from spark_sink.attempt import Work
+from spark_sink.by_batch import END, BatchTask
+from spark_sink.by_partition import PartitionTask
+from spark_sink.options import check_options
+from spark_sink.owners import Owners
+from spark_sink.ranges import Range
+from spark_sink.screen import OFFSET, PARTITION, TOPIC
+
+TASKS: dict[str, type[BatchTask] | type[PartitionTask]] = {"batch": BatchTask, "partition": PartitionTask}
+
+
+class Place:
+    """A table of offsets and the group that writes it, both of one name."""
+
+    def __init__(self, conninfo: str, name: str) -> None:
+        self.conninfo = conninfo
+        self.name = name
+        self.sessions: list[Session] = []
+
+    def ranges(self, *ends: int, start: int = 0) -> list[Range]:
+        """What a batch covers: one partition for each end."""
+        return [Range(partition=Partition(self.name, n), start=start, end=end) for n, end in enumerate(ends)]
+
+    def owners(self, *, take_over: bool = False, name: str = "test") -> Owners:
+        """A driver."""
+        session = Session(connector(self.conninfo), schema="exactly_once")
+        self.sessions.append(session)
+        ledger = Ledger(session, group_id=self.name, owner_kind="spark", owner_name=name, take_over=take_over)
+        return Owners(ledger, starter=None)
+
+    def options(self, **options: Any) -> Any:
+        """Options as the sink makes them."""
+        rest: dict[str, Any] = {
+            "mode": "append",
+            "transaction": "batch",
+            "ledger": "offsets",
+            "checkpoint_location": None,
+            "bootstrap_servers": None,
+            "topic_column": "topic",
+            "partition_column": "partition",
+            "offset_column": "offset",
+            "also": None,
+            "on_report": None,
+            "small_batch": 0,
+            "take_over": False,
+            "schema": "exactly_once",
+            "name": None,
+            "key": None,
+        }
+        return check_options(conninfo=self.conninfo, table=self.name, group_id=self.name, **rest | options)
+
+    def work(self, owners: Owners, ranges: list[Range], **options: Any) -> Work:
+        """What a driver sends to its tasks."""
+        owners.take(ranges, batch_id=0)
+        return Work(
+            options=self.options(**options),
+            batch_id=0,
+            instance=owners._ledger.session.instance,
+            holdings=tuple(owners.held[r.partition] for r in ranges),
+            ranges={r.partition: r for r in ranges},
+            columns=("partition", "offset"),
+        )
+
+    def rows(self, *offsets: Iterable[int]) -> pa.RecordBatch:
+        """Rows of several partitions, as the driver prepares them."""
+        pairs = [(number, offset) for number, some in enumerate(offsets) for offset in some]
+        numbers, values = [n for n, _ in pairs], [o for _, o in pairs]
+        columns = {
+            "partition": pa.array(numbers, pa.int32()),
+            "offset": pa.array(values, pa.int64()),
+            TOPIC: pa.array([self.name] * len(pairs), pa.string()),
+            PARTITION: pa.array(numbers, pa.int32()),
+            OFFSET: pa.array(values, pa.int64()),
+            END: pa.array([0] * len(pairs), pa.int32()),
+        }
+        return pa.RecordBatch.from_pydict(columns)
+
+    def mark(self) -> pa.RecordBatch:
+        """The end mark."""
+        empty = self.rows()
+        columns = [pa.nulls(1, field.type) for field in empty.schema][:-1]
+        return pa.RecordBatch.from_arrays([*columns, pa.array([1], pa.int32())], schema=empty.schema)
+
+    def written(self) -> list[tuple[int, int]]:
+        """What is in the table."""
+        with psycopg.connect(self.conninfo) as connection:
+            return connection.execute(f'SELECT partition, "offset" FROM {self.name} ORDER BY 1, 2').fetchall()
+
+    def ledger(self) -> list[int | None]:
+        """Where the ledger stands, by partition."""
+        with psycopg.connect(self.conninfo) as connection:
+            found = connection.execute(
+                "SELECT next_offset FROM exactly_once.ledger WHERE group_id = %s ORDER BY topic, partition",
+                (self.name,),
+            )
+            return [next_offset for (next_offset,) in found]
+
+
+def run(transaction: str, work: Work, batches: Iterable[pa.RecordBatch]) -> dict[str, Any]:
+    """Run one attempt to its end and return what it reports."""
+    results = [json.loads(batch.column(0)[0].as_py()) for batch in TASKS[transaction](work).run(batches)]
+    return results[0] if results else {}
+
+
+def interrupted(batches: Iterable[pa.RecordBatch], then: Callable[[], object]) -> Iterator[pa.RecordBatch]:
+    """Give batches, and do something before the input ends."""
+    yield from batches
+    then()

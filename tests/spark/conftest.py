@@ -1,0 +1,71 @@
+"""Fixtures of the tests with a real Spark: one session for all of them, and topics to read."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.require import skip_unless
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from tests.spark.scene import Scene
+
+HERE = Path(__file__).parent
+# The one that is left says why it is skipped.
+collect_ignore_glob = [] if importlib.util.find_spec("pyspark") else ["test_[!e]*.py", "test_ex*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give Spark time, for it takes seconds where others take milliseconds, and let it forget to close sockets."""
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(400))
+
+
+@pytest.fixture(scope="session")
+def needs_spark() -> None:
+    """Skip where Spark cannot be had, or fail where it is required."""
+    from exactly_once.embedded import EmbeddedError, spark  # noqa: PLC0415  (not before it is asked for)
+
+    reason = None
+    try:
+        spark.environment()
+        spark.kafka_source()
+    except EmbeddedError as error:
+        reason = str(error)
+    skip_unless("spark", reason)
+
+
+@pytest.fixture(scope="session")
+def spark(needs_spark: None) -> Iterator[SparkSession]:
+    """A session in this process, with two task threads; a task that fails is tried again, as on a cluster."""
+    from exactly_once.embedded import spark as embedded_spark  # noqa: PLC0415  (not before it is asked for)
+
+    with embedded_spark.session("tests", master="local[2,4]") as session:
+        yield session
+
+
+@pytest.fixture(scope="session")
+def journaled(conninfo: str) -> str:
+    """A Postgres with our schema and an empty journal."""
+    from tests.support import journal  # noqa: PLC0415
+
+    journal.create(conninfo)
+    return conninfo
+
+
+@pytest.fixture
+def scene(spark: SparkSession, bootstrap_servers: str, journaled: str, tmp_path: Path) -> Scene:
+    """A topic of two partitions, to be written into the journal."""
+    from tests.spark.scene import Scene  # noqa: PLC0415  (imports pyspark)
+
+    return Scene(spark, bootstrap_servers, journaled, tmp_path)

@@ -1,0 +1,347 @@
+"""Attempts: killed, run twice at once, outrun, fenced. Tasks are called as Spark's workers call them, without Spark."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from exactly_once import failpoints
+from exactly_once.errors import Ahead, Fenced, HandlerCommitted, PartitionHalted
+from exactly_once.session import Session, connector
+from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit, batch_ledger
+from spark_sink.attempt import Work
+from spark_sink.batch_ledger import Counted
+from spark_sink.ranges import shares
+from tests.spark.attempts import Place, interrupted, run
+
+both = pytest.mark.parametrize("transaction", ["batch", "partition"])
+
+
+@pytest.fixture
+def place(conninfo: str, name: str, db: psycopg.Connection[Any]) -> Iterator[Place]:
+    db.execute(f'CREATE TABLE {name} (partition int NOT NULL, "offset" bigint NOT NULL)')
+    place = Place(conninfo, name)
+    yield place
+    for session in place.sessions:
+        session.close()
+    db.execute(f"DROP TABLE {name}")
+
+
+def whole(place: Place, transaction: str, *offsets: range) -> list[Any]:
+    """All rows that there are, and what tells so."""
+    return [place.rows(*offsets), *([place.mark()] if transaction == "batch" else [])]
+
+
+def every(*ends: int) -> list[tuple[int, int]]:
+    return [(number, offset) for number, end in enumerate(ends) for offset in range(end)]
+
+
+@both
+def test_an_attempt_writes_its_rows_and_moves_the_ledger(place: Place, transaction: str) -> None:
+    work = place.work(place.owners(), place.ranges(5, 3))
+    result = run(transaction, work, whole(place, transaction, range(5), range(3)))
+    assert (result["rows"], result["transactions"]) == (8, 1)
+    assert place.written() == every(5, 3)
+    assert place.ledger() == [5, 3]
+
+
+def test_input_that_ends_without_its_mark_leaves_nothing(place: Place) -> None:
+    """What is left of a batch looks like a whole one: this is how 100,000 of 200,000 rows were lost."""
+    work = place.work(place.owners(), place.ranges(5))
+    with pytest.raises(IncompleteInput):
+        run("batch", work, [place.rows(range(3))])
+    with pytest.raises(IncompleteInput):
+        run("batch", work, [])
+    assert (place.written(), place.ledger()) == ([], [0])
+    run("batch", work, whole(place, "batch", range(5)))
+    assert (place.written(), place.ledger()) == (every(5), [5])
+
+
+def test_rows_and_mark_may_come_in_any_batches(place: Place) -> None:
+    work = place.work(place.owners(), place.ranges(4))
+    run("batch", work, [place.rows(), place.rows(range(1)), place.rows(range(1, 4)), place.rows(), place.mark()])
+    assert place.written() == every(4)
+
+
+def test_input_by_partition_that_ends_early_leaves_a_prefix_and_the_next_attempt_the_rest(place: Place) -> None:
+    owners = place.owners()
+    ranges = place.ranges(5, 5)
+    work = place.work(owners, ranges)
+    run("partition", work, [place.rows(range(3))])
+    assert (place.written(), place.ledger()) == (every(3), [3, 0])
+    result = run("partition", work, [place.rows(range(5), range(5))])
+    assert result["dropped"] == 3
+    assert (place.written(), place.ledger()) == (every(5, 5), [5, 5])
+
+
+@both
+def test_an_attempt_after_one_that_landed_writes_nothing(place: Place, transaction: str) -> None:
+    """A worker that dies after its COMMIT, whose answer nobody got."""
+    work = place.work(place.owners(), place.ranges(5))
+    for _ in range(2):
+        run(transaction, work, whole(place, transaction, range(5)))
+    assert place.written() == every(5)
+
+
+@both
+def test_of_two_attempts_at_once_one_lands_and_the_other_leaves_no_trace(place: Place, transaction: str) -> None:
+    """A speculative twin: both have copied their rows before either moves the ledger."""
+    work = place.work(place.owners(), place.ranges(5))
+    have_copied = threading.Barrier(2, timeout=30)
+    results: list[Any] = []
+
+    def attempt() -> None:
+        results.append(run(transaction, work, whole(place, transaction, range(5))))
+
+    def copied() -> None:
+        have_copied.wait()
+
+    failpoints.arm("guarded", copied)
+    twins = [threading.Thread(target=attempt) for _ in range(2)]
+    for twin in twins:
+        twin.start()
+    for twin in twins:
+        twin.join(30)
+    assert sorted(r["transactions"] for r in results) == [0, 1]
+    assert sorted(r["rows"] for r in results) == [0, 5]
+    assert (place.written(), place.ledger()) == (every(5), [5])
+
+
+def test_a_twin_that_landed_a_prefix_only_makes_the_other_one_fail(place: Place) -> None:
+    """It has copied from where the ledger stood before; its next attempt writes the rest."""
+    work = place.work(place.owners(), place.ranges(5))
+
+    def twin_lands() -> None:
+        run("partition", work, [place.rows(range(2))])
+
+    with pytest.raises(Ahead):
+        run("partition", work, interrupted([place.rows(range(5))], twin_lands))
+    run("partition", work, [place.rows(range(5))])
+    assert (place.written(), place.ledger()) == (every(5), [5])
+
+
+@both
+def test_a_zombies_attempt_is_fenced_at_its_commit(place: Place, transaction: str) -> None:
+    ranges = place.ranges(5)
+    work = place.work(place.owners(), ranges)
+    rows = whole(place, transaction, range(5))
+
+    def taken() -> None:
+        failpoints.disarm()
+        place.owners().take(ranges, batch_id=0)
+
+    failpoints.arm("guarded", taken)
+    with pytest.raises(Fenced):
+        run(transaction, work, rows)
+    with pytest.raises(Fenced):
+        run(transaction, work, rows)
+    assert (place.written(), place.ledger()) == ([], [0])
+
+
+@both
+def test_a_lost_answer_to_commit_fails_the_attempt_and_the_ledger_tells_the_next(
+    place: Place, transaction: str, db: psycopg.Connection[Any]
+) -> None:
+    work = place.work(place.owners(), place.ranges(5))
+
+    def cut() -> None:
+        failpoints.disarm()
+        raise psycopg.OperationalError("the answer was lost")
+
+    failpoints.arm("committed", cut)
+    with pytest.raises(psycopg.OperationalError, match="the answer was lost"):
+        run(transaction, work, whole(place, transaction, range(5)))
+    assert run(transaction, work, whole(place, transaction, range(5))).get("rows", 0) == 0
+    assert (place.written(), place.ledger()) == (every(5), [5])
+
+
+def test_offsets_that_do_not_rise_are_refused_by_partition_and_fine_in_one_batch(place: Place) -> None:
+    work = place.work(place.owners(), place.ranges(3))
+    for twice in ([place.rows([0, 1, 1])], [place.rows([0, 1]), place.rows([1, 2])], [place.rows([0, 2, 1])]):
+        with pytest.raises(RowsOutOfOrder, match="transaction='batch'"):
+            run("partition", work, twice)
+    assert place.written() == []
+    run("batch", work, [place.rows([0, 1, 1, 2]), place.mark()])
+    assert place.written() == [(0, 0), (0, 1), (0, 1), (0, 2)]
+
+
+@both
+@pytest.mark.parametrize("offsets", [([5],), ([0], [0])], ids=["beyond the end", "another partition"])
+def test_rows_from_outside_of_the_batch_are_refused(place: Place, transaction: str, offsets: Any) -> None:
+    """The columns of another source, or the checkpoint of another query."""
+    work = place.work(place.owners(), place.ranges(5))
+    with pytest.raises(RowsOutOfOrder):
+        run(transaction, work, whole(place, transaction, *offsets))
+    assert (place.written(), place.ledger()) == ([], [0])
+
+
+@both
+def test_also_runs_in_the_transaction_of_the_rows(
+    place: Place, transaction: str, name: str, db: psycopg.Connection[Any]
+) -> None:
+    db.execute(f"CREATE TABLE {name}_sum (rows int, upto bigint)")
+
+    def also(unit: SinkUnit) -> None:
+        ((_, upto),) = unit.offsets.values()
+        unit.execute(f"INSERT INTO {name}_sum VALUES (%s, %s)", (unit.rows, upto))
+
+    work = place.work(place.owners(), place.ranges(5), also=also)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    failpoints.arm("advanced", fail)
+    with pytest.raises(ZeroDivisionError):
+        run(transaction, work, whole(place, transaction, range(5)))
+    failpoints.disarm()
+    for _ in range(2):
+        run(transaction, work, whole(place, transaction, range(5)))
+    assert db.execute(f"SELECT * FROM {name}_sum").fetchall() == [(5, 5)]
+
+
+@both
+@pytest.mark.parametrize("again", ["COMMIT", "COMMIT; BEGIN"])
+def test_also_that_commits_halts_the_partitions(place: Place, transaction: str, again: str) -> None:
+    """Its rows are stored and the ledger was not moved: one more attempt would double them."""
+    work = place.work(place.owners(), place.ranges(5), also=lambda unit: unit.execute(again))
+    with pytest.raises(HandlerCommitted):
+        run(transaction, work, whole(place, transaction, range(5)))
+    with pytest.raises(PartitionHalted):
+        run(transaction, work, whole(place, transaction, range(5)))
+    assert place.written() == every(5)
+    with pytest.raises(PartitionHalted):
+        place.owners().take(place.ranges(5), batch_id=0)
+
+
+def test_a_task_without_rows_opens_no_transaction(place: Place) -> None:
+    work = place.work(place.owners(), place.ranges(5))
+    assert run("partition", work, [place.rows()]) == {}
+    assert place.ledger() == [0]
+
+
+def test_the_driver_moves_to_the_end_what_had_no_rows_there(place: Place) -> None:
+    owners = place.owners()
+    ranges = place.ranges(5, 7)
+    work = place.work(owners, ranges)
+    run("partition", work, [place.rows([0, 2])])
+    todo = shares(ranges, dict.fromkeys(work.ranges, 0), group_id=place.name)
+    owners.finish(todo, is_whole=False)
+    assert place.ledger() == [5, 7]
+
+
+class CountingPlace(NamedTuple):
+    """A group that counts batches, and its work on one of them."""
+
+    place: Place
+    query_id: str
+
+    def work(self, batch_id: int, **options: Any) -> Work:
+        session = Session(connector(self.place.conninfo), schema="exactly_once")
+        self.place.sessions.append(session)
+        owned = batch_ledger.acquire(session, group_id=self.place.name, query_id=self.query_id, name="test")
+        return Work(
+            options=self.place.options(ledger="batch-id", **options),
+            batch_id=batch_id,
+            instance=session.instance,
+            holdings=(),
+            ranges={},
+            columns=("partition", "offset"),
+            counted=replace(owned, batch_id=batch_id),
+        )
+
+
+def test_a_batch_that_was_counted_is_not_written_again(place: Place) -> None:
+    work = CountingPlace(place, "query").work(0)
+    for _ in range(2):
+        run("batch", work, whole(place, "batch", range(3)))
+    assert place.written() == every(3)
+
+
+def test_a_batch_without_its_end_mark_is_not_counted(place: Place) -> None:
+    work = CountingPlace(place, "query").work(0)
+    with pytest.raises(IncompleteInput):
+        run("batch", work, [place.rows(range(2))])
+    assert place.written() == []
+
+
+def test_a_replacing_batch_takes_the_place_of_all_rows(place: Place) -> None:
+    counting = CountingPlace(place, "query")
+    run("batch", counting.work(0, mode="replace"), whole(place, "batch", range(3)))
+    run("batch", counting.work(1, mode="replace"), whole(place, "batch", range(2)))
+    assert place.written() == every(2)
+    run("batch", counting.work(2, mode="replace"), [place.mark()])
+    assert place.written() == []
+
+
+def test_of_two_attempts_to_count_one_batch_one_lands(place: Place) -> None:
+    work = CountingPlace(place, "query").work(0)
+
+    def twin() -> None:
+        failpoints.disarm()
+        run("batch", work, whole(place, "batch", range(3)))
+
+    failpoints.arm("guarded", twin)
+    assert run("batch", work, whole(place, "batch", range(3)))["transactions"] == 0
+    assert place.written() == every(3)
+
+
+def test_a_zombie_that_counts_batches_is_fenced(place: Place) -> None:
+    counting = CountingPlace(place, "query")
+    work = counting.work(0)
+
+    def taken() -> None:
+        failpoints.disarm()
+        counting.work(0)
+
+    failpoints.arm("guarded", taken)
+    with pytest.raises(Fenced):
+        run("batch", work, whole(place, "batch", range(3)))
+    assert place.written() == []
+
+
+def test_another_query_may_have_a_group_until_a_batch_was_counted(place: Place) -> None:
+    CountingPlace(place, "first").work(0)
+    run("batch", CountingPlace(place, "second").work(0), whole(place, "batch", range(3)))
+    with pytest.raises(QueryChanged, match="another group_id"):
+        CountingPlace(place, "first").work(0)
+
+
+def test_also_that_commits_halts_the_batches_as_well(place: Place) -> None:
+    counting = CountingPlace(place, "query")
+    work = counting.work(0, also=lambda unit: unit.execute("COMMIT"))
+    with pytest.raises(HandlerCommitted):
+        run("batch", work, whole(place, "batch", range(3)))
+    for again in (lambda: run("batch", work, whole(place, "batch", range(3))), lambda: counting.work(0)):
+        with pytest.raises(PartitionHalted, match="spark_batch"):
+            again()
+    assert place.written() == every(3)
+
+
+@pytest.mark.parametrize(
+    ("stored", "batch_id", "fingerprint", "answer"),
+    [
+        (-1, 0, "a", False),
+        (4, 5, "b", False),
+        (4, 4, "a", True),
+        (4, 4, None, True),
+        (4, 4, "b", QueryChanged),
+        (4, 3, "a", QueryChanged),
+        (4, 6, "a", LedgerBehindCheckpoint),
+        (-1, 1, None, LedgerBehindCheckpoint),
+    ],
+)
+def test_a_batch_is_new_or_a_replay_of_the_last_or_refused(
+    stored: int, batch_id: int, fingerprint: str | None, answer: Any
+) -> None:
+    counted = Counted(query_id="q", token=uuid4(), epoch=1, batch_id=stored, fingerprint="a")
+    if isinstance(answer, bool):
+        assert batch_ledger.is_replay(counted, batch_id, fingerprint, group_id="g") is answer
+        return
+    with pytest.raises(answer):
+        batch_ledger.is_replay(counted, batch_id, fingerprint, group_id="g")

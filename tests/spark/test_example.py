@@ -1,0 +1,33 @@
+"""The example survives ``kill -9`` while it runs: the same command goes on, and table = topic."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that the embedded Postgres may enter; pytest closes its own to all users but ours."""
+    with tempfile.TemporaryDirectory(prefix="spark-orders-") as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+@pytest.mark.usefixtures("needs_spark")
+def test_the_example_that_was_killed_goes_on_where_it_was(place: Path) -> None:
+    from tests.support.spark import Driver  # noqa: PLC0415 - imports pyspark
+
+    command = ["examples/spark_orders.py", "--orders", "40000", "--directory", str(place)]
+    with Driver(*command) as first:
+        first.wait("batch 1:")
+        first.kill()
+        assert "lost" not in "".join(first.lines), "killed in the middle"
+    with Driver(*command) as second:
+        assert second.wait_ended() == 0, second.story()
+        assert second.lines[-1] == "40000 orders in the topic; 40000 rows, 0 lost, 0 doubled"
+        batches = [line for line in second.lines if line.startswith("batch")]
+        assert 0 < len(batches) < 5, "what was there was not written again"

@@ -1,0 +1,126 @@
+"""Frames that do not fit their table are refused before the first row, by the name of the column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from exactly_once.writer.table import Table, read_table
+from spark_sink import FrameError
+from spark_sink.frame import check_key, fit
+from spark_sink.screen import PLACES
+from tests.spark.attempts import Place
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+KAFKA = "topic string, partition int, offset bigint"
+
+
+class Case:
+    """A table, and frames to write into it."""
+
+    def __init__(self, spark: SparkSession, place: Place, db: psycopg.Connection[Any]) -> None:
+        self._spark = spark
+        self._place = place
+        self._db = db
+
+    def table(self, columns: str) -> Table:
+        self._db.execute(f"CREATE TABLE {self._place.name} ({columns})")
+        with self._db.transaction():
+            return read_table(self._db, self._place.name)
+
+    def frame(self, columns: str) -> DataFrame:
+        return self._spark.createDataFrame([], ", ".join(filter(None, (KAFKA, columns))))
+
+    def fit(self, table: str, frame: str, **options: Any) -> tuple[DataFrame, tuple[str, ...]]:
+        return fit(self.frame(frame), self.table(table), self._place.options(**options))
+
+
+@pytest.fixture
+def case(spark: SparkSession, conninfo: str, name: str, db: psycopg.Connection[Any]) -> Iterator[Case]:
+    yield Case(spark, Place(conninfo, name), db)
+    db.execute(f"DROP TABLE IF EXISTS {name}")
+
+
+def test_columns_of_kafka_are_written_where_the_table_has_them(case: Case) -> None:
+    frame, columns = case.fit('id int, "offset" bigint, note text', "id int")
+    assert columns == ("offset", "id")
+    assert frame.columns == ["offset", "id", *PLACES]
+
+
+def test_nested_columns_go_into_json_as_json(case: Case) -> None:
+    nested = "m map<string,int>, s struct<a:int>, l array<int>, i array<int>"
+    frame, _ = case.fit("m jsonb, s json, l jsonb, i int[]", nested)
+    assert [t for _, t in frame.dtypes][:4] == ["string", "string", "string", "array<int>"]
+
+
+@pytest.mark.parametrize(
+    ("table", "frame", "said"),
+    [
+        ("id int", "id int, extra int", "no column 'extra'"),
+        ("id int, needed int NOT NULL", "id int", "needs values for 'needed'"),
+        ("id int, twice int GENERATED ALWAYS AS (id * 2) STORED", "id int, twice int", "'twice' is generated"),
+        ("note text", "", "no column of the frame"),
+        ("m text", "m map<string,int>", "'m' is map<string,int>.*make that column jsonb"),
+        ("s text", "s struct<a:int>", "'s' is struct<a:int>"),
+        ("v text", "v variant", "'v' is variant"),
+        ("l text", "l array<int>", "'l' is array<int>"),
+        ("l text[]", "l array<struct<a:int>>", "'l' is array<struct<a:int>>"),
+        ("at timestamptz", "at timestamp_ntz", "'at' is timestamp_ntz.*time zone"),
+        ("at timestamp", "at timestamp", "'at' is timestamp.*time zone"),
+        ("n numeric(10,2)", "n decimal(38,2)", r"'n' is decimal\(38,2\).*digits"),
+        ("n numeric(10,2)", "n decimal(10,3)", "digits"),
+        ("n bigint", "n decimal(20,0)", "cast it to an integer"),
+    ],
+)
+def test_a_column_that_does_not_fit_is_refused_by_name(case: Case, table: str, frame: str, said: str) -> None:
+    with pytest.raises(FrameError, match=said):
+        case.fit(table, frame)
+
+
+@pytest.mark.parametrize(
+    ("table", "frame"),
+    [
+        ("n numeric(10,2)", "n decimal(10,2)"),
+        ("n numeric", "n decimal(38,10)"),
+        ("at timestamptz", "at timestamp"),
+        ("at timestamp", "at timestamp_ntz"),
+        ("id int, n int NOT NULL DEFAULT 1, k int GENERATED ALWAYS AS IDENTITY", "id int"),
+        ("id int", "id void"),
+    ],
+)
+def test_a_column_that_fits_is_taken(case: Case, table: str, frame: str) -> None:
+    case.fit(table, frame)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"offset_column": "kafka_offset"}, r"no column 'kafka_offset' \(offset_column=\).*batch-id"),
+        ({"topic_column": "id"}, r"'id' \(topic_column=\) is int"),
+        ({"offset_column": "name"}, r"'name' \(offset_column=\) is string"),
+    ],
+)
+def test_a_frame_without_kafkas_columns_is_refused(case: Case, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(FrameError, match=said):
+        case.fit("id int, name text", "id int, name string", **options)
+
+
+def test_without_offsets_every_column_is_written(case: Case) -> None:
+    with pytest.raises(FrameError, match="no column 'topic', 'partition', 'offset'"):
+        case.fit("id int", "id int", ledger="batch-id")
+
+
+def test_two_columns_of_one_name_are_refused(case: Case, name: str) -> None:
+    frame = case.frame("id int")
+    with pytest.raises(FrameError, match="several columns called 'id'"):
+        fit(frame.select("*", "id"), case.table("id int"), Place("", name).options())
+
+
+def test_a_key_that_the_frame_lacks_is_refused(case: Case) -> None:
+    with pytest.raises(FrameError, match="lacks 'id'"):
+        check_key(["id"], ["name"], case.table("id int PRIMARY KEY, name text"))

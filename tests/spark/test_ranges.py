@@ -1,0 +1,135 @@
+"""Ranges against the ledger, and the offset log that they are read from. No servers, no Spark."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exactly_once.errors import ConfigurationError, TopicRecreated
+from exactly_once.model import Partition
+from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
+from spark_sink.offset_log import OffsetLog, parse_initial, parse_offsets
+from spark_sink.ranges import Range, looked_through, shares
+
+P = Partition("orders", 0)
+small = st.integers(0, 30)
+
+
+@st.composite
+def ranges_and_ledger(draw: st.DrawFn) -> tuple[list[Range], dict[Partition, int]]:
+    ranges = []
+    for number in range(draw(st.integers(1, 4))):
+        start, length = draw(small), draw(small)
+        known = draw(st.booleans())
+        ranges.append(Range(partition=Partition("orders", number), start=start if known else None, end=start + length))
+    return ranges, {r.partition: draw(small) for r in ranges}
+
+
+@settings(deadline=None)
+@given(ranges_and_ledger())
+def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
+    drawn: tuple[list[Range], dict[Partition, int]],
+) -> None:
+    ranges, ledger = drawn
+    lacking = [r for r in ranges if r.start is not None and ledger[r.partition] < r.start]
+    if lacking:
+        with pytest.raises(LedgerBehindCheckpoint):
+            shares(ranges, ledger, group_id="g")
+        return
+    todo = {share.partition: share for share in shares(ranges, ledger, group_id="g")}
+    for given_range in ranges:
+        share = todo.get(given_range.partition)
+        written = set(range(share.write_from, share.end)) if share else set()
+        assert written == set(range(ledger[given_range.partition], given_range.end))
+
+
+def test_a_ledger_behind_the_checkpoint_is_told_with_what_mends_it() -> None:
+    with pytest.raises(LedgerBehindCheckpoint, match=r"20 offsets.*reset --topic orders --partition 0 --to-offset 30"):
+        shares([Range(partition=P, start=30, end=40)], {P: 10}, group_id="g")
+
+
+def test_offsets_that_go_back_are_another_topic() -> None:
+    """With failOnDataLoss=false Spark goes on; the ledger would take all of it for written."""
+    with pytest.raises(TopicRecreated):
+        shares([Range(partition=P, start=30, end=10)], {P: 30}, group_id="g")
+
+
+def test_rows_themselves_tell_ends_but_no_starts() -> None:
+    assert looked_through([("orders", 0, 5, 9)], {}) == [Range(partition=P, start=None, end=10)]
+    assert looked_through([("orders", 0, 5, 9)], {P: 4}) == [Range(partition=P, start=4, end=10)]
+    assert looked_through([("orders", 0, 2, 3)], {P: 7}) == [Range(partition=P, start=7, end=7)]
+    with pytest.raises(RowsOutOfOrder):
+        looked_through([("orders", None, 5, 9)], {})
+
+
+def batch(*sources: Any) -> bytes:
+    lines = ["v1", json.dumps({"batchWatermarkMs": 0, "conf": {"a": {"b": 1}}})]
+    return "\n".join([*lines, *(s if isinstance(s, str) else json.dumps(s) for s in sources)]).encode()
+
+
+FILES: dict[str, bytes] = {
+    "metadata": b'{"id":"4f8e3b1c"}',
+    "sources/0/0": b'\0v1\n{"orders":{"0":3,"1":0}}',
+    "offsets/0": batch({"orders": {"0": 10, "1": 20}}),
+    "offsets/1": batch({"orders": {"0": 15, "1": 20, "2": 7}}),
+}
+
+
+def test_a_batch_covers_what_lies_between_its_ends_and_those_before() -> None:
+    log = OffsetLog("/checkpoint", FILES.get)
+    first = [Range(partition=P, start=3, end=10), Range(partition=Partition("orders", 1), start=0, end=20)]
+    second = [
+        Range(partition=P, start=10, end=15),
+        Range(partition=Partition("orders", 1), start=20, end=20),
+        Range(partition=Partition("orders", 2), start=None, end=7),
+    ]
+    assert log.ranges(0) == first
+    assert log.ranges(1) == second
+    assert OffsetLog("/checkpoint", FILES.get).ranges(1) == second
+    assert log.query_id() == "4f8e3b1c"
+
+
+def test_a_batch_that_is_not_in_the_log_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no offsets of batch 5"):
+        OffsetLog("/checkpoint", FILES.get).ranges(5)
+    with pytest.raises(ConfigurationError, match="no checkpoint"):
+        OffsetLog("/elsewhere", dict[str, bytes]().get).query_id()
+
+
+def test_two_topics_in_one_source_and_in_two_are_read() -> None:
+    ends = {Partition("a", 0): 1, Partition("b", 3): 2}
+    assert parse_offsets(batch({"a": {"0": 1}, "b": {"3": 2}}), "/c") == ends
+    assert parse_offsets(batch({"a": {"0": 1}}, "-", {"b": {"3": 2}}), "/c") == ends
+
+
+@pytest.mark.parametrize("line", [{"logOffset": 4}, "17", [1]])
+def test_a_source_that_is_not_kafka_is_refused(line: Any) -> None:
+    """Its rows have no offsets, and a batch that holds nothing else would pass for one that was written."""
+    with pytest.raises(ConfigurationError, match="batch-id"):
+        parse_offsets(batch({"a": {"0": 1}}, line), "/c")
+
+
+def test_a_partition_that_two_sources_read_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="two sources"):
+        parse_offsets(batch({"a": {"0": 1}}, {"a": {"0": 1}}), "/c")
+
+
+def test_a_format_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="v9"):
+        parse_offsets(b"v9\n{}\n{}", "/c")
+
+
+def test_first_offsets_are_read_behind_their_zero_byte() -> None:
+    assert parse_initial(b'\0v1\n{"orders":{"0":3}}\n') == {P: 3}
+
+
+def test_fingerprints_are_of_offsets_and_not_of_the_time() -> None:
+    later = FILES | {"offsets/0": FILES["offsets/0"].replace(b'"batchWatermarkMs": 0', b'"batchWatermarkMs": 9')}
+    other = FILES | {"offsets/0": batch({"orders": {"0": 11, "1": 20}})}
+    one, two, three = (OffsetLog("/c", files.get).fingerprint(0) for files in (FILES, later, other))
+    assert one == two != three
+    assert OffsetLog("/c", FILES.get).fingerprint(9) is None

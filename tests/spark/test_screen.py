@@ -1,0 +1,83 @@
+"""The screen, against a plain loop over rows. No servers, no Spark."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exactly_once.model import Partition
+from spark_sink import RowsOutOfOrder
+from spark_sink.ranges import Range
+from spark_sink.screen import OFFSET, PARTITION, TOPIC, Screen
+
+Places = list[tuple[str, int, int]]
+places = st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 9))
+ledgers = st.fixed_dictionaries({Partition(t, n): st.integers(0, 9) for t in "ab" for n in (0, 1)})
+ENDS = {p: Range(partition=p, start=None, end=10) for p in (Partition(t, n) for t in "ab" for n in (0, 1))}
+
+
+def table(rows: Places) -> pa.Table:
+    topics, numbers, offsets = ([row[i] for row in rows] for i in range(3))
+    arrays = [pa.array(topics, pa.string()), pa.array(numbers, pa.int32()), pa.array(offsets, pa.int64())]
+    return pa.table(arrays, names=[TOPIC, PARTITION, OFFSET])
+
+
+def back(kept: pa.Table) -> Places:
+    return list(zip(*(kept.column(name).to_pylist() for name in (TOPIC, PARTITION, OFFSET)), strict=True))
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(places, max_size=12), max_size=4), ledgers)
+def test_rows_at_or_above_the_ledger_pass_in_any_order(batches: list[Places], ledger: dict[Partition, int]) -> None:
+    screen = Screen(ledger, ENDS)
+    kept = [row for rows in batches for row in back(screen.keep(table(rows)))]
+    rows = [row for rows in batches for row in rows]
+    wanted = [(t, n, o) for t, n, o in rows if o >= ledger[Partition(t, n)]]
+    assert sorted(kept) == sorted(wanted)
+    assert screen.dropped == len(rows) - len(wanted)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(places, max_size=12), max_size=4), ledgers)
+def test_strictly_every_row_must_rise_within_its_partition(batches: list[Places], ledger: dict[Partition, int]) -> None:
+    last: dict[tuple[str, int], int] = {}
+    # Sorted rows come in one piece for each partition.
+    rises = all(
+        len([key for key, _ in groupby(rows, key=lambda row: row[:2])]) == len({row[:2] for row in rows})
+        for rows in batches
+    )
+    for topic, number, offset in (row for rows in batches for row in rows):
+        rises &= offset > last.get((topic, number), -1)
+        last[topic, number] = offset
+    screen = Screen(ledger, ENDS, strictly=True)
+    if not rises:
+        with pytest.raises(RowsOutOfOrder):
+            _ = [screen.keep(table(rows)) for rows in batches]
+        return
+    kept = [row for rows in batches for row in back(screen.keep(table(rows)))]
+    assert kept == [(t, n, o) for rows in batches for t, n, o in rows if o >= ledger[Partition(t, n)]]
+    assert screen.last == {Partition(*key): offset for key, offset in last.items()}
+
+
+@pytest.mark.parametrize("row", [("a", 5, 0), ("c", 0, 0), ("a", 0, 10), ("a", 0, -1)])
+def test_a_row_from_outside_of_the_batch_is_refused(row: tuple[str, int, int]) -> None:
+    with pytest.raises(RowsOutOfOrder):
+        Screen(dict.fromkeys(ENDS, 0), ENDS).keep(table([("a", 0, 0), row]))
+
+
+def test_a_row_without_an_offset_is_refused() -> None:
+    rows = table([("a", 0, 0)]).set_column(2, OFFSET, pa.array([None], pa.int64()))
+    with pytest.raises(RowsOutOfOrder):
+        Screen(dict.fromkeys(ENDS, 0), ENDS).keep(rows)
+
+
+def test_a_row_that_was_kept_since_an_earlier_batch_is_refused() -> None:
+    """A join of streams gives it late: the ledger stands above it, and would take it for written."""
+    p = Partition("a", 0)
+    screen = Screen({p: 5}, {p: Range(partition=p, start=5, end=10)})
+    with pytest.raises(RowsOutOfOrder, match="batch-id"):
+        screen.keep(table([("a", 0, 4), ("a", 0, 6)]))

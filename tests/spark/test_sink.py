@@ -1,0 +1,198 @@
+"""The sink on a real topic: what is written once stays written once, however the query is started again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from tests.spark.scene import Scene
+from tests.support.spark import drain
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from spark_sink.options import Transaction
+
+both = pytest.mark.parametrize("transaction", ["batch", "partition"])
+
+
+@both
+def test_every_message_is_written_once(scene: Scene, transaction: Transaction) -> None:
+    scene.produce(1000)
+    scene.run(scene.sink(transaction=transaction), per_trigger=400)
+    scene.check()
+    assert scene.ledger() == scene.ends()
+    assert [r.batch_id for r in scene.reports] == list(range(len(scene.reports)))
+    assert sum(r.rows for r in scene.reports) == 1000
+
+
+@both
+def test_a_replayed_batch_writes_nothing(scene: Scene, transaction: Transaction) -> None:
+    scene.produce(1000)
+    scene.run(scene.sink(transaction=transaction))
+    last = scene.forget_last_commit()
+    scene.produce(100)
+    scene.run(scene.sink(transaction=transaction))
+    assert [(r.batch_id, r.is_replay) for r in scene.reports[1:]] == [(last, True), (last + 1, False)]
+    scene.check()
+
+
+@both
+def test_a_lost_checkpoint_and_other_batches_write_nothing_twice(scene: Scene, transaction: Transaction) -> None:
+    scene.produce(1000)
+    scene.run(scene.sink(transaction=transaction), per_trigger=300)
+    scene.lose_checkpoint()
+    scene.produce(200)
+    scene.run(scene.sink(transaction=transaction), per_trigger=700)
+    scene.check()
+    assert sum(r.dropped for r in scene.reports) > 0, "a batch was on both sides of the ledger's offset"
+
+
+def test_a_small_batch_is_written_by_the_driver_and_as_well_guarded(scene: Scene) -> None:
+    scene.produce(500)
+    scene.run(scene.sink(small_batch=500))
+    scene.forget_last_commit()
+    scene.produce(100)
+    scene.run(scene.sink(small_batch=500))
+    assert [r.rows for r in scene.reports] == [500, 0, 100]
+    assert scene.ledger() == scene.ends()
+    scene.check()
+
+
+@both
+def test_the_ledger_moves_past_rows_that_a_filter_dropped(scene: Scene, transaction: Transaction) -> None:
+    """The plain consumer must be able to take over: it would apply what the query did not want."""
+    scene.produce(100)
+    scene.run(scene.sink(transaction=transaction), change=lambda frame: frame.where("partition = 1 and offset < 10"))
+    assert scene.ledger() == {0: 50, 1: 50}
+    assert [r.rows for r in scene.reports] == [10]
+    scene.run(scene.sink(transaction=transaction), change=lambda frame: frame.where("false"))
+    assert scene.ledger() == {0: 50, 1: 50}
+
+
+def test_without_a_checkpoint_location_rows_tell_what_a_batch_covers(scene: Scene) -> None:
+    for lost in (False, True):
+        scene.produce(300)
+        if lost:
+            scene.lose_checkpoint()
+        scene.run(scene.sink(checkpoint_location=None), per_trigger=200)
+        assert scene.ledger() == scene.ends()
+    scene.check()
+
+
+def test_partitions_that_are_added_are_acquired_when_they_appear(scene: Scene) -> None:
+    scene.produce(100)
+    scene.run(scene.sink(bootstrap_servers=scene.bootstrap_servers))
+    scene.add_partition()
+    scene.produce(90)
+    scene.run(scene.sink(bootstrap_servers=scene.bootstrap_servers))
+    assert scene.ledger() == {0: 80, 1: 80, 2: 30}
+    scene.check()
+
+
+def test_a_ledger_behind_the_checkpoint_is_refused(scene: Scene, db: psycopg.Connection[Any]) -> None:
+    """The database lost commits in a failover, and Spark would go on behind them."""
+    scene.produce(100)
+    scene.run()
+    db.execute("UPDATE exactly_once.ledger SET next_offset = 40 WHERE group_id = %s", (scene.topic,))
+    scene.produce(100)
+    with pytest.raises(Exception, match=r"LedgerBehindCheckpoint.*10 offsets would be lost"):
+        scene.run()
+    assert scene.ledger() == {0: 40, 1: 40}
+
+
+def test_an_older_checkpoint_writes_nothing_twice(scene: Scene, tmp_path: Path) -> None:
+    """F9: its next batch has the number of one that was written, and other rows."""
+    scene.produce(100)
+    scene.run()
+    shutil.copytree(scene.checkpoint, tmp_path / "older")
+    scene.produce(100)
+    scene.run()
+    scene.lose_checkpoint()
+    shutil.copytree(tmp_path / "older", scene.checkpoint)
+    scene.produce(100)
+    scene.run()
+    scene.check()
+
+
+def test_the_checkpoint_of_another_query_is_refused(scene: Scene, tmp_path: Path) -> None:
+    scene.produce(10)
+    scene.run()
+    other = str(scene.checkpoint.rename(tmp_path / "other"))
+    with pytest.raises(Exception, match="belongs to query"):
+        scene.run(scene.sink(checkpoint_location=other))
+
+
+def test_several_rows_of_one_message_are_written_in_one_batch_and_refused_by_partition(scene: Scene) -> None:
+    scene.produce(10)
+
+    def thrice(frame: DataFrame) -> DataFrame:
+        return frame.selectExpr("*", "explode(array(1, 2, 3)) AS part")
+
+    with pytest.raises(Exception, match="RowsOutOfOrder"):
+        scene.run(scene.sink(transaction="partition"), change=thrice)
+    scene.run(scene.sink(), change=thrice)
+    assert sum(r.rows for r in scene.reports) == 30
+
+
+def test_two_topics_in_one_query_are_told_apart(scene: Scene) -> None:
+    """A union of two streams: two sources in one offset log."""
+    other = Scene(scene.spark, scene.bootstrap_servers, scene.conninfo, scene.checkpoint.parent)
+    for one in (scene, other):
+        one.produce(100)
+    both_topics = scene.stream().union(other.stream())
+    for _ in range(2):
+        drain(both_topics, scene.sink(), scene.checkpoint)
+        scene.forget_last_commit()
+    for one in (scene, other):
+        one.check()
+
+
+def test_an_upsert_takes_the_last_change_of_each_key(scene: Scene, name: str, db: psycopg.Connection[Any]) -> None:
+    db.execute(f"CREATE TABLE {name} (key text PRIMARY KEY, last bigint NOT NULL)")
+    scene.produce(2000)
+
+    def keyed(frame: DataFrame) -> DataFrame:
+        return frame.selectExpr(
+            "topic", "partition", "offset", "concat(partition, '-', offset % 7) AS key", "offset AS last"
+        )
+
+    drain(keyed(scene.stream()), scene.sink(table=name, mode="upsert"), scene.checkpoint)
+    assert db.execute(f"SELECT min(last), count(*) FROM {name}").fetchone() == (993, 14)
+    db.execute(f"DROP TABLE {name}")
+
+
+def test_a_query_that_has_ended_releases_its_rows(scene: Scene, db: psycopg.Connection[Any]) -> None:
+    sink = scene.sink()
+    listener = sink.listener()
+    scene.spark.streams.addListener(listener)
+    try:
+        scene.produce(10)
+        scene.run(sink)
+        owned = "SELECT count(owner_token) FROM exactly_once.ledger WHERE group_id = %s"
+        until(lambda: db.execute(owned, (scene.topic,)).fetchone() == (0,), 60, "the release of the ended query")
+    finally:
+        scene.spark.streams.removeListener(listener)
+
+
+@both
+def test_where_retention_has_removed_messages_the_ledger_goes_on_behind_them(
+    scene: Scene, transaction: Transaction, db: psycopg.Connection[Any]
+) -> None:
+    """F7: failOnDataLoss=false accepts the loss; nothing else is lost, and nothing comes twice."""
+    scene.produce(20)
+    scene.run(scene.sink(transaction=transaction))
+    scene.produce(80)
+    scene.delete_records_below(30)
+    scene.run(scene.sink(transaction=transaction), failOnDataLoss="false")
+    assert scene.ledger() == scene.ends()
+    written = db.execute(
+        'SELECT partition, array_agg("offset" ORDER BY "offset") FROM journal.entries WHERE topic = %s GROUP BY 1',
+        (scene.topic,),
+    ).fetchall()
+    assert dict(written) == {n: [*range(10), *range(30, 50)] for n in range(2)}
