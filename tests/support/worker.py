@@ -83,10 +83,13 @@ class Worker:
         self._news = threading.Condition()
         # Open as long as the process may write to it.
         self._log = tempfile.NamedTemporaryFile("w+", prefix=f"{self.name}-")  # noqa: SIM115
-        command = [sys.executable, "-m", "tests.support.worker", json.dumps(config)]
+        command = self._command(json.dumps(config))
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._log, text=True)
         self._reader = threading.Thread(target=self._read, name=f"reader of {self.name}", daemon=True)
         self._reader.start()
+
+    def _command(self, config: str) -> list[str]:
+        return [sys.executable, "-m", "tests.support.worker", config]
 
     @property
     def pid(self) -> int:
@@ -188,7 +191,8 @@ class Worker:
 class Crew:
     """Workers of one group, and what the database says of it: `with Crew(...) as crew: crew.start()`.
 
-    `workers_conninfo` is given to the workers where it is not to be the plain way to the database.
+    `workers_conninfo` is given to the workers where it is not to be the plain way to the database, and `launch`
+    starts them where they are not to be processes of this machine.
     """
 
     def __init__(
@@ -200,7 +204,9 @@ class Crew:
         *,
         kafka: Mapping[str, Any] | None = None,
         workers_conninfo: str | None = None,
+        launch: Callable[[Mapping[str, Any]], Worker] = Worker,
     ) -> None:
+        self._launch = launch
         ensure_journal(conninfo)
         self.workers: list[Worker] = []
         self.group = group
@@ -216,6 +222,11 @@ class Crew:
     def __enter__(self) -> Self:
         self._db = psycopg.connect(self._conninfo, autocommit=True)
         return self
+
+    def reconnect(self) -> None:
+        """Look at the database through another connection: the server of the last one is gone."""
+        self._db.close()
+        self._db = psycopg.connect(self._conninfo, autocommit=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -236,7 +247,7 @@ class Crew:
         other.
         """
         name = f"worker-{len(self.workers) + 1}"
-        self.workers.append(worker := Worker({**self._config, "name": name, **config}))
+        self.workers.append(worker := self._launch({**self._config, "name": name, **config}))
         if ready:
             worker.wait("ready")
         return worker

@@ -1,0 +1,1 @@
+"""Networks, brokers and databases of containers, broken on purpose."""
