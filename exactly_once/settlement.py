@@ -304,10 +304,22 @@ class Settlement:
                 self.counters.resolved_aborted += not is_fenced and not unit.work.is_joined
                 self._delivery.put_back(unit.messages)
             self._delivery.discard()
+        self._note_rewind(unit, rows)
         level = logging.DEBUG if unit.work.is_joined else logging.WARNING
         extra = self._about(f"resolved_{resolution.name.lower()}", several=unit.advances)
         logger.log(level, "the outcome of %r was in doubt: %s", unit, resolution.value, extra=extra)
         return resolution
+
+    def _note_rewind(self, unit: Unit, rows: list[Row]) -> None:
+        """Tell of rows below where the unit began: a failover that cuts off a COMMIT may have lost earlier ones too."""
+        stored = {row.partition: row.next_offset for row in rows}
+        for advance in unit.advances:
+            offset = stored.get(advance.partition, advance.expected)
+            if offset is None or offset < advance.expected:
+                self.counters.rewound += 1
+                text = "%s: expected offset %s, the ledger is back at %s: the database lost commits in a failover"
+                extra = self._about("rewound", partition=advance.partition, offset=offset)
+                logger.warning(text, advance.partition, advance.expected, offset, extra=extra)
 
     def _judge(self, unit: Unit, error: BaseException) -> NoReturn:
         """Read the rows of a unit that could not advance, and raise what is wrong with them."""

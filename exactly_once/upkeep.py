@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import psycopg
-from confluent_kafka import Consumer, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
 from .assignment import Assignment, Change
 from .cluster import Cluster
@@ -35,6 +35,8 @@ RECHECK_SECONDS = 5.0
 _BUSY_SECONDS = 1.0
 _FREE_SECONDS = 0.1
 _AGAIN_SECONDS = 0.05
+_CALM_SECONDS = 10.0
+_ANSWER_SECONDS = 0.2
 
 Notify = Callable[[Change, list[TopicPartition]], None]
 
@@ -73,6 +75,7 @@ class Upkeep:
         self._next_rows = 0.0
         self._next_look = 0.0
         self._not_before = 0.0
+        self._ask_from = 0.0
         self.eof: dict[Partition, int] = {}
         self.is_member = False
         """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
@@ -124,6 +127,7 @@ class Upkeep:
                 self._next_recheck = 0.0
             else:
                 self._ownership.revoked(event.partitions)
+                self._ask_from = time.monotonic() + (_CALM_SECONDS if event.change is Change.LOST else 0)
                 self._mirror.forget(event.partitions)
                 self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
             extra = self._about(event.change.value, several=event.partitions)
@@ -282,8 +286,22 @@ class Upkeep:
         if self._group_asked is not None and self._group_asked.done():
             asked, self._group_asked = self._group_asked, None
             self.is_member |= self._cluster.leaves_idle(asked, client.memberid(), cooperative=False)
-        elif self._group_asked is None and not self.is_member:
+        elif self._group_asked is None and not self.is_member and self._coordinator_answers(client):
             self._group_asked = self._cluster.ask_group(self._ledger.group_id)
+
+    def _coordinator_answers(self, client: Consumer) -> bool:
+        """Try it on the consuming client: describing a group whose coordinator is lost aborts the process.
+
+        That is librdkafka's issue 4605; what is left is the moment between this answer and the question.
+        """
+        if time.monotonic() < self._ask_from:
+            return False
+        try:
+            client.committed([TopicPartition(self._ledger.group_id, 0)], timeout=_ANSWER_SECONDS)
+        except KafkaException:
+            self._ask_from = time.monotonic() + _BUSY_SECONDS
+            return False
+        return True
 
     def _look_at_rows(self) -> None:
         """Notice a reset or a failover also where no message comes to tell of it."""
