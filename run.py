@@ -20,7 +20,7 @@ PYTHON = VENV / "bin" / "python"
 # What each command installs, and what it then runs in the environment. The demo brings no test tools.
 INSTALL = {
     "demo": ["--editable", ".[demo]"],
-    "test": ["--editable", ".[demo,memcached,prometheus,sink]", "--group", "dev"],
+    "test": ["--editable", ".[demo,memcached,prometheus,sink,spark]", "--group", "dev"],
 }
 RUN = {
     "demo": ["-m", "exactly_once.cli", "demo"],

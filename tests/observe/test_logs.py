@@ -22,6 +22,7 @@ from tests.observe.looking import fields
 from tests.support.worker import record
 
 PACKAGE = Path(exactly_once.__file__).parent
+PLACES = (PACKAGE, PACKAGE / "publish", PACKAGE.parent / "spark_sink")
 DOCUMENT = PACKAGE.parent / "docs" / "how-to" / "observe.md"
 COMPUTED = {change.value for change in Change} | {f"resolved_{r.name.lower()}" for r in Resolution}
 COMPUTED |= {verdict.name.lower() for verdict in (Verdict.FENCED, Verdict.AHEAD, Verdict.REWOUND)}
@@ -40,11 +41,11 @@ class Json(logging.Formatter):
 
 
 def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
-    """Find the calls of ``….name(…)`` or ``name(…)`` in the modules of the core, with the place of each."""
-    for path in sorted(PACKAGE.glob("*.py")):
+    """Find the calls of ``….name(…)`` or ``name(…)`` in what users run, with the place of each."""
+    for path in sorted(path for place in PLACES for path in place.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and re.fullmatch(name, ast.unparse(node.func)):
-                yield f"{path.name}:{node.lineno}", node
+                yield f"{path.parent.name}/{path.name}:{node.lineno}", node
 
 
 @pytest.mark.parametrize("call", [pytest.param(node, id=place) for place, node in calls(r"logger\.\w+")])
