@@ -23,10 +23,13 @@ def environment(directory: Path) -> Path:
 
 def main(bootstrap_servers: str, topic: str, conninfo: str) -> None:
     """Copy the topic until the process is ended."""
-    from quixstreams import Application  # noqa: PLC0415 - not installed where environment() is called
+    import psycopg2  # noqa: PLC0415 - not installed where environment() is called
+    from quixstreams import Application  # noqa: PLC0415
     from quixstreams.sinks.community.postgresql import PostgreSQLSink  # noqa: PLC0415
 
     place = urlsplit(conninfo)
+    with psycopg2.connect(conninfo) as connection, connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE payment ADD COLUMN timestamp timestamp")  # it fills one more
     sink = PostgreSQLSink(
         host=place.hostname,
         port=place.port,
@@ -34,7 +37,7 @@ def main(bootstrap_servers: str, topic: str, conninfo: str) -> None:
         user=place.username,
         password="",
         table_name="payment",
-        schema_auto_update=True,
+        schema_auto_update=False,
     )
     # A checkpoint each 10,000 messages: with the default of 5 seconds all of a short topic is one transaction.
     app = Application(
