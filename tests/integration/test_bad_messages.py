@@ -153,7 +153,7 @@ def test_headers_come_as_they_are(scene: Scene) -> None:
 # Handlers.
 
 
-@pytest.mark.parametrize("result", [False, 0, "x", [], object()], ids=repr)
+@pytest.mark.parametrize("result", [False, 0, "x", [], pytest.param(object(), id="object")], ids=repr)
 def test_what_a_handler_returns_is_nobodys_business(scene: Scene, result: object) -> None:
     def handler(unit: Unit) -> object:
         record(unit, "test")

@@ -97,7 +97,7 @@ REFUSED: list[tuple[str, int, list[Any]]] = [
     ("timestamptz", -1, [NOW.replace(tzinfo=None), "2026-01-01T00:00:00", "0044-03-15 00:00:00 BC", "tomorrow"]),
     ("timestamptz", 3, [NOW]),
     ("interval", -1, [5]),
-    ("json", -1, [{1, 2}, float("nan"), object()]),
+    ("json", -1, [{1, 2}, float("nan"), ...]),
     ("jsonb", -1, [{"a": float("inf")}, {"a": b"x"}]),
     ("inet", -1, ["x", 5]),
     ("cidr", -1, ["10.0.0.1/8"]),
