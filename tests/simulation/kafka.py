@@ -190,6 +190,11 @@ class Client:
         error = KafkaError(KafkaError.UNKNOWN_MEMBER_ID) if refused else None
         self._answers.append((error, offsets))
 
+    def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        if self._world.fault("the coordinator does not answer", 0.1):
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+        return partitions
+
     def assignment(self) -> list[TopicPartition]:
         return [TopicPartition(*p) for p in self.positions]
 
