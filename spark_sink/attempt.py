@@ -89,8 +89,7 @@ class Attempt:
         )
         self.unit = UnitOfWork(self.ledger)
         self.result = Result()
-        mode = "append" if options.mode == "replace" else options.mode
-        self._writer = TableWriter(options.table, mode=mode, key=options.key)
+        self._writer = writer_of(options)
         # Of another instance: its siblings are no lost connections of its own.
         self._watcher = Watcher(
             self.session.connect, schema=options.schema, group_id=options.group_id, instance=UUID(int=0)
@@ -186,6 +185,12 @@ class Attempt:
         reason = "also= ended the transaction with a COMMIT of its own: rows are stored, the ledger was not moved"
         self.ledger.halt([held.advance(0, 0) for held in self.work.holdings], reason=reason)
         raise HandlerCommitted(f"{reason}; nothing goes on until an operator has looked") from error
+
+
+def writer_of(options: Options) -> TableWriter:
+    """Make the writer of the sink's table; rows that replace others are appended to the emptied table."""
+    mode = "append" if options.mode == "replace" else options.mode
+    return TableWriter(options.table, mode=mode, key=options.key)
 
 
 def tables(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.Table]:

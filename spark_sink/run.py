@@ -20,10 +20,10 @@ from exactly_once.session import Session, connector, cursor_on
 from exactly_once.sql import query
 from exactly_once.start import Starter
 from exactly_once.watcher import Watcher
-from exactly_once.writer import Table, TableWriter
+from exactly_once.writer import Table
 
 from . import batch_ledger
-from .attempt import REPORT, Result, Work, read_results
+from .attempt import REPORT, Result, Work, read_results, writer_of
 from .batch_ledger import BatchIdLedger, Counted
 from .by_batch import BatchTask, to_one_task
 from .by_partition import PartitionTask, to_tasks
@@ -124,8 +124,7 @@ class Run:
         """Compare the frame with the table as the run has found it; if it is altered, tasks find out."""
         options = self._options
         if self._table is None:
-            mode = "append" if options.mode == "replace" else options.mode
-            writer = TableWriter(options.table, mode=mode, key=options.key)
+            writer = writer_of(options)
             with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
                 self._table = writer.table(connection), writer.key(connection)
         table, key = self._table
