@@ -25,8 +25,7 @@ base_image() {
     if docker image inspect $base >/dev/null 2>&1; then return; fi
     debootstrap --variant=minbase bookworm "$scratch/root" "$(mirror)" >"$scratch/debootstrap.log" ||
         { tail -20 "$scratch/debootstrap.log"; return 1; }
-    rm -rf "$scratch"/root/var/cache/apt/archives/*.deb
-    tar -C "$scratch/root" -c . | docker import - $base >/dev/null
+    tar -C "$scratch/root" --exclude='*.deb' -c . | docker import - $base >/dev/null
 }
 
 # build NAME:TAG DIRECTORY [CONTEXT=PLACE ...]: the directory's Dockerfile, with more files copied beside it.
