@@ -11,6 +11,7 @@ share the machine: read the ratios.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import statistics
@@ -93,6 +94,8 @@ def whole(servers: Servers, count: int, rounds: int) -> Iterator[str]:
     took: dict[str, list[float]] = {name: [] for name in programs}
     with psycopg.connect(conninfo, autocommit=True) as connection:
         connection.execute(f"CREATE TABLE IF NOT EXISTS payment ({COLUMNS})")
+        gc.collect()
+        gc.freeze()  # as the command does
         for _ in range(rounds):
             for name, program in programs.items():
                 connection.execute("TRUNCATE payment")
@@ -243,10 +246,10 @@ def of_script(python: Path, name: str, servers: Servers, topic: str) -> list[str
     return [str(python), str(RIVALS / name), servers.bootstrap_servers, topic, servers.conninfo]
 
 
-def run(command: Sequence[str], conninfo: str, count: int, *, is_kept: bool = False) -> Taken:
-    """Let a process fill the empty table; end it when all rows are there."""
+def run(command: Sequence[str], conninfo: str, count: int, *, before: int = 0) -> Taken:
+    """Let a process add its rows to a table that has *before*; end it when all are there."""
     with psycopg.connect(conninfo, autocommit=True) as connection, tempfile.TemporaryFile() as log:
-        before = prepare(connection, is_kept=is_kept)
+        prepare(connection, before)
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
             cpu, peak = follow(process, connection, before + count)
@@ -264,29 +267,34 @@ def run(command: Sequence[str], conninfo: str, count: int, *, is_kept: bool = Fa
     return Taken((count - rows_of_first) / float(last - first), 1e6 * cpu / count, peak)
 
 
-def prepare(connection: Connection, *, is_kept: bool) -> int:
-    """Empty the table, or count what it has already."""
-    if not is_kept:
-        connection.execute("DROP TABLE IF EXISTS payment")  # a rival adds a column
-        connection.execute(f"CREATE TABLE payment ({COLUMNS})")
+def prepare(connection: Connection, rows: int) -> None:
+    """Make the table anew with as many rows; a rival may have added a column."""
+    connection.execute("DROP TABLE IF EXISTS payment")
+    connection.execute(f"CREATE TABLE payment ({COLUMNS})")
+    connection.execute("INSERT INTO payment SELECT -i, 'before', 0, now() FROM generate_series(1, %s) i", [rows])
+    connection.execute("VACUUM (ANALYZE) payment")
     connection.execute("CHECKPOINT")
-    return int(connection.execute("SELECT count(*) FROM payment").fetchone()[0])
 
 
 def follow(process: subprocess.Popen[bytes], connection: Connection, count: int) -> tuple[float, float]:
     """Watch until the table has *count* rows; return CPU seconds and the peak of the memory of all its processes."""
-    started = size = 0.0
-    cpu = peak = 0.0
+    empty = size = size_of_table(connection)
+    started = cpu = peak = 0.0
     while True:
         time.sleep(0.2)
         cpu, memory = usage(process, cpu)
         peak = max(peak, memory)
-        now = connection.execute("SELECT pg_relation_size('payment')").fetchone()[0]
-        started = started or (cpu if now else 0.0)
-        if now == size and connection.execute("SELECT count(*) FROM payment").fetchone() == (count,):
+        now = size_of_table(connection)
+        started = started or (cpu if now != empty else 0.0)
+        if empty != now == size and connection.execute("SELECT count(*) FROM payment").fetchone() == (count,):
             return cpu - started, peak
         assert process.poll() is None or now != size, f"{process.args} ended with {process.returncode}"
         size = now
+
+
+def size_of_table(connection: Connection) -> int:
+    found = connection.execute("SELECT pg_relation_size('payment')").fetchone()
+    return int(found[0]) if found else 0
 
 
 def usage(process: subprocess.Popen[bytes], before: float) -> tuple[float, float]:
@@ -331,15 +339,9 @@ def growth(servers: Servers, count: int, rounds: int) -> Iterator[str]:
         yield "|---|---|"
         topic = filled_topic(servers.bootstrap_servers, count, plain)
         for rows in (0, 10_000, 1_000_000, 50_000_000):
-            with psycopg.connect(servers.conninfo, autocommit=True) as connection:
-                prepare(connection, is_kept=False)
-                connection.execute(
-                    "INSERT INTO payment SELECT -i, 'before', 0, now() FROM generate_series(1, %s) i", [rows]
-                )
-            taken = run(
-                our_command(directory, servers, topic, "", "--until-end"), servers.conninfo, count, is_kept=True
-            )
-            rates[-rows] = taken.rows_per_second
+            commands = [our_command(directory, servers, topic, "", "--until-end") for _ in range(rounds)]
+            all_taken = [run(command, servers.conninfo, count, before=rows) for command in commands]
+            rates[-rows] = statistics.median(taken.rows_per_second for taken in all_taken)
             yield f"| {rows:,} | {rates[-rows] / rates[0]:.2f} |"
 
 

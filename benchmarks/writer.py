@@ -62,8 +62,8 @@ def steps(connection: Connection, rounds: int) -> Iterator[str]:
     programs: dict[str, Callable[[], object]] = {
         "value()": lambda: deque(map(Message.value, messages), 0),
         "decode, to a tuple": lambda: deque(decoder.decode(messages), 0),
-        "encode": lambda: encode_binary(rows, wires),
-        "all of it, in one pass": lambda: encode_binary(decoder.decode(messages), wires),
+        "encode": lambda: deque(encode_binary(rows, wires), 0),
+        "all of it, in one pass": lambda: deque(encode_binary(decoder.decode(messages), wires), 0),
         "look at values that no decoder has checked": lambda: plan.prepare(rows),
     }
     yield "| step | ns a message |"

@@ -44,6 +44,7 @@ from .errors import (
     WrongProcess,
 )
 from .failpoints import failpoint
+from .fetch import fetch
 from .handler_thread import HandlerThread
 from .health import Health
 from .ledger import Ledger
@@ -431,11 +432,8 @@ class ExactlyOnceConsumer:
         self._observer.trouble = None
 
     def _fetch(self, timeout_seconds: float, count: int) -> None:
-        """Take what is there: wait for the first message only. Serves callbacks."""
         self._observer.turned()
-        messages = self._client.consume(1, timeout_seconds)
-        if messages and count > 1:
-            messages += self._client.consume(count - 1, 0)
+        messages = fetch(self._client, timeout_seconds, count)
         self._upkeep.take_events()
         self._delivery.accept(messages)
 

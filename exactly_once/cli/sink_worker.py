@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -66,6 +67,9 @@ def work(task: Task) -> None:
 
             stack.enter_context(Endpoints(consumer, port=task.metrics_port or 0, render=served.render))
         consumer.subscribe(topics)
+        # What is here now stays to the end; looking through it for garbage takes time from each unit.
+        gc.collect()
+        gc.freeze()
         consumer.run(Router(sinks), on_poison=task.on_poison, dead_letter_limit=limit, until_end=task.until_end)
 
 

@@ -8,7 +8,7 @@ slower, stores the same, and says which row it was that cannot be stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, date, datetime
 from typing import Any
 
@@ -35,25 +35,26 @@ Fit = Callable[[Any, Column], Any]
 """Return the array that pgpq encodes as the column wants it; None, or an Arrow error, if that is not certain."""
 
 
-def encode(batch: Any, columns: Sequence[Column]) -> list[bytes] | None:
+def encode(batch: Any, columns: Sequence[Column]) -> Iterator[bytes] | None:
     """Encode a ``RecordBatch`` or a ``Table`` for these columns; None if that would not certainly be right."""
     if batch.num_columns != len(columns):
         return None
     batches = batch.to_batches() if isinstance(batch, pa.Table) else [batch]
-    encoded: list[bytes] = []
-    encoder = None
     try:
-        for each in batches:
-            fitting = _fitting(each, columns)
-            if fitting is None:
-                return None
-            if encoder is None:
-                encoder = _encoder(fitting, columns)
-                encoded.append(encoder.write_header())
-            encoded.append(encoder.write_batch(fitting))
+        fitting = [_fitting(each, columns) for each in batches]
+        if not fitting or any(each is None for each in fitting):
+            return None
+        encoder = _encoder(fitting[0], columns)
     except (pa.ArrowException, ValueError, TypeError, RuntimeError):
         return None  # Arrow's casts refuse what does not fit
-    return [*encoded, encoder.finish()] if encoder is not None else None
+    return _parts(encoder, fitting)
+
+
+def _parts(encoder: Any, batches: Sequence[Any]) -> Iterator[bytes]:
+    """Encode one batch while the server stores the one before."""
+    yield encoder.write_header()
+    yield from map(encoder.write_batch, batches)
+    yield encoder.finish()
 
 
 def _fitting(batch: Any, columns: Sequence[Column]) -> Any:

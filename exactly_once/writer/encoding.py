@@ -1,9 +1,9 @@
-"""Encoding: rows as the bytes of a COPY. All of it before COPY starts, so that an error in a row costs nothing."""
+"""Encoding: rows as the bytes of a COPY, in parts, so that the server stores one while the next one is made."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any
 
@@ -14,11 +14,12 @@ from psycopg.pq import Format
 _SIGNATURE = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _TRAILER = b"\xff\xff"
 _CHUNK = 256
+_PART_BYTES = 64 * 1024
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
-def encode_binary(rows: Iterable[Sequence[Any]], wires: Sequence[int]) -> bytearray:
-    """Encode rows whose values are exactly what the driver dumps as these types."""
+def encode_binary(rows: Iterable[Sequence[Any]], wires: Sequence[int]) -> Iterator[bytearray]:
+    """Encode rows whose values are exactly what the driver dumps as these types; yield parts."""
     # The driver's own function for one row: what Copy.write_row calls, without its two calls in between,
     # which cost more than the dumping.
     transformer = Transformer()
@@ -28,8 +29,11 @@ def encode_binary(rows: Iterable[Sequence[Any]], wires: Sequence[int]) -> bytear
     # By turns some hundred rows are made and encoded: one by one is a sixth slower, all at once needs their memory.
     while chunk := list(islice(iterator, _CHUNK)):
         deque(map(format_row_binary, chunk, repeat(transformer), repeat(encoded)), maxlen=0)
+        if len(encoded) >= _PART_BYTES:
+            yield encoded
+            encoded = bytearray()
     encoded += _TRAILER
-    return encoded
+    yield encoded
 
 
 def encode_text(rows: Iterable[Sequence[Any]], writers: Sequence[Callable[[Any], str | None]]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -117,12 +118,12 @@ class Plan:
                 has_changed = True
         return Prepared(list(zip(*columns, strict=True)) if has_changed else rows, is_binary)
 
-    def encode(self, prepared: Prepared) -> tuple[str, bytes | bytearray]:
-        """Encode rows for COPY; return the format's name and the bytes."""
+    def encode(self, prepared: Prepared) -> tuple[str, Iterable[bytes | bytearray]]:
+        """Encode rows for COPY; return the format's name and the bytes, which are made while they are taken."""
         wires = [codec.wire for codec in self.codecs if codec.wire is not None]
         if prepared.is_binary and len(wires) == len(self.codecs):
             return "BINARY", encode_binary(prepared.rows, wires)
-        return "TEXT", encode_text(prepared.rows, [codec.as_text for codec in self.codecs])
+        return "TEXT", [encode_text(prepared.rows, [codec.as_text for codec in self.codecs])]
 
     def arrays(self, prepared: Prepared) -> Arrays:
         """Return the rows by columns: under the column's own type where all values are of one, else as text."""
@@ -195,7 +196,7 @@ def _encode_alone(codec: Codec, value: Any) -> None:
     if isinstance(converted, str) and "\0" in converted:
         raise ValueError(f"text in Postgres holds no NUL: {cut(value)}")
     if codec.wire is not None and codec.is_binary([converted]):
-        encode_binary([[converted]], [codec.wire])
+        deque(encode_binary([[converted]], [codec.wire]), maxlen=0)
     else:
         encode_text([[converted]], [codec.as_text])
 

@@ -22,7 +22,7 @@ def append(connection: Connection, plan: Plan, prepared: Prepared) -> int:
     :raises TableChanged: when the columns are not those that the rows were encoded for.
     """
     form, encoded = plan.encode(prepared)
-    return append_encoded(connection, plan, form, [encoded])
+    return append_encoded(connection, plan, form, encoded)
 
 
 def append_encoded(connection: Connection, plan: Plan, form: str, encoded: Iterable[bytes | bytearray]) -> int:
@@ -60,7 +60,7 @@ def _merge_staged(connection: Connection, plan: Plan, prepared: Prepared, confli
     form, encoded = plan.encode(prepared)
     cursor = cursor_on(connection)
     cursor.execute(statements.create_stage(plan.columns), prepare=False)
-    _copy(connection, STAGE, statements.stage_columns(len(plan.names)), form, [encoded])
+    _copy(connection, STAGE, statements.stage_columns(len(plan.names)), form, encoded)
     return cursor.execute(statements.insert_from_stage(plan, conflict), prepare=False).rowcount
 
 

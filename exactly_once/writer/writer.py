@@ -116,9 +116,10 @@ class TableWriter:
     ) -> int:
         """Write rows and return how many Postgres stored, changed or deleted.
 
-        All are encoded before anything is sent; ``rows`` may be iterated over again to find a bad one. ``origins``
-        are the messages that the rows came from, for errors. The values of columns in ``exact`` are trusted
-        to be what the column takes, for decoders that saw to that.
+        Rows are encoded while others are being stored, so an error leaves the transaction to be rolled back. ``rows``
+        may be iterated over again to find a bad one. ``origins`` are the messages that the rows came from, for
+        errors. The values of columns in ``exact`` are trusted to be what the column takes, for decoders that saw to
+        that.
 
         :raises BadRow: when a row cannot be stored as it is; ``__cause__`` is what Postgres said, if it was asked.
         :raises TableError: when the table cannot take such rows at all.

@@ -69,7 +69,7 @@ def test_values_of_the_columns_own_type_are_dumped_as_they_are(name: str, values
     assert c.accepts([None, *values])
     assert c.accepts([None])
     assert [c.convert(v) for v in values] == values or name in ("float4", "float8", "numeric")
-    assert encode_binary([(v,) for v in values], [c.wire])
+    assert b"".join(encode_binary([(v,) for v in values], [c.wire]))
 
 
 REFUSED: list[tuple[str, int, list[Any]]] = [

@@ -12,11 +12,14 @@ from typing import Any
 
 import psycopg
 import pytest
+from confluent_kafka import Message
 from psycopg import sql
+from psycopg.pq import TransactionStatus
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.outcome import Fault, classify
-from exactly_once.writer import MISSING, BadRow, TableChanged, TableError, TableWriter, Tombstone
+from exactly_once.writer import MISSING, BadRow, TableChanged, TableError, TableSink, TableWriter, Tombstone
+from exactly_once.writer.from_json import JsonDecoder
 from tests.support.waiting import until
 from tests.writer.conftest import Connection, MakeTable, messages, rows_of
 
@@ -372,6 +375,22 @@ def test_a_bad_row_found_before_sending_leaves_the_transaction_usable(work: Conn
         writer.write(work, [(2,), (2**31,)], origins=messages(2))
     writer.write(work, [(3,)])
     assert rows_of(work, table) == [(1,), (3,)]
+
+
+def test_a_bad_row_behind_rows_that_were_sent_is_named_and_nothing_stays(
+    work: Connection, make_table: MakeTable
+) -> None:
+    """Behind two parts of a COPY: rows are encoded while others are being stored."""
+    table = make_table("(a text)")
+    good = [Message(topic="orders", partition=3, offset=i, value=b'{"a": "%s"}' % (b"x" * 1000)) for i in range(300)]
+    bad = Message(topic="orders", partition=3, offset=300, value=b'{"a": 1}')
+    sink = TableSink(table, decoder=JsonDecoder())
+    with pytest.raises(BadRow, match=r"orders\[3\] offset 300: column a: "):
+        sink.write(work, [*good, bad])
+    assert work.info.transaction_status is TransactionStatus.INERROR
+    work.rollback()
+    assert sink.write(work, good) == 300
+    assert work.execute(f"SELECT count(*) FROM {table}").fetchone() == (300,)
 
 
 # Errors of Postgres.
