@@ -1,13 +1,14 @@
 """``transaction="batch"``: the whole micro-batch in one transaction of one task.
 
 The end of a task's input proves nothing: when an attempt is killed, or what feeds it fails, Spark closes the pipe and
-the iterator in Python ends as if all had been read. So an **end mark** travels with the rows: the driver adds
-one row to the frame, the shuffle brings all rows to one task, and a sort, which gives out nothing before it has
-taken in everything, puts the mark last. Who has seen the mark has seen every row; who has not, rolls back. The shuffle
-itself is the other half of the proof: it reads only the output of tasks that have succeeded.
+the iterator in Python ends as if all had been read. So an **end mark** travels with the rows: the shuffle brings
+all of them to one task, and there a coalesced union goes through them and then, in the same iterator, comes to one row
+more. Who has seen the mark has seen every row; who has not, rolls back; and a row behind the mark, should Spark ever go
+through a union in another order, fails the batch. The shuffle itself is the other half of the proof: it reads only the
+output of tasks that have succeeded.
 
-A small batch is collected and written on the driver instead: an action that returns has brought all rows, and a
-second stage with a worker and a connection of its own would take longer than the rows do.
+A small batch, whatever ``transaction=``, is collected and written on the driver instead: an action that returns has
+brought all rows, and a second stage with a worker and a connection of its own would take longer than the rows do.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from exactly_once.session import Session
 
 from .attempt import Attempt, Result, Work, tables
 from .batch_ledger import BatchIdLedger
 from .errors import IncompleteInput
-from .screen import PLACES, Screen
+from .screen import OFFSET, Screen
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -33,13 +35,14 @@ END = "__exactly_once_end"
 
 
 def to_one_task(frame: DataFrame, *, order: Sequence[str]) -> DataFrame:
-    """Bring all rows to one task, in this order, the end mark last."""
+    """Bring all rows to one task, in this order, the end mark behind them."""
     from pyspark.sql import functions as F  # noqa: N812, PLC0415 - executors do without
 
+    rows = frame.withColumn(END, F.lit(0)).repartition(1)
     nothing = [F.lit(None).cast(f.dataType).alias(f.name) for f in frame.schema.fields]
     mark = frame.sparkSession.range(0, 1, 1, 1).select(*nothing, F.lit(1).alias(END))
-    marked = frame.withColumn(END, F.lit(0)).union(mark)
-    return marked.repartition(1).sortWithinPartitions(END, *order)
+    # One after the other in one task; a sort with the mark as its last row would hold up all of them.
+    return (rows.sortWithinPartitions(*order) if order else rows).union(mark).coalesce(1)
 
 
 class BatchTask(NamedTuple):
@@ -49,7 +52,7 @@ class BatchTask(NamedTuple):
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the whole input or nothing; return one row that tells what was done."""
-        stream = iter(tables(batches))
+        stream = iter(tables(batches, rows_a_copy=self.work.rows_a_copy))
         # No transaction stands open while rows are still read and sorted.
         first = next(stream, None)
         rows = itertools.chain([] if first is None else [first], stream)
@@ -63,7 +66,7 @@ class BatchTask(NamedTuple):
     def write_here(self, rows: pa.Table, session: Session) -> Result:
         """Write the rows of a small batch on the driver, whose action has brought all of them or raised."""
         with Attempt(self.work, session) as attempt:
-            self._write(attempt, [rows.sort_by([(place, "ascending") for place in PLACES])])
+            self._write(attempt, [rows.sort_by(OFFSET)])
         return attempt.result
 
     def _write(self, attempt: Attempt, rows: Iterable[pa.Table]) -> None:
@@ -71,7 +74,8 @@ class BatchTask(NamedTuple):
         moves = {p: (standing[p], r.end) for p, r in self.work.ranges.items() if standing[p] < r.end}
         if not moves:
             return  # an earlier attempt has landed, and its answer was lost
-        screen = Screen(standing, self.work.ranges)
+        # What transaction="partition" would refuse in a large batch, it refuses in a small one.
+        screen = Screen(standing, self.work.ranges, strictly=self.work.options.transaction == "partition")
         attempt.begin()
         for table in rows:
             attempt.write(screen.keep(table))
@@ -90,13 +94,18 @@ class BatchTask(NamedTuple):
 def up_to_mark(stream: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Yield the rows in front of the end mark.
 
-    :raises IncompleteInput: when the input ends without one.
+    :raises IncompleteInput: when the input ends without one, or goes on behind it.
     """
+    marks = 0
     for table in stream:
-        if table.num_rows and table.column(END)[table.num_rows - 1].as_py() == 1:
-            yield table.slice(0, table.num_rows - 1)
-            return
-        yield table
+        is_over = marks > 0 and table.num_rows > 0
+        marks += pc.sum(table.column(END)).as_py() or 0
+        rows = table.slice(0, table.num_rows - marks)
+        if is_over or pc.sum(rows.column(END)).as_py():
+            raise IncompleteInput("rows came behind the end mark of this batch: Spark has not kept them in order")
+        yield rows
+    if marks == 1:
+        return
     raise IncompleteInput(
         "the rows of this batch ended before their end mark: the attempt was killed, or what feeds it failed. "
         "Nothing of it was kept; Spark runs it again"

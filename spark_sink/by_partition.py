@@ -1,9 +1,10 @@
 """``transaction="partition"``: tasks in parallel, each a transaction of its own.
 
-Rows go to tasks by topic and partition, sorted by offset. An attempt that is killed sees its input end early, and
-commits what it has; because offsets rise strictly that is a prefix of each partition, and the ledger moves to its
-last offset + 1. The next attempt goes on from there. Only when Spark has told the driver that all tasks have succeeded
-does the driver move the ledger to the ends of the batch.
+Rows go to tasks by topic and partition, sorted by offset alone: one number is sorted several times faster than three
+columns. An attempt that is killed sees its input end early, and commits what it has; because offsets rise strictly
+that is a prefix of each partition, and the ledger moves to its last offset + 1. The next attempt goes on from there.
+Only when Spark has told the driver that all tasks have succeeded does the driver move the ledger to the ends of the
+batch.
 
 A task may have several Kafka partitions, or none. The batch is not atomic across partitions.
 """
@@ -28,7 +29,7 @@ def to_tasks(frame: DataFrame, *, count: int) -> DataFrame:
 
     The number is said, because adaptive execution leaves only such a shuffle as it is.
     """
-    return frame.repartition(count, TOPIC, PARTITION).sortWithinPartitions(TOPIC, PARTITION, OFFSET)
+    return frame.repartition(count, TOPIC, PARTITION).sortWithinPartitions(OFFSET)
 
 
 class PartitionTask(NamedTuple):
@@ -38,7 +39,7 @@ class PartitionTask(NamedTuple):
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write what the ledger has not, in order; return one row that tells what was done, if there were rows."""
-        stream = iter(tables(batches))
+        stream = iter(tables(batches, rows_a_copy=self.work.rows_a_copy))
         first = next((table for table in stream if table.num_rows), None)
         if first is None:
             return

@@ -75,7 +75,7 @@ class Run:
             instance=self._session.instance,
         )
         ledger = self._ledger()
-        self._owners = Owners(ledger, starter=_starter(options, ledger))
+        self._owners = Owners(ledger, starter=starter_of(options, ledger))
         self._ended: dict[Partition, int] = {}
         self._counted: Counted | None = None
         self._table: tuple[Table, tuple[str, ...]] | None = None
@@ -166,7 +166,7 @@ class Run:
 
     def _is_small(self, todo: list[Share]) -> bool:
         offsets = sum(share.end - share.write_from for share in todo)
-        return self._options.transaction == "batch" and offsets <= self._options.small_batch
+        return offsets <= self._options.small_batch
 
     # With batch ids.
 
@@ -207,8 +207,7 @@ class Run:
         task: Callable[[Iterable[Any]], Iterable[Any]]
         if self._options.transaction == "batch":
             in_order = self._options.mode != "append" and self._options.ledger == "offsets"
-            order = [TOPIC, PARTITION, OFFSET] if in_order else []
-            frame, task = to_one_task(frame, order=order), BatchTask(work).run
+            frame, task = to_one_task(frame, order=[OFFSET] if in_order else []), BatchTask(work).run
         else:
             frame, task = to_tasks(frame, count=count), PartitionTask(work).run
         return read_results(frame.mapInArrow(task, REPORT).collect())
@@ -248,7 +247,7 @@ def _offset_log(options: Options, ids: Ids, spark: SparkSession) -> OffsetLog | 
     return log
 
 
-def _starter(options: Options, ledger: Ledger) -> Starter | None:
+def starter_of(options: Options, ledger: Ledger) -> Starter | None:
     """Return what checks ids of cluster and topics, where the cluster is known."""
     if options.bootstrap_servers is None:
         return None

@@ -87,6 +87,7 @@ def test_input_that_breaks_off_inside_the_writing_stage_is_not_taken_for_its_end
 
     scene.produce(2000)
     with monkeypatch.context() as patch:
+        patch.setattr("spark_sink.attempt.ROWS", 100)
         breaking("to_one_task", patch)
         breaking("to_tasks", patch)
         scene.spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
@@ -177,6 +178,7 @@ def test_an_attempt_that_is_killed_between_its_rows_loses_nothing(
         original: Callable[..., DataFrame] = getattr(driver_side, name)
         monkeypatch.setattr(driver_side, name, lambda f, original=original, **o: standing_still(original(f, **o)))
     java: Any = scene.spark._jvm
+    monkeypatch.setattr("spark_sink.attempt.ROWS", 100)
     scene.spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
     java.System.setProperty(SLOW, "true")
     scene.produce(20_000)  # more than what Spark collects before it sends anything
