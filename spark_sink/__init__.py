@@ -9,17 +9,27 @@ Module map: :mod:`.sink` is what Spark calls, on the driver. :mod:`.offset_log` 
 :mod:`.ranges` compares them with the ledger; :mod:`.owners` acquires rows of the ledger, once a run; :mod:`.frame`
 checks columns. In the tasks :mod:`.by_batch` and :mod:`.by_partition` write, each through an :mod:`.attempt`, and
 :mod:`.screen` looks at every row's offset. :mod:`.batch_ledger` counts batch ids for aggregations.
+
+:mod:`.data_source` is the other way, ``format("exactly_once_postgres")``: tasks put rows into :mod:`.staging`, behind
+the :mod:`.fence`, and a :mod:`.publication` writes what Spark has counted. :mod:`.source_options` reads its options.
 """
 
 from __future__ import annotations
 
-from .errors import FrameError, IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .errors import FrameError, IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost
 from .report import BatchReport
 from .sink import PostgresSink
 from .unit import SinkUnit
 
+if TYPE_CHECKING:
+    from .data_source import ExactlyOncePostgres
+
 __all__ = [
     "BatchReport",
+    "ExactlyOncePostgres",
     "FrameError",
     "IncompleteInput",
     "LedgerBehindCheckpoint",
@@ -27,4 +37,15 @@ __all__ = [
     "QueryChanged",
     "RowsOutOfOrder",
     "SinkUnit",
+    "StageLost",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the data source when it is asked for, because it needs pyspark."""
+    if name != "ExactlyOncePostgres":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return importlib.import_module(".data_source", __name__).ExactlyOncePostgres
+    except ImportError as error:
+        raise ImportError(f"the data source needs pyspark 4.0 or newer: {error}") from error

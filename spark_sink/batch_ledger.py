@@ -68,7 +68,7 @@ class BatchIdLedger(Ledger):
         with self.session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
             row = _read(connection, self.session.schema, self.group_id)
         if row is not None:
-            _refuse_halted(self.group_id, self.session.schema, row)
+            _refuse_halted(self.group_id, row)
         if row is None or (row[3], row[4]) != (str(self._counted.token), self._counted.epoch):
             raise Fenced(
                 f"another run counts the batches of group {self.group_id!r} by now, so this one must not write any more"
@@ -76,8 +76,8 @@ class BatchIdLedger(Ledger):
         return bool(row[1] >= self._counted.batch_id)
 
 
-def acquire(session: Session, *, group_id: str, query_id: str, name: str) -> Counted:
-    """Become the owner of a group's batch ids, whatever run owned them before.
+def acquire(session: Session, *, group_id: str, query_id: str, name: str, token: UUID | None = None) -> Counted:
+    """Become the owner of a group's batch ids, whatever run owned them before; under a fresh token if none is given.
 
     :raises QueryChanged: when they are those of another query.
     :raises PartitionHalted: when nobody may go on with them.
@@ -85,14 +85,14 @@ def acquire(session: Session, *, group_id: str, query_id: str, name: str) -> Cou
     parameters = {
         "group_id": group_id,
         "query_id": query_id,
-        "token": uuid4(),
+        "token": token or uuid4(),
         "owner_instance": session.instance,
         "owner_name": name,
     }
     with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
         known = _read(connection, session.schema, group_id)
         if known is not None:
-            _refuse_halted(group_id, session.schema, known)
+            _refuse_halted(group_id, known)
         found = cursor_on(connection).execute(query("spark_acquire", session.schema), parameters, prepare=False)
         row = found.fetchone()
         if row is None:
@@ -103,6 +103,22 @@ def acquire(session: Session, *, group_id: str, query_id: str, name: str) -> Cou
                 "another group_id"
             )
     return Counted(query_id=query_id, token=UUID(row[3]), epoch=row[4], batch_id=row[1], fingerprint=row[2])
+
+
+def owned(session: Session, *, group_id: str, token: UUID) -> Counted:
+    """Return what was counted last, as it is after every transaction that still may change it.
+
+    :raises Fenced: when the group is another owner's.
+    :raises PartitionHalted: when nobody may go on with it.
+    """
+    with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+        row = _read(connection, session.schema, group_id)
+    if row is not None:
+        _refuse_halted(group_id, row)
+    if row is None or row[3] != str(token):
+        owner = f"{row[6]} (owner epoch {row[4]})" if row is not None and row[3] is not None else "an operator"
+        raise Fenced(f"{owner} has taken group {group_id!r} from this run, which must not write any more")
+    return Counted(query_id=row[0], token=token, epoch=row[4], batch_id=row[1], fingerprint=row[2])
 
 
 def is_replay(stored: Counted, batch_id: int, fingerprint: str | None, *, group_id: str) -> bool:
@@ -134,11 +150,13 @@ def release(session: Session, *, group_id: str, token: UUID) -> None:
         cursor_on(connection).execute(query("spark_release", session.schema), parameters, prepare=False)
 
 
-def _refuse_halted(group_id: str, schema: str, row: tuple[Any, ...]) -> None:
+def _refuse_halted(group_id: str, row: tuple[Any, ...]) -> None:
     if row[5] is not None:
+        reset = f"exactly-once reset --group-id {group_id} --to-batch"
         raise PartitionHalted(
-            f"group {group_id!r} is halted behind batch {row[1]}: {row[5]}. Look whether the rows of the next batch "
-            f"are there; take them out, or raise batch_id by one; then set halted to null, both in {schema}.spark_batch"
+            f"group {group_id!r} is halted behind batch {row[1]}: {row[5]}. Look whether the rows of batch "
+            f"{row[1] + 1} are in the table. If they are there and right: {reset} {row[1] + 1}; if they are not, or "
+            f"once you have taken them out: {reset} {row[1]}"
         )
 
 

@@ -7,6 +7,7 @@ ExactlyOnceError
 ├── FrameError (ConfigurationError)     the frame does not fit the table; nothing was written
 ├── LedgerBehindCheckpoint              the ledger lacks rows that the checkpoint counts as written
 ├── IncompleteInput                     a task was not given all its rows, so nothing of it was kept
+├── StageLost                           the data source: rows that tasks had staged are gone
 ├── RowsOutOfOrder                      offsets do not rise, or are outside of what the batch covers
 └── QueryChanged                        ledger="batch-id": the group belongs to another query, or to its past
 """
@@ -26,6 +27,10 @@ class LedgerBehindCheckpoint(ExactlyOnceError):
 
 class IncompleteInput(ExactlyOnceError):
     """The input of a task ended before its end mark: an attempt that was killed, or whose upstream failed."""
+
+
+class StageLost(ExactlyOnceError):
+    """Rows that tasks had staged are gone: the server crashed in between. Nothing of the batch was written."""
 
 
 class RowsOutOfOrder(ExactlyOnceError):

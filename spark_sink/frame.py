@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from exactly_once.writer import Column, Table
 from exactly_once.writer.codecs import name_of
@@ -13,9 +13,8 @@ from .options import Options
 from .screen import PLACES
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column as Expression
     from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType, DecimalType, StructField
+    from pyspark.sql.types import DataType, DecimalType, StructField, StructType
 
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
@@ -29,21 +28,44 @@ def fit(frame: DataFrame, table: Table, options: Options) -> tuple[DataFrame, tu
 
     :raises FrameError: naming the column, what is wrong with it and what to do.
     """
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - executors do without
-
-    fields = {f.name: f for f in frame.schema.fields}
-    if len(fields) < len(frame.columns):
-        twice = sorted({name for name in frame.columns if frame.columns.count(name) > 1})
-        raise FrameError(f"the frame has several columns called {', '.join(map(repr, twice))}; rename or drop them")
-    places: list[Expression] = []
+    fields = check_places(frame.schema, options)
+    places: list[str] = []
     if options.ledger == "offsets":
-        _check_places(fields, options)
         kinds = zip(options.place_columns, ("string", "int", "bigint"), PLACES, strict=True)
-        places = [F.col(_quoted(name)).cast(kind).alias(place) for name, kind, place in kinds]
+        places = [f"CAST({_quoted(name)} AS {kind}) AS {place}" for name, kind, place in kinds]
     columns = _columns(fields.values(), table, options)
     known = {c.name: c for c in table.columns}
     written = [_expression(fields[name], known[name], table) for name in columns]
-    return frame.select(*written, *places), tuple(columns)
+    # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
+    return frame.selectExpr(*written, *places), tuple(columns)
+
+
+def columns_of(schema: StructType, table: Table, options: Options) -> tuple[str, ...]:
+    """Return which columns are written, where the frame comes as it is and nothing in it can be cast.
+
+    :raises FrameError: as :func:`fit`, and for what only a cast would make fit.
+    """
+    fields = check_places(schema, options)
+    columns = _columns(fields.values(), table, options)
+    known = {c.name: c for c in table.columns}
+    for name in columns:
+        if _form(fields[name], known[name], table) == "json":
+            raise FrameError(
+                f"column {name!r} is {fields[name].dataType.simpleString()}, in {table} it is "
+                f"{known[name].type_name}; make it text with to_json() in the frame"
+            )
+    return tuple(columns)
+
+
+def check_places(schema: StructType, options: Options) -> dict[str, StructField]:
+    """Return the fields by name; refuse two of one name, and none that say where a row comes from."""
+    names = schema.names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise FrameError(f"the frame has several columns called {', '.join(map(repr, twice))}; rename or drop them")
+    fields = {f.name: f for f in schema.fields}
+    if options.ledger == "offsets":
+        _check_places(fields, options)
+    return fields
 
 
 def _check_places(fields: dict[str, StructField], options: Options) -> None:
@@ -94,21 +116,25 @@ def check_key(key: Iterable[str], columns: Iterable[str], table: Table) -> None:
         )
 
 
-def _expression(field: StructField, column: Column, table: Table) -> Expression:
-    """Return what is sent for a column: itself, or as JSON.
+def _expression(field: StructField, column: Column, table: Table) -> str:
+    """Return what is sent for a column: itself, or as JSON."""
+    name = _quoted(field.name)
+    form = _form(field, column, table)
+    return {"itself": name, "null": f"CAST({name} AS string) AS {name}", "json": f"to_json({name}) AS {name}"}[form]
+
+
+def _form(field: StructField, column: Column, table: Table) -> Literal["itself", "json", "null"]:
+    """Tell as what a column must be sent.
 
     :raises FrameError: when Postgres would refuse it, or take it for something else.
     """
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - executors do without
-
-    source = F.col(_quoted(field.name))
     kind, target = field.dataType.typeName(), name_of(column.type_oid)
     place = f"column {field.name!r} is {field.dataType.simpleString()}, in {table} it is {column.type_name}"
     if kind == "void":
-        return source.cast("string").alias(field.name)
+        return "null"
     if kind in _NESTED or kind == "array":
         if target in _JSON:
-            return F.to_json(source).alias(field.name)
+            return "json"
         if kind in _NESTED or column.element_oid is None or _is_nested(field.dataType):
             raise FrameError(f"{place}; make that column jsonb, or flatten the frame's with select()")
     if (kind, target) in _ZONED_AND_NOT:
@@ -118,7 +144,7 @@ def _expression(field: StructField, column: Column, table: Table) -> Expression:
         )
     if kind == "decimal" and target is not None:
         _check_decimal(field.dataType, column, target, place)  # type: ignore[arg-type]
-    return source
+    return "itself"
 
 
 def _check_decimal(given: DecimalType, column: Column, target: str, place: str) -> None:

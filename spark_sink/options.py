@@ -40,6 +40,8 @@ class Options:
     take_over: bool
     schema: str
     name: str | None
+    reap_after_seconds: float = 86400.0
+    """The data source: how long staged rows are kept that nobody has published."""
 
     @property
     def place_columns(self) -> tuple[str, str, str]:

@@ -68,7 +68,7 @@ class Owners:
         """
         new = [r for r in ranges if r.partition not in self.held]
         if new:
-            self._enrol(new, batch_id)
+            briefly(_ACQUIRE_SECONDS)(self._enrol, new, batch_id)
             self._acquire({r.partition: r for r in new})
         return held_rows(self._ledger, [self.held[r.partition] for r in ranges])
 

@@ -73,7 +73,9 @@ RETURNING l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.t
 -- name: read_locked
 -- Read rows as they are after every transaction that still may change them.
 SELECT l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
-       l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted
+       l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted,
+       extract(epoch FROM clock_timestamp() - l.acquired_at)::float8 AS acquired_seconds_ago,
+       extract(epoch FROM clock_timestamp() - l.advanced_at)::float8 AS advanced_seconds_ago
 FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
 JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
 ORDER BY l.topic, l.partition
@@ -231,7 +233,7 @@ ORDER BY group_id, topic, partition
 -- What an operator wants to see of Spark queries: what each wrote last, and where a group counts batches.
 SELECT group_id, query_id, q.name, q.run_id, q.batch_id, q.row_count AS rows, q.dropped, q.written_at,
        extract(epoch FROM clock_timestamp() - q.written_at)::float8 AS written_seconds_ago,
-       b.batch_id AS counted_batch_id
+       nullif(b.batch_id, -1) AS counted_batch_id
 FROM {schema}.spark_query q FULL JOIN {schema}.spark_batch b USING (group_id, query_id)
 WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
 ORDER BY group_id, q.written_at, query_id

@@ -41,3 +41,34 @@ def test_an_aggregation_keeps_its_table_up_to_date(
         rows = db.execute("SELECT * FROM customer_orders ORDER BY 1").fetchall()
         assert rows == [(str(n), total // 5) for n in range(5)]
     db.execute("DROP TABLE customer_orders")
+
+
+def test_the_data_source_writes_streams_and_jobs(
+    spark: SparkSession, bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    from spark_sink import ExactlyOncePostgres  # noqa: PLC0415
+    from tests.support.spark import read_topic  # noqa: PLC0415
+
+    db.execute('CREATE TABLE orders (partition int, "offset" bigint, item text)')
+    db.execute("CREATE TABLE customers (id bigint)")
+    topic = create_topic(bootstrap_servers, 2)
+    checkpoint = str(tmp_path / "checkpoint")
+    produce(bootstrap_servers, topic, 50, 2)
+    session = spark
+    orders = read_topic(spark, bootstrap_servers, topic)
+    orders = orders.selectExpr("topic", "partition", "offset", "cast(value as string) item")
+    session.dataSource.register(ExactlyOncePostgres)
+    writer = orders.writeStream.format("exactly_once_postgres").options(
+        conninfo=conninfo, table="orders", groupId="orders-to-table"
+    )
+    query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    assert query.awaitTermination(240)
+    assert db.execute("SELECT count(DISTINCT item), count(*) FROM orders").fetchone() == (50, 50)
+    frame = spark.range(7)
+    for _ in range(2):
+        job = frame.write.format("exactly_once_postgres").options(
+            conninfo=conninfo, table="customers", groupId="customers-2026-11-21", ledger="batch-id"
+        )
+        job.mode("append").save()
+        assert db.execute("SELECT count(*) FROM customers").fetchone() == (7,)
+    db.execute("DROP TABLE orders, customers")

@@ -1,0 +1,116 @@
+"""Fence: which run of a query writes for a group. Each run registers once, the latest one publishes.
+
+Spark makes a new writer for every batch and another one for its commit, so a run cannot remember what it owns. The
+database does: the first task of a run registers it and takes the group's row, before anything is staged. A run that is
+known and has lost that row was fenced, and never comes back, whatever it was doing when it stood still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from uuid import UUID
+
+import psycopg
+import tenacity
+
+from exactly_once.errors import ExactlyOnceError
+from exactly_once.ledger import LOCK_SECONDS
+from exactly_once.retry import briefly, is_passing
+from exactly_once.schema import check
+from exactly_once.session import Begun, Connection, Session, connector, cursor_on
+from exactly_once.sql import query
+from exactly_once.watcher import Watcher
+
+from . import batch_ledger
+from .options import Options
+
+_PATIENCE_SECONDS = 30.0
+"""How long a short outage of the database may last, and a run that is fenced may take to let go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Which run of which query writes which batch. A batch job is a run of one batch."""
+
+    run_id: UUID
+    query_id: str
+    batch_id: int
+
+
+class OneTransaction(Session):
+    """A session whose changes of the ledger join the transaction that is open."""
+
+    def __init__(self, options: Options, origin: Origin) -> None:
+        super().__init__(connector(options.conninfo), schema=options.schema, instance=origin.run_id)
+        self._open: Connection | None = None
+
+    def begin(self, isolation: str) -> Begun:
+        """Open a transaction for everything up to :meth:`close`."""
+        begun = super().begin(isolation)
+        self._open = self.connection
+        return begun
+
+    @contextlib.contextmanager
+    def ledger_transaction(self, *, lock_timeout_seconds: float) -> Iterator[tuple[Connection, int]]:
+        """Join what is open, or open a short transaction."""
+        if self._open is not None:
+            yield self._open, self._open.info.backend_pid
+            return
+        with super().ledger_transaction(lock_timeout_seconds=lock_timeout_seconds) as (connection, pid):
+            self._open = connection
+            try:
+                yield connection, pid
+            finally:
+                self._open = None
+
+
+def register(options: Options, origin: Origin) -> None:
+    """Make this run the one that writes, if it was never seen before; whether it still is, its commit finds out.
+
+    :raises QueryChanged: when the group counts the batches of another query.
+    :raises SchemaTooOld: when the database lacks what this needs.
+    """
+    while_away()(_register, options, origin)
+
+
+def watching(options: Options, origin: Origin, session: Session) -> Watcher:
+    """Make what ends the backend of a run that stands still and is waited for."""
+    return Watcher(session.connect, schema=options.schema, group_id=options.group_id, instance=origin.run_id)
+
+
+def while_away() -> tenacity.Retrying:
+    """Return a retrier for what only the database's state prevents; a fence is final."""
+    is_theirs = tenacity.retry_if_not_exception_type(ExactlyOnceError)
+    return briefly(_PATIENCE_SECONDS).copy(retry=tenacity.retry_all(is_theirs, tenacity.retry_if_exception(is_passing)))
+
+
+def _register(options: Options, origin: Origin) -> None:
+    session = OneTransaction(options, origin)
+    watcher = watching(options, origin, session)
+    parameters = {"group_id": options.group_id, "run_id": origin.run_id}
+    try:
+        with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
+            cursor = cursor_on(connection)
+            if cursor.execute(query("spark_register", options.schema), parameters, prepare=False).rowcount:
+                with watcher.acquiring(pid, ()):
+                    _acquire(session, options, origin)
+                cursor.execute(query("spark_forget", options.schema), parameters, prepare=False)
+    except psycopg.errors.UndefinedTable:
+        check(session.connection, options.schema)
+        raise
+    finally:
+        watcher.close()
+        session.close()
+
+
+def _acquire(session: Session, options: Options, origin: Origin) -> None:
+    """Take the group's row, after a publication of the run that had it."""
+    batch_ledger.acquire(
+        session,
+        group_id=options.group_id,
+        query_id=origin.query_id,
+        name=options.name or f"spark query {origin.query_id}",
+        token=origin.run_id,
+    )

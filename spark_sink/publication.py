@@ -1,0 +1,247 @@
+"""Publication: the rows of a batch that tasks have staged, into the table, in one guarded transaction. On the driver.
+
+All that a run must remember from batch to batch is in the database, and read and written in the same transaction:
+that it owns the group, which rows of the ledger it has acquired, and how far it has written each. So whoever calls this
+needs no memory, and calling it again, after an answer that was lost, finds everything done.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from exactly_once.ledger import Ledger
+from exactly_once.model import Advance, Partition
+from exactly_once.session import cursor_on
+from exactly_once.sql import query
+from exactly_once.unit_of_work import UnitOfWork
+from exactly_once.writer import TableWriter
+from exactly_once.writer.arrow import write_arrow
+
+from . import batch_ledger
+from .attempt import writer_of
+from .batch_ledger import BatchIdLedger
+from .errors import RowsOutOfOrder
+from .fence import OneTransaction, Origin, watching, while_away
+from .frame import check_key, columns_of
+from .options import Options
+from .owners import Holding, Owners
+from .ranges import looked_through, shares
+from .run import starter_of
+from .screen import PLACES, Screen
+from .staging import Place, Span, Staged, fetch, in_order, placed, unstage
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+
+def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool = False) -> None:
+    """Write what the attempts have staged that Spark has counted; nothing of a batch that was written before.
+
+    With ``releases`` the rows of the ledger are given back afterwards.
+
+    :raises Fenced: when another run writes for this group by now.
+    :raises FrameError: when the frame does not fit the table.
+    :raises StageLost: when staged rows are gone.
+    """
+    while_away()(_publish, options, schema, staged, releases=releases)
+
+
+def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool) -> None:
+    origin = staged[0].origin
+    session = OneTransaction(options, origin)
+    watcher = watching(options, origin, session)
+    ledger = Ledger(
+        session,
+        group_id=options.group_id,
+        owner_kind="spark",
+        owner_name=options.name or f"spark query {origin.query_id}",
+        take_over=options.take_over,
+    )
+    unit = UnitOfWork(ledger)
+    try:
+        unit.begin()
+        assert unit.begun is not None
+        watcher.watch(unit.begun.pid)
+        publication = Publication(options, origin, session, ledger, unit)
+        advances = publication.write(schema, staged)
+        unit.commit(advances)
+        watcher.clear()
+        if releases:
+            publication.release()
+    finally:
+        watcher.close()
+        session.close()
+
+
+class Publication:
+    """The transaction of one batch, from its fence to the moves of the ledger."""
+
+    def __init__(
+        self, options: Options, origin: Origin, session: OneTransaction, ledger: Ledger, unit: UnitOfWork
+    ) -> None:
+        self._options = options
+        self._origin = origin
+        self._session = session
+        self._unit = unit
+        self._owners = Owners(ledger, starter=starter_of(options, ledger))
+        self._ended: dict[Partition, int] = {}
+        self._writer: TableWriter = writer_of(options)
+        self._columns: tuple[str, ...] = ()
+        self._rows = 0
+        self._dropped = 0
+
+    def write(self, schema: StructType, staged: Sequence[Staged]) -> list[Advance]:
+        """Do everything but the COMMIT; return the moves that it must make."""
+        options, origin = self._options, self._origin
+        counted = batch_ledger.owned(self._session, group_id=options.group_id, token=origin.run_id)
+        if self._recall() >= origin.batch_id:
+            return []  # done by a call whose answer was lost
+        self._fit(schema)
+        advances: list[Advance] = []
+        if options.ledger == "offsets":
+            advances = self._write_offsets(staged)
+        elif not batch_ledger.is_replay(counted, origin.batch_id, None, group_id=options.group_id):
+            self._write_counted(staged, counted)
+        self._remember()
+        unstage(self._session, options, origin)
+        self._tell()
+        return advances
+
+    def release(self) -> None:
+        """Give the rows of the ledger back, after the COMMIT."""
+        session = OneTransaction(self._options, self._origin)
+        try:
+            self._owners.release(Ledger(session, group_id=self._options.group_id, owner_kind="spark"))
+        finally:
+            session.close()
+
+    def _fit(self, schema: StructType) -> None:
+        connection, options = self._unit.connection, self._options
+        table = self._writer.table(connection)
+        self._columns = columns_of(schema, table, options)
+        if options.mode in ("upsert", "insert-ignore"):
+            check_key(self._writer.key(connection), self._columns, table)
+
+    # With offsets.
+
+    def _write_offsets(self, staged: Sequence[Staged]) -> list[Advance]:
+        spans = (span for s in staged for chunk in s.chunks for span in chunk.spans)
+        ranges = looked_through(_merged(spans, self._ended), self._ended)
+        rows = self._owners.take(ranges, batch_id=self._origin.batch_id)
+        next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
+        moves = {
+            share.partition: (share.write_from, share.end)
+            for share in shares(ranges, next_offsets, group_id=self._options.group_id)
+        }
+        if moves:
+            screen = Screen(next_offsets, {r.partition: r for r in ranges})
+            for table in self._sorted(staged):
+                self._store(screen.keep(table))
+            self._dropped = screen.dropped
+        self._ended |= {r.partition: r.end for r in ranges}
+        return [self._owners.held[p].advance(*move) for p, move in moves.items()]
+
+    def _sorted(self, staged: Sequence[Staged]) -> Iterator[pa.Table]:
+        """Read rows; in the order of their offsets where it matters who comes last."""
+        places, is_sorted = in_order(staged)
+        tables = (placed(self._options, fetch(self._session, place)) for place in places)
+        if self._options.mode == "append" or is_sorted:
+            yield from tables
+        else:
+            yield pa.concat_tables(tables).sort_by([(place, "ascending") for place in PLACES])
+
+    def _recall(self) -> int:
+        """Read what this run has acquired in earlier batches; return the last of them."""
+        ((batch_id, held),) = self._run("spark_held")
+        for each in held:
+            partition = Partition(each["topic"], each["partition"])
+            self._owners.held[partition] = Holding(
+                partition=partition, token=UUID(each["token"]), epoch=each["epoch"], topic_id=each["topic_id"]
+            )
+            if each["ended"] is not None:
+                self._ended[partition] = each["ended"]
+        return int(batch_id)
+
+    def _remember(self) -> None:
+        held = [
+            {
+                "topic": partition.topic,
+                "partition": partition.number,
+                "token": str(holding.token),
+                "epoch": holding.epoch,
+                "topic_id": holding.topic_id,
+                "ended": self._ended.get(partition),
+            }
+            for partition, holding in self._owners.held.items()
+        ]
+        self._run("spark_hold", batch_id=self._origin.batch_id, held=json.dumps(held))
+
+    # With batch ids.
+
+    def _write_counted(self, staged: Sequence[Staged], counted: batch_ledger.Counted) -> None:
+        options, unit = self._options, self._unit
+        if options.mode == "replace":
+            table = self._writer.table(unit.connection).identifier
+            unit.connection.execute(query("spark_empty", "", table=table), prepare=False)
+        for s in staged:
+            for number, chunk in enumerate(s.chunks):
+                self._store(fetch(self._session, Place(s.attempt, number, chunk)))
+        now = replace(counted, batch_id=self._origin.batch_id, fingerprint=None)
+        ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=now)
+        assert unit.begun is not None
+        ledger.advance(unit.connection, [], xid=unit.begun.xid, commit=False)
+
+    # Both.
+
+    def _store(self, rows: pa.Table) -> None:
+        if rows.num_rows:
+            write_arrow(self._writer, self._unit.connection, rows.select(self._columns))
+            self._rows += rows.num_rows
+
+    def _tell(self) -> None:
+        """Write down what was done, for `exactly-once status`."""
+        self._run(
+            "spark_report",
+            query_id=self._origin.query_id,
+            run_id=str(self._origin.run_id),
+            batch_id=self._origin.batch_id,
+            name=self._options.name,
+            row_count=self._rows,
+            dropped=self._dropped,
+        )
+
+    def _run(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+        values: Mapping[str, Any] = {
+            "group_id": self._options.group_id,
+            "run_id": self._origin.run_id,
+            **parameters,
+        }
+        cursor = cursor_on(self._unit.connection)
+        cursor.execute(query(name, self._options.schema), values, prepare=False)
+        return cursor.fetchall() if cursor.description is not None else []
+
+
+def _merged(spans: Iterable[Span], ended: Mapping[Partition, int]) -> list[Span]:
+    """Make one span of all that are of one partition; those that lack something stay as they are.
+
+    :raises RowsOutOfOrder: for rows from in front of where this run's earlier batch has ended.
+    """
+    merged: dict[tuple[str | None, int | None], Span] = {}
+    for topic, number, lowest, highest in spans:
+        if topic is None or number is None or lowest is None or highest is None:
+            return [(topic, number, lowest, highest)]
+        if lowest < ended.get(Partition(topic, number), 0):
+            raise RowsOutOfOrder(
+                f"a row of {topic}[{number}] has offset {lowest}, an earlier batch of this run has ended at "
+                f"{ended[Partition(topic, number)]}: something has kept it since (a join of streams, a window, a "
+                "state), and the ledger would take it for written. Say ledger='batch-id'"
+            )
+        _, _, low, high = merged.get((topic, number), (topic, number, lowest, highest))
+        merged[topic, number] = topic, number, min(low or 0, lowest), max(high or 0, highest)
+    return list(merged.values())

@@ -1,0 +1,40 @@
+"""Queries that write a scene's topic into the journal by the data source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql.datasource import DataSource
+
+from spark_sink import ExactlyOncePostgres
+from tests.spark.scene import JOURNAL, Scene
+
+
+def write_stream(
+    scene: Scene,
+    frame: DataFrame | None = None,
+    *,
+    source: type[DataSource] = ExactlyOncePostgres,
+    output: str = "append",
+    per_trigger: int | None = None,
+    **options: str,
+) -> Any:
+    """Run a query until it has read what is there and return it; its error is raised."""
+    scene.spark.dataSource.register(source)
+    limit = {} if per_trigger is None else {"maxOffsetsPerTrigger": str(per_trigger)}
+    frame = scene.stream(lambda topic: topic, **limit) if frame is None else frame
+    writer = frame.writeStream.format("exactly_once_postgres").outputMode(output)
+    writer = writer.options(**chosen(scene, **options), checkpointLocation=str(scene.checkpoint))
+    query = writer.trigger(availableNow=True).start()
+    try:
+        if not query.awaitTermination(240):
+            raise AssertionError(f"the query did not end: {query.status}")
+    finally:
+        query.stop()
+    return query
+
+
+def chosen(scene: Scene, **options: str) -> dict[str, str]:
+    """The options of the scene's table and group."""
+    return {"conninfo": scene.conninfo, "table": JOURNAL, "groupId": scene.topic, **options}

@@ -1,0 +1,287 @@
+"""The data source's two phases against a real Postgres: what is staged, what counts, who may publish. No Spark."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pyarrow as pa  # type: ignore[import-untyped]
+import pytest
+
+from exactly_once.embedded import Postgres
+from exactly_once.errors import Fenced, OwnedByConsumer
+from exactly_once.schema import migrate
+from exactly_once.writer import TableError
+from spark_sink import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost, staging
+from tests.spark.attempts import Place
+from tests.spark.staged import Run, Target, rows
+from tests.support.proxy import PostgresProxy
+
+PUBLISHES = r"advance\((.|\n)*COMMIT$"
+"""The statement that makes a publication durable."""
+
+Looking = psycopg.Connection[tuple[Any, ...]]
+
+
+@pytest.fixture
+def target(conninfo: str, name: str) -> Target:
+    return Target(conninfo, name)
+
+
+def test_rows_of_several_tasks_are_published_once_and_nothing_stays_staged(target: Target) -> None:
+    run = Run(target)
+    staged = [run.stage(run.rows(0, range(5)), run.rows(1, range(3))), run.stage(run.rows(0, range(5, 9))), run.stage()]
+    assert target.written() == []
+    assert target.staged() == 3
+    for _ in range(2):  # as where the answer to the first call was lost
+        run.publish(*staged)
+        assert target.offsets() == [(0, n) for n in range(9)] + [(1, n) for n in range(3)]
+        assert target.ledger() == [9, 3]
+        assert target.staged() == 0
+
+
+def test_an_attempt_that_spark_did_not_count_is_never_published(target: Target) -> None:
+    """A task that was killed behind its last row, a speculative twin, and what one of them stages too late."""
+    run = Run(target)
+    run.stage(run.rows(0, range(5)))
+    counted = run.stage(run.rows(0, range(5)))
+    run.publish(counted)
+    run.stage(run.rows(0, range(5)))
+    assert target.staged() == 1
+    run.write(run.rows(0, range(5, 7)), batch_id=1)
+    assert target.offsets() == [(0, n) for n in range(7)]
+    assert target.staged() == 0
+
+
+@pytest.mark.parametrize("mode", ["append", "replace"])
+@pytest.mark.parametrize("moment", ["cut_before", "cut_after"])
+def test_a_commit_that_is_cut_off_is_made_once(target: Target, moment: str, mode: str) -> None:
+    """On either side of the server's COMMIT; the publication asks again by itself."""
+    ledger = {"append": "offsets", "replace": "batch-id"}[mode]
+    with PostgresProxy(target.conninfo) as proxy:
+        run = Run(target, conninfo=proxy.conninfo, mode=mode, ledger=ledger)
+        staged = run.stage(run.rows(0, range(5)))
+        fault = getattr(proxy, moment)(PUBLISHES)
+        run.publish(staged)
+        fault.wait()
+    assert target.offsets() == [(0, n) for n in range(5)]
+    assert target.staged() == 0
+
+
+def test_batches_that_were_written_before_under_other_cuts_are_written_once(target: Target) -> None:
+    """The checkpoint is lost, and another run reads everything again in other portions."""
+    Run(target).write(rows(target.name, 0, range(10)))
+    again = Run(target, query_id="another")
+    again.write(again.rows(0, range(4)))
+    again.write(again.rows(0, range(4, 15)), batch_id=1)
+    assert target.offsets() == [(0, n) for n in range(15)]
+    assert target.ledger() == [15]
+
+
+# Who may publish.
+
+
+def test_a_run_is_fenced_by_a_later_one_before_either_has_published(target: Target) -> None:
+    first, second = Run(target), Run(target)
+    staged = first.stage(first.rows(0, range(5)))
+    second.register()
+    with pytest.raises(Fenced, match="spark query"):
+        first.publish(staged)
+    assert target.written() == []
+    assert target.ledger() == []
+    assert target.staged() == 0, "nobody will ask for what an earlier run has staged"
+    second.write(second.rows(0, range(5)))
+    with pytest.raises(Fenced):
+        first.write(first.rows(1, range(5)), batch_id=1)
+    second.write(second.rows(0, range(5, 7)), batch_id=1)
+    assert target.offsets() == [(0, n) for n in range(7)]
+
+
+def test_a_run_that_stands_still_in_its_publication_is_ended_by_a_later_one(target: Target) -> None:
+    with PostgresProxy(target.conninfo) as proxy, ThreadPoolExecutor(1) as pool:
+        first, second = Run(target, conninfo=proxy.conninfo), Run(target)
+        staged = first.stage(first.rows(0, range(5)))
+        fault = proxy.hold(PUBLISHES, close_client=False)
+        publishing = pool.submit(first.publish, staged)
+        fault.wait()
+        second.write(second.rows(0, range(5)))
+        fault.release()
+        with pytest.raises(Fenced):
+            publishing.result(60)
+    assert target.offsets() == [(0, n) for n in range(5)]
+    assert target.ledger() == [5]
+
+
+def test_tasks_that_register_at_the_same_time_are_one_run(target: Target, db: Looking) -> None:
+    run = Run(target)
+    start = threading.Barrier(6)
+
+    def register(_: int) -> None:
+        start.wait()
+        run.register()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(register, range(6)))
+    look = "SELECT owner_epoch FROM exactly_once.spark_batch WHERE group_id = %s"
+    assert db.execute(look, (target.name,)).fetchall() == [(1,)]
+    run.write(run.rows(0, range(2)))
+
+
+def test_a_sink_that_takes_rows_fences_the_source_and_the_other_way_round(target: Target) -> None:
+    source = Run(target)
+    source.write(source.rows(0, range(5)))
+    place = Place(target.conninfo, target.name)
+    sink = place.owners()
+    ranges = place.ranges(7)
+    sink.take(ranges, batch_id=0)
+    with pytest.raises(Fenced):
+        source.write(source.rows(0, range(5, 7)), batch_id=1)
+    Run(target).write(rows(target.name, 0, range(5, 7)))
+    with pytest.raises(Fenced):
+        sink.take(ranges, batch_id=1)
+    for session in place.sessions:
+        session.close()
+    assert target.offsets() == [(0, n) for n in range(7)]
+
+
+def test_rows_of_a_consumer_are_refused_unless_they_are_to_be_taken(target: Target, db: Looking) -> None:
+    own = """
+        INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset, owner_token, owner_kind, owner_epoch)
+        VALUES (%(name)s, %(name)s, 0, 3, gen_random_uuid(), 'consumer', 1)
+    """
+    db.execute(own, {"name": target.name})
+    with pytest.raises(OwnedByConsumer, match="hand-over"):
+        Run(target).write(rows(target.name, 0, range(5)))
+    assert target.written() == []
+    Run(target, takeOver="true").write(rows(target.name, 0, range(5)))
+    assert target.offsets() == [(0, 3), (0, 4)]
+
+
+def test_an_operator_who_moves_the_ledger_fences_the_run(target: Target, db: Looking) -> None:
+    run = Run(target)
+    run.write(run.rows(0, range(5)))
+    reset = "UPDATE exactly_once.ledger SET next_offset = 0, owner_token = NULL, owner_epoch = 9 WHERE group_id = %s"
+    db.execute(reset, (target.name,))
+    with pytest.raises(Fenced, match="operator"):
+        run.write(run.rows(0, range(5, 9)), batch_id=1)
+    assert target.offsets() == [(0, n) for n in range(5)]
+
+
+# What is staged.
+
+
+def test_leftovers_go_by_age_and_those_of_an_attempt_at_work_stay(target: Target, db: Looking) -> None:
+    run = Run(target, reapAfterSeconds="3600")
+    dead = run.stage(run.rows(0, range(5)))
+    working = run.stage(run.rows(0, range(5)), run.rows(0, range(5, 9)))
+    make_old = """
+        UPDATE exactly_once.spark_stage SET staged_at = staged_at - interval '2 hours'
+        WHERE attempt = %s OR attempt = %s AND number = 0
+    """
+    db.execute(make_old, (dead.attempt, working.attempt))
+    staging.reap(run.options)
+    assert target.staged() == 2
+    run.publish(working)
+    assert target.offsets() == [(0, n) for n in range(9)]
+
+
+def test_a_crash_of_the_server_between_the_phases_is_noticed_and_loses_nothing(name: str) -> None:
+    with Postgres() as postgres:
+        with psycopg.connect(postgres.conninfo, autocommit=True) as connection:
+            migrate(connection)
+        target = Target(postgres.conninfo, name)
+        run = Run(target)
+        staged = run.stage(run.rows(0, range(5)))
+        postgres.restart("fast")
+        run.publish(staged)
+        staged = run.stage(run.rows(0, range(5, 9)), batch_id=1)
+        postgres.restart("immediate")
+        with pytest.raises(StageLost, match="4 rows"):
+            run.publish(staged)
+        assert target.ledger() == [5]
+        again = Run(target)
+        again.write(again.rows(0, range(5, 9)))
+        assert target.offsets() == [(0, n) for n in range(9)]
+
+
+def test_rows_are_staged_in_portions(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 1000)
+    run = Run(target)
+    staged = run.stage(run.rows(0, range(1000)))
+    assert len(staged.chunks) > 10
+    assert sum(chunk.row_count for chunk in staged.chunks) == 1000
+    run.publish(staged)
+    assert target.offsets() == [(0, n) for n in range(1000)]
+
+
+# What the table makes of it.
+
+
+@pytest.mark.parametrize(
+    ("mode", "winners"), [("upsert", {"a": 5, "b": 4, "c": 9}), ("insert-ignore", {"a": 0, "b": 1, "c": 7})]
+)
+@pytest.mark.parametrize("portions", ["one after the other", "overlapping", "several partitions in one"])
+def test_changes_of_a_key_come_in_the_order_of_offsets(
+    target: Target, db: Looking, mode: str, winners: dict[str, int], portions: str
+) -> None:
+    """However a shuffle has spread them over tasks."""
+    db.execute(f"ALTER TABLE {target.name} ADD PRIMARY KEY (value)")
+    run = Run(target, mode=mode)
+
+    def changes(*offsets: int) -> pa.RecordBatch:
+        """Offsets up to 5 are of the first partition."""
+        batches = [run.rows(0, [n for n in offsets if n < 6]), run.rows(1, [n for n in offsets if n > 6])]
+        keys = ["abc"[2 if n > 6 else n in (1, 4)] for n in sorted(offsets, key=lambda n: n > 6)]
+        return pa.concat_batches(batches).set_column(3, "value", pa.array(keys))
+
+    spreads: dict[str, list[tuple[int, ...]]] = {
+        "one after the other": [(9,), (3, 4, 5), (0, 1, 2), (7,)],
+        "overlapping": [(5, 1, 3), (9,), (4, 0, 2), (7,)],
+        "several partitions in one": [(3, 4, 5, 7), (0, 1, 2, 9)],
+    }
+    run.publish(*(run.stage(changes(*offsets)) for offsets in spreads[portions]))
+    assert {value: offset for _, offset, value in target.written()} == winners
+
+
+def test_a_table_that_is_missing_or_does_not_fit_is_refused_before_a_row_is_written(
+    target: Target, db: Looking
+) -> None:
+    with pytest.raises(TableError, match="no table nowhere"):
+        Run(target, table="nowhere").write(rows(target.name, 0, range(5)))
+    db.execute(f"ALTER TABLE {target.name} DROP COLUMN value")
+    run = Run(target)
+    with pytest.raises(FrameError, match="'value'"):
+        run.write(run.rows(0, range(5)))
+    db.execute(f"ALTER TABLE {target.name} ADD COLUMN value text")
+    run.write(run.rows(0, range(5)), batch_id=1)
+    assert target.offsets() == [(0, n) for n in range(5)]
+
+
+def test_rows_that_something_has_kept_since_an_earlier_batch_are_refused(target: Target) -> None:
+    """The ledger would take them for written."""
+    run = Run(target)
+    run.write(run.rows(0, [0, 1, 9]))
+    with pytest.raises(RowsOutOfOrder, match=r"offset 5.*ended at 10"):
+        run.write(run.rows(0, [5, 10]), batch_id=1)
+    with pytest.raises(RowsOutOfOrder, match="no topic"):
+        run.write(run.rows(0, [10]).set_column(0, "topic", pa.array([None], pa.string())), batch_id=2)
+
+
+def test_batch_ids_count_one_query_without_gap(target: Target) -> None:
+    def run(query_id: str = "query") -> Run:
+        return Run(target, query_id=query_id, ledger="batch-id")
+
+    first = run()
+    first.write(first.rows(0, [1]))
+    replay = run()
+    replay.write(replay.rows(0, [1]))
+    replay.write(replay.rows(0, [2]), batch_id=1)
+    with pytest.raises(LedgerBehindCheckpoint):
+        replay.write(replay.rows(0, [9]), batch_id=3)
+    with pytest.raises(QueryChanged):
+        run("another").register()
+    with pytest.raises(Fenced):
+        first.write(first.rows(0, [9]), batch_id=2)
+    assert target.offsets() == [(0, 1), (0, 2)]

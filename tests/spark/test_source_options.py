@@ -1,0 +1,49 @@
+"""Options of the data source: strings, under names whose case Spark forgets. No servers, no Spark."""
+
+from __future__ import annotations
+
+import pytest
+
+from exactly_once.errors import ConfigurationError
+from spark_sink.source_options import check_source_options
+
+NEEDED = {"conninfo": "dbname=x", "table": "t", "groupId": "g"}
+
+
+def test_names_are_those_of_the_sink_whatever_their_case_and_underscores() -> None:
+    options = check_source_options(
+        {
+            "conninfo": "dbname=x",
+            "TABLE": "t",
+            "groupid": "g",
+            "mode": "upsert",
+            "key": "a, b",
+            "take_over": "True",
+            "topicColumn": "place",
+            "reapafterseconds": "60",
+            "checkpointLocation": "of Spark",
+            "queryName": "of Spark",
+        }
+    )
+    assert (options.group_id, options.key, options.take_over) == ("g", ("a", "b"), True)
+    assert (options.topic_column, options.reap_after_seconds) == ("place", 60.0)
+    assert (options.ledger, options.schema) == ("offsets", "exactly_once")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tabel": "t"}, "no option tabel.*conninfo, table, groupId"),
+        ({"smallBatch": "1"}, "smallBatch is an option of PostgresSink"),
+        ({"takeOver": "yes"}, "takeOver='yes'.*true or false"),
+        ({"reapAfterSeconds": "soon"}, "positive number"),
+        ({"reapAfterSeconds": "0"}, "positive number"),
+        ({"reapAfterSeconds": "nan"}, "positive number"),
+        ({"mode": "merge"}, "mode='merge'"),
+        ({"table": ""}, "table="),
+        ({"mode": "replace"}, "ledger='batch-id'"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_can(options: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        check_source_options(NEEDED | options)
