@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 from uuid import UUID, uuid4
@@ -250,10 +251,11 @@ class Ledger:
             if row is None:
                 raise row_missing(self.group_id, partition)
             owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
+            age = f"acquired {_ago(row.acquired_seconds_ago)}, last advanced {_ago(row.advanced_seconds_ago)}"
             error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
             raise error(
-                f"{partition} of group {self.group_id!r} is owned by {row.owner_kind} ({owner}) and was not released. "
-                "If that owner has stopped for good, start with take_over=True, or release its rows with: "
+                f"{partition} of group {self.group_id!r} is owned by {row.owner_kind} ({owner}; {age}) and was not "
+                "released. If that owner has stopped for good, start with take_over=True, or release its rows with: "
                 f"exactly-once hand-over --to {self._owner_kind} --topic {partition.topic}"
             )
 
@@ -265,6 +267,11 @@ def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
         f"{partition.number}: somebody deleted it. Restore it, or give it an offset with: "
         f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset N"
     )
+
+
+def _ago(seconds: float | None) -> str:
+    """Say how long ago something was: in days, hours, minutes and seconds."""
+    return "never" if seconds is None else f"{timedelta(seconds=round(max(seconds, 0.0)))} ago"
 
 
 def _keys(partitions: Iterable[Partition]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Row:
     owner_name: str | None = None
     halted: str | None = None
     previous_instance: UUID | None = None
+    acquired_seconds_ago: float | None = None
+    advanced_seconds_ago: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,9 +73,11 @@ class Plan:
     cluster_id: str | None
 
 
-def add_targets(parser: argparse.ArgumentParser, *, keep: str, keep_help: str) -> None:
-    """Add the options that say which partitions are moved, where to, and whether really."""
-    parser.add_argument("--topic", required=True, help="the topic")
+def add_targets(
+    parser: argparse.ArgumentParser, *, keep: str, keep_help: str, needs_topic: bool = True
+) -> argparse._MutuallyExclusiveGroup:
+    """Add the options that say which partitions are moved, where to, and whether really; return those of where to."""
+    parser.add_argument("--topic", required=needs_topic, help="the topic")
     parser.add_argument(
         "--partition", type=_partition, nargs="+", action="extend", metavar="N", help="only these of its partitions"
     )
@@ -96,6 +98,7 @@ def add_targets(parser: argparse.ArgumentParser, *, keep: str, keep_help: str) -
         "--execute", action="store_true", help="do it; without it the command only shows what it would do"
     )
     parser.add_argument("--force", action="store_true", help="allow offsets that are not in the log")
+    return to
 
 
 def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *, ask_kafka: bool) -> Plan:

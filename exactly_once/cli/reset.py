@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from . import options, plan, report
-from .problems import CommandError
+from . import batches, options, plan, report
+from .problems import CommandError, UsageError
 from .servers import open_database
 
 _DESCRIPTION = """\
@@ -13,7 +13,8 @@ Move the offsets of one topic of a group, or with --to-current only fence, relea
 partitions. A dry run unless --execute is said; then everything happens in one transaction, is kept in
 the audit table, and a row that somebody deleted is made again. A live owner is fenced: what it has not
 committed is rolled back, and it goes on from the new offset within seconds. Effects stay: moving
-back applies messages a second time, moving on leaves messages out."""
+back applies messages a second time, moving on leaves messages out. --to-batch is for a group whose
+Spark query counts batches (ledger="batch-id"): it has no topics."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,11 +22,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "reset", help="move the offsets of a topic, with fencing", description=_DESCRIPTION, epilog=options.EPILOG
     )
-    plan.add_targets(
+    to = plan.add_targets(
         parser,
         keep="--to-current",
         keep_help="leave the offsets; fence and release owners, un-halt (no brokers needed)",
+        needs_topic=False,
     )
+    batches.add_target(to)
     options.add_common(parser)
 
 
@@ -34,6 +37,10 @@ def run(args: argparse.Namespace) -> int:
     settings = options.settings(args)
     settings.required("conninfo")
     settings.required("group_id")
+    if args.target.kind == batches.KIND:
+        return batches.reset(settings, args)
+    if args.topic is None:
+        raise UsageError("the following arguments are required: --topic")
     is_kept = args.target.kind == "current"
     is_blind = args.force and args.target.kind == "offset" and not settings.bootstrap_servers
     if not is_kept and not is_blind:

@@ -114,14 +114,22 @@ def spark_version() -> str:
 
 
 def kafka_source() -> list[Path]:
-    """Return the jars of the Kafka source that Spark itself lacks, fetching them the first time."""
+    """Return the jars of the Kafka source that Spark itself lacks, fetching them the first time.
+
+    Some mirrors of Maven Central lack the newer versions of one of them, the token provider: then its oldest is taken.
+    It is about Kerberos' delegation tokens, and sources without such a login only ask it whether there are any.
+    """
     version = spark_version()
     scala = "2.13" if int(version.split(".")[0]) >= 4 else "2.12"
-    home = fetched(
-        f"org.apache.spark:spark-sql-kafka-0-10_{scala}:{version}",
-        f"spark-kafka-source-{version}",
-        f"the Kafka source of Spark {version}",
-    )
+    source = f"org.apache.spark:spark-sql-kafka-0-10_{scala}:{version}"
+    older = f"org.apache.spark:spark-token-provider-kafka-0-10_{scala}:4.0.0"
+    name, title = f"spark-kafka-source-{version}", f"the Kafka source of Spark {version}"
+    try:
+        home = fetched(source, name, title)
+    except DownloadError:
+        if scala == "2.12":
+            raise
+        home = fetched(f"{source}+{older}", name, title)
     theirs = {jar.name for jar in package_directory("pyspark").joinpath("jars").glob("*.jar")}
     return sorted(jar for jar in home.glob("*.jar") if jar.name not in theirs)
 

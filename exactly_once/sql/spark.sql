@@ -41,7 +41,7 @@ RETURNING b.query_id, b.batch_id, b.fingerprint, b.owner_token::text, b.owner_ep
 
 -- name: spark_counted
 -- Read a group's batch ids as they are after every transaction that still may change them.
-SELECT b.query_id, b.batch_id, b.fingerprint, b.owner_token::text, b.owner_epoch, b.halted
+SELECT b.query_id, b.batch_id, b.fingerprint, b.owner_token::text, b.owner_epoch, b.halted, b.owner_name
 FROM {schema}.spark_batch b WHERE b.group_id = %(group_id)s
 FOR NO KEY UPDATE
 
@@ -57,6 +57,22 @@ UPDATE {schema}.spark_batch SET halted = %(reason)s WHERE group_id = %(group_id)
 -- name: spark_release
 -- Give a group's batch ids back.
 UPDATE {schema}.spark_batch SET owner_token = NULL WHERE group_id = %(group_id)s AND owner_token = %(token)s
+
+-- name: spark_reset
+-- An operator says which batch was the last to be written. Raising the epoch and clearing the token fences a live
+-- query. The audit table has the batches in place of offsets, the query in that of the topic, and no partition: -1.
+WITH before AS (
+    SELECT * FROM {schema}.spark_batch WHERE group_id = %(group_id)s FOR UPDATE),
+after AS (
+    UPDATE {schema}.spark_batch b
+    SET batch_id = %(batch_id)s, fingerprint = CASE WHEN b.batch_id = %(batch_id)s THEN b.fingerprint END,
+        halted = NULL, owner_epoch = b.owner_epoch + 1, owner_token = NULL
+    FROM before
+    WHERE b.group_id = before.group_id
+    RETURNING b.group_id)
+INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset)
+SELECT 'reset batches', %(reason)s, group_id, before.query_id, -1, before.batch_id, %(batch_id)s
+FROM before JOIN after USING (group_id)
 
 -- name: spark_empty
 -- Empty a table that is replaced as a whole by each batch; readers see the old rows until COMMIT.

@@ -343,7 +343,8 @@ def test_neither_side_takes_the_others_rows_unless_released_or_told_to(
     owner, other = make_owner(first), make_owner(second)
     partitions = rows_of(owner, name, 2)
     rows = owner.acquire([partitions[1]])
-    with pytest.raises(error, match="was not released"):
+    told = rf"owned by {first} \(.*owner epoch 1; acquired 0:00:\d\d ago, last advanced never\) and was not released"
+    with pytest.raises(error, match=told):
         other.acquire(partitions)
     # All or nothing: the free row was not acquired either.
     assert [row.owner_epoch for row in owner.read(partitions)] == [0, 1]

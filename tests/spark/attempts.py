@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -12,6 +13,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from exactly_once.ledger import Ledger
 from exactly_once.model import Partition
 from exactly_once.session import Session, connector
+from spark_sink import batch_ledger
 from spark_sink.attempt import Work
 from spark_sink.by_batch import END, BatchTask
 from spark_sink.by_partition import PartitionTask
@@ -108,6 +110,28 @@ class Place:
                 (self.name,),
             )
             return [next_offset for (next_offset,) in found]
+
+
+class CountingPlace(NamedTuple):
+    """A group that counts batches, and its work on one of them."""
+
+    place: Place
+    query_id: str
+
+    def work(self, batch_id: int, **options: Any) -> Work:
+        """What a new driver sends to the task that writes a batch."""
+        session = Session(connector(self.place.conninfo), schema="exactly_once")
+        self.place.sessions.append(session)
+        owned = batch_ledger.acquire(session, group_id=self.place.name, query_id=self.query_id, name="test")
+        return Work(
+            options=self.place.options(ledger="batch-id", **options),
+            batch_id=batch_id,
+            instance=session.instance,
+            holdings=(),
+            ranges={},
+            columns=("partition", "offset"),
+            counted=replace(owned, batch_id=batch_id),
+        )
 
 
 def run(transaction: str, work: Work, batches: Iterable[pa.RecordBatch]) -> dict[str, Any]:

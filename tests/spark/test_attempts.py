@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import psycopg
@@ -13,14 +12,18 @@ import pytest
 
 from exactly_once import failpoints
 from exactly_once.errors import Ahead, Fenced, HandlerCommitted, PartitionHalted
-from exactly_once.session import Session, connector
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit, batch_ledger
-from spark_sink.attempt import Work
 from spark_sink.batch_ledger import Counted
 from spark_sink.ranges import shares
-from tests.spark.attempts import Place, interrupted, run
+from tests.spark.attempts import CountingPlace, Place, interrupted, run
 
 both = pytest.mark.parametrize("transaction", ["batch", "partition"])
+
+
+@pytest.fixture(autouse=True)
+def _each_batch_is_written_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all of these small ones are one COPY at the end of the input, and nothing can happen in between."""
+    monkeypatch.setattr("spark_sink.attempt.ROWS", 1)
 
 
 @pytest.fixture
@@ -124,6 +127,19 @@ def test_a_twin_that_landed_a_prefix_only_makes_the_other_one_fail(place: Place)
         run("partition", work, interrupted([place.rows(range(5))], twin_lands))
     run("partition", work, [place.rows(range(5))])
     assert (place.written(), place.ledger()) == (every(5), [5])
+
+
+@pytest.mark.parametrize("joined", [1, 100])
+@pytest.mark.parametrize("before", [0, 2])
+def test_rows_behind_the_end_mark_fail_the_batch(
+    joined: int, before: int, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should Spark ever go through the union in another order, a mark in front would prove nothing."""
+    monkeypatch.setattr("spark_sink.attempt.ROWS", joined)
+    work = place.work(place.owners(), place.ranges(5))
+    with pytest.raises(IncompleteInput, match="behind the end mark"):
+        run("batch", work, [place.rows(range(before)), place.mark(), place.rows(range(before, 5))])
+    assert (place.written(), place.ledger()) == ([], [0])
 
 
 @both
@@ -235,27 +251,6 @@ def test_the_driver_moves_to_the_end_what_had_no_rows_there(place: Place) -> Non
     assert place.ledger() == [5, 7]
 
 
-class CountingPlace(NamedTuple):
-    """A group that counts batches, and its work on one of them."""
-
-    place: Place
-    query_id: str
-
-    def work(self, batch_id: int, **options: Any) -> Work:
-        session = Session(connector(self.place.conninfo), schema="exactly_once")
-        self.place.sessions.append(session)
-        owned = batch_ledger.acquire(session, group_id=self.place.name, query_id=self.query_id, name="test")
-        return Work(
-            options=self.place.options(ledger="batch-id", **options),
-            batch_id=batch_id,
-            instance=session.instance,
-            holdings=(),
-            ranges={},
-            columns=("partition", "offset"),
-            counted=replace(owned, batch_id=batch_id),
-        )
-
-
 def test_a_batch_that_was_counted_is_not_written_again(place: Place) -> None:
     work = CountingPlace(place, "query").work(0)
     for _ in range(2):
@@ -318,7 +313,7 @@ def test_also_that_commits_halts_the_batches_as_well(place: Place) -> None:
     with pytest.raises(HandlerCommitted):
         run("batch", work, whole(place, "batch", range(3)))
     for again in (lambda: run("batch", work, whole(place, "batch", range(3))), lambda: counting.work(0)):
-        with pytest.raises(PartitionHalted, match="spark_batch"):
+        with pytest.raises(PartitionHalted, match="--to-batch 0"):
             again()
     assert place.written() == every(3)
 

@@ -9,7 +9,15 @@ import psycopg
 import pytest
 
 from exactly_once.cluster import Cluster
-from exactly_once.errors import Fenced, LedgerRowMissing, OwnedByConsumer, OwnedBySpark, Rewound, TopicRecreated
+from exactly_once.errors import (
+    BrokerUnreachable,
+    Fenced,
+    LedgerRowMissing,
+    OwnedByConsumer,
+    OwnedBySpark,
+    Rewound,
+    TopicRecreated,
+)
 from exactly_once.model import Partition
 from exactly_once.start import Starter
 from spark_sink import LedgerBehindCheckpoint
@@ -172,3 +180,23 @@ def test_with_a_cluster_the_ids_are_stored_and_another_topic_of_that_name_is_ref
         "SELECT count(owner_token) FROM exactly_once.ledger WHERE group_id = %s", (place.name,)
     ).fetchone()
     assert still_owned == (0,), "what could not be started was given back"
+
+
+def test_a_broker_that_has_just_started_is_waited_for(
+    place: Place, bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses for a second to tell what a group has committed; real ones do so too seldom to wait for."""
+    committed = Cluster.committed
+    refused: list[Any] = []
+
+    def loading(*asked: Any) -> Any:
+        if not refused:
+            refused.append(asked)
+            raise BrokerUnreachable("Broker: Not coordinator")
+        return committed(*asked)
+
+    monkeypatch.setattr(Cluster, "committed", loading)
+    ledger, cluster = place.owners()._ledger, Cluster({"bootstrap.servers": bootstrap_servers})
+    owners = Owners(ledger, starter=Starter(ledger, cluster, start=None, on_out_of_range="fail"))
+    assert next_offsets(owners, place.ranges(5, 5, start=1)) == [1, 1]
+    assert refused
