@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 # The one that is left says why it is skipped.
 collect_ignore_glob = [] if importlib.util.find_spec("pyspark") else ["test_[!e]*.py", "test_ex*.py"]
+
+
+def pytest_report_header() -> str:
+    """Say which Spark the tests will meet."""
+    return f"Spark {importlib.metadata.version('pyspark')}" if importlib.util.find_spec("pyspark") else "no Spark"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,61 @@
+"""The sink over Spark Connect: the client has no JVM, and Spark tells no query id."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from exactly_once.embedded.ports import free_port
+from tests.support import journal
+from tests.support.require import skip_unless
+from tests.support.spark import Driver
+from tests.support.topics import create_topic, produce
+
+Client = Callable[..., Driver]
+
+
+@pytest.fixture(scope="module")
+def server(needs_spark: None) -> Iterator[int]:
+    """The port of a server."""
+    lacking = " and ".join(name for name in ("grpc", "grpc_status") if importlib.util.find_spec(name) is None)
+    skip_unless("spark-connect", f"{lacking} not installed; pip install 'pyspark[connect]'" if lacking else None)
+    port = free_port()
+    with Driver("-m", "tests.spark.connect", "serve", str(port)) as process:
+        process.wait("serving")
+        yield port
+
+
+@pytest.fixture
+def client(server: int, bootstrap_servers: str, journaled: str, name: str, tmp_path: Path) -> Client:
+    """Make a client that writes this test's topic."""
+    create_topic(bootstrap_servers, 2, name=name)
+    produce(bootstrap_servers, name, 1000, 2)
+
+    def make(*options: str) -> Driver:
+        where = (str(server), bootstrap_servers, journaled, name, str(tmp_path))
+        return Driver("-m", "tests.spark.connect", "run", *where, *options)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "options", [["small_batch=0"], ["small_batch=1000"], ["small_batch=0", "transaction=partition"]]
+)
+def test_the_sink_writes_each_message_once(
+    client: Client, options: list[str], bootstrap_servers: str, journaled: str, name: str
+) -> None:
+    with client(*options) as running:
+        assert running.wait_ended() == 0, running.story()
+    verdict = journal.check(journaled, bootstrap_servers, name, counts=False)
+    assert verdict.messages == 1000
+    assert verdict.exact, str(verdict)
+
+
+def test_batch_ids_without_a_query_id_are_refused_with_what_mends_it(client: Client) -> None:
+    with client("ledger=batch-id", "checkpoint_location=") as running:
+        assert running.wait_ended() == 1
+        assert "Spark Connect does not tell" in running.story()
+        assert "give checkpoint_location=" in running.story()

@@ -1,0 +1,137 @@
+"""F4 and F10 on a cluster: Spark runs a task twice at once, on two workers, and one of them is cut from Postgres."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import psycopg
+import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from exactly_once.embedded.ports import free_port
+from tests.spark.standalone import HOSTS
+from tests.spark.twins import ATTEMPTS, GO
+from tests.support import journal
+from tests.support.proxy import PostgresProxy
+from tests.support.spark import Driver
+from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from spark_sink.options import Transaction
+
+COUNT = 1000
+both = pytest.mark.parametrize("transaction", ["batch", "partition"])
+
+
+class Cluster(NamedTuple):
+    """A master, and before each worker's Postgres a proxy."""
+
+    url: str
+    proxies: dict[str, PostgresProxy]
+
+
+def lacking() -> str | None:
+    """Tell why this machine has no second loopback address."""
+    try:
+        for host in HOSTS:
+            socket.create_server((host, 0)).close()
+    except OSError as error:
+        return f"no address {host} on this machine: {error}"
+    return None
+
+
+@pytest.fixture(scope="module")
+def cluster(needs_spark: None, journaled: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+    port, place = free_port(), tmp_path_factory.mktemp("standalone")
+    with PostgresProxy(journaled) as first, PostgresProxy(journaled) as second:
+        ports = [str(proxy.port) for proxy in (first, second)]
+        with Driver("-m", "tests.spark.standalone", str(port), str(place), *ports) as processes:
+            processes.wait("Registering worker", count=2)
+            yield Cluster(f"spark://127.0.0.1:{port}", dict(zip(HOSTS, (first, second), strict=True)))
+
+
+class Twins:
+    """A topic that a driver on the cluster writes, each of whose tasks runs twice."""
+
+    def __init__(self, cluster: Cluster, bootstrap_servers: str, conninfo: str, place: Path) -> None:
+        self.cluster = cluster
+        self.bootstrap_servers = bootstrap_servers
+        self.conninfo = conninfo
+        self.place = place
+        self.topic = create_topic(bootstrap_servers, 2)
+        produce(bootstrap_servers, self.topic, COUNT, 2)
+
+    def driver(self, transaction: Transaction) -> Driver:
+        """Start it; who runs it says in PGHOST and PGPORT where Postgres is."""
+        # Without a host and a port, for each process has them in its environment.
+        given = {key: value for key, value in conninfo_to_dict(self.conninfo).items() if key not in ("host", "port")}
+        where = (self.cluster.url, self.bootstrap_servers, make_conninfo("", **given), self.topic, str(self.place))
+        return Driver("-m", "tests.spark.twins", *where, transaction)
+
+    def wait(self, driver: Driver) -> dict[str, list[str]]:
+        """Return the workers of each task's attempts, when each task has two that have copied their rows."""
+        try:
+            return until(self._twins, 300, "two attempts of each task, their rows copied")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{driver.story()}") from error
+
+    def _twins(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for file in sorted((self.place / ATTEMPTS).glob("[0-9]*-[0-9]")):
+            found.setdefault(file.name.partition("-")[0], []).append(file.read_text())
+        return found if all(len(hosts) > 1 for hosts in found.values()) else {}
+
+    def go(self) -> None:
+        """Let all attempts go on."""
+        (self.place / ATTEMPTS / GO).touch()
+
+    def check(self) -> None:
+        """See that the journal is the topic, and that the ledger stands at its end."""
+        verdict = journal.check(self.conninfo, self.bootstrap_servers, self.topic, counts=False)
+        assert verdict.messages == COUNT
+        assert verdict.exact, str(verdict)
+        with psycopg.connect(self.conninfo) as connection:
+            query = "SELECT partition, next_offset FROM exactly_once.ledger WHERE group_id = %s ORDER BY 1"
+            assert connection.execute(query, (self.topic,)).fetchall() == [(0, COUNT // 2), (1, COUNT // 2)]
+
+
+@pytest.fixture
+def twins(
+    cluster: Cluster, bootstrap_servers: str, journaled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Twins]:
+    given = conninfo_to_dict(journaled)
+    monkeypatch.setenv("PGHOST", str(given["host"]))
+    monkeypatch.setenv("PGPORT", str(given["port"]))
+    yield Twins(cluster, bootstrap_servers, journaled, tmp_path)
+    for proxy in cluster.proxies.values():
+        proxy.cut_all()
+        proxy.heal()
+
+
+@both
+def test_of_two_attempts_that_run_at_once_one_lands(twins: Twins, transaction: Transaction) -> None:
+    with twins.driver(transaction) as driver:
+        found = twins.wait(driver)
+        assert all(set(hosts) == set(HOSTS) for hosts in found.values())
+        twins.go()
+        assert driver.wait_ended() == 0, driver.story()
+    twins.check()
+
+
+@both
+def test_an_attempt_cut_from_postgres_alone_does_not_keep_its_twin_from_landing(
+    twins: Twins, transaction: Transaction
+) -> None:
+    """Its worker goes on talking to Spark and Kafka; only COMMIT goes into the dark, and nothing tells so."""
+    with twins.driver(transaction) as driver:
+        found = twins.wait(driver)
+        twins.cluster.proxies[found.popitem()[1][0]].black_hole()
+        twins.go()
+        assert driver.wait_ended() == 0, driver.story()
+    twins.check()

@@ -1,0 +1,69 @@
+"""Other versions of Spark than the installed one: a replay, a lost checkpoint, a worker killed after its commit.
+
+Each version is fetched into the user's cache, once (400 MB, minutes), so only where it is asked for. There it is put in
+front of the installed one, and shares every other package.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from exactly_once.embedded.jars import Progress, cache_directory, locked
+from tests.support.require import VARIABLE, required_parts
+from tests.support.spark import Driver
+
+if "spark-versions" not in required_parts():
+    pytest.skip(f"other versions of Spark are fetched if {VARIABLE} names spark-versions", allow_module_level=True)
+
+VERSIONS = [version for version in ("3.5.3", "4.0.0", "4.2.0") if version != metadata.version("pyspark")]
+"""The oldest that is promised, the first with Arrow on the driver, and the newest whose Kafka source was to be had."""
+
+SHORT = (
+    "test_sink.py::test_a_replayed_batch_writes_nothing",
+    "test_sink.py::test_a_lost_checkpoint_and_other_batches_write_nothing_twice",
+    "test_sink.py::test_a_small_batch_is_written_by_the_driver_and_as_well_guarded",
+    "test_faults.py::test_a_worker_that_dies_after_its_commit_is_tried_again_and_writes_nothing_twice",
+    "test_batch_ids.py::test_an_aggregation_is_right_through_replays",
+)
+
+
+def fetched(version: str) -> Path:
+    """Return the directory with a version of pyspark, fetching it the first time."""
+    home = cache_directory() / f"pyspark-{version}"
+    with locked(home):
+        if not home.is_dir():
+            fetch(version, home)
+    return home
+
+
+def fetch(version: str, home: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
+        complete = Path(temporary, "complete")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        with Progress(f"Spark {version}: fetching pyspark, once"):
+            subprocess.run([*command, "--target", str(complete), f"pyspark=={version}"], check=True, timeout=1200)
+        complete.rename(home)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_short_suite_passes(
+    version: str, bootstrap_servers: str, conninfo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = filter(None, [str(fetched(version)), os.environ.get("PYTHONPATH")])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv(VARIABLE, "spark")
+    monkeypatch.setenv("EXACTLY_ONCE_TEST_BOOTSTRAP_SERVERS", bootstrap_servers)
+    monkeypatch.setenv("EXACTLY_ONCE_TEST_CONNINFO", conninfo)
+    suite = [str(Path(__file__).parent / test) for test in SHORT]
+    # What a Spark says of a Python or a pandas that is newer is not ours to mend.
+    with Driver("-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", *suite) as running:
+        running.wait(f"Spark {version}")
+        assert running.wait_ended(600) == 0, running.story()
