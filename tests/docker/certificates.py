@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-_NAMES = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+_NAMES = "subjectAltName=DNS:localhost,DNS:postgres,IP:127.0.0.1"
 _POSTGRES = """\
 # Run once when the database is made: from then on nobody comes in without TLS and a password.
 install -m 0600 /certificates/server.key "$PGDATA/server.key"

@@ -50,16 +50,16 @@ def engine() -> None:
 @pytest.fixture(autouse=True)
 def _remember_images(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if {"cluster", "secured", "versions"} & set(request.fixturenames):
+    if {"cluster", "prometheus", "secured", "spark", "versions"} & set(request.fixturenames):
         _images.update(docker("ps", "--format", "{{.Image}}").split())
 
 
 @pytest.fixture(scope="session")
 def cluster(engine: None) -> Iterator[Stack]:
-    """Three brokers, a primary and its standby, a pooler."""
+    """Three brokers, a primary and its standby, a pooler, a cache."""
     skip_unless("docker", worker_image_missing())
-    services = [*BROKERS, "primary", "standby", "pgbouncer"]
-    ports = [*BROKER_PORTS, "PRIMARY_PORT", "STANDBY_PORT", "PGBOUNCER_PORT"]
+    services = [*BROKERS, "primary", "standby", "pgbouncer", "memcached"]
+    ports = [*BROKER_PORTS, "PRIMARY_PORT", "STANDBY_PORT", "PGBOUNCER_PORT", "MEMCACHED_PORT"]
     with stack("cluster", services, ports) as running:
         yield running
 

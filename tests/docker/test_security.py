@@ -37,6 +37,12 @@ MESSAGES = 600
 HERE = Path(__file__).parent
 DOCUMENT = ROOT / "docs" / "how-to" / "deploy.md"
 OWNER, WORKER = "ledger_owner", "bank_worker"
+POOLER = {
+    "bank = host=db.example.org": "postgres = host=postgres",
+    "/etc/pgbouncer/": "/certificates/",
+    "/etc/ssl/bank-ca.crt": "/certificates/ca.crt",
+}
+"""What the how-to's PgBouncer is called here."""
 EFFECTS = f"""
     GRANT USAGE ON SCHEMA journal TO {WORKER};
     GRANT INSERT ON journal.entries TO {WORKER};
@@ -99,7 +105,7 @@ def secured(engine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("certificates")
     certificates.make(folder)
     passwords = {name: secrets.token_urlsafe(16) for name in ("postgres", OWNER, WORKER)}
-    ports = ["KAFKA_PORT", "POSTGRES_PORT", "KAFKA_SECURE_PORT"]
+    ports = ["KAFKA_PORT", "POSTGRES_PORT", "KAFKA_SECURE_PORT", "PGBOUNCER_PORT"]
     environment = {"CERTIFICATES": str(folder), "POSTGRES_PASSWORD": passwords["postgres"]}
     environment |= local_image("POSTGRES_IMAGE", "postgres:15")  # the other local one was built without TLS
     with stack("minimal", ["kafka", "postgres"], ports, environment, [HERE / "secure.yaml"]) as servers:
@@ -141,6 +147,23 @@ def topic(secured: Secured) -> str:
     return made
 
 
+@pytest.fixture(scope="module")
+def pooled(secured: Secured) -> str:
+    """The worker's way through the PgBouncer of the how-to, with TLS on both sides of it."""
+    (settings,) = re.findall(r"^```ini\n(.*?)^```", DOCUMENT.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    for theirs, ours in POOLER.items():
+        assert theirs in settings
+        settings = settings.replace(theirs, ours)
+    with psycopg.connect(secured.conninfo("postgres")) as connection:
+        kept = connection.execute("SELECT rolpassword FROM pg_authid WHERE rolname = %s", [WORKER]).fetchone()
+    assert kept is not None
+    (secured.folder / "userlist.txt").write_text(f'"{WORKER}" "{kept[0]}"\n')
+    (secured.folder / "pgbouncer.ini").write_text(settings)
+    secured.servers.compose("up", "--detach", "pooler")
+    secured.servers.until_ready("pooler")
+    return secured.conninfo(WORKER, port=str(secured.servers.ports["PGBOUNCER_PORT"]))
+
+
 def test_documented_grants_are_those_that_the_command_gives() -> None:
     """And nothing is missing there that was added here; no engine is needed to see that."""
     given = grants("exactly_once", WORKER).as_string(None).splitlines()
@@ -168,6 +191,42 @@ def test_worker_with_the_least_rights_ends_a_frozen_owner(topic: str, make_crew:
     frozen.wait("redelivered", 60)
     crew.end_well(heir, frozen)
     crew.assert_exact()
+
+
+def test_worker_goes_through_a_pooler_with_tls_on_both_sides(
+    secured: Secured, pooled: str, topic: str, make_crew: Callable[..., Crew]
+) -> None:
+    crew = make_crew(topic)
+    crew.start(conninfo=pooled, options={"max_messages": 50}, failpoint=["advanced", "kill", 3]).wait_exit()
+    frozen = crew.start(conninfo=pooled, options={"max_messages": 50}, failpoint=["handled", "stop", 3])
+    frozen.wait("failpoint")
+    frozen.wait_stopped()
+    heir = crew.start(conninfo=pooled, options={"max_messages": 50})
+    crew.until_applied(MESSAGES, 60)
+    frozen.cont()
+    crew.end_well(heir, frozen)
+    crew.assert_exact()
+    query = (
+        "SELECT current_user, ssl, host(client_addr) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) WHERE pid = %s"
+    )
+    with psycopg.connect(pooled, prepare_threshold=None) as connection:
+        (pid,) = connection.execute("SELECT pg_backend_pid()").fetchone() or (None,)
+        row = connection.execute(query, [pid]).fetchone()
+    assert row == (WORKER, True, secured.servers["pooler"].address())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sslmode": "disable", "sslrootcert": ""}, "SSL required"),
+        ({"password": "a-guess"}, "password authentication failed|SASL authentication failed"),
+        ({"user": OWNER}, "password authentication failed|SASL authentication failed"),
+        ({"channel_binding": "require"}, "channel binding"),
+    ],
+)
+def test_pooler_lets_nobody_in_by(secured: Secured, pooled: str, changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(psycopg.OperationalError, match=reason):
+        psycopg.connect(psycopg.conninfo.make_conninfo(pooled, **changes))
 
 
 def test_worker_with_the_least_rights_sets_a_message_aside(topic: str, make_crew: Callable[..., Crew]) -> None:

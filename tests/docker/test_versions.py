@@ -1,4 +1,4 @@
-"""The minimal profile, with older servers: what its README says works, and an heir of a killed worker finishes."""
+"""The minimal profile with servers of several versions: its README works, and the heir of a killed worker finishes."""
 
 from __future__ import annotations
 
@@ -21,33 +21,52 @@ MESSAGES = 600
 
 
 class Versions(NamedTuple):
-    """A pair of servers: the local images, and the official ones of the same versions."""
+    """A pair of servers as local images, and the protocol by which workers share a group on them."""
 
     kafka: str
     postgres: str
-    official: dict[str, str]
+    protocol: str
+
+    @property
+    def official(self) -> dict[str, str]:
+        """The official images of the same versions."""
+        older = {"KAFKA_IMAGE": "apache/kafka:3.9.1"} if self.kafka == "kafka:older" else {}
+        return older | {"POSTGRES_IMAGE": self.postgres}
 
 
-OLDER = Versions("kafka:older", "postgres:15", {"KAFKA_IMAGE": "apache/kafka:3.9.1", "POSTGRES_IMAGE": "postgres:15"})
+PAIRS = [
+    Versions("kafka:older", "postgres:14", "cooperative"),
+    Versions("kafka:older", "postgres:15", "eager"),
+    Versions("kafka:current", "postgres:16", "consumer"),
+    Versions("kafka:current", "postgres:17", "cooperative"),
+]
+"""The other tests run the current Kafka with 18 (the cluster) and 15 (TLS)."""
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: f"{pair.kafka}-{pair.postgres}")
+def pair(request: pytest.FixtureRequest) -> Versions:
+    """Each pair in turn."""
+    chosen: Versions = request.param
+    return chosen
 
 
 @pytest.fixture(scope="module")
-def versions(engine: None) -> Iterator[Stack]:
-    """An older broker and an older Postgres."""
-    local = local_image("KAFKA_IMAGE", OLDER.kafka) | local_image("POSTGRES_IMAGE", OLDER.postgres)
-    with stack("minimal", ["kafka", "postgres"], ["KAFKA_PORT", "POSTGRES_PORT"], OLDER.official | local) as running:
+def versions(engine: None, pair: Versions) -> Iterator[Stack]:
+    """A broker and a Postgres of these versions."""
+    local = local_image("KAFKA_IMAGE", pair.kafka) | local_image("POSTGRES_IMAGE", pair.postgres)
+    with stack("minimal", ["kafka", "postgres"], ["KAFKA_PORT", "POSTGRES_PORT"], pair.official | local) as running:
         yield running
 
 
-@pytest.mark.parametrize("protocol", ["eager", "cooperative"])
-def test_killed_on_older_servers_the_next_worker_finishes(versions: Stack, protocol: str, name: str) -> None:
+def test_killed_worker_has_an_heir_that_finishes(versions: Stack, pair: Versions, name: str) -> None:
     bootstrap_servers, conninfo = versions.bootstrap_servers("KAFKA_PORT"), versions.conninfo("POSTGRES_PORT")
     with psycopg.connect(conninfo, autocommit=True) as connection:
         migrate(connection)
+        assert str(connection.info.server_version // 10_000) == pair.postgres.removeprefix("postgres:")
     topic = create_topic(bootstrap_servers, 3)
     produce(bootstrap_servers, topic, MESSAGES, 3)
     options: dict[str, Any] = {"max_messages": 50}
-    with Crew(bootstrap_servers, conninfo, name, [topic], kafka=PROTOCOLS[protocol]) as crew:
+    with Crew(bootstrap_servers, conninfo, name, [topic], kafka=PROTOCOLS[pair.protocol]) as crew:
         crew.start(options=options, failpoint=["advanced", "kill", 3]).wait_exit()
         crew.start(options=options, until_end=True).finish()
         assert None not in [row[0] for row in crew.look("SELECT topic_id FROM exactly_once.ledger WHERE group_id = %s")]

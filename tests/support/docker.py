@@ -108,6 +108,11 @@ class Container:
         return docker("exec", "--user", "root", self.name, *command)
 
     @property
+    def image(self) -> str:
+        """What it was made from."""
+        return docker("inspect", "--format", "{{.Config.Image}}", self.name)
+
+    @property
     def is_running(self) -> bool:
         """Whether it has not ended; a frozen one is running."""
         return docker("inspect", "--format", "{{.State.Running}}", self.name) == "true"
@@ -139,7 +144,7 @@ class Container:
 
 
 class Stack:
-    """The running containers of one profile."""
+    """The running containers of one project."""
 
     def __init__(self, project: str, ports: Mapping[str, int], command: Sequence[str], services: Sequence[str]) -> None:
         self.project = project
@@ -191,18 +196,19 @@ class Stack:
 
 @contextlib.contextmanager
 def stack(
-    profile: str,
+    profiles: str,
     services: Sequence[str],
     ports: Sequence[str],
     environment: Mapping[str, str] = MappingProxyType({}),
     files: Sequence[Path] = (),
 ) -> Iterator[Stack]:
-    """Run the services of a profile at free ports until the end of the block.
+    """Run services of a profile, or of several with commas between, at free ports until the end of the block.
 
     `files` override parts of the compose file; `environment` are its variables, images among them.
     """
     chosen = {variable: free_port() for variable in ports}
     variables = {**local_images(), **os.environ, **environment, **{name: str(port) for name, port in chosen.items()}}
+    variables["COMPOSE_PROFILES"] = profiles
     new = {name: value for name, value in variables.items() if os.environ.get(name) != value}
     compose = compose_command()
     assert compose is not None
@@ -210,13 +216,12 @@ def stack(
     environ = ["env", *(f"{name}={value}" for name, value in new.items())]
     all_files = [FOLDER / "compose.yaml", *files]
     command = [*environ, *compose.split(), *(w for file in all_files for w in ("-f", str(file))), "-p", project]
-    command += ["--profile", profile]
     with get_docker_services(
         " ".join([*environ, compose]),
         [str(file) for file in all_files],
         project,
         [],  # not here: nobody would clean up after a start that fails
-        [f"--profile {profile} down --volumes --timeout 0"],
+        ["down --volumes --timeout 0"],
     ):
         running = Stack(project, chosen, command, services)
         try:
