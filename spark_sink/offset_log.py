@@ -26,7 +26,7 @@ _NOTHING_YET = "-"
 """What the log says of a source that has given nothing so far."""
 
 Read = Callable[[str], "bytes | None"]
-"""Returns the content of a file below the checkpoint, or None when there is no such file."""
+"""Returns the content of a file below the checkpoint, none of a directory, or None when there is no such thing."""
 
 
 class OffsetLog:
@@ -71,6 +71,10 @@ class OffsetLog:
         if text is None:
             return None
         return hashlib.sha256("\n".join(_sources(text, self.location)).encode()).hexdigest()
+
+    def has_state(self) -> bool:
+        """Tell whether the query keeps something from batch to batch, which only running each batch brings forward."""
+        return self._read("state") is not None
 
     def _ends_of(self, batch_id: int) -> dict[Partition, int] | None:
         if self._ends is not None and self._ends[0] == batch_id:
@@ -168,6 +172,8 @@ def reader(location: str, spark: SparkSession) -> Read:
 
     def read(name: str) -> bytes | None:
         path = root / name
+        if path.is_dir():
+            return b""
         return path.read_bytes() if path.exists() else None
 
     return read
@@ -182,6 +188,8 @@ def _hadoop_reader(location: str, spark: SparkSession, jvm: Any) -> Read:
         path = jvm.org.apache.hadoop.fs.Path(root, name)
         if not files.exists(path):
             return None
+        if files.getFileStatus(path).isDirectory():
+            return b""
         stream = files.open(path)
         try:
             return bytes(jvm.org.apache.commons.io.IOUtils.toByteArray(stream))

@@ -153,6 +153,8 @@ class Run:
         todo = shares(ranges, next_offsets, group_id=self._options.group_id)
         self._ended |= {r.partition: r.end for r in ranges}
         if not todo and any(r.first < r.end for r in ranges):
+            if self._log is not None and self._log.has_state():
+                _run_through(frame)
             return None
         if not todo:
             return _no_rows(frame)
@@ -182,6 +184,7 @@ class Run:
             )
         fingerprint = self._log.fingerprint(batch_id) if self._log is not None else None
         if batch_ledger.is_replay(self._counted, batch_id, fingerprint, group_id=options.group_id):
+            _run_through(frame)
             return None
         counted = replace(self._counted, batch_id=batch_id, fingerprint=fingerprint)
         result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), count=1)
@@ -260,12 +263,17 @@ def _no_rows(frame: DataFrame) -> Result:
 
     :raises RowsOutOfOrder: when it has, out of some state.
     """
-    if not frame.isEmpty():
+    if _run_through(frame):
         raise RowsOutOfOrder(
             "the batch has rows and covers no offsets: something has kept them since an earlier batch (a join of "
             "streams, a window, a state). Say ledger='batch-id'"
         )
     return Result()
+
+
+def _run_through(frame: DataFrame) -> int:
+    """Run a batch of which nothing is to be written, and count its rows: what a query keeps as state is made so."""
+    return frame.count()
 
 
 def _look_through(frame: DataFrame, ended: dict[Partition, int]) -> list[Range]:

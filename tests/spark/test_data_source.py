@@ -307,6 +307,7 @@ def orders():
 """
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(
     "spark-pipelines" not in required_parts(),
     reason=f"declarative pipelines need pyspark[pipelines] 4.1 or newer; run if {VARIABLE} names spark-pipelines",
@@ -330,8 +331,9 @@ def test_a_declarative_pipeline_writes_into_a_sink_of_it(
     for _ in range(2):
         command = [str(home / "bin" / "spark-pipelines"), "run"]
         done = subprocess.run(
-            command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
+            command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        # Not its exit code: 4.2.0 ends with UNKNOWN_RESPONSE behind a run that is complete.
+        assert "Run is COMPLETED" in done.stdout + done.stderr, done.stdout + done.stderr
         look = f'SELECT count(*), count(DISTINCT "offset") FROM {name}'
         assert db.execute(look).fetchone() == (100, 100)

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from exactly_once.embedded.jars import Progress, cache_directory, locked
 from tests.support.require import VARIABLE, required_parts
@@ -25,8 +26,10 @@ if "spark-versions" not in required_parts():
 VERSIONS = [version for version in ("3.5.3", "4.0.0", "4.2.0") if version != metadata.version("pyspark")]
 """The oldest that is promised, the first with Arrow on the driver, and the newest whose Kafka source was to be had."""
 
+PIPELINES = "test_data_source.py::test_a_declarative_pipeline_writes_into_a_sink_of_it"
 SHORT = (
     "test_sink.py::test_a_replayed_batch_writes_nothing",
+    "test_sink.py::test_a_query_with_state_runs_through_a_replayed_batch_and_writes_nothing",
     "test_sink.py::test_a_lost_checkpoint_and_other_batches_write_nothing_twice",
     "test_sink.py::test_a_small_batch_is_written_by_the_driver_and_as_well_guarded",
     "test_faults.py::test_a_worker_that_dies_after_its_commit_is_tried_again_and_writes_nothing_twice",
@@ -48,7 +51,9 @@ def fetch(version: str, home: Path) -> None:
         complete = Path(temporary, "complete")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         with Progress(f"Spark {version}: fetching pyspark, once"):
-            subprocess.run([*command, "--target", str(complete), f"pyspark=={version}"], check=True, timeout=1200)
+            # The two others are for declarative pipelines.
+            packages = [f"pyspark=={version}", "pyyaml", "zstandard"]
+            subprocess.run([*command, "--target", str(complete), *packages], check=True, timeout=1200)
         complete.rename(home)
 
 
@@ -59,10 +64,11 @@ def test_the_short_suite_passes(
 ) -> None:
     paths = filter(None, [str(fetched(version)), os.environ.get("PYTHONPATH")])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv(VARIABLE, "spark")
+    has_pipelines = Version(version) >= Version("4.1")
+    monkeypatch.setenv(VARIABLE, "spark,spark-pipelines" if has_pipelines else "spark")
     monkeypatch.setenv("EXACTLY_ONCE_TEST_BOOTSTRAP_SERVERS", bootstrap_servers)
     monkeypatch.setenv("EXACTLY_ONCE_TEST_CONNINFO", conninfo)
-    suite = [str(Path(__file__).parent / test) for test in SHORT]
+    suite = [str(Path(__file__).parent / test) for test in (*SHORT, *([PIPELINES] if has_pipelines else []))]
     # What a Spark says of a Python or a pandas that is newer is not ours to mend.
     with Driver("-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", *suite) as running:
         running.wait(f"Spark {version}")
