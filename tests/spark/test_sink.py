@@ -50,7 +50,12 @@ def test_a_query_with_state_runs_through_a_replayed_batch_and_writes_nothing(
 
     through: list[int] = []
     original = driver_side._run_through
-    monkeypatch.setattr(driver_side, "_run_through", lambda frame: through.append(original(frame)) or through[-1])
+
+    def noted(frame: DataFrame) -> int:
+        through.append(original(frame))
+        return through[-1]
+
+    monkeypatch.setattr(driver_side, "_run_through", noted)
 
     def distinct(frame: DataFrame) -> DataFrame:
         return frame.dropDuplicates(["partition", "offset"])
