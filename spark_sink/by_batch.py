@@ -96,15 +96,15 @@ def up_to_mark(stream: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
     :raises IncompleteInput: when the input ends without one, or goes on behind it.
     """
-    marks = 0
+    seen = 0
     for table in stream:
-        is_over = marks > 0 and table.num_rows > 0
-        marks += pc.sum(table.column(END)).as_py() or 0
+        marks = pc.sum(table.column(END)).as_py() or 0
         rows = table.slice(0, table.num_rows - marks)
-        if is_over or pc.sum(rows.column(END)).as_py():
+        if (seen and table.num_rows) or pc.sum(rows.column(END)).as_py():
             raise IncompleteInput("rows came behind the end mark of this batch: Spark has not kept them in order")
+        seen += marks
         yield rows
-    if marks == 1:
+    if seen == 1:
         return
     raise IncompleteInput(
         "the rows of this batch ended before their end mark: the attempt was killed, or what feeds it failed. "
