@@ -9,6 +9,7 @@ from pyspark.sql.datasource import DataSource
 
 from spark_sink import ExactlyOncePostgres
 from tests.spark.scene import JOURNAL, Scene
+from tests.support.spark import run_out
 
 
 def write_stream(
@@ -26,13 +27,7 @@ def write_stream(
     frame = scene.stream(lambda topic: topic, **limit) if frame is None else frame
     writer = frame.writeStream.format("exactly_once_postgres").outputMode(output)
     writer = writer.options(**chosen(scene, **options), checkpointLocation=str(scene.checkpoint))
-    query = writer.trigger(availableNow=True).start()
-    try:
-        if not query.awaitTermination(240):
-            raise AssertionError(f"the query did not end: {query.status}")
-    finally:
-        query.stop()
-    return query
+    return run_out(writer)
 
 
 def chosen(scene: Scene, **options: str) -> dict[str, str]:

@@ -41,6 +41,11 @@ def drain(frame: DataFrame, sink: Callable[[DataFrame, int], None], checkpoint: 
     `options` are those of the writer.
     """
     writer = frame.writeStream.foreachBatch(sink).options(checkpointLocation=str(checkpoint), **options)
+    return run_out(writer)
+
+
+def run_out(writer: Any) -> Any:
+    """Start what a stream is written with over what is there now, and return the query when it has ended."""
     query = writer.trigger(availableNow=True).start()
     try:
         if not query.awaitTermination(240):
