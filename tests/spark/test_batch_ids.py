@@ -101,8 +101,12 @@ def test_another_query_and_an_older_checkpoint_are_refused(scene: Scene, counts:
 
 def test_a_first_batch_behind_a_known_checkpoint_is_refused(scene: Scene, counts: str) -> None:
     """Whether the query has written elsewhere, or the database was set back: rows are missing here."""
+
+    def elsewhere(frame: DataFrame, _: int) -> None:
+        frame.count()
+
     scene.produce(20)
-    Counting(scene, counts).run_into(lambda frame, _: None, "update")
+    Counting(scene, counts).run_into(elsewhere, "update")
     scene.produce(20)
     with pytest.raises(Exception, match="LedgerBehindCheckpoint"):
         Counting(scene, counts).run("update", "upsert")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from psycopg import sql
 
 from tests.spark.scene import Scene
 from tests.support.proxy import PostgresProxy
-from tests.support.require import VARIABLE, required_parts
 from tests.support.spark import read_topic
 
 if TYPE_CHECKING:
@@ -54,6 +52,13 @@ def leftovers(scene: Scene) -> int:
         return int(row[0])
 
 
+def topics_identified(scene: Scene) -> bool:
+    """Whether the ledger tells which topic of this name each row is about."""
+    with psycopg.connect(scene.conninfo) as connection:
+        look = "SELECT bool_and(topic_id IS NOT NULL) FROM exactly_once.ledger WHERE group_id = %s"
+        return connection.execute(look, (scene.topic,)).fetchone() == (True,)
+
+
 def test_every_message_is_written_once_also_where_batches_come_again(scene: Scene) -> None:
     """The last batch is replayed; then the checkpoint is lost and everything comes again in other portions."""
     scene.produce(1000)
@@ -66,8 +71,9 @@ def test_every_message_is_written_once_also_where_batches_come_again(scene: Scen
     assert reported(scene) == (0, 0)
     scene.produce(100)
     scene.lose_checkpoint()
-    write_stream(scene, per_trigger=1050, name="again")
+    write_stream(scene, per_trigger=1050, name="again", bootstrapServers=scene.bootstrap_servers)
     scene.check()
+    assert topics_identified(scene)
     assert scene.ledger() == scene.ends()
     assert leftovers(scene) == 0
 
@@ -289,51 +295,3 @@ def test_what_cannot_work_is_refused_when_the_query_starts(scene: Scene) -> None
         scene.lose_checkpoint()
     write_stream(scene)
     scene.check()
-
-
-PIPELINE = """
-from pyspark import pipelines
-from pyspark.sql import SparkSession
-from spark_sink import ExactlyOncePostgres
-
-session = SparkSession.active()
-session.dataSource.register(ExactlyOncePostgres)
-pipelines.create_sink("orders_sink", "exactly_once_postgres", {options})
-
-
-@pipelines.append_flow(target="orders_sink")
-def orders():
-    return session.readStream.schema("topic string, partition int, offset bigint").json("{source}")
-"""
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(
-    "spark-pipelines" not in required_parts(),
-    reason=f"declarative pipelines need pyspark[pipelines] 4.1 or newer; run if {VARIABLE} names spark-pipelines",
-)
-def test_a_declarative_pipeline_writes_into_a_sink_of_it(
-    needs_spark: None, conninfo: str, name: str, db: psycopg.Connection[Any], tmp_path: Path
-) -> None:
-    from exactly_once.embedded import spark  # noqa: PLC0415
-    from exactly_once.embedded.errors import package_directory  # noqa: PLC0415
-
-    home = package_directory("pyspark")
-    db.execute(f'CREATE TABLE {name} (topic text, partition int, "offset" bigint)')
-    source = tmp_path / "input"
-    source.mkdir()
-    (source / "0.json").write_text("".join(f'{{"topic": "t", "partition": 0, "offset": {n}}}\n' for n in range(100)))
-    options = {"conninfo": conninfo, "table": name, "groupId": name}
-    (tmp_path / "orders.py").write_text(PIPELINE.format(options=options, source=source))
-    spec = f"name: orders\nstorage: file://{tmp_path}/storage\nlibraries:\n  - glob:\n      include: orders.py\n"
-    (tmp_path / "spark-pipeline.yml").write_text(spec)
-    environment = {**os.environ, **spark.environment(), "SPARK_HOME": str(home)}
-    for _ in range(2):
-        command = [str(home / "bin" / "spark-pipelines"), "run"]
-        done = subprocess.run(
-            command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
-        )
-        # Not its exit code: 4.2.0 ends with UNKNOWN_RESPONSE behind a run that is complete.
-        assert "Run is COMPLETED" in done.stdout + done.stderr, done.stdout + done.stderr
-        look = f'SELECT count(*), count(DISTINCT "offset") FROM {name}'
-        assert db.execute(look).fetchone() == (100, 100)
