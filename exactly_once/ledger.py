@@ -108,7 +108,7 @@ class Ledger:
 
     def read(self, partitions: Sequence[Partition]) -> list[Row]:
         """Read rows under lock: after every transaction that could still change them."""
-        with self._changing(partitions) as cursor:
+        with self._changing(partitions, is_durable=False) as cursor:
             return self._rows(cursor, "read_locked", partitions)
 
     def start(self, rows: Iterable[Row]) -> set[Partition]:
@@ -218,9 +218,10 @@ class Ledger:
 
     @contextlib.contextmanager
     def _changing(
-        self, waiting: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS
+        self, waiting: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS, is_durable: bool = True
     ) -> Iterator[psycopg.Cursor[tuple[Any, ...]]]:
-        with self.session.ledger_transaction(lock_timeout_seconds=lock_seconds) as (connection, pid):
+        opening = self.session.ledger_transaction(lock_timeout_seconds=lock_seconds, is_durable=is_durable)
+        with opening as (connection, pid):
             watching = self._watch(pid, waiting) if waiting else contextlib.nullcontext()
             with watching:
                 yield cursor_on(connection)

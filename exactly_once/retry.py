@@ -32,8 +32,15 @@ class Stop:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Tell whether an error of the loop itself goes away by waiting: a server that is away or busy."""
-    if isinstance(error, (Redelivered, Unreachable)):
+    """Tell whether the loop goes on after an error: a server is away or busy, or messages come again."""
+    return isinstance(error, Redelivered) or is_away(error)
+
+
+def is_away(error: BaseException) -> bool:
+    """Tell whether an error goes away by waiting and asking again: a server that is away or busy."""
+    if isinstance(error, Redelivered):
+        return False  # who asks again with what it holds gets the same answer
+    if isinstance(error, Unreachable):
         return True
     if isinstance(error, KafkaException):
         return bool(error.args[0].retriable())
@@ -60,9 +67,9 @@ def patiently(
 
 
 def briefly(seconds: float) -> tenacity.Retrying:
-    """Return a retrier that gives up after so long, with the error itself."""
+    """Return a retrier for servers that are away, which gives up after so long, with the error itself."""
     return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(is_passing),
+        retry=tenacity.retry_if_exception(is_away),
         wait=BACKOFF,
         stop=tenacity.stop_after_delay(seconds),
         reraise=True,

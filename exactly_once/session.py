@@ -150,12 +150,17 @@ class Session:
         return connection is self._connection
 
     @contextlib.contextmanager
-    def ledger_transaction(self, *, lock_timeout_seconds: float) -> Iterator[tuple[Connection, int]]:
-        """Run a short transaction that only touches the ledger; yield connection and backend pid."""
+    def ledger_transaction(
+        self, *, lock_timeout_seconds: float, is_durable: bool = True
+    ) -> Iterator[tuple[Connection, int]]:
+        """Run a short transaction that only touches the ledger; yield connection and backend pid.
+
+        Without ``is_durable`` nothing waits for the disk: for what may be lost, and for what only looks.
+        """
         self.roll_back()  # as above
         connection = self.connection
         opening = query(
-            "begin_ledger",
+            "begin_ledger" if is_durable else "begin_looking",
             self.schema,
             marker=sql.Literal(self.marker),
             lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),

@@ -81,7 +81,7 @@ class Result:
 class Attempt:
     """A context in which rows are written; whatever leaves it without :meth:`commit` leaves nothing behind."""
 
-    def __init__(self, work: Work, session: Session | None = None) -> None:
+    def __init__(self, work: Work, session: Session | None = None, writer: TableWriter | None = None) -> None:
         self.work = work
         options = work.options
         self._own = Session(connector(options.conninfo), schema=options.schema, instance=work.instance)
@@ -93,7 +93,7 @@ class Attempt:
         )
         self.unit = UnitOfWork(self.ledger)
         self.result = Result()
-        self._writer = writer_of(options)
+        self._writer = writer or writer_of(options)
         # Of another instance: its siblings are no lost connections of its own.
         self._watcher = Watcher(
             self.session.connect, schema=options.schema, group_id=options.group_id, instance=UUID(int=0)

@@ -14,13 +14,15 @@ brought all rows, and a second stage with a worker and a connection of its own w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
+from exactly_once.model import Partition
 from exactly_once.session import Session
+from exactly_once.writer import TableWriter
 
 from .attempt import Attempt, Result, Work, tables
 from .batch_ledger import BatchIdLedger
@@ -60,17 +62,21 @@ class BatchTask(NamedTuple):
             if isinstance(attempt.ledger, BatchIdLedger):
                 self._write_counted(attempt, attempt.ledger, up_to_mark(rows))
             else:
-                self._write(attempt, up_to_mark(rows))
+                self._write(attempt, up_to_mark(rows), attempt.standing())
         yield attempt.result.as_batch()
 
-    def write_here(self, rows: pa.Table, session: Session) -> Result:
-        """Write the rows of a small batch on the driver, whose action has brought all of them or raised."""
-        with Attempt(self.work, session) as attempt:
-            self._write(attempt, [rows.sort_by(OFFSET)])
+    def write_here(
+        self, rows: pa.Table, session: Session, writer: TableWriter, standing: Mapping[Partition, int]
+    ) -> Result:
+        """Write the rows of a small batch on the driver, whose action has brought all of them or raised.
+
+        ``standing`` is where the ledger stood before; an advance from anywhere else matches nothing.
+        """
+        with Attempt(self.work, session, writer) as attempt:
+            self._write(attempt, [rows.sort_by(OFFSET)], standing)
         return attempt.result
 
-    def _write(self, attempt: Attempt, rows: Iterable[pa.Table]) -> None:
-        standing = attempt.standing()
+    def _write(self, attempt: Attempt, rows: Iterable[pa.Table], standing: Mapping[Partition, int]) -> None:
         moves = {p: (standing[p], r.end) for p, r in self.work.ranges.items() if standing[p] < r.end}
         if not moves:
             return  # an earlier attempt has landed, and its answer was lost

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from uuid import UUID
 
 import psycopg
-import tenacity
 
-from exactly_once.errors import ExactlyOnceError
 from exactly_once.ledger import LOCK_SECONDS
-from exactly_once.retry import briefly, is_passing
+from exactly_once.retry import briefly
 from exactly_once.schema import check
 from exactly_once.session import Begun, Connection, Session, connector, cursor_on
 from exactly_once.sql import query
@@ -26,7 +24,7 @@ from exactly_once.watcher import Watcher
 from . import batch_ledger
 from .options import Options
 
-_PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 30.0
 """How long a short outage of the database may last, and a run that is fenced may take to let go."""
 
 
@@ -53,12 +51,15 @@ class OneTransaction(Session):
         return begun
 
     @contextlib.contextmanager
-    def ledger_transaction(self, *, lock_timeout_seconds: float) -> Iterator[tuple[Connection, int]]:
+    def ledger_transaction(
+        self, *, lock_timeout_seconds: float, is_durable: bool = True
+    ) -> Iterator[tuple[Connection, int]]:
         """Join what is open, or open a short transaction."""
         if self._open is not None:
             yield self._open, self._open.info.backend_pid
             return
-        with super().ledger_transaction(lock_timeout_seconds=lock_timeout_seconds) as (connection, pid):
+        opening = super().ledger_transaction(lock_timeout_seconds=lock_timeout_seconds, is_durable=is_durable)
+        with opening as (connection, pid):
             self._open = connection
             try:
                 yield connection, pid
@@ -72,18 +73,12 @@ def register(options: Options, origin: Origin) -> None:
     :raises QueryChanged: when the group counts the batches of another query.
     :raises SchemaTooOld: when the database lacks what this needs.
     """
-    while_away()(_register, options, origin)
+    briefly(PATIENCE_SECONDS)(_register, options, origin)
 
 
 def watching(options: Options, origin: Origin, session: Session) -> Watcher:
     """Make what ends the backend of a run that stands still and is waited for."""
     return Watcher(session.connect, schema=options.schema, group_id=options.group_id, instance=origin.run_id)
-
-
-def while_away() -> tenacity.Retrying:
-    """Return a retrier for what only the database's state prevents; a fence is final."""
-    is_theirs = tenacity.retry_if_not_exception_type(ExactlyOnceError)
-    return briefly(_PATIENCE_SECONDS).copy(retry=tenacity.retry_all(is_theirs, tenacity.retry_if_exception(is_passing)))
 
 
 def _register(options: Options, origin: Origin) -> None:

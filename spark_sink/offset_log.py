@@ -155,21 +155,29 @@ def _numbered(numbers: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def reader(location: str, spark: SparkSession) -> Read:
-    """Return how to read below ``location``: through Hadoop's FileSystem, or without a JVM from this machine's disk.
+    """Return how to read below ``location``: from this machine's disk, or through Hadoop's FileSystem.
 
     :raises ConfigurationError: when there is no JVM and the place is not on this machine's disk.
     """
     jvm = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
     if jvm is not None:
-        return _hadoop_reader(location, spark, jvm)
+        configuration = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001 - pyspark has no public way
+        root = jvm.org.apache.hadoop.fs.Path(location)
+        files = root.getFileSystem(configuration)
+        if files.getUri().getScheme() != "file":
+            return _hadoop_reader(root, files, jvm)
+        # Each question to the JVM is a round trip, and this is asked for every batch.
+        return _disk_reader(Path(files.makeQualified(root).toUri().getPath()))
     place = urlsplit(location)
     if place.scheme not in ("", "file"):
         raise ConfigurationError(
             f"checkpoint_location={location!r} cannot be read over Spark Connect, which gives no access to "
             f"{place.scheme}; leave it out, or run the query where the driver is"
         )
-    root = Path(place.path)
+    return _disk_reader(Path(place.path))
 
+
+def _disk_reader(root: Path) -> Read:
     def read(name: str) -> bytes | None:
         path = root / name
         if path.is_dir():
@@ -179,11 +187,7 @@ def reader(location: str, spark: SparkSession) -> Read:
     return read
 
 
-def _hadoop_reader(location: str, spark: SparkSession, jvm: Any) -> Read:
-    configuration = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001 - pyspark has no public way
-    root = jvm.org.apache.hadoop.fs.Path(location)
-    files = root.getFileSystem(configuration)
-
+def _hadoop_reader(root: Any, files: Any, jvm: Any) -> Read:
     def read(name: str) -> bytes | None:
         path = jvm.org.apache.hadoop.fs.Path(root, name)
         if not files.exists(path):

@@ -17,6 +17,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from exactly_once.ledger import Ledger
 from exactly_once.model import Advance, Partition
+from exactly_once.retry import briefly
 from exactly_once.session import cursor_on
 from exactly_once.sql import query
 from exactly_once.unit_of_work import UnitOfWork
@@ -27,7 +28,7 @@ from . import batch_ledger
 from .attempt import writer_of
 from .batch_ledger import BatchIdLedger
 from .errors import RowsOutOfOrder
-from .fence import OneTransaction, Origin, watching, while_away
+from .fence import PATIENCE_SECONDS, OneTransaction, Origin, watching
 from .frame import check_key, columns_of
 from .options import Options
 from .owners import Holding, Owners
@@ -49,7 +50,7 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
     :raises FrameError: when the frame does not fit the table.
     :raises StageLost: when staged rows are gone.
     """
-    while_away()(_publish, options, schema, staged, releases=releases)
+    briefly(PATIENCE_SECONDS)(_publish, options, schema, staged, releases=releases)
 
 
 def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool) -> None:

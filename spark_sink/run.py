@@ -20,7 +20,7 @@ from exactly_once.session import Session, connector, cursor_on
 from exactly_once.sql import query
 from exactly_once.start import Starter
 from exactly_once.watcher import Watcher
-from exactly_once.writer import Table
+from exactly_once.writer import Table, TableChanged
 
 from . import batch_ledger
 from .attempt import REPORT, Result, Work, read_results, writer_of
@@ -78,14 +78,17 @@ class Run:
         self._owners = Owners(ledger, starter=starter_of(options, ledger))
         self._ended: dict[Partition, int] = {}
         self._counted: Counted | None = None
+        self._writer = writer_of(options)
         self._table: tuple[Table, tuple[str, ...]] | None = None
 
     def write(self, frame: DataFrame, batch_id: int) -> BatchReport:
         """Write a batch, or find that it was written."""
         began_at = time.monotonic()
-        prepared, columns = self._fit(frame)
-        write = self._write_offsets if self._options.ledger == "offsets" else self._write_counted
-        result = write(prepared, columns, batch_id)
+        try:
+            result = self._write(frame, batch_id)
+        except TableChanged:
+            self._table = None
+            result = self._write(frame, batch_id)
         report = BatchReport(
             group_id=self._options.group_id,
             query_id=self.ids.query_id,
@@ -110,6 +113,11 @@ class Run:
         finally:
             session.close()
 
+    def _write(self, frame: DataFrame, batch_id: int) -> Result | None:
+        prepared, columns = self._fit(frame)
+        write = self._write_offsets if self._options.ledger == "offsets" else self._write_counted
+        return write(prepared, columns, batch_id)
+
     def _ledger(self) -> Ledger:
         return Ledger(
             self._session,
@@ -124,9 +132,8 @@ class Run:
         """Compare the frame with the table as the run has found it; if it is altered, tasks find out."""
         options = self._options
         if self._table is None:
-            writer = writer_of(options)
             with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-                self._table = writer.table(connection), writer.key(connection)
+                self._table = self._writer.table(connection), self._writer.key(connection)
         table, key = self._table
         prepared, columns = fit(frame, table, options)
         if options.mode in ("upsert", "insert-ignore"):
@@ -160,7 +167,7 @@ class Run:
             return _no_rows(frame)
         work = self._work(columns, batch_id, ranges={r.partition: r for r in ranges})
         if self._is_small(todo) and hasattr(frame, "toArrow"):  # Spark 3.5 has not
-            return BatchTask(work).write_here(frame.toArrow(), self._session)
+            return BatchTask(work).write_here(frame.toArrow(), self._session, self._writer, next_offsets)
         result = self._act(frame, work, count=len(todo))
         # Only now: Spark says that every task has succeeded.
         self._owners.finish(todo, is_whole=self._options.transaction == "batch")
@@ -228,7 +235,7 @@ class Run:
         }
         with (
             suppress(psycopg.Error),
-            self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _),
+            self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS, is_durable=False) as (connection, _),
         ):
             cursor_on(connection).execute(query("spark_report", self._options.schema), parameters, prepare=False)
 

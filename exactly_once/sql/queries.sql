@@ -21,6 +21,15 @@ SET LOCAL lock_timeout = {lock_timeout};
 SET LOCAL idle_in_transaction_session_timeout = '10s';
 SELECT pg_backend_pid()
 
+-- name: begin_looking
+-- Open the same for statements that change nothing: rows that they lock are no reason to wait for the disk.
+BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL application_name = {marker};
+SET LOCAL lock_timeout = {lock_timeout};
+SET LOCAL idle_in_transaction_session_timeout = '10s';
+SET LOCAL synchronous_commit = off;
+SELECT pg_backend_pid()
+
 -- name: xact_status
 -- What became of a transaction; null when the server no longer knows.
 SELECT pg_xact_status(%(xid)s::xid8)

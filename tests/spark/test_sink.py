@@ -14,8 +14,9 @@ from tests.support.spark import drain
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
+    from spark_sink import BatchReport
     from spark_sink.options import Transaction
 
 both = pytest.mark.parametrize("transaction", ["batch", "partition"])
@@ -196,6 +197,29 @@ def test_an_upsert_takes_the_last_change_of_each_key(scene: Scene, name: str, db
     db.execute(f"DROP TABLE {name}")
 
 
+@pytest.mark.parametrize("small_batch", [0, 1000])
+def test_a_table_that_is_altered_between_batches_is_written_as_it_is_then(
+    scene: Scene, small_batch: int, name: str, db: psycopg.Connection[Any]
+) -> None:
+    """The driver, which writes small batches, has read the table before; a task reads it each time."""
+    db.execute(f'CREATE TABLE {name} (topic text, partition int, "offset" bigint, value bytea, worker text)')
+    changes = [
+        "ADD COLUMN seen timestamptz DEFAULT now(), ALTER partition TYPE bigint",
+        'ALTER "offset" TYPE numeric, ALTER partition TYPE smallint, DROP COLUMN seen',
+    ]
+
+    def alter(_: BatchReport) -> None:
+        if changes:
+            db.execute(f"ALTER TABLE {name} {changes.pop(0)}")
+
+    scene.produce(800)
+    scene.run(scene.sink(table=name, on_report=alter, small_batch=small_batch), per_trigger=200)
+    assert not changes
+    seen = db.execute(f'SELECT count(*), count(DISTINCT (partition, "offset")) FROM {name}').fetchone()
+    assert seen == (800, 800)
+    db.execute(f"DROP TABLE {name}")
+
+
 def test_a_query_that_has_ended_releases_its_rows(scene: Scene, db: psycopg.Connection[Any]) -> None:
     sink = scene.sink()
     listener = sink.listener()
@@ -225,3 +249,16 @@ def test_where_retention_has_removed_messages_the_ledger_goes_on_behind_them(
         (scene.topic,),
     ).fetchall()
     assert dict(written) == {n: [*range(10), *range(30, 50)] for n in range(2)}
+
+
+@pytest.mark.parametrize("scheme", ["", "file", "viewfs"])
+def test_the_checkpoint_is_read_from_any_storage_of_spark(scheme: str, spark: SparkSession, tmp_path: Path) -> None:
+    """Viewfs shows a directory as that of a file system which is not this machine's disk."""
+    from spark_sink.offset_log import reader  # noqa: PLC0415
+
+    (tmp_path / "offsets").mkdir()
+    (tmp_path / "offsets" / "0").write_bytes(b"v1\n\x00\xff")
+    spark.conf.set(f"fs.viewfs.mounttable.{tmp_path.name}.link./checkpoint", tmp_path.as_uri())
+    location = {"": str(tmp_path), "file": tmp_path.as_uri(), "viewfs": f"viewfs://{tmp_path.name}/checkpoint"}
+    read = reader(location[scheme], spark)
+    assert (read("offsets/0"), read("offsets"), read("offsets/1")) == (b"v1\n\x00\xff", b"", None)
