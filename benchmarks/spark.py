@@ -176,16 +176,20 @@ def by_psql(bench: Bench, file: Path) -> None:
     subprocess.run([bench.postgres.binary("psql"), bench.conninfo, "--quiet", "--command", copy], check=True)
 
 
-def write_path(bench: Bench, written: int, rounds: int) -> Iterator[str]:
-    """Rows that lie in memory already, written by each way."""
+def in_memory(bench: Bench, written: int) -> tuple[DataFrame, str]:
+    """Make rows that lie in memory, and the checkpoint that Spark would have: as if they came from two partitions."""
     columns = ("id", "lpad(cast(id as string), 32, '0') name", "rand(1) value", "timestamp_seconds(id) at")
-    # Kafka's columns, for the sink: as if they came from two partitions.
     places = ("'cached' topic", f"cast(id >= {written // 2} as int) partition", f"id % {written // 2} offset")
     frame = bench.session.range(0, written, 1, 2).selectExpr(*columns, *places).persist()
     frame.count()
+    return frame, checkpoint_of(bench, {"cached": {"0": written // 2, "1": written // 2}})
+
+
+def write_path(bench: Bench, written: int, rounds: int) -> Iterator[str]:
+    """Rows that lie in memory already, written by each way."""
+    frame, checkpoint = in_memory(bench, written)
     empty(bench)
     copied(bench, frame)
-    checkpoint = checkpoint_of(bench, {"cached": {"0": written // 2, "1": written // 2}})
     file = bench.directory / "rows.csv"
     with (
         psycopg.connect(bench.conninfo) as connection,

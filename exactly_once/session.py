@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -67,7 +68,8 @@ def connector(conninfo: str) -> Callable[[], Connection]:
         try:
             return psycopg.connect(complete, autocommit=True, prepare_threshold=None)
         except psycopg.errors.ConnectionTimeout as error:  # the only one that does not say which server
-            place = f"{given.get('host') or given.get('hostaddr') or 'the local server'}:{given.get('port') or 5432}"
+            host = given.get("host") or given.get("hostaddr") or os.environ.get("PGHOST") or "the local server"
+            place = f"{host}:{given.get('port') or os.environ.get('PGPORT') or 5432}"
             raise psycopg.errors.ConnectionTimeout(f"{place}: {error}") from None
 
     return connect

@@ -15,7 +15,7 @@ asks a stream's writer whether it is one of these.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
@@ -112,7 +112,7 @@ class StreamWriter(StreamBase):
         _commit(self._options, self._schema, messages)
 
 
-def _checked(given: dict[str, str], schema: StructType, *, overwrite: bool) -> tuple[Options, StructType]:
+def _checked(given: Mapping[str, str], schema: StructType, *, overwrite: bool) -> tuple[Options, StructType]:
     options = check_source_options(given)
     if overwrite != (options.mode == "replace"):
         raise ConfigurationError(

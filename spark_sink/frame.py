@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType, DecimalType, StructField, StructType
 
+RESERVED = "__exactly_once_"
+"""How the names of columns begin that travel with a batch and are never written."""
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
@@ -62,6 +64,8 @@ def check_places(schema: StructType, options: Options) -> dict[str, StructField]
     names = schema.names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FrameError(f"the frame has several columns called {', '.join(map(repr, twice))}; rename or drop them")
+    if ours := [name for name in names if name.lower().startswith(RESERVED)]:
+        raise FrameError(f"the frame has a column {ours[0]!r}; names with {RESERVED} are the sink's own, rename it")
     fields = {f.name: f for f in schema.fields}
     if options.ledger == "offsets":
         _check_places(fields, options)

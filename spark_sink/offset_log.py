@@ -70,7 +70,7 @@ class OffsetLog:
         text = self._read(f"offsets/{batch_id}")
         if text is None:
             return None
-        return hashlib.sha256("\n".join(_sources(text, self.location)).encode()).hexdigest()
+        return hashlib.sha256("\n".join(_sources(text, self.location).values()).encode()).hexdigest()
 
     def has_state(self) -> bool:
         """Tell whether the query keeps something from batch to batch, which only running each batch brings forward."""
@@ -86,9 +86,8 @@ class OffsetLog:
         if batch_id > 0:
             return self._ends_of(batch_id - 1) or {}
         starts: dict[Partition, int] = {}
-        sources = len(_sources(self._read("offsets/0") or b"", self.location))
-        for number in range(sources):
-            text = self._read(f"sources/{number}/0")
+        for name in _sources(self._read("offsets/0") or b"", self.location):
+            text = self._read(f"sources/{name}/0")
             starts |= {} if text is None else parse_initial(text)
         return starts
 
@@ -100,7 +99,7 @@ def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
         read one partition.
     """
     found: dict[Partition, int] = {}
-    for line in _sources(text, location):
+    for line in _sources(text, location).values():
         offsets = _kafka_offsets(line)
         if not offsets and line != _NOTHING_YET:
             raise ConfigurationError(
@@ -121,17 +120,23 @@ def parse_initial(text: bytes) -> dict[Partition, int]:
     return _kafka_offsets(text.lstrip(b"\0").decode().partition("\n")[2].strip())
 
 
-def _sources(text: bytes, location: str) -> list[str]:
-    """Return what a file of the offset log says of each source: after a version and the batch's settings."""
-    lines = text.decode().splitlines()
-    if not lines:
-        return []
-    if lines[0].strip() != "v1":
-        raise ConfigurationError(
-            f"the offset log in {location!r} has format {lines[0][:20]!r}, this release knows v1; "
-            "leave checkpoint_location= out to go without it"
-        )
-    return lines[2:]
+def _sources(text: bytes, location: str) -> dict[str, str]:
+    """Return what a file of the offset log says of each source, by its name: after a version and the batch's settings.
+
+    A source that was given no name is called by its number; v2, which Spark 4.2 writes if told to, writes names down.
+    """
+    if not text:
+        return {}
+    version, *rest = text.decode().splitlines()
+    lines = rest[1:]
+    if version.strip() == "v1":
+        return {str(number): line for number, line in enumerate(lines)}
+    if version.strip() == "v2":
+        return {name: offsets for name, _, offsets in (line.partition(":") for line in lines)}
+    raise ConfigurationError(
+        f"the offset log in {location!r} has format {version[:20]!r}, this release knows v1 and v2; "
+        "leave checkpoint_location= out to go without it"
+    )
 
 
 def _kafka_offsets(line: str) -> dict[Partition, int]:

@@ -15,6 +15,7 @@ from exactly_once.cluster import Cluster
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger import LOCK_SECONDS, Ledger
 from exactly_once.model import Partition
+from exactly_once.retry import is_away
 from exactly_once.schema import check
 from exactly_once.session import Session, connector, cursor_on
 from exactly_once.sql import query
@@ -167,7 +168,11 @@ class Run:
             return _no_rows(frame)
         work = self._work(columns, batch_id, ranges={r.partition: r for r in ranges})
         if self._is_small(todo) and hasattr(frame, "toArrow"):  # Spark 3.5 has not
-            return BatchTask(work).write_here(frame.toArrow(), self._session, self._writer, next_offsets)
+            try:
+                return BatchTask(work).write_here(frame.toArrow(), self._session, self._writer, next_offsets)
+            except Exception as error:  # where the rows are too large or the connection is lost, a task may do it
+                if not (is_away(error) or "spark.driver.maxResultSize" in str(error)):
+                    raise
         result = self._act(frame, work, count=len(todo))
         # Only now: Spark says that every task has succeeded.
         self._owners.finish(todo, is_whole=self._options.transaction == "batch")

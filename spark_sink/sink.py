@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from exactly_once.errors import ConfigurationError
 from exactly_once.logs import about
 
 from .options import LedgerKind, Mode, Options, Transaction, check_options
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from .unit import SinkUnit
 
 logger = logging.getLogger(__name__)
+
+_written: dict[tuple[str | None, str], int] = {}
+"""The last batch of each run and group; over Spark Connect a run has no id, and a process of its own."""
 
 
 class PostgresSink:
@@ -91,8 +95,20 @@ class PostgresSink:
         self._run: Run | None = None
 
     def __call__(self, frame: DataFrame, batch_id: int) -> None:
-        """Write one micro-batch; a replay of one that was written writes nothing."""
-        report = self._run_of(frame).write(frame, batch_id)
+        """Write one micro-batch; a replay of one that was written writes nothing.
+
+        :raises exactly_once.ConfigurationError: for a second frame of a batch, which nobody could tell from a replay.
+        """
+        run = self._run_of(frame)
+        writes = run.ids.run_id, self._options.group_id
+        if _written.get(writes) == batch_id:
+            raise ConfigurationError(
+                f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger counts the "
+                "batch as written, so that its rows would be dropped as a replay. Call one sink once a batch, with all "
+                "rows; for another table make another sink, with a group_id of its own"
+            )
+        report = run.write(frame, batch_id)
+        _written[writes] = batch_id
         logger.info("%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
         if self._options.on_report is not None:
             self._options.on_report(report)

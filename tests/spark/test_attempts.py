@@ -142,6 +142,21 @@ def test_rows_behind_the_end_mark_fail_the_batch(
     assert (place.written(), place.ledger()) == ([], [0])
 
 
+def test_an_empty_table_behind_the_end_mark_is_nothing(place: Place) -> None:
+    work = place.work(place.owners(), place.ranges(4))
+    run("batch", work, [place.rows(range(4)), place.mark(), place.rows(), place.rows()])
+    assert (place.written(), place.ledger()) == (every(4), [4])
+
+
+@pytest.mark.parametrize("joined", [1, 100])
+def test_a_second_end_mark_fails_the_batch(joined: int, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_sink.attempt.ROWS", joined)
+    work = place.work(place.owners(), place.ranges(4))
+    with pytest.raises(IncompleteInput):
+        run("batch", work, [place.rows(range(4)), place.mark(), place.rows(), place.mark()])
+    assert (place.written(), place.ledger()) == ([], [0])
+
+
 @both
 def test_a_zombies_attempt_is_fenced_at_its_commit(place: Place, transaction: str) -> None:
     ranges = place.ranges(5)

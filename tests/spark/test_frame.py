@@ -121,6 +121,14 @@ def test_two_columns_of_one_name_are_refused(case: Case, name: str) -> None:
         fit(frame.select("*", "id"), case.table("id int"), Place("", name).options())
 
 
+@pytest.mark.parametrize("ledger", ["offsets", "batch-id"])
+def test_a_column_that_is_called_like_one_of_the_sinks_is_refused(case: Case, ledger: str) -> None:
+    """Spark would store what the sink has put there, or fail over two columns of one name."""
+    columns = 'topic text, partition int, "offset" bigint, __exactly_once_end int'
+    with pytest.raises(FrameError, match="'__exactly_once_end'; names with __exactly_once_ are the sink's own"):
+        case.fit(columns, "__exactly_once_end int", ledger=ledger)
+
+
 def test_a_key_that_the_frame_lacks_is_refused(case: Case) -> None:
     with pytest.raises(FrameError, match="lacks 'id'"):
         check_key(["id"], ["name"], case.table("id int PRIMARY KEY, name text"))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 
 from exactly_once.embedded import Postgres
-from exactly_once.errors import Fenced, OwnedByConsumer
+from exactly_once.errors import Fenced, OwnedByConsumer, SchemaTooOld
 from exactly_once.schema import migrate
+from exactly_once.session import marker_of
 from exactly_once.writer import TableError
 from spark_sink import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost, staging
 from tests.spark.attempts import Place
@@ -70,14 +72,31 @@ def test_a_commit_that_is_cut_off_is_made_once(target: Target, moment: str, mode
     assert target.staged() == 0
 
 
-def test_batches_that_were_written_before_under_other_cuts_are_written_once(target: Target) -> None:
+def test_batches_that_were_written_before_under_other_cuts_are_written_once(target: Target, db: Looking) -> None:
     """The checkpoint is lost, and another run reads everything again in other portions."""
     Run(target).write(rows(target.name, 0, range(10)))
     again = Run(target, query_id="another")
     again.write(again.rows(0, range(4)))
     again.write(again.rows(0, range(4, 15)), batch_id=1)
+    told = "SELECT batch_id, row_count, dropped FROM exactly_once.spark_query WHERE group_id = %s AND query_id = %s"
+    assert db.execute(told, (target.name, "another")).fetchall() == [(1, 5, 6)]
     assert target.offsets() == [(0, n) for n in range(15)]
     assert target.ledger() == [15]
+
+
+def test_of_a_chunk_with_rows_of_several_partitions_each_is_judged_by_its_own(target: Target) -> None:
+    """Two topics, two partitions; of one of them the ledger has nothing yet, of another one all."""
+    other = f"{target.name}_other"
+
+    def chunk(*ends: int) -> pa.RecordBatch:
+        places = [(target.name, 0), (target.name, 1), (other, 0), (other, 1)]
+        return pa.concat_batches([rows(*place, range(end)) for place, end in zip(places, ends, strict=True)])
+
+    Run(target).write(chunk(5, 3, 1, 0))
+    again = Run(target, query_id="another")
+    again.write(chunk(8, 3, 6, 2))
+    assert target.ledger() == [8, 3, 6, 2]
+    assert target.offsets() == sorted((n, o) for n, end in [(0, 8), (1, 3), (0, 6), (1, 2)] for o in range(end))
 
 
 # Who may publish.
@@ -114,6 +133,48 @@ def test_a_run_that_stands_still_in_its_publication_is_ended_by_a_later_one(targ
     assert target.ledger() == [5]
 
 
+@pytest.mark.timeout(60)
+def test_a_frozen_transaction_that_a_publication_waits_for_is_ended(target: Target) -> None:
+    run = Run(target)
+    run.write(run.rows(0, range(5)))
+    with psycopg.connect(target.conninfo, application_name=marker_of(uuid4(), "exactly_once")) as frozen:
+        frozen.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE", (target.name,))
+        run.write(run.rows(0, range(5, 9)), batch_id=1)
+        with pytest.raises(psycopg.OperationalError):
+            frozen.execute("SELECT 1")
+    assert target.offsets() == [(0, n) for n in range(9)]
+
+
+def test_a_registration_that_is_cut_off_is_made_again(target: Target) -> None:
+    with PostgresProxy(target.conninfo) as proxy:
+        run = Run(target, conninfo=proxy.conninfo)
+        fault = proxy.cut_before("INSERT INTO .*spark_run")
+        run.write(run.rows(0, range(5)))
+        fault.wait()
+    assert target.offsets() == [(0, n) for n in range(5)]
+
+
+def test_a_database_without_our_schema_is_told_from_any_other_error(target: Target) -> None:
+    with pytest.raises(SchemaTooOld, match="exactly-once migrate"):
+        Run(target, schema="nowhere").register()
+
+
+def test_of_a_thousand_runs_the_latest_are_remembered(target: Target, db: Looking) -> None:
+    make = """
+        INSERT INTO exactly_once.spark_run (group_id, run_id, registered_at)
+        SELECT %s, gen_random_uuid(), clock_timestamp() - n * interval '1 minute' FROM generate_series(1, 1000) AS n
+    """
+    db.execute(make, (target.name,))
+    run = Run(target)
+    for batch_id in range(2):
+        run.write(run.rows(0, [batch_id]), batch_id=batch_id)
+    look = """
+        SELECT count(*), min(registered_at) > clock_timestamp() - interval '1000 minutes'
+        FROM exactly_once.spark_run WHERE group_id = %s
+    """
+    assert db.execute(look, (target.name,)).fetchall() == [(1000, True)]
+
+
 def test_tasks_that_register_at_the_same_time_are_one_run(target: Target, db: Looking) -> None:
     run = Run(target)
     start = threading.Barrier(6)
@@ -139,7 +200,7 @@ def test_a_sink_that_takes_rows_fences_the_source_and_the_other_way_round(target
     with pytest.raises(Fenced):
         source.write(source.rows(0, range(5, 7)), batch_id=1)
     Run(target).write(rows(target.name, 0, range(5, 7)))
-    with pytest.raises(Fenced):
+    with pytest.raises(Fenced, match="spark query"):
         sink.take(ranges, batch_id=1)
     for session in place.sessions:
         session.close()
@@ -170,6 +231,24 @@ def test_an_operator_who_moves_the_ledger_fences_the_run(target: Target, db: Loo
 
 
 # What is staged.
+
+
+def test_what_is_staged_for_a_later_batch_or_by_another_group_stays(target: Target) -> None:
+    other = Run(Target(target.conninfo, f"{target.name}_other"))
+    theirs = other.stage(other.rows(0, range(3)))
+    run = Run(target)
+    staged = run.stage(run.rows(0, range(5))), run.stage(run.rows(0, range(5, 9)), batch_id=1)
+    for each in staged:
+        run.publish(each)
+    other.publish(theirs)
+    assert target.offsets() == [(0, n) for n in range(9)]
+    assert other.target.offsets() == [(0, n) for n in range(3)]
+
+
+def test_leftovers_are_no_reason_to_fail(target: Target) -> None:
+    with PostgresProxy(target.conninfo) as proxy:
+        proxy.refuse()
+        staging.reap(target.options(conninfo=proxy.conninfo))
 
 
 def test_leftovers_go_by_age_and_those_of_an_attempt_at_work_stay(target: Target, db: Looking) -> None:
@@ -206,14 +285,18 @@ def test_a_crash_of_the_server_between_the_phases_is_noticed_and_loses_nothing(n
         assert target.offsets() == [(0, n) for n in range(9)]
 
 
-def test_rows_are_staged_in_portions(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "CHUNK_BYTES", 1000)
+@pytest.mark.parametrize(("portion", "count", "portions"), [(1000, 1000, 10), (1, 20, 20)])
+def test_rows_are_staged_in_portions(
+    target: Target, monkeypatch: pytest.MonkeyPatch, portion: int, count: int, portions: int
+) -> None:
+    """A row that is larger than a portion is one by itself."""
+    monkeypatch.setattr(staging, "CHUNK_BYTES", portion)
     run = Run(target)
-    staged = run.stage(run.rows(0, range(1000)))
-    assert len(staged.chunks) > 10
-    assert sum(chunk.row_count for chunk in staged.chunks) == 1000
+    staged = run.stage(run.rows(0, range(count)))
+    assert len(staged.chunks) >= portions
+    assert sum(chunk.row_count for chunk in staged.chunks) == count
     run.publish(staged)
-    assert target.offsets() == [(0, n) for n in range(1000)]
+    assert target.offsets() == [(0, n) for n in range(count)]
 
 
 # What the table makes of it.
@@ -259,6 +342,15 @@ def test_a_table_that_is_missing_or_does_not_fit_is_refused_before_a_row_is_writ
     assert target.offsets() == [(0, n) for n in range(5)]
 
 
+def test_a_frame_without_the_key_is_refused_where_rows_may_replace_others(target: Target, db: Looking) -> None:
+    db.execute(f"ALTER TABLE {target.name} ADD COLUMN id serial PRIMARY KEY")
+    for mode in ("upsert", "insert-ignore"):
+        with pytest.raises(FrameError, match="lacks 'id'"):
+            Run(target, mode=mode).write(rows(target.name, 0, range(5)))
+    Run(target).write(rows(target.name, 0, range(5)))
+    assert target.offsets() == [(0, n) for n in range(5)]
+
+
 def test_rows_that_something_has_kept_since_an_earlier_batch_are_refused(target: Target) -> None:
     """The ledger would take them for written."""
     run = Run(target)
@@ -267,6 +359,15 @@ def test_rows_that_something_has_kept_since_an_earlier_batch_are_refused(target:
         run.write(run.rows(0, [5, 10]), batch_id=1)
     with pytest.raises(RowsOutOfOrder, match="no topic"):
         run.write(run.rows(0, [10]).set_column(0, "topic", pa.array([None], pa.string())), batch_id=2)
+
+
+def test_a_replacing_batch_takes_the_place_of_all_rows(target: Target) -> None:
+    run = Run(target, mode="replace", ledger="batch-id")
+    run.write(run.rows(0, [1, 2]))
+    run.write(run.rows(0, [3]), batch_id=1)
+    assert target.offsets() == [(0, 3)]
+    run.publish(run.stage(batch_id=2))
+    assert target.offsets() == []
 
 
 def test_batch_ids_count_one_query_without_gap(target: Target) -> None:

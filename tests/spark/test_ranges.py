@@ -123,6 +123,17 @@ def test_a_format_that_is_not_known_is_refused() -> None:
         parse_offsets(b"v9\n{}\n{}", "/c")
 
 
+def test_sources_with_names_are_read_as_those_with_numbers_are() -> None:
+    """Format v2, of Spark 4.2: a line for each source, under its name, in any order."""
+    numbered = OffsetLog("/c", FILES.get)
+    files = {path.replace("sources/0", "sources/orders"): text for path, text in FILES.items()}
+    for number in range(2):
+        version, about, offsets = FILES[f"offsets/{number}"].decode().splitlines()
+        files[f"offsets/{number}"] = "\n".join(["v2", about, f"orders:{offsets}", "payments:-"]).encode()
+        assert version == "v1"
+        assert OffsetLog("/c", files.get).ranges(number) == numbered.ranges(number)
+
+
 def test_first_offsets_are_read_behind_their_zero_byte() -> None:
     assert parse_initial(b'\0v1\n{"orders":{"0":3}}\n') == {P: 3}
 

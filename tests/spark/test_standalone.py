@@ -1,4 +1,4 @@
-"""F4 and F10 on a cluster: Spark runs a task twice at once, on two workers, and one of them is cut from Postgres."""
+"""F4 and F10 on a cluster: Spark runs a task twice at once, on two workers, and one or all are cut from Postgres."""
 
 from __future__ import annotations
 
@@ -91,14 +91,32 @@ class Twins:
         """Let all attempts go on."""
         (self.place / ATTEMPTS / GO).touch()
 
+    def go_dark(self, attempts: list[str]) -> None:
+        """Let all of them, told by their workers, send COMMIT into the dark; then they lose their connections.
+
+        As where the network drops packets: the kernel gives up after tcp_user_timeout, and new connections find nobody.
+        """
+        proxies = self.cluster.proxies
+        for proxy in proxies.values():
+            proxy.black_hole()
+        sent = {host: proxy.round_trips + attempts.count(host) for host, proxy in proxies.items()}
+        self.go()
+        until(lambda: all(proxies[host].round_trips >= count for host, count in sent.items()), 60, "each COMMIT")
+        for proxy in proxies.values():
+            proxy.cut_all()
+
     def check(self) -> None:
         """See that the journal is the topic, and that the ledger stands at its end."""
         verdict = journal.check(self.conninfo, self.bootstrap_servers, self.topic, counts=False)
         assert verdict.messages == COUNT
         assert verdict.exact, str(verdict)
+        assert self.ledger() == [(0, COUNT // 2), (1, COUNT // 2)]
+
+    def ledger(self) -> list[tuple[int, int]]:
+        """Return where the ledger stands."""
         with psycopg.connect(self.conninfo) as connection:
             query = "SELECT partition, next_offset FROM exactly_once.ledger WHERE group_id = %s ORDER BY 1"
-            assert connection.execute(query, (self.topic,)).fetchall() == [(0, COUNT // 2), (1, COUNT // 2)]
+            return connection.execute(query, (self.topic,)).fetchall()
 
 
 @pytest.fixture
@@ -133,5 +151,31 @@ def test_an_attempt_cut_from_postgres_alone_does_not_keep_its_twin_from_landing(
         found = twins.wait(driver)
         twins.cluster.proxies[found.popitem()[1][0]].black_hole()
         twins.go()
+        assert driver.wait_ended() == 0, driver.story()
+    twins.check()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("transaction", "cut"), [("batch", "silent"), ("partition", "refused")])
+def test_a_batch_whose_workers_are_all_cut_from_postgres_fails_and_is_replayed(
+    twins: Twins, transaction: Transaction, cut: str
+) -> None:
+    """The driver is not: it hears of the cut from its tasks only, and fails when they have failed often enough."""
+    proxies = twins.cluster.proxies.values()
+    with twins.driver(transaction) as driver:
+        attempts = [host for hosts in twins.wait(driver).values() for host in hosts]
+        if cut == "refused":
+            for proxy in proxies:
+                proxy.refuse()
+            twins.go()
+        else:
+            twins.go_dark(attempts)
+        told = driver.wait("failed", 240)
+        assert driver.wait_ended() == 1, driver.story()
+    assert any(f"{proxy.port}" in told for proxy in proxies), f"it does not say which server is away: {told}"
+    assert twins.ledger() == [(0, 0), (1, 0)]
+    for proxy in proxies:
+        proxy.heal()
+    with twins.driver(transaction) as driver:
         assert driver.wait_ended() == 0, driver.story()
     twins.check()

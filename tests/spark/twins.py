@@ -28,6 +28,8 @@ SPECULATION = {
     # Also where nothing else runs that a task could be compared with.
     "spark.speculation.task.duration.threshold": "2s",
     "spark.speculation.efficiency.enabled": "false",
+    # One for each twin, and one for an attempt that begins when both have failed.
+    "spark.task.maxFailures": "3",
 }
 
 
@@ -53,10 +55,14 @@ def main(*arguments: str) -> None:
     """Run one query to its end."""
     master, bootstrap_servers, conninfo, topic, directory, transaction = arguments
     place = Path(directory, ATTEMPTS)
-    place.mkdir()
+    place.mkdir(exist_ok=True)  # a second driver finds its predecessor's
     with spark.session("twins", master=master, settings=SETTINGS | SPECULATION) as session:
         scene = Scene(session, bootstrap_servers, conninfo, Path(directory), topic=topic)
-        scene.run(scene.sink(transaction=transaction, also=Standstill(place)))
+        try:
+            scene.run(scene.sink(transaction=transaction, also=Standstill(place)))
+        except Exception as error:
+            print("failed", str(error).replace("\n", " "))  # nobody can tell what it says once Spark has ended
+            raise
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""Small batches, which the driver writes: where it cannot, a task does, and nobody has to say small_batch=0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from tests.spark.scene import Scene
+from tests.support.proxy import PostgresProxy
+from tests.support.spark import drain, read_topic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIMIT = "spark.driver.maxResultSize"
+COMMITS = r"advance\((.|\n)*COMMIT$"
+
+
+@pytest.fixture
+def narrow_driver(scene: Scene) -> Iterator[None]:
+    """A driver that takes a megabyte: a stand-in for its gigabyte, which a thousand large messages exceed as well."""
+    conf = scene.spark.sparkContext._jsc.sc().conf()
+    before = conf.get(LIMIT, "1g")
+    conf.set(LIMIT, "1m")
+    yield
+    conf.set(LIMIT, before)
+
+
+@pytest.mark.usefixtures("narrow_driver")
+def test_rows_that_are_too_large_for_the_driver_are_written_by_a_task(
+    scene: Scene, name: str, db: psycopg.Connection[Any]
+) -> None:
+    db.execute(f'CREATE TABLE {name} (topic text, partition int, "offset" bigint, padding text)')
+    scene.produce(100)
+    topic = read_topic(scene.spark, scene.bootstrap_servers, scene.topic)
+    frame = topic.selectExpr("topic", "partition", "offset", "repeat('x', 40000) AS padding")
+    drain(frame, scene.sink(table=name, small_batch=1000), scene.checkpoint)
+    assert db.execute(f"SELECT count(*), min(length(padding)) FROM {name}").fetchone() == (100, 40000)
+    assert scene.ledger() == scene.ends()
+    db.execute(f"DROP TABLE {name}")
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_connection_that_is_lost_at_the_commit_does_not_end_the_query(scene: Scene, moment: str) -> None:
+    """As it does not where a task writes, which Spark runs again."""
+    scene.produce(100)
+    with PostgresProxy(scene.conninfo) as proxy:
+        fault = proxy.cut_after(COMMITS) if moment == "after" else proxy.cut_before(COMMITS)
+        before, scene.conninfo = scene.conninfo, proxy.conninfo
+        sink = scene.sink(small_batch=1000)
+        scene.conninfo = before
+        scene.run(sink)
+        fault.wait()
+    scene.check()
+    assert scene.ledger() == scene.ends()
