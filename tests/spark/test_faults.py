@@ -27,6 +27,8 @@ both = pytest.mark.parametrize("transaction", ["batch", "partition"])
 def test_a_worker_that_dies_after_its_commit_is_tried_again_and_writes_nothing_twice(
     scene: Scene, transaction: Transaction
 ) -> None:
+    """F3: a task is run again."""
+
     def die_once(unit: SinkUnit) -> None:
         from pyspark import TaskContext  # noqa: PLC0415
 

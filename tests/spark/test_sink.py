@@ -74,6 +74,7 @@ def test_a_query_with_state_runs_through_a_replayed_batch_and_writes_nothing(
 
 @both
 def test_a_lost_checkpoint_and_other_batches_write_nothing_twice(scene: Scene, transaction: Transaction) -> None:
+    """F5: numbers begin at 0 again, under another query."""
     scene.produce(1000)
     scene.run(scene.sink(transaction=transaction), per_trigger=300)
     scene.lose_checkpoint()
