@@ -21,7 +21,7 @@ from exactly_once.session import Session, connector, cursor_on
 from exactly_once.sql import query
 from exactly_once.start import Starter
 from exactly_once.watcher import Watcher
-from exactly_once.writer import Table, TableChanged
+from exactly_once.writer import Table
 
 from . import batch_ledger
 from .attempt import REPORT, Result, Work, read_results, writer_of
@@ -85,11 +85,9 @@ class Run:
     def write(self, frame: DataFrame, batch_id: int) -> BatchReport:
         """Write a batch, or find that it was written."""
         began_at = time.monotonic()
-        try:
-            result = self._write(frame, batch_id)
-        except TableChanged:
-            self._table = None
-            result = self._write(frame, batch_id)
+        prepared, columns = self._fit(frame)
+        write = self._write_offsets if self._options.ledger == "offsets" else self._write_counted
+        result = write(prepared, columns, batch_id)
         report = BatchReport(
             group_id=self._options.group_id,
             query_id=self.ids.query_id,
@@ -113,11 +111,6 @@ class Run:
             return  # best effort: whoever comes next can take over
         finally:
             session.close()
-
-    def _write(self, frame: DataFrame, batch_id: int) -> Result | None:
-        prepared, columns = self._fit(frame)
-        write = self._write_offsets if self._options.ledger == "offsets" else self._write_counted
-        return write(prepared, columns, batch_id)
 
     def _ledger(self) -> Ledger:
         return Ledger(
@@ -170,7 +163,8 @@ class Run:
         if self._is_small(todo) and hasattr(frame, "toArrow"):  # Spark 3.5 has not
             try:
                 return BatchTask(work).write_here(frame.toArrow(), self._session, self._writer, next_offsets)
-            except Exception as error:  # where the rows are too large or the connection is lost, a task may do it
+            # Where rows are too large, the connection is lost or the table was altered, a task may do it.
+            except Exception as error:
                 if not (is_away(error) or "spark.driver.maxResultSize" in str(error)):
                     raise
         result = self._act(frame, work, count=len(todo))

@@ -202,7 +202,7 @@ def test_an_upsert_takes_the_last_change_of_each_key(scene: Scene, name: str, db
 def test_a_table_that_is_altered_between_batches_is_written_as_it_is_then(
     scene: Scene, small_batch: int, name: str, db: psycopg.Connection[Any]
 ) -> None:
-    """The driver, which writes small batches, has read the table before; a task reads it each time."""
+    """The driver, which writes small batches, has read the table before; a task, which helps it out, reads it anew."""
     db.execute(f'CREATE TABLE {name} (topic text, partition int, "offset" bigint, value bytea, worker text)')
     changes = [
         "ADD COLUMN seen timestamptz DEFAULT now(), ALTER partition TYPE bigint",

@@ -8,6 +8,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from exactly_once.errors import Ahead, DatabaseUnreachable, Fenced, LedgerRowMissing, Rewound
 from exactly_once.retry import briefly, is_away, is_passing
+from exactly_once.writer import TableChanged
 
 AWAY = [
     DatabaseUnreachable("no answer"),
@@ -16,6 +17,7 @@ AWAY = [
     psycopg.errors.LockNotAvailable("55P03"),
     psycopg.errors.SerializationFailure("40001"),
     KafkaException(KafkaError(KafkaError.LEADER_NOT_AVAILABLE, retriable=True)),
+    TableChanged("read anew when it is asked again"),
 ]
 REDELIVERED = [Fenced("by another owner"), Ahead("an earlier attempt"), Rewound("a failover")]
 FINAL = [
