@@ -168,7 +168,11 @@ class Attempt:
             return
         self._may_have_committed = True
         connection, batch_id = self.unit.connection, self.work.batch_id
-        also(SinkUnit(connection=connection, batch_id=batch_id, rows=self.result.rows, offsets=moves))
+        try:
+            also(SinkUnit(connection=connection, batch_id=batch_id, rows=self.result.rows, offsets=moves))
+        except SystemExit as error:
+            # On the driver it would end the thread whose answer Java waits for, and not the process.
+            raise RuntimeError(f"also= called sys.exit({error.code})") from error
 
     def _judge(self, moves: Mapping[Partition, tuple[int, int]], error: psycopg.Error) -> None:
         """Tell an attempt that came second from one that is a zombie's."""

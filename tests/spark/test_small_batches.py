@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -13,6 +14,8 @@ from tests.support.spark import drain, read_topic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from spark_sink import SinkUnit
 
 LIMIT = "spark.driver.maxResultSize"
 COMMITS = r"advance\((.|\n)*COMMIT$"
@@ -55,3 +58,17 @@ def test_a_connection_that_is_lost_at_the_commit_does_not_end_the_query(scene: S
         fault.wait()
     scene.check()
     assert scene.ledger() == scene.ends()
+
+
+def test_an_also_that_ends_its_process_fails_the_batch(scene: Scene) -> None:
+    """On the driver it would end the thread that Java waits for; a worker that is gone is run again, and fails."""
+
+    def leave(_: SinkUnit) -> None:
+        sys.exit(3)
+
+    scene.produce(10)
+    with pytest.raises(Exception, match=r"also= called sys\.exit\(3\)"):
+        scene.run(scene.sink(small_batch=1000, also=leave))
+    assert set(scene.ledger().values()) == {0}
+    scene.run(scene.sink(small_batch=1000))
+    scene.check()
