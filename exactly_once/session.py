@@ -162,7 +162,7 @@ class Session:
         self.roll_back()  # as above
         connection = self.connection
         opening = query(
-            "begin_ledger" if is_durable else "begin_looking",
+            "begin_ledger" if is_durable else "begin_not_durable",
             self.schema,
             marker=sql.Literal(self.marker),
             lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),

@@ -27,12 +27,12 @@ from exactly_once.writer import TableWriter
 from .attempt import Attempt, Result, Work, tables
 from .batch_ledger import BatchIdLedger
 from .errors import IncompleteInput
-from .screen import OFFSET, Screen
+from .screen import OFFSET, RESERVED, Screen
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-END = "__exactly_once_end"
+END = f"{RESERVED}end"
 """The column that is 1 in the end mark, and nowhere else."""
 
 

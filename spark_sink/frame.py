@@ -10,14 +10,12 @@ from exactly_once.writer.codecs import name_of
 
 from .errors import FrameError
 from .options import Options
-from .screen import PLACES
+from .screen import PLACES, RESERVED
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType, DecimalType, StructField, StructType
 
-RESERVED = "__exactly_once_"
-"""How the names of columns begin that travel with a batch and are never written."""
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ import psycopg
 from exactly_once.cluster import Cluster
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger import LOCK_SECONDS, Ledger
+from exactly_once.logs import about
 from exactly_once.model import Partition
 from exactly_once.retry import is_away
 from exactly_once.schema import check
@@ -39,6 +41,8 @@ from .screen import OFFSET, PARTITION, TOPIC
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,10 @@ class Run:
             except Exception as error:
                 if not (is_away(error) or "spark.driver.maxResultSize" in str(error)):
                     raise
+                extra = about("left_to_task", group=self._options.group_id) | {"batch_id": batch_id}
+                logger.warning(
+                    "batch %s is left to a task, the driver could not write it: %s", batch_id, error, extra=extra
+                )
         result = self._act(frame, work, count=len(todo))
         # Only now: Spark says that every task has succeeded.
         self._owners.finish(todo, is_whole=self._options.transaction == "batch")

@@ -16,8 +16,10 @@ from exactly_once.model import Partition
 from .errors import RowsOutOfOrder
 from .ranges import Range
 
-TOPIC, PARTITION, OFFSET = "__exactly_once_topic", "__exactly_once_partition", "__exactly_once_offset"
-"""Copies of the three columns under names and types that are known; they are never written."""
+RESERVED = "__exactly_once_"
+"""How the names of columns begin that travel with a batch and are never written."""
+TOPIC, PARTITION, OFFSET = f"{RESERVED}topic", f"{RESERVED}partition", f"{RESERVED}offset"
+"""Copies of the three columns under names and types that are known."""
 PLACES = (TOPIC, PARTITION, OFFSET)
 
 

@@ -21,8 +21,8 @@ SET LOCAL lock_timeout = {lock_timeout};
 SET LOCAL idle_in_transaction_session_timeout = '10s';
 SELECT pg_backend_pid()
 
--- name: begin_looking
--- Open the same for statements that change nothing: rows that they lock are no reason to wait for the disk.
+-- name: begin_not_durable
+-- Open the same for what may be lost, and for what only locks rows to look at them: neither waits for the disk.
 BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL application_name = {marker};
 SET LOCAL lock_timeout = {lock_timeout};

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from exactly_once.embedded.ports import free_port
 from tests.support import journal
-from tests.support.require import skip_unless
+from tests.support.require import lacking, skip_unless
 from tests.support.spark import Driver
 from tests.support.topics import create_topic, produce
 
@@ -20,8 +19,8 @@ Client = Callable[..., Driver]
 @pytest.fixture(scope="module")
 def server(needs_spark: None) -> Iterator[int]:
     """The port of a server."""
-    lacking = " and ".join(name for name in ("grpc", "grpc_status") if importlib.util.find_spec(name) is None)
-    skip_unless("spark-connect", f"{lacking} not installed; pip install 'pyspark[connect]'" if lacking else None)
+    missing = lacking("grpc", "grpc_status")
+    skip_unless("spark-connect", f"{missing} not installed; pip install 'pyspark[connect]'" if missing else None)
     port = free_port()
     with Driver("-m", "tests.spark.connect", "serve", str(port)) as process:
         process.wait("serving")

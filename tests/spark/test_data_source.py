@@ -12,7 +12,7 @@ import pytest
 from psycopg import sql
 
 from tests.spark.scene import Scene
-from tests.support.proxy import PostgresProxy
+from tests.support.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from tests.support.spark import read_topic
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from tests.support.spark import Driver
-
-PUBLISHES = r"advance\((.|\n)*COMMIT$"
-"""The statement that makes a publication durable."""
 
 
 def write_stream(scene: Scene, *arguments: Any, **options: Any) -> Any:
@@ -140,7 +137,11 @@ def test_a_driver_killed_at_the_commit_writes_the_batch_once(
 ) -> None:
     scene.produce(1000)
     with PostgresProxy(scene.conninfo) as proxy:
-        aim = proxy.hold_answer(PUBLISHES) if moment == "after" else proxy.hold(PUBLISHES, close_client=False)
+        aim = (
+            proxy.hold_answer(ADVANCE_AND_COMMIT)
+            if moment == "after"
+            else proxy.hold(ADVANCE_AND_COMMIT, close_client=False)
+        )
         driver = start_driver(tmp_path, proxy.conninfo)
         aim.wait(180)
         driver.kill(everything=True)
@@ -174,7 +175,7 @@ def test_a_zombie_driver_is_fenced_by_its_successor(
 def test_a_commit_whose_answer_is_lost_is_not_an_error(scene: Scene) -> None:
     scene.produce(100)
     with PostgresProxy(scene.conninfo) as proxy:
-        fault = proxy.cut_after(PUBLISHES)
+        fault = proxy.cut_after(ADVANCE_AND_COMMIT)
         write_stream(scene, conninfo=proxy.conninfo)
         fault.wait()
     scene.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -14,7 +13,7 @@ from packaging.version import Version
 
 from exactly_once.embedded import spark
 from exactly_once.embedded.errors import package_directory
-from tests.support.require import skip_unless
+from tests.support.require import lacking, skip_unless
 
 PIPELINE = """
 from pyspark import pipelines
@@ -32,12 +31,11 @@ def orders():
 """
 
 
-def lacking() -> str | None:
+def reason() -> str | None:
     """Tell what pipelines would need."""
     if Version(spark.spark_version()) < Version("4.1"):
         return f"Spark {spark.spark_version()} has none, 4.1 has"
-    modules = ("grpc", "grpc_status", "yaml", "zstandard")
-    missing = " and ".join(name for name in modules if importlib.util.find_spec(name) is None)
+    missing = lacking("grpc", "grpc_status", "yaml", "zstandard")
     return f"{missing} not installed; pip install 'pyspark[pipelines]'" if missing else None
 
 
@@ -45,7 +43,7 @@ def lacking() -> str | None:
 def test_a_declarative_pipeline_writes_into_a_sink_of_it(
     needs_spark: None, conninfo: str, name: str, db: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
-    skip_unless("spark-pipelines", lacking())
+    skip_unless("spark-pipelines", reason())
     home = package_directory("pyspark")
     db.execute(f'CREATE TABLE {name} (topic text, partition int, "offset" bigint)')
     source = tmp_path / "input"

@@ -19,10 +19,7 @@ from exactly_once.writer import TableError
 from spark_sink import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost, staging
 from tests.spark.attempts import Place
 from tests.spark.staged import Run, Target, rows
-from tests.support.proxy import PostgresProxy
-
-PUBLISHES = r"advance\((.|\n)*COMMIT$"
-"""The statement that makes a publication durable."""
+from tests.support.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 
 Looking = psycopg.Connection[tuple[Any, ...]]
 
@@ -65,7 +62,7 @@ def test_a_commit_that_is_cut_off_is_made_once(target: Target, moment: str, mode
     with PostgresProxy(target.conninfo) as proxy:
         run = Run(target, conninfo=proxy.conninfo, mode=mode, ledger=ledger)
         staged = run.stage(run.rows(0, range(5)))
-        fault = getattr(proxy, moment)(PUBLISHES)
+        fault = getattr(proxy, moment)(ADVANCE_AND_COMMIT)
         run.publish(staged)
         fault.wait()
     assert target.offsets() == [(0, n) for n in range(5)]
@@ -122,7 +119,7 @@ def test_a_run_that_stands_still_in_its_publication_is_ended_by_a_later_one(targ
     with PostgresProxy(target.conninfo) as proxy, ThreadPoolExecutor(1) as pool:
         first, second = Run(target, conninfo=proxy.conninfo), Run(target)
         staged = first.stage(first.rows(0, range(5)))
-        fault = proxy.hold(PUBLISHES, close_client=False)
+        fault = proxy.hold(ADVANCE_AND_COMMIT, close_client=False)
         publishing = pool.submit(first.publish, staged)
         fault.wait()
         second.write(second.rows(0, range(5)))

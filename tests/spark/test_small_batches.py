@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from tests.spark.scene import Scene
-from tests.support.proxy import PostgresProxy
+from tests.support.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from tests.support.spark import drain, read_topic
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from spark_sink import SinkUnit
 
 LIMIT = "spark.driver.maxResultSize"
-COMMITS = r"advance\((.|\n)*COMMIT$"
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_a_connection_that_is_lost_at_the_commit_does_not_end_the_query(scene: S
     """As it does not where a task writes, which Spark runs again."""
     scene.produce(100)
     with PostgresProxy(scene.conninfo) as proxy:
-        fault = proxy.cut_after(COMMITS) if moment == "after" else proxy.cut_before(COMMITS)
+        fault = proxy.cut_after(ADVANCE_AND_COMMIT) if moment == "after" else proxy.cut_before(ADVANCE_AND_COMMIT)
         before, scene.conninfo = scene.conninfo, proxy.conninfo
         sink = scene.sink(small_batch=1000)
         scene.conninfo = before

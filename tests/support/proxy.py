@@ -24,6 +24,8 @@ Match: TypeAlias = str | re.Pattern[str] | Callable[[str], object]
 
 COMMIT = re.compile(r"(?:^|;)\s*COMMIT(?:\s+(?:WORK|TRANSACTION))?\s*;?\s*$", re.IGNORECASE)
 """A COMMIT alone, or as the last statement of several in one Query."""
+ADVANCE_AND_COMMIT = r"advance\((.|\n)*COMMIT$"
+"""What moves the ledger and makes a transaction of ours durable."""
 
 _SSL_REQUEST, _GSS_REQUEST = 80877103, 80877104
 _ENDS_GROUP = b"QS"  # the messages that the server answers with ReadyForQuery

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
@@ -22,3 +23,8 @@ def skip_unless(part: str, reason: str | None) -> None:
     if part in required_parts():
         pytest.fail(f"{part} is required by {VARIABLE} but missing: {reason}", pytrace=False)
     pytest.skip(f"{part}: {reason}")
+
+
+def lacking(*modules: str) -> str:
+    """Name those that are not installed, with "and" between; empty if all are."""
+    return " and ".join(name for name in modules if importlib.util.find_spec(name) is None)
