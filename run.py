@@ -1,7 +1,10 @@
 """Install this clone into its own ``.venv`` and run the demo or the tests; standard library only.
 
-python3 run.py demo [arguments]     e.g. --help
-python3 run.py test [arguments]     those of pytest
+python3 run.py demo [arguments]     the main job on embedded servers; --help lists the arguments
+python3 run.py check                lint, types and every test that needs no server, in a minute
+python3 run.py test                 these tests, and one of each kind of fault on real servers, in minutes
+python3 run.py test --all           every test but those with containers
+python3 run.py test [arguments]     just what pytest selects by these arguments
 """
 
 from __future__ import annotations
@@ -13,30 +16,52 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-# What each command installs, and what it then runs in the environment. The demo brings no test tools.
+# What each command installs. The demo brings no test tools.
 INSTALL = {
     "demo": ["--editable", ".[demo]"],
     "test": ["--editable", ".[demo,memcached,prometheus,sink,spark]", "--group", "dev"],
 }
-RUN = {
-    "demo": ["-m", "exactly_once.cli", "demo"],
-    "test": ["-m", "pytest"],
-}
+# Most tests wait most of the time: four processes keep two cores busy. Each starts servers of its own when it
+# needs them, which takes up to 3 GB of memory.
+BESIDE_EACH_OTHER = ["--numprocesses=4", "--dist=loadfile"]
 
 
 def main(arguments: list[str]) -> None:
     """Run one command; does not return."""
-    if not arguments or arguments[0] not in INSTALL:
+    if not arguments or arguments[0] not in ("demo", "check", "test"):
         sys.exit(__doc__)
     command, *rest = arguments
     check_python()
-    if not is_installed(command):
-        install(command)
-    os.execv(PYTHON, [str(PYTHON), *RUN[command], *rest])  # noqa: S606  (no shell is the point)
+    kind = "demo" if command == "demo" else "test"
+    if not is_installed(kind):
+        install(kind)
+    if command == "demo":
+        become("-m", "exactly_once.cli", "demo", *rest)
+    if command == "check":
+        lint()
+        become("-m", "pytest", "--tier=pure", *BESIDE_EACH_OTHER, *rest)
+    if not rest:
+        become("-m", "pytest", "--tier=short", *BESIDE_EACH_OTHER)
+    if "--all" in rest:
+        rest.remove("--all")
+        become("-m", "pytest", "--tier=all", *BESIDE_EACH_OTHER, *rest)
+    become("-m", "pytest", *rest)
+
+
+def lint() -> None:
+    """Exit with the status of the first of the linters that finds something."""
+    for arguments in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
+        call(str(PYTHON), "-m", *arguments)
+
+
+def become(*arguments: str) -> NoReturn:
+    """Go on as a program of the environment."""
+    os.execv(PYTHON, [str(PYTHON), *arguments])  # noqa: S606  (no shell is the point)
 
 
 def check_python() -> None:
@@ -47,14 +72,14 @@ def check_python() -> None:
         sys.exit("Python's venv module is incomplete here; on Debian or Ubuntu: apt install python3-venv")
 
 
-def is_installed(command: str) -> bool:
-    """Tell whether the environment holds what *command* needs, as the files describe it now."""
+def is_installed(kind: str) -> bool:
+    """Tell whether the environment holds what is to be run, as the files describe it now."""
     # What the tests need includes what the demo needs.
-    return any(stamp(each).exists() for each in {command, "test"})
+    return any(stamp(each).exists() for each in {kind, "test"})
 
 
-def install(command: str) -> None:
-    """Make the environment, if there is none, and install what *command* needs."""
+def install(kind: str) -> None:
+    """Make the environment, if there is none, and install what is to be run."""
     if not can_run(PYTHON):
         with Step("making .venv"):
             call(sys.executable, "-m", "venv", "--clear", str(VENV))
@@ -63,16 +88,16 @@ def install(command: str) -> None:
         with Step("updating pip"):
             pip("--upgrade", "pip")
     with Step("installing the packages, once"):
-        pip("--constraint", "constraints.txt", *INSTALL[command])
-    stamp(command).touch()
+        pip("--constraint", "constraints.txt", *INSTALL[kind])
+    stamp(kind).touch()
 
 
-def stamp(command: str) -> Path:
+def stamp(kind: str) -> Path:
     """Name the file that says: installed, from just these files."""
-    digest = hashlib.sha256(repr(INSTALL[command]).encode())
+    digest = hashlib.sha256(repr(INSTALL[kind]).encode())
     for name in ("pyproject.toml", "constraints.txt"):
         digest.update((ROOT / name).read_bytes())
-    return VENV / f"installed-{command}-{digest.hexdigest()[:16]}"
+    return VENV / f"installed-{kind}-{digest.hexdigest()[:16]}"
 
 
 def can_run(python: Path) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from confluent_kafka import (
     OFFSET_INVALID,
@@ -62,14 +63,40 @@ class Cluster:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings: dict[str, Any] = {**settings, "error_cb": self._note}
-        try:
-            self._admin = AdminClient(self._settings)
-        except KafkaException as error:
-            raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
+        # Made by the first question, which may come from any thread: it has threads and connections of its own.
+        self._client: AdminClient | None = None
+        self._opening = threading.Lock()
+        self._closed = False
         self._servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
         self._said: set[str] = set()
         self._reasons: list[str] = []
         self.cluster_id: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _admin(self) -> AdminClient:
+        with self._opening:
+            if self._closed:
+                raise BrokerUnreachable(f"the connection to Kafka at {self._servers} was closed")
+            if self._client is None:
+                try:
+                    self._client = AdminClient(self._settings)
+                except KafkaException as error:
+                    text = f"confluent-kafka refuses the configuration: {error.args[0].str()}"
+                    raise ConfigurationError(text) from None
+            return self._client
+
+    def close(self) -> None:
+        """End the connections; may be called again. Questions raise :class:`BrokerUnreachable` from then on."""
+        with self._opening:
+            client, self._client, self._closed = self._client, None, True
+        if client is not None:
+            client.__exit__(None, None, None)  # its only way to be closed
 
     def identify(self) -> str | None:
         """Learn the cluster's id, once.
@@ -132,7 +159,7 @@ class Cluster:
         """Return the ends that brokers tell so quickly; none is no error. Safe from any thread."""
         try:
             asked = self._ask_offsets(partitions, _LATEST, read_committed=read_committed, seconds=seconds)
-        except KafkaException:
+        except (KafkaException, BrokerUnreachable):
             return {}
         answered, _ = wait(asked.values(), seconds)
         told = {p: f.result().offset for p, f in asked.items() if f in answered and f.exception() is None}

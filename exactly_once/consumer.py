@@ -353,6 +353,7 @@ class ExactlyOnceConsumer:
             self._release,
             self._leave,
             self._client.close,
+            self._cluster.close,
             self._session.close,
             self._observer.close,
         ):
@@ -360,6 +361,9 @@ class ExactlyOnceConsumer:
                 step()
             except Exception as error:  # noqa: BLE001 - the next steps matter more
                 logger.warning("while closing: %s", error, extra=self._about("close_failed"))
+        # It holds our callbacks, which hold us: nothing but the garbage collector would free it, and until then it
+        # keeps one of the 1,024 thread-local keys of the process.
+        del self._client
 
     # The loop.
 

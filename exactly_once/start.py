@@ -42,6 +42,10 @@ class Starter:
         self._on_out_of_range = on_out_of_range
         self._topics: dict[str, Topic] = {}
 
+    def close(self) -> None:
+        """End the connections to Kafka."""
+        self._cluster.close()
+
     def describe(self, topics: Iterable[str]) -> None:
         """Learn identity and size of topics; the answers are used until the next call."""
         self._cluster.identify()

@@ -65,17 +65,20 @@ def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, 
         take_over=options.take_over,
     )
     unit = UnitOfWork(ledger)
+    starter = starter_of(options, ledger)
     try:
         unit.begin()
         assert unit.begun is not None
         watcher.watch(unit.begun.pid)
-        publication = Publication(options, origin, session, ledger, unit)
+        publication = Publication(options, origin, session, Owners(ledger, starter=starter), unit)
         advances = publication.write(schema, staged)
         unit.commit(advances)
         watcher.clear()
         if releases:
             publication.release()
     finally:
+        if starter is not None:
+            starter.close()
         watcher.close()
         session.close()
 
@@ -84,13 +87,13 @@ class Publication:
     """The transaction of one batch, from its fence to the moves of the ledger."""
 
     def __init__(
-        self, options: Options, origin: Origin, session: OneTransaction, ledger: Ledger, unit: UnitOfWork
+        self, options: Options, origin: Origin, session: OneTransaction, owners: Owners, unit: UnitOfWork
     ) -> None:
         self._options = options
         self._origin = origin
         self._session = session
         self._unit = unit
-        self._owners = Owners(ledger, starter=starter_of(options, ledger))
+        self._owners = owners
         self._ended: dict[Partition, int] = {}
         self._writer: TableWriter = writer_of(options)
         self._columns: tuple[str, ...] = ()

@@ -70,9 +70,6 @@ class Run:
         self.ids = ids if ids.query_id or self._log is None else replace(ids, query_id=self._log.query_id())
         self._name = options.name or f"spark query {self.ids.query_id or 'without an id'}"
         self._session = Session(connector(options.conninfo), schema=options.schema)
-        # Queries end without telling their sink.
-        self.close = weakref.finalize(self, self._session.close)
-        check(self._session.connection, options.schema)
         self._watcher = Watcher(
             self._session.connect,
             schema=options.schema,
@@ -80,7 +77,11 @@ class Run:
             instance=self._session.instance,
         )
         ledger = self._ledger()
-        self._owners = Owners(ledger, starter=starter_of(options, ledger))
+        starter = starter_of(options, ledger)
+        self._owners = Owners(ledger, starter=starter)
+        # Queries end without telling their sink.
+        self.close = weakref.finalize(self, _end, self._session, starter)
+        check(self._session.connection, options.schema)
         self._ended: dict[Partition, int] = {}
         self._counted: Counted | None = None
         self._writer = writer_of(options)
@@ -262,6 +263,12 @@ def _offset_log(options: Options, ids: Ids, spark: SparkSession) -> OffsetLog | 
             "the sink what the query is given as option checkpointLocation"
         )
     return log
+
+
+def _end(session: Session, starter: Starter | None) -> None:
+    session.close()
+    if starter is not None:
+        starter.close()
 
 
 def starter_of(options: Options, ledger: Ledger) -> Starter | None:

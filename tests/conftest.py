@@ -13,8 +13,9 @@ import pytest
 
 from exactly_once import ExactlyOnceConsumer, failpoints
 from exactly_once.schema import migrate
+from tests.support.leaks import census, left_since
 
-pytest_plugins = ["exactly_once.embedded.pytest_plugin"]
+pytest_plugins = ["exactly_once.embedded.pytest_plugin", "tests.support.tiers"]
 
 # A shell starts what runs in its background with SIGINT ignored, and children inherit that; tests send it to theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,6 +28,20 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
 """The three rebalance protocols, as settings of the client."""
 
 MakeConsumer = Callable[..., ExactlyOnceConsumer]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaves Kafka clients, threads or connections behind; set up before what the test asks for."""
+    before = census()
+    yield
+    if left := left_since(before):
+        pytest.fail(f"the test left something behind: {left}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def own_servers() -> None:
+    """Say that a test starts servers of its own, or has them started by a program."""
 
 
 @pytest.fixture(scope="session")

@@ -109,9 +109,9 @@ def open_cluster(settings: Settings) -> CommandCluster:
     """
     try:
         cluster = CommandCluster(settings.admin())
+        cluster.identify()
     except ConfigurationError as error:
         raise UsageError(str(error)) from None
-    cluster.identify()
     return cluster
 
 

@@ -67,9 +67,9 @@ def create_tables(connection: psycopg.Connection[Any], schema: str) -> None:
 
 def create_topic(bootstrap_servers: str, topic: str) -> None:
     """Make the topic: a partition for each branch."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2})
-    for future in admin.create_topics([NewTopic(topic, BRANCHES, 1)]).values():
-        future.result(30)
+    with AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2}) as admin:
+        for future in admin.create_topics([NewTopic(topic, BRANCHES, 1)]).values():
+            future.result(30)
 
 
 def apply(connection: psycopg.Connection[Any], schema: str, messages: Sequence[Message], worker: str) -> None:

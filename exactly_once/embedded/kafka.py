@@ -175,11 +175,11 @@ class Kafka:
                 time.sleep(_POLL_SECONDS)
 
     def _known_to(self, node: int) -> set[int]:
-        client = AdminClient({"bootstrap.servers": f"127.0.0.1:{self._nodes[node].port}", "log_level": 0})
-        try:
-            return set(client.list_topics(timeout=2).brokers)
-        except KafkaException:
-            return set()
+        with AdminClient({"bootstrap.servers": f"127.0.0.1:{self._nodes[node].port}", "log_level": 0}) as client:
+            try:
+                return set(client.list_topics(timeout=2).brokers)
+            except KafkaException:
+                return set()
 
     def _check_alive(self, node: int, deadline: float) -> None:
         process = self._processes[node]

@@ -72,12 +72,12 @@ def read_tail(
 
 def _ranges(kafka: Mapping[str, Any], topic: str) -> dict[Partition, tuple[int, int]]:
     """Return where the log of each partition begins and ends; a leader may be on its way."""
-    cluster = Cluster(admin_settings(kafka))
     ranges: dict[Partition, tuple[int, int]] = {}
-    for attempt in briefly(_RANGES_SECONDS):
-        with attempt:
-            count = cluster.describe([topic])[topic].partitions
-            ranges = cluster.ranges([Partition(topic, number) for number in range(count)])
+    with Cluster(admin_settings(kafka)) as cluster:
+        for attempt in briefly(_RANGES_SECONDS):
+            with attempt:
+                count = cluster.describe([topic])[topic].partitions
+                ranges = cluster.ranges([Partition(topic, number) for number in range(count)])
     return ranges
 
 

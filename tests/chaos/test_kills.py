@@ -28,6 +28,7 @@ def topic(bootstrap_servers: str) -> str:
     return topic
 
 
+@pytest.mark.fault("D8")
 @pytest.mark.parametrize("nth", [1, 4])
 @pytest.mark.parametrize("failpoint", failpoints.OF_A_UNIT)
 def test_killed_at_a_failpoint_the_next_worker_finishes(

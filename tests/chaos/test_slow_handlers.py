@@ -29,6 +29,7 @@ def topic(bootstrap_servers: str, conninfo: str) -> str:
     return topic
 
 
+@pytest.mark.fault("A7")
 def test_handler_that_outlasts_the_poll_interval_commits_at_its_first_attempt(
     topic: str, make_consumer: MakeConsumer
 ) -> None:
@@ -46,6 +47,7 @@ def test_handler_that_outlasts_the_poll_interval_commits_at_its_first_attempt(
         assert consumer.counters.messages == MESSAGES
 
 
+@pytest.mark.fault("A2", "A13")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_unit_that_outlasts_a_revoke_is_ended_and_the_new_owner_applies_its_messages(
     protocol: str, topic: str, make_crew: MakeCrew, bootstrap_servers: str

@@ -19,6 +19,7 @@ SECONDS = float(os.environ.get("EXACTLY_ONCE_SOAK_SECONDS", "60"))
 SEED = int(os.environ.get("EXACTLY_ONCE_SOAK_SEED", str(random.randrange(1_000_000))))
 
 
+@pytest.mark.usefixtures("own_servers")
 @pytest.mark.timeout(SECONDS * 2 + 300)
 def test_soak_loses_and_doubles_nothing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Servers of its own: others' tests need theirs unbroken."""

@@ -72,6 +72,7 @@ def test_worker_that_stops_in_order_and_comes_back_causes_no_rebalance(
     crew.assert_exact(counts=False)
 
 
+@pytest.mark.fault("A6", "D4")
 @pytest.mark.parametrize("failpoint", ["polled", "begun", "handled", "advanced"])
 def test_frozen_static_member_stores_nothing_once_its_successor_works(
     failpoint: str, make_crew: MakeCrew, bootstrap_servers: str

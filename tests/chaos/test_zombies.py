@@ -16,6 +16,7 @@ OPTIONS = {"max_messages": 50}
 TAKEOVER_SECONDS = 40
 
 
+@pytest.mark.fault("A1", "D9")
 @pytest.mark.parametrize("failpoint", ["polled", "begun", "handled", "advanced", "committed"])
 def test_zombie_that_wakes_up_stores_nothing_and_works_on(
     failpoint: str, protocol: dict[str, Any], make_crew: MakeCrew, bootstrap_servers: str
@@ -49,6 +50,7 @@ def test_zombie_that_wakes_up_stores_nothing_and_works_on(
     crew.end_well(zombie)
 
 
+@pytest.mark.fault("A4")
 def test_frozen_transaction_does_not_hold_up_the_heir(make_crew: MakeCrew, bootstrap_servers: str) -> None:
     """It holds the row of the counter, which every unit of the heir needs."""
     topic = create_topic(bootstrap_servers, 1)

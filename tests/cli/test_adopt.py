@@ -81,6 +81,7 @@ def test_keeping_offsets_that_the_new_log_does_not_have_is_refused(
     assert offsets(db, name) == [10, 10]
 
 
+@pytest.mark.fault("C6")
 def test_another_cluster_is_adopted_with_the_offsets_that_are_there(
     operate: Command, consumed: str, db: Db, make_consumer: MakeConsumer, bootstrap_servers: str
 ) -> None:

@@ -27,7 +27,7 @@ def checked(result: Result) -> Result:
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[str]:
+def guarded(own_servers: None) -> Iterator[str]:
     """Host and port of a Postgres that asks for passwords."""
     with Postgres() as postgres:
         with psycopg.connect(postgres.conninfo, autocommit=True) as connection:

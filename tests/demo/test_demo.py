@@ -22,7 +22,10 @@ import pytest
 
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(300)  # half a minute each on an idle machine
+pytestmark = [
+    pytest.mark.timeout(300),  # half a minute each on an idle machine
+    pytest.mark.usefixtures("own_servers"),
+]
 
 SEED = 7
 _MARK = "EXACTLY_ONCE_DEMO_TEST"

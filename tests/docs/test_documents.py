@@ -132,7 +132,7 @@ def test_command_works(
     (tmp_path / "payments.py").write_text("def apply(unit): ...")
     words = shlex.split(command)
     match words:
-        case ["python3", "run.py", "demo" | "test", *_]:
+        case ["python3", "run.py", "demo" | "check" | "test", *_]:
             # The tests are run by this very command, the demo by its own tests.
             usage = subprocess.run([sys.executable, "run.py"], cwd=ROOT, capture_output=True, text=True, check=False)
             assert f"run.py {words[2]}" in usage.stderr

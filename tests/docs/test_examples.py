@@ -126,6 +126,7 @@ def payment_api() -> Iterator[PaymentApi]:
         thread.join()
 
 
+@pytest.mark.fault("B6")
 def test_charges_are_made_once_although_the_api_is_asked_again(
     environment: dict[str, str], db: psycopg.Connection[Any], payment_api: PaymentApi
 ) -> None:

@@ -29,6 +29,8 @@ from exactly_once import embedded
 from exactly_once.embedded import jars, programs
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("own_servers")
+
 ROOT = Path(__file__).parents[2]
 
 

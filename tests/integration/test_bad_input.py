@@ -38,6 +38,7 @@ def refused(kafka: dict[str, Any] | None = None, **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault("D5")
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -92,6 +92,7 @@ DEAD: dict[str, tuple[bytes | None, str, Callable[[Message], object], str]] = {
 }
 
 
+@pytest.mark.fault("B22", "C12")
 @pytest.mark.parametrize("kind", DEAD)
 def test_value_that_cannot_be_stored_is_one_dead_letter(scene: Scene, kind: str) -> None:
     value, type_, write, why = DEAD[kind]

@@ -105,6 +105,7 @@ def test_on_revoke_is_told_what_was_taken_away(
     assert set(revoked) <= {(topic, number) for number in range(PARTITIONS)}
 
 
+@pytest.mark.fault("D1")
 def test_on_assign_that_raises_is_raised_by_the_iteration_and_loses_nothing(
     make_consumer: MakeConsumer, topic: str, protocol: dict[str, Any], assert_exact: Callable[[], None]
 ) -> None:
@@ -160,6 +161,7 @@ def test_client_callbacks_are_called(make_consumer: MakeConsumer, topic: str) ->
     assert {(tp.partition, tp.offset) for tp in commits[-1]} == {(n, MESSAGES // 2) for n in range(PARTITIONS)}
 
 
+@pytest.mark.fault("A14")
 @pytest.mark.parametrize(
     ("method", "instead"),
     [

@@ -38,6 +38,7 @@ def meanwhile(action: Callable[[], object]) -> Iterator[None]:
                 raise error
 
 
+@pytest.mark.fault("B1")
 def test_a_commit_that_never_reached_the_server_is_redelivered(scene: Scene) -> None:
     consumer = scene.consumer()
     units = iter(consumer)
@@ -55,6 +56,7 @@ def test_a_commit_that_never_reached_the_server_is_redelivered(scene: Scene) -> 
     scene.assert_exact()
 
 
+@pytest.mark.fault("B2")
 def test_a_commit_whose_answer_was_lost_has_landed_and_nothing_is_raised(scene: Scene) -> None:
     consumer = scene.consumer()
     units = iter(consumer)
@@ -69,6 +71,7 @@ def test_a_commit_whose_answer_was_lost_has_landed_and_nothing_is_raised(scene: 
     scene.assert_exact()
 
 
+@pytest.mark.fault("B3")
 def test_a_commit_that_arrives_late_is_refused_by_the_server(scene: Scene) -> None:
     """It was resolved as aborted by then; if the server took it, its effects would be there twice."""
     consumer = scene.consumer()
@@ -309,6 +312,7 @@ def test_a_backend_ended_inside_commit_is_nobodys_fault(scene: Scene, slow_commi
     scene.assert_exact()
 
 
+@pytest.mark.fault("B8")
 def test_a_deferred_constraint_that_fails_at_commit_is_the_handlers_error(scene: Scene) -> None:
     table = scene.table("id int UNIQUE DEFERRABLE INITIALLY DEFERRED")
     consumer = scene.consumer()

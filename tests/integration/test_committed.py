@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from exactly_once.embedded import Kafka
 from tests.support.topics import create_topic
 
@@ -20,6 +22,7 @@ for number in range(60):
 """
 
 
+@pytest.mark.usefixtures("own_servers")
 def test_asking_a_new_broker_again_and_again_does_not_end_the_process() -> None:
     """An admin client of librdkafka dies when it is told that the coordinator is another, or still loading."""
     with Kafka() as kafka:

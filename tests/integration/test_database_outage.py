@@ -29,7 +29,7 @@ PHASES = ("positioned", "polled", "begun", "handled", "guarded", "advanced", "co
 
 
 @pytest.fixture
-def own_postgres() -> Iterator[Postgres]:
+def own_postgres(own_servers: None) -> Iterator[Postgres]:
     """A server that may be stopped and set up as the test likes."""
     with Postgres() as server:
         with psycopg.connect(server.conninfo, autocommit=True) as connection:
@@ -46,6 +46,7 @@ def _gone(scene: Scene, pid: int) -> bool:
     return scene.query(f"SELECT 1 FROM pg_stat_activity WHERE pid = {pid}") == []
 
 
+@pytest.mark.fault("A8")
 def test_a_database_that_is_down_during_the_assignment_holds_the_partitions(make_scene: MakeScene) -> None:
     scene = make_scene(30, partitions=3)
     consumer = scene.consumer()
@@ -92,6 +93,7 @@ def test_the_membership_survives_a_database_that_is_down_for_longer_than_the_tim
     consumer.close()
 
 
+@pytest.mark.fault("B9")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_backend_that_is_ended_in_any_phase_costs_nothing(make_scene: MakeScene, phase: str) -> None:
     scene = make_scene(20, partitions=2)
@@ -107,6 +109,7 @@ def test_a_backend_that_is_ended_in_any_phase_costs_nothing(make_scene: MakeScen
     scene.assert_exact()
 
 
+@pytest.mark.fault("B10")
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_a_server_that_is_restarted_in_any_phase_costs_nothing(
     make_scene: MakeScene, own_postgres: Postgres, mode: Literal["fast", "immediate"]
@@ -161,6 +164,7 @@ def test_a_server_that_crashes_under_load_again_and_again_costs_nothing(
     assert verdict.exact, str(verdict)
 
 
+@pytest.mark.fault("B13")
 def test_a_server_that_is_read_only_is_waited_for_on_another_connection(
     make_scene: MakeScene, own_postgres: Postgres
 ) -> None:
@@ -213,6 +217,7 @@ def test_a_server_that_is_read_only_at_the_assignment_is_waited_for_on_another_c
     assert verdict.exact, str(verdict)
 
 
+@pytest.mark.fault("B16")
 def test_a_server_without_a_free_connection_is_waited_for(scene: Scene, db: psycopg.Connection[Any]) -> None:
     role = f"{scene.topic}_role"
     db.execute(
@@ -275,6 +280,7 @@ def test_the_kernel_is_told_to_give_up_a_half_open_connection(scene: Scene) -> N
         consumer.close()
 
 
+@pytest.mark.fault("D12")
 @pytest.mark.parametrize("at", ["handler", "COMMIT"])
 def test_a_connection_that_falls_silent_costs_nothing_once_it_is_given_up(scene: Scene, at: str) -> None:
     consumer = scene.consumer()

@@ -76,6 +76,7 @@ COMMITS: dict[str, Break] = {
 }
 
 
+@pytest.mark.fault("B5")
 @pytest.mark.parametrize("way", COMMITS)
 def test_a_handler_that_commits_halts_its_partition_and_is_never_redelivered(scene: Scene, way: str) -> None:
     consumer = scene.consumer()
@@ -192,6 +193,7 @@ def test_a_handler_that_rolls_back_stores_nothing_and_is_not_said_to_have_commit
     scene.assert_exact()
 
 
+@pytest.mark.fault("B4")
 def test_a_swallowed_sql_error_is_told(scene: Scene) -> None:
     consumer = scene.consumer()
     unit = next(iter(consumer))

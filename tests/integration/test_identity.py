@@ -66,6 +66,7 @@ def stored(db: Db, group: str) -> tuple[Any, ...]:
     return row
 
 
+@pytest.mark.fault("C4")
 @pytest.mark.parametrize("messages", [0, 10, 200])
 def test_topic_recreated_while_stopped_is_refused(
     *, messages: int, make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, db: Db, name: str
@@ -103,6 +104,7 @@ def test_topic_recreated_while_consuming_stops_the_iteration_for_good(
     assert db.execute("SELECT FROM exactly_once.audit WHERE group_id = %s AND action <> 'enrol'", (name,)).rowcount == 0
 
 
+@pytest.mark.fault("C5")
 def test_other_cluster_behind_the_same_group_is_refused(
     make_consumer: MakeConsumer, topic: str, db: Db, name: str
 ) -> None:

@@ -29,6 +29,7 @@ def producer(bootstrap_servers: str, name: str) -> Iterator[Producer]:
     producer.abort_transaction(10)
 
 
+@pytest.mark.fault("C7")
 def test_compacted_topic_is_applied_exactly_and_ends(
     make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str
 ) -> None:
@@ -62,6 +63,7 @@ def test_compacted_topic_is_applied_exactly_and_ends(
     assert not verdict.duplicated, verdict
 
 
+@pytest.mark.fault("C8")
 def test_aborted_transactions_are_not_applied_and_the_end_is_reached(
     make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str, producer: Producer
 ) -> None:
@@ -98,6 +100,7 @@ def test_log_of_aborted_messages_only_ends_and_is_not_read_again(
     producer.begin_transaction()
 
 
+@pytest.mark.fault("C9")
 def test_open_transaction_ends_the_reading_and_loses_nothing(
     make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str, producer: Producer
 ) -> None:

@@ -64,6 +64,7 @@ def consume(consumer: ExactlyOnceConsumer, topic: str) -> int:
         return drain(consumer)
 
 
+@pytest.mark.fault("C1")
 def test_below_the_log_start_is_an_error_with_the_size_of_the_gap(
     make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, db: Db, name: str
 ) -> None:
@@ -92,6 +93,7 @@ def test_below_the_log_start_the_policy_moves_the_offset_and_says_so(
     assert "retention removed 15 offsets" in reason
 
 
+@pytest.mark.fault("C2")
 def test_beyond_the_log_end_is_an_error(make_consumer: MakeConsumer, topic: str, db: Db, name: str) -> None:
     set_offset(db, name, 51)
     with pytest.raises(OffsetBeyondLogEnd, match=r"offset 51, the log ends at 50.*--partition 0 --to-offset"):
@@ -180,6 +182,7 @@ def _forget_fetched(consumer: ExactlyOnceConsumer) -> None:
     consumer._delivery.discard()
 
 
+@pytest.mark.fault("C3")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_running", [False, True])
 def test_log_rewritten_by_an_unclean_election_is_seen_although_the_offset_is_in_range(

@@ -80,6 +80,7 @@ def _nothing(unit: Unit) -> None:
     """All effects are in the journal."""
 
 
+@pytest.mark.fault("B15")
 @pytest.mark.usefixtures("neighbours")
 def test_the_loop_is_exact_behind_a_pooler(make_scene: MakeScene, consume: Consume) -> None:
     scene = make_scene(200, partitions=2)

@@ -55,6 +55,7 @@ def run(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], object], **opti
     consumer.run(handler, until_end=True, wait=AT_ONCE, **options)
 
 
+@pytest.mark.fault("C11")
 def test_dead_letters_are_exactly_the_poison_and_the_rest_is_applied_once(make_scene: MakeScene) -> None:
     scene = make_scene(300, partitions=3)
     run(scene.consumer(max_messages=100), refusing(3, 4, 50, 99), on_poison="dead-letter")

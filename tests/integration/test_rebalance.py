@@ -78,6 +78,7 @@ def test_members_that_join_and_leave_lose_and_double_nothing(crew: Crew, topic: 
     assert crew.owners() == {}, "rows were not released"
 
 
+@pytest.mark.fault("A9", "A10")
 def test_rebalance_storm_loses_and_doubles_nothing(crew: Crew, topic: str, bootstrap_servers: str) -> None:
     """Members come and go as fast as they can be started, one resident works on; epochs only rise."""
     epochs: dict[tuple[str, int], int] = {}
@@ -136,6 +137,7 @@ def test_locked_rows_do_not_keep_a_member_from_polling(
         assert [partition.number for partition, _ in second._ownership.tokens()] == [29]
 
 
+@pytest.mark.fault("A11")
 def test_partitions_added_later_are_read_from_their_beginning(crew: Crew, topic: str, bootstrap_servers: str) -> None:
     """Under ``latest``, too: what arrived before anybody was assigned to the new partition is not missed."""
     options = OPTIONS | {"start": "latest"}

@@ -27,6 +27,7 @@ def schema(postgres_conninfo: str, name: str) -> Iterator[str]:
     _drop(postgres_conninfo, name)
 
 
+@pytest.mark.fault("B19")
 def test_eight_threads_migrate_at_once(postgres_conninfo: str, schema: str) -> None:
     def run(_: int) -> list[int]:
         with psycopg.connect(postgres_conninfo, autocommit=True) as connection:
@@ -73,6 +74,7 @@ def test_an_older_schema_is_refused(db: psycopg.Connection[Any], schema: str) ->
         check(db, schema)
 
 
+@pytest.mark.fault("B20")
 def test_a_newer_schema_is_refused_only_if_it_says_so(db: psycopg.Connection[Any], schema: str) -> None:
     migrate(db, schema)
     change = sql.SQL("UPDATE {}.version SET version = 99, oldest_reader = %s").format(sql.Identifier(schema))

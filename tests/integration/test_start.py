@@ -118,6 +118,7 @@ def test_committed_adopts_a_group_where_kafka_says_it_stands(
     assert firsts == {0: 4, 2: 0}
 
 
+@pytest.mark.fault("C15")
 def test_adopted_group_goes_on_by_the_ledger_not_by_kafka(
     consume: Callable[..., int], bootstrap_servers: str, topic: str, name: str
 ) -> None:
@@ -263,6 +264,7 @@ def test_kill_between_start_and_first_commit_does_not_choose_again(
         assert len(journal.entries(conninfo, topic)) == (9 if started else 0)
 
 
+@pytest.mark.fault("B21")
 @pytest.mark.parametrize("deleted", ["partition = 0", "partition = 1", "partition = 2", "true"])
 def test_rows_deleted_by_hand_are_an_error_and_no_new_start(
     deleted: str, consume: Callable[..., int], db: Db, name: str, topic: str
@@ -302,6 +304,7 @@ def test_topic_that_comes_later_is_waited_for(make_consumer: MakeConsumer, boots
         timer.join()
 
 
+@pytest.mark.fault("A12")
 def test_topic_that_matches_later_is_read_from_its_beginning(
     make_consumer: MakeConsumer, bootstrap_servers: str, name: str, protocol: dict[str, Any]
 ) -> None:

@@ -102,6 +102,7 @@ def test_stop_while_the_database_is_away_ends_the_iteration(
         proxy.heal()
 
 
+@pytest.mark.fault("D7")
 def test_sigterm_lets_the_unit_finish_then_releases_and_leaves(
     crew: Crew, bootstrap_servers: str, db: Db, name: str, topic: str
 ) -> None:
@@ -163,6 +164,7 @@ def test_failing_worker_says_so_by_its_status(crew: Crew) -> None:
     crew.assert_exact()
 
 
+@pytest.mark.fault("D6")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons warn, and this is the test of it
 def test_use_in_a_forked_child_is_refused(make_consumer: MakeConsumer, topic: str) -> None:
     """And leaving the `with` block there takes nothing away from the parent."""
@@ -188,6 +190,7 @@ def test_use_in_a_forked_child_is_refused(make_consumer: MakeConsumer, topic: st
     consumer.close()
 
 
+@pytest.mark.fault("D3")
 def test_use_from_another_thread_is_refused(make_consumer: MakeConsumer, topic: str) -> None:
     with make_consumer() as consumer:
         consumer.subscribe([topic])

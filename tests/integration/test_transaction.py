@@ -104,6 +104,7 @@ def test_a_connection_of_the_users_making_serves_as_well(scene: Scene) -> None:
     assert consumer._session.connection.execute(prepared, prepare=False).fetchall() == []
 
 
+@pytest.mark.fault("B7")
 def test_a_conflict_under_serializable_runs_the_batch_again(scene: Scene) -> None:
     """Two serializable transactions that each read what the other writes: one of them is refused with 40001."""
     consumer = scene.consumer(isolation="SERIALIZABLE")

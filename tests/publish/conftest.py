@@ -32,7 +32,7 @@ WINDOW_SECONDS = 3600.0
 MakeOwner = Callable[..., PublishOwner]
 
 
-@pytest.fixture(params=[*IN_MEMORY, *ON_SERVERS])
+@pytest.fixture(params=[*IN_MEMORY, *(pytest.param(name, marks=pytest.mark.postgres) for name in ON_SERVERS)])
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Every filter in turn."""
     if request.param in IN_MEMORY:
@@ -140,7 +140,7 @@ def postgres_chain(store: Store) -> Subject:
 
 
 @pytest.fixture(scope="session")
-def proxy_and_broker() -> Iterator[KafkaProxy]:
+def proxy_and_broker(own_servers: None) -> Iterator[KafkaProxy]:
     """A broker whose clients all come through a proxy."""
     with KafkaProxy() as proxy, Kafka(properties={"advertised.listeners": proxy.listener}) as kafka:
         proxy.upstream = kafka.port()

@@ -51,7 +51,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair(own_servers: None) -> Iterator[Pair]:
     with embedded.Postgres() as primary:
         with psycopg.connect(primary.conninfo, autocommit=True) as connection:
             migrate(connection)
@@ -78,6 +78,7 @@ def window(pair: Pair) -> tuple[PublishOwner, PostgresWindow]:
     return owner, PostgresWindow(owner, scope="t", seconds=3600)
 
 
+@pytest.mark.fault("E4")
 def test_with_synchronous_replication_no_key_is_lost_under_load(pair: Pair) -> None:
     pair.set(pair.primary, "synchronous_standby_names", "*")
     sync = "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync'"

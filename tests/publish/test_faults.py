@@ -32,12 +32,14 @@ def send(bootstrap_servers: str, topic: str, made: Filter[Any], numbers: list[in
             producer.produce(topic, b"%d" % n, dedup_key=n).result(30)
 
 
+@pytest.mark.fault("E5")
 def test_a_retry_after_the_window_is_a_duplicate_in_the_log(bootstrap_servers: str, topic: str) -> None:
     """Fault E5: it is stated, so the window must be longer than the longest retry."""
     send(bootstrap_servers, topic, WindowFilter(keys=3), [1, 2, 3, 1, 4, 5, 6, 7, 8, 9, 1])
     assert values(bootstrap_servers, topic) == [1, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
+@pytest.mark.fault("E6")
 @pytest.mark.parametrize(
     "make",
     [

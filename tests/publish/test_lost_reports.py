@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
-def kafka() -> Iterator[Kafka]:
+def kafka(own_servers: None) -> Iterator[Kafka]:
     """A broker that may be frozen."""
     with Kafka() as broker:
         # What a broker does for its first idempotent producer takes longer than the time-outs below.
@@ -40,6 +40,7 @@ def freeze_and_lose(kafka: Kafka, producer: DedupProducer, topic: str, **identit
     return delivery
 
 
+@pytest.mark.fault("E1")
 def test_an_unanswered_message_is_unknown_and_its_retry_says_that_it_may_repeat(
     kafka: Kafka, settings: dict[str, Any]
 ) -> None:

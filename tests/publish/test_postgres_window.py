@@ -382,6 +382,7 @@ def test_a_front_filter_of_an_earlier_generation_is_not_believed(
     assert made.reserve("theirs") is DUPLICATE, "it entered after the filter was filled"
 
 
+@pytest.mark.usefixtures("own_servers")
 def test_keys_are_there_after_a_crash_of_the_server() -> None:
     from exactly_once import embedded  # noqa: PLC0415 - only here
     from exactly_once.schema import migrate  # noqa: PLC0415

@@ -194,6 +194,7 @@ def test_a_full_queue_marks_nothing(bootstrap_servers: str, topic: str) -> None:
     assert values(bootstrap_servers, topic) == dict.fromkeys((b"%d" % n for n in range(20)), 1)
 
 
+@pytest.mark.fault("E8")
 def test_a_flush_that_times_out_reports_no_success() -> None:
     """Fault E8."""
     made = DedupProducer({**NOWHERE, "message.timeout.ms": 60_000}, dedup=WindowFilter(keys=10))

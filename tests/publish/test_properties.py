@@ -99,6 +99,7 @@ def test_any_series_of_changes_equals_the_model(name: str) -> None:
     check(IN_MEMORY[name], rises="sequence" in name or "without" in name, examples=60)
 
 
+@pytest.mark.postgres
 @pytest.mark.parametrize(
     "fixture", ["postgres_window", "sharded_window", "postgres_slots", "memcached_slots", "postgres_chain"]
 )

@@ -62,6 +62,7 @@ def is_served(client: Producer, topic: str) -> bool:
     return client.poll(0.05) < 0
 
 
+@pytest.mark.fault("E2")
 def test_a_dead_owner_is_fenced_and_its_committed_messages_are_found_behind_an_open_transaction(
     make_owner: MakeOwner, db: psycopg.Connection[Any], kafka: dict[str, Any], topic: str
 ) -> None:
@@ -126,6 +127,7 @@ def test_retention_past_the_owners_start_is_refused(
         ours.reserve("a")
 
 
+@pytest.mark.fault("E3")
 def test_two_processes_publish_each_key_once(
     make_owner: MakeOwner, kafka: dict[str, Any], topic: str, bootstrap_servers: str
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_client_that_goes_on_commits_what_was_aborted(
     assert values(proxied_broker.bootstrap_servers, topic) == [1, 2], "2 was never committed by the application"
 
 
+@pytest.mark.fault("E7")
 @pytest.mark.parametrize("is_cut", [False, True], ids=["timed out", "disconnected"])
 def test_a_late_end_does_not_hit_the_next_transaction(
     proxied_broker: KafkaProxy,

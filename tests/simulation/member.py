@@ -396,6 +396,8 @@ class Cluster:
 
     cluster_id = "c"
 
+    def close(self) -> None: ...
+
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._world: World = settings["simulated.member"].world
 

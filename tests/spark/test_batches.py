@@ -24,6 +24,7 @@ both = pytest.mark.parametrize("transaction", ["batch", "partition"])
 ADAPTIVE = "spark.sql.adaptive.enabled"
 
 
+@pytest.mark.fault("F11")
 @pytest.mark.parametrize("small_batch", [0, 1000])
 @both
 def test_a_frame_that_has_been_executed_before_is_written_once(
@@ -45,6 +46,7 @@ def test_a_frame_that_has_been_executed_before_is_written_once(
     assert scene.ledger() == scene.ends()
 
 
+@pytest.mark.fault("F12")
 def test_a_batch_without_rows_counts_as_one(scene: Scene, name: str, db: psycopg.Connection[Any]) -> None:
     """F12: what comes again under its number is known, with rows or without."""
     db.execute(f"CREATE TABLE {name} (value text)")
@@ -69,6 +71,7 @@ def adaptive(scene: Scene) -> Iterator[None]:
     scene.spark.conf.set(ADAPTIVE, before)
 
 
+@pytest.mark.fault("F8")
 @both
 @pytest.mark.usefixtures("adaptive")
 def test_a_batch_that_is_planned_otherwise_the_second_time_is_written_once(
@@ -92,6 +95,7 @@ def test_a_batch_that_is_planned_otherwise_the_second_time_is_written_once(
     assert scene.ledger() == scene.ends()
 
 
+@pytest.mark.fault("F6")
 def test_of_two_queries_with_one_group_the_later_one_goes_on(scene: Scene, tmp_path: Path) -> None:
     """F6: the earlier one is told that it is fenced, and neither loses or doubles a row."""
 

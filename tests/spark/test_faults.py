@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 both = pytest.mark.parametrize("transaction", ["batch", "partition"])
 
 
+@pytest.mark.fault("F3")
 @both
 def test_a_worker_that_dies_after_its_commit_is_tried_again_and_writes_nothing_twice(
     scene: Scene, transaction: Transaction
@@ -216,6 +217,7 @@ def driver(scene: Scene, place: Path, *arguments: str) -> Any:
     )
 
 
+@pytest.mark.fault("F1")
 def test_a_driver_killed_after_the_commit_writes_the_batch_once(scene: Scene, tmp_path: Path) -> None:
     """F1: Spark has not heard of it, so the batch comes again."""
     scene.produce(1000)
@@ -227,6 +229,7 @@ def test_a_driver_killed_after_the_commit_writes_the_batch_once(scene: Scene, tm
     scene.check()
 
 
+@pytest.mark.fault("F2")
 def test_a_driver_killed_while_it_writes_leaves_nothing_of_the_batch(scene: Scene, tmp_path: Path) -> None:
     """F2: the transaction goes with its connection."""
     scene.produce(1000)

@@ -263,6 +263,7 @@ def test_leftovers_go_by_age_and_those_of_an_attempt_at_work_stay(target: Target
     assert target.offsets() == [(0, n) for n in range(9)]
 
 
+@pytest.mark.usefixtures("own_servers")
 def test_a_crash_of_the_server_between_the_phases_is_noticed_and_loses_nothing(name: str) -> None:
     with Postgres() as postgres:
         with psycopg.connect(postgres.conninfo, autocommit=True) as connection:

@@ -72,6 +72,7 @@ def test_a_query_with_state_runs_through_a_replayed_batch_and_writes_nothing(
     scene.check()
 
 
+@pytest.mark.fault("F5")
 @both
 def test_a_lost_checkpoint_and_other_batches_write_nothing_twice(scene: Scene, transaction: Transaction) -> None:
     """F5: numbers begin at 0 again, under another query."""
@@ -137,6 +138,7 @@ def test_a_ledger_behind_the_checkpoint_is_refused(scene: Scene, db: psycopg.Con
     assert scene.ledger() == {0: 40, 1: 40}
 
 
+@pytest.mark.fault("F9")
 def test_an_older_checkpoint_writes_nothing_twice(scene: Scene, tmp_path: Path) -> None:
     """F9: its next batch has the number of one that was written, and other rows."""
     scene.produce(100)
@@ -234,6 +236,7 @@ def test_a_query_that_has_ended_releases_its_rows(scene: Scene, db: psycopg.Conn
         scene.spark.streams.removeListener(listener)
 
 
+@pytest.mark.fault("F7")
 @both
 def test_where_retention_has_removed_messages_the_ledger_goes_on_behind_them(
     scene: Scene, transaction: Transaction, db: psycopg.Connection[Any]

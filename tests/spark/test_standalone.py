@@ -132,6 +132,7 @@ def twins(
         proxy.heal()
 
 
+@pytest.mark.fault("F4")
 @both
 def test_of_two_attempts_that_run_at_once_one_lands(twins: Twins, transaction: Transaction) -> None:
     with twins.driver(transaction) as driver:
@@ -155,6 +156,7 @@ def test_an_attempt_cut_from_postgres_alone_does_not_keep_its_twin_from_landing(
     twins.check()
 
 
+@pytest.mark.fault("F10")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("transaction", "cut"), [("batch", "silent"), ("partition", "refused")])
 def test_a_batch_whose_workers_are_all_cut_from_postgres_fails_and_is_replayed(

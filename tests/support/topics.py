@@ -19,19 +19,19 @@ def create_topic(
     `config` is the topic's, with underscores for dots: `cleanup_policy="compact"`.
     """
     name = name or f"topic-{uuid4().hex[:12]}"
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
     settings = {key.replace("_", "."): value for key, value in config.items()}
     topic = NewTopic(name, num_partitions=partitions, replication_factor=replication, config=settings)
-    admin.create_topics([topic])[name].result(timeout=30)
-    until(lambda: _has_leaders(admin, name, partitions), 30, f"leaders of {partitions} partitions of {name}")
+    with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
+        admin.create_topics([topic])[name].result(timeout=30)
+        until(lambda: _has_leaders(admin, name, partitions), 30, f"leaders of {partitions} partitions of {name}")
     return name
 
 
 def delete_topic(bootstrap_servers: str, name: str) -> None:
     """Delete a topic, so that another module of tests may have one of the same name."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    admin.delete_topics([name])[name].result(timeout=30)
-    until(lambda: name not in admin.list_topics(timeout=10).topics, 30, f"{name} to be gone")
+    with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
+        admin.delete_topics([name])[name].result(timeout=30)
+        until(lambda: name not in admin.list_topics(timeout=10).topics, 30, f"{name} to be gone")
 
 
 def produce(bootstrap_servers: str, topic: str, n: int, partitions: int, *, start: int = 0) -> None:

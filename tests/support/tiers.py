@@ -1,0 +1,133 @@
+"""Tiers: which tests a command runs. Markers follow from the fixtures that a test asks for.
+
+``--tier pure`` runs what needs no server, ``--tier short`` that and one test for each row of the catalogue of faults
+(``@pytest.mark.fault("A1")``), ``--tier all`` everything but containers. Without the option nothing is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from exactly_once.embedded.process import ServerProcess
+
+TIERS = ("pure", "short", "all")
+_FIXTURES = {
+    "docker": {"engine"},
+    "spark": {"needs_spark"},
+    "kafka": {"exactly_once_kafka", "own_servers"},
+    "postgres": {"exactly_once_postgres", "own_servers"},
+}
+"""What a test is marked with, and the fixtures of which it asks for one, directly or through others."""
+_LEFT_OUT = "left_out"
+_left_out = pytest.StashKey[Counter[str]]()
+_item: list[pytest.Item] = []
+"""The test that runs now, if any."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    parser.addoption("--tier", choices=TIERS, help="which tests to run; all that were named, if left out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers."""
+    config.stash[_left_out] = Counter[str]()
+    for name in _FIXTURES:
+        config.addinivalue_line("markers", f"{name}: needs it; follows from the fixtures")
+    config.addinivalue_line("markers", "fault(*ids): provokes these rows of the catalogue of faults")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests, and deselect those of other tiers."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        for name, asked in _FIXTURES.items():
+            if fixtures & asked:
+                item.add_marker(name)
+    tier = config.getoption("tier")
+    if tier is None:
+        return
+    seen: set[str] = set()
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (kept if _belongs(item, tier, seen) else left_out).append(item)
+    items[:] = kept
+    config.stash[_left_out] = Counter(_needs(item) for item in left_out)
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _belongs(item: pytest.Item, tier: str, seen: set[str]) -> bool:
+    """Tell whether a tier has the test; of the tests of a fault the short one has the first that is collected."""
+    needs = _needs(item)
+    if tier == "pure" or not needs:
+        return not needs
+    if needs == "docker" or tier == "all":
+        return needs != "docker"
+    ids = {fault for mark in item.iter_markers("fault") for fault in mark.args}
+    is_first = bool(ids - seen)
+    seen |= ids
+    return is_first
+
+
+def _needs(item: pytest.Item) -> str:
+    """Name the rarest thing that a test needs; empty for a pure one."""
+    return next((name for name in _FIXTURES if item.get_closest_marker(name)), "")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Remember which test runs."""
+    _item[:] = [item]
+    try:
+        return (yield)
+    finally:
+        _item.clear()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _pure_tests_start_no_server() -> Generator[None]:
+    """Fail a test that starts a server without a fixture that says so: it would run in the wrong tier."""
+    start = ServerProcess.__init__
+
+    def checked(self: ServerProcess, *args: Any, **options: Any) -> None:
+        assert not _item or _needs(_item[0]), "this test starts a server: ask for the fixture `own_servers`"
+        start(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerProcess, "__init__", checked)
+        yield
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send what was left out to the process that prints the summary, where tests run in several."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_LEFT_OUT] = dict(session.config.stash[_left_out])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take it from a worker process; each has collected the same."""
+    left_out = getattr(node, "workeroutput", {}).get(_LEFT_OUT)
+    if left_out:
+        counts: Counter[str] = Counter(left_out)
+        node.config.stash[_left_out] = counts
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was left out, and how to run it."""
+    left_out = config.stash[_left_out]
+    if not left_out:
+        return
+    terminalreporter.ensure_newline()
+    what = ", ".join(f"{count:,} with {need}" for need, count in sorted(left_out.items()))
+    rest = {"all": "the rest", "pure": "all but containers", "short": "all but containers"}[config.getoption("tier")]
+    how = "bash .ci/run" if rest == "the rest" else "python3 run.py test --all"
+    terminalreporter.write_line(f"left out: {left_out.total():,} tests ({what}); {rest}: {how}")

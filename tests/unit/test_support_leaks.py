@@ -1,0 +1,38 @@
+"""The check that tests leave nothing behind: it sees each kind, and waits for what is about to end."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from tests.support import leaks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+
+
+def test_it_counts_clients_threads_and_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks, "_GRACE_SECONDS", 0.2)
+    before = leaks.census()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    with AdminClient({"bootstrap.servers": "127.0.0.1:1", "log_level": 0}), socket.socket():
+        left = leaks.left_since(before)
+        assert f"kafka clients {before.kafka_clients} -> {before.kafka_clients + 1}" in left
+        assert f"threads {before.threads} -> {before.threads + 1}" in left
+        assert "sockets" in left
+    done.set()
+    thread.join()
+    assert leaks.left_since(before) == ""
+
+
+def test_what_ends_in_time_is_no_leak() -> None:
+    before = leaks.census()
+    thread = threading.Timer(0.1, lambda: None)
+    thread.start()
+    assert leaks.left_since(before) == ""
+    assert not thread.is_alive()
