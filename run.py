@@ -28,7 +28,7 @@ INSTALL = {
 }
 # Most tests wait most of the time: four processes keep two cores busy. Each starts servers of its own when it
 # needs them, which takes up to 3 GB of memory.
-BESIDE_EACH_OTHER = ["--numprocesses=4", "--dist=loadfile"]
+BESIDE_EACH_OTHER = ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 
 
 def main(arguments: list[str]) -> None:

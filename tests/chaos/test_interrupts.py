@@ -68,6 +68,7 @@ class Interrupter:
         return self._line
 
 
+@pytest.mark.slow
 @pytest.mark.fault("D2")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_interrupt_at_any_line_loses_and_doubles_nothing(

@@ -15,6 +15,8 @@ from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic
 from tests.support.worker import Crew
 
+pytestmark = pytest.mark.slow
+
 SECONDS = float(os.environ.get("EXACTLY_ONCE_SOAK_SECONDS", "60"))
 SEED = int(os.environ.get("EXACTLY_ONCE_SOAK_SEED", str(random.randrange(1_000_000))))
 

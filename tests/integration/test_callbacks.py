@@ -183,6 +183,7 @@ def test_methods_that_would_break_the_guarantee_say_what_to_use_instead(
 
 # An interrupt that happens to come inside a finaliser is swallowed by Python, with this warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.fault("D2")
 def test_interrupt_while_polling_loses_nothing(
     make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, assert_exact: Callable[[], None]
 ) -> None:

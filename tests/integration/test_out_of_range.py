@@ -182,6 +182,7 @@ def _forget_fetched(consumer: ExactlyOnceConsumer) -> None:
     consumer._delivery.discard()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C3")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_running", [False, True])

@@ -71,6 +71,7 @@ def adaptive(scene: Scene) -> Iterator[None]:
     scene.spark.conf.set(ADAPTIVE, before)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F8")
 @both
 @pytest.mark.usefixtures("adaptive")

@@ -13,6 +13,8 @@ from tests.support.require import lacking, skip_unless
 from tests.support.spark import Driver
 from tests.support.topics import create_topic, produce
 
+pytestmark = pytest.mark.slow
+
 Client = Callable[..., Driver]
 
 

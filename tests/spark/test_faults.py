@@ -229,6 +229,7 @@ def test_a_driver_killed_after_the_commit_writes_the_batch_once(scene: Scene, tm
     scene.check()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F2")
 def test_a_driver_killed_while_it_writes_leaves_nothing_of_the_batch(scene: Scene, tmp_path: Path) -> None:
     """F2: the transaction goes with its connection."""

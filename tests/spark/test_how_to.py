@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+import pytest
 
 from tests.support.topics import create_topic, produce
+
+pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

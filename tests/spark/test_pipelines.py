@@ -20,6 +20,8 @@ from pyspark import pipelines
 from pyspark.sql import SparkSession
 from spark_sink import ExactlyOncePostgres
 
+pytestmark = pytest.mark.slow
+
 session = SparkSession.active()
 session.dataSource.register(ExactlyOncePostgres)
 pipelines.create_sink("orders_sink", "exactly_once_postgres", {options})

@@ -20,6 +20,8 @@ from tests.support.spark import Driver
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from spark_sink.options import Transaction
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in _FIXTURES:
         config.addinivalue_line("markers", f"{name}: needs it; follows from the fixtures")
     config.addinivalue_line("markers", "fault(*ids): provokes these rows of the catalogue of faults")
+    config.addinivalue_line("markers", "slow: takes more than 20 s on an idle machine; not in the short tier")
 
 
 @pytest.hookimpl(trylast=True)
@@ -49,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, asked in _FIXTURES.items():
             if fixtures & asked:
                 item.add_marker(name)
+    _put_the_longest_first(items)
     tier = config.getoption("tier")
     if tier is None:
         return
@@ -69,10 +72,22 @@ def _belongs(item: pytest.Item, tier: str, seen: set[str]) -> bool:
         return not needs
     if needs == "docker" or tier == "all":
         return needs != "docker"
+    if item.get_closest_marker("slow"):
+        return False
     ids = {fault for mark in item.iter_markers("fault") for fault in mark.args}
     is_first = bool(ids - seen)
     seen |= ids
     return is_first
+
+
+def _put_the_longest_first(items: list[pytest.Item]) -> None:
+    """Order the files so that none with minutes of work is begun when the others are done."""
+    names = ["slow", *_FIXTURES]
+    ranks: dict[Path, int] = {}
+    for item in items:
+        rank = next((n for n, name in enumerate(names) if item.get_closest_marker(name)), len(names))
+        ranks[item.path] = min(rank, ranks.get(item.path, rank))
+    items.sort(key=lambda item: ranks[item.path])
 
 
 def _needs(item: pytest.Item) -> str:
@@ -108,16 +123,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Send what was left out to the process that prints the summary, where tests run in several."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output[_LEFT_OUT] = dict(session.config.stash[_left_out])
+        output[_LEFT_OUT] = {**session.config.stash[_left_out]}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take it from a worker process; each has collected the same."""
-    left_out = getattr(node, "workeroutput", {}).get(_LEFT_OUT)
-    if left_out:
-        counts: Counter[str] = Counter(left_out)
-        node.config.stash[_left_out] = counts
+    left_out: dict[str, int] = getattr(node, "workeroutput", {}).get(_LEFT_OUT, {})
+    if not node.config.stash[_left_out]:
+        node.config.stash[_left_out].update(left_out)
 
 
 @pytest.hookimpl(trylast=True)
