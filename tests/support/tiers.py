@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than 20 s on an idle machine; not in the short tier")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before -m looks for the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests, and deselect those of other tiers."""
     for item in items:
@@ -122,8 +122,9 @@ def _pure_tests_start_no_server() -> Generator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Send what was left out to the process that prints the summary, where tests run in several."""
     output = getattr(session.config, "workeroutput", None)
+    left_out = session.config.stash[_left_out]
     if output is not None:
-        output[_LEFT_OUT] = {**session.config.stash[_left_out]}
+        output[_LEFT_OUT] = dict(left_out)
 
 
 @pytest.hookimpl(optionalhook=True)
