@@ -33,15 +33,16 @@ def test_names_are_unique() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
-def test_a_metric_is_named_as_prometheus_wants_it(metric: Metric) -> None:
-    assert metric.name.startswith("exactly_once_")
-    assert metric.name.endswith("_total") == (metric.kind == "counter")
-    assert ("seconds" in metric.name) == (metric.unit == "seconds")
-    assert metric.labels[:2] == ("group", "owner")
-    assert bool(metric.buckets) == (metric.kind == "histogram")
-    assert list(metric.buckets) == sorted(metric.buckets)
-    assert metric.help.endswith(".")
+def test_every_metric_is_named_as_prometheus_wants_it(subtests: pytest.Subtests) -> None:
+    for metric in METRICS:
+        with subtests.test(metric.name):
+            assert metric.name.startswith("exactly_once_")
+            assert metric.name.endswith("_total") == (metric.kind == "counter")
+            assert ("seconds" in metric.name) == (metric.unit == "seconds")
+            assert metric.labels[:2] == ("group", "owner")
+            assert bool(metric.buckets) == (metric.kind == "histogram")
+            assert list(metric.buckets) == sorted(metric.buckets)
+            assert metric.help.endswith(".")
 
 
 def test_every_counter_of_the_table_is_counted_somewhere() -> None:

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import exactly_once
+from tests.support.findings import nothing
 
 PACKAGE = Path(exactly_once.__file__).parent
 
@@ -74,23 +73,26 @@ def test_every_module_has_its_layer() -> None:
     assert modules() <= set(known), "a new module: which may import it, and whom may it import?"
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_a_module_imports_only_from_the_layers_above_it(module: str) -> None:
+def allowed(module: str) -> set[str]:
+    """Return what a module may import of the library."""
     (depth,) = [depth for depth, layer in enumerate(LAYERS) if module in layer]
-    allowed = set().union(*LAYERS[:depth]) | {there for here, there in WITHIN_A_LAYER if here == module}
-    assert imports_of(module)[0] <= allowed
+    return set().union(*LAYERS[:depth]) | {there for here, there in WITHIN_A_LAYER if here == module}
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_a_pure_module_imports_no_io(module: str) -> None:
-    own, others = imports_of(module)
-    assert own <= set(PURE)
-    assert others - HARMLESS == PURE[module]
+def test_modules_import_only_from_the_layers_above_them() -> None:
+    wrong = {module: imports_of(module)[0] - allowed(module) for module in sorted(modules())}
+    nothing(wrong, "imports from its own layer or one below")
+
+
+def test_pure_modules_import_no_io() -> None:
+    found = {module: imports_of(module) for module in PURE}
+    nothing({module: own - set(PURE) for module, (own, _) in found.items()}, "pure, and imports what is not")
+    nothing({m: (others - HARMLESS) ^ PURE[m] for m, (_, others) in found.items()}, "pure, but for what it may import")
 
 
 def test_subpackages_are_not_imported_by_the_library() -> None:
-    for module in modules():
-        assert not imports_of(module)[0] & {"cli", "demo", "embedded", "publish", "writer"}
+    apart = {"cli", "demo", "embedded", "publish", "writer"}
+    nothing({module: imports_of(module)[0] & apart for module in modules()}, "imports a subpackage")
 
 
 _FRESH = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from psycopg import sql
 import exactly_once
 from exactly_once.schema import VERSION, as_sql
 from exactly_once.sql import _queries, migrations, query
+from tests.support.findings import nothing
 
 PACKAGE = Path(exactly_once.__file__).parent
 FILES = [f for f in files("exactly_once.sql").iterdir() if f.name.endswith(".sql") and f.name != "grants.sql"]
@@ -27,12 +29,16 @@ def test_every_name_line_is_read_and_no_name_is_given_twice() -> None:
     assert sorted(NAMES) == sorted(set(NAMES)) == sorted(_queries())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_query_says_its_purpose_in_a_sentence(name: str) -> None:
+def comment_of(name: str) -> str:
+    """Read the comment lines at the head of a query as one line."""
     lines = TEXT.split(f"-- name: {name}\n")[1].splitlines()
-    assert re.match(r"-- [A-Z].*", lines[0])
-    comment = " ".join(line for line in lines[: next(i for i, s in enumerate(lines) if not s.startswith("--"))])
-    assert comment.endswith(".")
+    return " ".join(itertools.takewhile(lambda line: line.startswith("--"), lines))
+
+
+def test_every_query_says_its_purpose_in_a_sentence() -> None:
+    comments = {name: comment_of(name) for name in NAMES}
+    vague = {name: said or "nothing" for name, said in comments.items() if not re.fullmatch(r"-- [A-Z].*\.", said)}
+    nothing(vague, "no sentence below the name")
 
 
 def parts_of(name: str) -> dict[str, sql.Composable]:
@@ -41,30 +47,40 @@ def parts_of(name: str) -> dict[str, sql.Composable]:
     return {field: sql.Literal("x") for field in fields}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_query_composes_and_names_all_its_parameters(name: str) -> None:
-    text = query(name, 'odd "schema"', **parts_of(name)).as_string(None)
-    assert "{" not in text
-    assert "}" not in text
-    assert all(named and kind == "s" for named, kind, _ in PLACEHOLDER.findall(text)), "only %(name)s, and %% for %"
-    assert not text.rstrip().endswith(";")
+def test_every_query_composes_and_names_all_its_parameters() -> None:
+    texts = {name: query(name, 'odd "schema"', **parts_of(name)).as_string(None) for name in NAMES}
+    nothing((name for name, text in texts.items() if "{" in text or "}" in text), "a brace is left")
+    nothing((name for name, text in texts.items() if text.rstrip().endswith(";")), "a semicolon at the end")
+    unnamed = [
+        f"{name}: %{kind or other}"
+        for name, text in texts.items()
+        for named, kind, other in PLACEHOLDER.findall(text)
+        if not (named and kind == "s")
+    ]
+    nothing(unnamed, "only %(name)s, and %% for %")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_query_touches_only_the_schema_it_is_given(name: str) -> None:
-    body = _queries()[name]
-    for table in ("ledger", "audit", "version"):
-        for found in re.finditer(rf"\b(?:FROM|JOIN|UPDATE|INTO)\s+(\S*){table}\b", body):
-            assert found[1] == "{schema}."
+def test_every_query_touches_only_the_schema_it_is_given() -> None:
+    elsewhere = [
+        f"{name}: {found[0]}"
+        for name, body in _queries().items()
+        for found in re.finditer(r"\b(?:FROM|JOIN|UPDATE|INTO)\s+(\S*)(?:ledger|audit|version)\b", body)
+        if found[1] != "{schema}."
+    ]
+    nothing(elsewhere, "not in {schema}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_are_locked_in_the_order_of_topic_and_partition(name: str) -> None:
+def locks_in_order(before: str) -> bool:
+    """Tell whether what precedes a FOR UPDATE finds one row, or the rows of the ledger in their order."""
+    if "partition = %(partition)s" in before or "{schema}.spark_batch WHERE group_id" in before:
+        return True
+    return re.search(r"ORDER BY l\.topic, l\.partition\s*$", before) is not None
+
+
+def test_rows_are_locked_in_the_order_of_topic_and_partition() -> None:
     """Two workers that lock in different orders deadlock."""
-    body = _queries()[name]
-    for before in body.split("FOR UPDATE")[:-1]:
-        one_row = "partition = %(partition)s" in before or "{schema}.spark_batch WHERE group_id" in before
-        assert one_row or re.search(r"ORDER BY l\.topic, l\.partition\s*$", before)
+    parts = {name: body.split("FOR UPDATE")[:-1] for name, body in _queries().items()}
+    nothing((name for name, befores in parts.items() if not all(map(locks_in_order, befores))), "locks in no order")
 
 
 def given_parameters() -> dict[str, set[str]]:
@@ -78,11 +94,13 @@ def given_parameters() -> dict[str, set[str]]:
     return given
 
 
-@pytest.mark.parametrize(("name", "given"), given_parameters().items())
-def test_the_ledger_gives_every_parameter_and_no_other(name: str, given: set[str]) -> None:
-    wanted = {found for found, _, _ in PLACEHOLDER.findall(_queries()[name])}
-    assert wanted - given - {"group_id"} <= {"topics", "partitions"}
-    assert given <= wanted
+def test_the_ledger_gives_every_parameter_and_no_other() -> None:
+    passed = given_parameters()
+    assert passed
+    wanted = {name: {found for found, _, _ in PLACEHOLDER.findall(_queries()[name])} for name in passed}
+    implied = {"group_id", "topics", "partitions"}
+    nothing({name: wanted[name] - given - implied for name, given in passed.items()}, "not given")
+    nothing({name: given - wanted[name] for name, given in passed.items()}, "given, and not in the query")
 
 
 def test_a_query_that_is_not_there_is_an_error() -> None:
@@ -144,9 +162,9 @@ def sql_strings(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
-def test_no_module_holds_sql(path: Path) -> None:
-    assert [text for text in sql_strings(path) if text not in _TRIVIAL | _COMPOSED] == []
+def test_no_module_holds_sql() -> None:
+    held = {path.name: set(sql_strings(path)) - _TRIVIAL - _COMPOSED for path in sorted(PACKAGE.glob("*.py"))}
+    nothing(held, "SQL outside of exactly_once/sql")
 
 
 def test_psycopg_reads_the_placeholders_as_we_do() -> None:

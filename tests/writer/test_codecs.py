@@ -38,7 +38,7 @@ def numeric(precision: int, scale: int) -> int:
     return ((precision << 16) | (scale & 0x7FF)) + 4
 
 
-TAKEN_AS_THEY_ARE = [
+TAKEN_AS_THEY_ARE: list[tuple[str, list[Any]]] = [
     ("int2", [-(2**15), 2**15 - 1]),
     ("int4", [-(2**31), 2**31 - 1]),
     ("int8", [-(2**63), 2**63 - 1]),
@@ -61,15 +61,16 @@ TAKEN_AS_THEY_ARE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "values"), TAKEN_AS_THEY_ARE)
-def test_values_of_the_columns_own_type_are_dumped_as_they_are(name: str, values: list[Any]) -> None:
-    c = codec(name)
-    assert c.wire is not None
-    assert c.accepts(values)
-    assert c.accepts([None, *values])
-    assert c.accepts([None])
-    assert [c.convert(v) for v in values] == values or name in ("float4", "float8", "numeric")
-    assert b"".join(encode_binary([(v,) for v in values], [c.wire]))
+def test_values_of_the_columns_own_type_are_dumped_as_they_are(subtests: pytest.Subtests) -> None:
+    for name, values in TAKEN_AS_THEY_ARE:
+        with subtests.test(name):
+            c = codec(name)
+            assert c.wire is not None
+            assert c.accepts(values)
+            assert c.accepts([None, *values])
+            assert c.accepts([None])
+            assert [c.convert(v) for v in values] == values or name in ("float4", "float8", "numeric")
+            assert b"".join(encode_binary([(v,) for v in values], [c.wire]))
 
 
 REFUSED: list[tuple[str, int, list[Any]]] = [
@@ -108,15 +109,13 @@ REFUSED: list[tuple[str, int, list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "typmod", "value"),
-    [pytest.param(n, m, v, id=f"{n}-{v!r:.30}") for n, m, values in REFUSED for v in values],
-)
-def test_a_value_that_would_not_survive_is_refused(name: str, typmod: int, value: Any) -> None:
-    c = codec(name, typmod)
-    assert not c.accepts([value])
-    with pytest.raises(ValueError, match=r"\w"):
-        c.convert(value)
+def test_a_value_that_would_not_survive_is_refused(subtests: pytest.Subtests) -> None:
+    for name, typmod, value in ((name, typmod, value) for name, typmod, values in REFUSED for value in values):
+        with subtests.test(f"{name}({typmod}) <- {value!r:.30}"):
+            c = codec(name, typmod)
+            assert not c.accepts([value])
+            with pytest.raises(ValueError, match=r"\w"):
+                c.convert(value)
 
 
 CONVERTED: list[tuple[str, int, Any, Any]] = [
@@ -148,13 +147,12 @@ CONVERTED: list[tuple[str, int, Any, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "typmod", "value", "expected"), CONVERTED)
-def test_a_value_of_another_type_is_converted_where_nothing_is_lost(
-    name: str, typmod: int, value: Any, expected: Any
-) -> None:
-    found = codec(name, typmod).convert(value)
-    assert found == expected
-    assert type(found) is type(expected)
+def test_a_value_of_another_type_is_converted_where_nothing_is_lost(subtests: pytest.Subtests) -> None:
+    for name, typmod, value, expected in CONVERTED:
+        with subtests.test(f"{name}({typmod}) <- {value!r:.30}"):
+            found = codec(name, typmod).convert(value)
+            assert found == expected
+            assert type(found) is type(expected)
 
 
 def test_timestamps_are_taken_as_utc_where_that_was_chosen() -> None:
