@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-import psutil
+from exactly_once.embedded.process import is_frozen
 
 from .order import Order
 
@@ -55,7 +55,7 @@ class Worker:
     @property
     def is_frozen(self) -> bool:
         """Whether the process is stopped; a signal to go on that comes earlier would be lost."""
-        return self.status is None and psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+        return self.status is None and is_frozen(self._process.pid)
 
     @property
     def status(self) -> int | None:

@@ -119,8 +119,8 @@ class Kafka:
         self._process(node).end(signal.SIGKILL, timeout_seconds=_STOP_SECONDS)
 
     def pause(self, node: int = 1) -> None:
-        """Freeze one broker: its connections stay open and nothing answers."""
-        self._process(node).send(signal.SIGSTOP)
+        """Freeze one broker, and return when it stands still: its connections stay open and nothing answers."""
+        self._process(node).freeze()
 
     def resume(self, node: int = 1) -> None:
         """Let a paused broker go on."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from . import programs
 from .errors import EmbeddedError, OptionError, StartError
 from .ports import accepts, free_port
-from .process import ServerProcess
+from .process import ServerProcess, freeze
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
@@ -140,16 +140,19 @@ class Postgres:
         self._running().end(signal.SIGKILL, timeout_seconds=_STOP_SECONDS)
 
     def pause(self) -> None:
-        """Freeze the server and all its sessions: connections stay open and nothing answers."""
+        """Freeze the server and all its sessions, and return when they stand still.
+
+        Connections stay open and nothing answers.
+        """
         import psutil  # noqa: PLC0415  (an extra brings it)
 
-        # The postmaster first: a frozen one makes no new children.
-        process = psutil.Process(self._running().pid)
-        process.suspend()
-        self._paused = [process.pid]
-        for child in process.children(recursive=True):
-            child.suspend()
+        # The postmaster first: one that stands still makes no new children, and reaps none.
+        postmaster = self._running().pid
+        self._paused = [postmaster]
+        freeze(postmaster)
+        for child in psutil.Process(postmaster).children(recursive=True):
             self._paused.append(child.pid)
+            freeze(child.pid)
 
     def resume(self) -> None:
         """Let a paused server go on."""

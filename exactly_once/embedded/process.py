@@ -8,12 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import StartError
+from .errors import EmbeddedError, StartError
 
 _GUARD = Path(__file__).with_name("guard.py")
+
+_FREEZE_SECONDS = 10.0
+"""A thread stops when it next leaves the kernel: at once, unless it waits for a disk."""
+_POLL_SECONDS = 0.002
 
 
 class ServerProcess:
@@ -62,6 +67,11 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def freeze(self) -> None:
+        """Stop the server where it is, and return when it stands still; do nothing if it has ended."""
+        if self.is_running():
+            freeze(self.pid)
+
     def end(self, number: signal.Signals, *, timeout_seconds: float) -> None:
         """End the server by a signal, and by SIGKILL when it does not obey in time."""
         self.send(signal.SIGCONT)
@@ -99,6 +109,45 @@ class ServerProcess:
         assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.close()
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and return when all its threads stand still; do nothing if it has ended.
+
+    Raises `EmbeddedError` if it goes on for 10 seconds.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + _FREEZE_SECONDS
+    while not is_frozen(pid):
+        if time.monotonic() > deadline:
+            raise EmbeddedError(f"process {pid} was stopped and still runs after {_FREEZE_SECONDS:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def is_frozen(pid: int) -> bool:
+    """Tell whether a process does nothing any more: each of its threads is stopped, or it has ended.
+
+    The signal that stops a process is only sent when `os.kill` returns; until a thread takes note it goes on, and
+    may still answer a request.
+    """
+    if Path("/proc/self/task").exists():
+        return _states(pid) <= set("TtZX")
+    import psutil  # noqa: PLC0415  (an extra brings it)
+
+    try:
+        return psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _states(pid: int) -> set[str]:
+    # psutil knows the state of the first thread only; the others may still run when that one stands.
+    states = set[str]()
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            states.add(thread.read_text(errors="replace").rpartition(")")[2].split()[0])
+    return states
 
 
 def _start_guard(log: Path) -> subprocess.Popen[bytes]:

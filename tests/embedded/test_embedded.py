@@ -27,6 +27,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import embedded
 from exactly_once.embedded import jars, programs
+from exactly_once.embedded.process import is_frozen
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("own_servers")
@@ -164,6 +165,15 @@ def test_paused_kafka_is_silent_and_resumed_answers(kafka: embedded.Kafka) -> No
     assert admin.list_topics(timeout=10).brokers
 
 
+def test_a_broker_stands_still_when_pause_returns(kafka: embedded.Kafka) -> None:
+    """A thread that had not taken note of the signal answered one more request: in two of five pauses."""
+    for _ in range(20):
+        kafka.pause()
+        stands = is_frozen(kafka.pid())
+        kafka.resume()
+        assert stands
+
+
 def test_three_brokers_survive_the_loss_of_one() -> None:
     with embedded.Kafka(brokers=3) as kafka:
         topic = create_topic(kafka, replicas=3)
@@ -203,6 +213,19 @@ def test_paused_postgres_is_silent_and_resumed_answers(postgres: embedded.Postgr
         finally:
             postgres.resume()
         assert answer.result(10).fetchone() == (7,)
+
+
+def test_postgres_and_its_sessions_stand_still_when_pause_returns(postgres: embedded.Postgres) -> None:
+    """Also those that come and go: a session that has just ended is no error."""
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        for _ in range(10):
+            busy = [executor.submit(query, postgres, "SELECT 7") for _ in range(4)]
+            postgres.pause()
+            family = [postgres.pid, *(child.pid for child in psutil.Process(postgres.pid).children(recursive=True))]
+            stands = {pid: is_frozen(pid) for pid in family}
+            postgres.resume()
+            assert all(stands.values()), stands
+            assert [each.result(30) for each in busy] == [(7,)] * 4
 
 
 def test_postgres_gets_its_settings(place: Path) -> None:

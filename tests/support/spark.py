@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from pyspark.sql import DataFrame, SparkSession
 
+from exactly_once.embedded.process import freeze
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,9 +125,12 @@ class Driver:
         self._wait_gone(60)
 
     def stop(self) -> None:
-        """Freeze the driver, its Java and its workers."""
-        for pid in self._pids():
-            self._signal(pid, signal.SIGSTOP)
+        """Freeze the driver, its Java and its workers, and return when all stand still."""
+        frozen = set[int]()
+        while started := set(self._pids()) - frozen:  # what was started by one that still ran
+            for pid in started:
+                freeze(pid)
+            frozen |= started
 
     def cont(self) -> None:
         """Let them go on."""

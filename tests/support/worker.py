@@ -29,6 +29,7 @@ import psycopg
 from confluent_kafka import Message, TopicPartition
 
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, failpoints
+from exactly_once.embedded.process import freeze, is_frozen
 from tests.support import journal
 from tests.support.waiting import until
 
@@ -118,12 +119,12 @@ class Worker:
 
     def stop(self) -> None:
         """Freeze it, and return when it is frozen."""
-        os.kill(self.pid, signal.SIGSTOP)
-        self.wait_stopped()
+        freeze(self.pid)
 
     def wait_stopped(self) -> None:
         """Return when it is frozen."""
-        until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 10, "a stop")
+        until(lambda: is_frozen(self.pid), 10, "a stop")
+        assert self._process.poll() is None, f"it ended\n{self.story()}"
 
     def cont(self) -> None:
         """Let it go on."""
