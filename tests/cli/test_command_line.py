@@ -14,6 +14,7 @@ import pytest
 import exactly_once
 from exactly_once import cli
 from tests.cli.conftest import Command
+from tests.support.require import skip_unless
 
 PACKAGE = Path(exactly_once.__file__).parent
 WHERE = ("--bootstrap-servers", "--group-id", "--conninfo", "--schema", "--config", "--json", "--debug")
@@ -65,8 +66,7 @@ def test_the_package_can_be_run_as_a_module(module: str) -> None:
 def test_the_console_scripts_run_main() -> None:
     for script in ("exactly-once", "kafka-exactly-once"):
         path = Path(sys.executable).with_name(script)
-        if not path.exists():
-            pytest.skip("the package is not installed with its scripts")
+        skip_unless("scripts", None if path.exists() else "the package is not installed with its scripts")
         result = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
         assert (result.returncode, result.stdout) == (0, f"kafka-exactly-once {exactly_once.__version__}\n")
 

@@ -17,6 +17,7 @@ from psycopg.conninfo import make_conninfo
 from exactly_once import schema as schemas
 from tests.cli.conftest import Command
 from tests.conftest import MakeConsumer
+from tests.support.require import skip_unless
 from tests.support.waiting import until
 
 Db = psycopg.Connection[Any]
@@ -173,8 +174,8 @@ def test_psql_takes_the_printed_sql(
     command: Command, postgres_conninfo: str, schema: str, role: str, admin: Db
 ) -> None:
     psql = shutil.which("psql")
-    if psql is None:
-        pytest.skip("there is no psql")
+    skip_unless("psql", None if psql else "there is no psql on the path")
+    assert psql is not None
     text = command("migrate", "--sql", "--schema", schema, "--role", role).out
     args = [psql, "-X", "-q", "-v", "ON_ERROR_STOP=1", postgres_conninfo]
     first = subprocess.run(args, input=text, capture_output=True, text=True, timeout=60, check=False)

@@ -16,6 +16,7 @@ from tests.spark.standalone import HOSTS
 from tests.spark.twins import ATTEMPTS, GO
 from tests.support import journal
 from tests.support.proxy import PostgresProxy
+from tests.support.require import skip_unless
 from tests.support.spark import Driver
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
@@ -48,8 +49,7 @@ def lacking() -> str | None:
 
 @pytest.fixture(scope="module")
 def cluster(needs_spark: None, journaled: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if (reason := lacking()) is not None:
-        pytest.skip(reason)
+    skip_unless("loopback", lacking())
     port, place = free_port(), tmp_path_factory.mktemp("standalone")
     with PostgresProxy(journaled) as first, PostgresProxy(journaled) as second:
         ports = [str(proxy.port) for proxy in (first, second)]
