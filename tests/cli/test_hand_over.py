@@ -8,13 +8,11 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewPartitions
 
 from exactly_once import Fenced, OwnedBySpark
 from tests.cli.conftest import Command, audit, ledger, read_to_end, suggested
 from tests.conftest import MakeConsumer
-from tests.support.topics import create_topic
+from tests.support.topics import add_partitions, create_topic
 
 Db = psycopg.Connection[Any]
 
@@ -101,8 +99,7 @@ def test_a_partition_without_an_offset_starts_at_its_beginning(
     operate: Command, consumed: str, bootstrap_servers: str
 ) -> None:
     """Spark refuses starting offsets that leave a partition out."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    admin.create_partitions([NewPartitions(consumed, 3)])[consumed].result(30)
+    add_partitions(bootstrap_servers, consumed, 3)
     starts = operate("hand-over", "--to", "spark", "--json").json["starting_offsets"]
     assert starts == {consumed: {"0": 10, "1": 10, "2": -2}}
 

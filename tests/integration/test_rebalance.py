@@ -9,12 +9,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewPartitions
 
 from tests.conftest import MakeConsumer
 from tests.support import journal
-from tests.support.topics import create_topic, produce
+from tests.support.topics import add_partitions, create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import Crew, drain, ensure_journal, record
 
@@ -142,9 +140,7 @@ def test_partitions_added_later_are_read_from_their_beginning(crew: Crew, topic:
     """Under ``latest``, too: what arrived before anybody was assigned to the new partition is not missed."""
     options = OPTIONS | {"start": "latest"}
     crew.start(options=options, until_end=True).finish()
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    admin.create_partitions([NewPartitions(topic, PARTITIONS + 2)])[topic].result(30)
-    until(lambda: len(admin.list_topics(topic, timeout=5).topics[topic].partitions) == PARTITIONS + 2, 30, "partitions")
+    add_partitions(bootstrap_servers, topic, PARTITIONS + 2)
     produce(bootstrap_servers, topic, 400, PARTITIONS + 2)
     crew.start(options=options, until_end=True).finish()
     crew.assert_exact()

@@ -10,15 +10,13 @@ from typing import Any
 import psycopg
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewPartitions
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark_sink import BatchReport, PostgresSink
 from tests.support import journal
 from tests.support.spark import drain, read_topic
-from tests.support.topics import create_topic, produce
-from tests.support.waiting import until
+from tests.support.topics import add_partitions, create_topic, produce
 
 Change = Callable[[DataFrame], DataFrame]
 Sink = Callable[[DataFrame, int], None]
@@ -56,13 +54,7 @@ class Scene:
     def add_partition(self) -> None:
         """Give the topic one more partition; further messages go to it as well."""
         self.partitions += 1
-        admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
-        admin.create_partitions([NewPartitions(self.topic, self.partitions)])[self.topic].result(30)
-        until(
-            lambda: len(admin.list_topics(self.topic, timeout=10).topics[self.topic].partitions) == self.partitions,
-            30,
-            "the new partition",
-        )
+        add_partitions(self.bootstrap_servers, self.topic, self.partitions)
 
     def delete_records_below(self, offset: int) -> None:
         """Remove the beginning of each log, as retention does."""

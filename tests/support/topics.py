@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from uuid import uuid4
 
-from confluent_kafka import KafkaError, Message, Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
+from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from tests.support.waiting import until
+
+_NOT_YET = {
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError._UNKNOWN_PARTITION,
+    KafkaError._UNKNOWN_TOPIC,
+}
+"""What is answered for a partition that was made a moment ago."""
 
 
 def create_topic(
     bootstrap_servers: str, partitions: int, *, name: str | None = None, replication: int = 1, **config: str
 ) -> str:
-    """Create a topic and return its name once every partition has a leader.
+    """Create a topic and return its name once the leader of every partition answers.
 
     `config` is the topic's, with underscores for dots: `cleanup_policy="compact"`.
     """
@@ -23,8 +32,15 @@ def create_topic(
     topic = NewTopic(name, num_partitions=partitions, replication_factor=replication, config=settings)
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
         admin.create_topics([topic])[name].result(timeout=30)
-        until(lambda: _has_leaders(admin, name, partitions), 30, f"leaders of {partitions} partitions of {name}")
+        until(lambda: _answers(admin, name, partitions), 30, f"leaders of {partitions} partitions of {name}")
     return name
+
+
+def add_partitions(bootstrap_servers: str, name: str, total: int) -> None:
+    """Give a topic more partitions, and return once the leader of each answers."""
+    with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
+        admin.create_partitions([NewPartitions(name, total)])[name].result(timeout=30)
+        until(lambda: _answers(admin, name, total), 30, f"leaders of {total} partitions of {name}")
 
 
 def delete_topic(bootstrap_servers: str, name: str) -> None:
@@ -57,6 +73,18 @@ def produce(bootstrap_servers: str, topic: str, n: int, partitions: int, *, star
     assert not unsent, f"{unsent} messages were not sent within a minute"
 
 
-def _has_leaders(admin: AdminClient, topic: str, partitions: int) -> bool:
+def _answers(admin: AdminClient, topic: str, partitions: int) -> bool:
     found = admin.list_topics(topic, timeout=10).topics[topic].partitions.values()
-    return len(found) == partitions and all(p.leader >= 0 and p.error is None for p in found)
+    if len(found) != partitions or not all(p.leader >= 0 and p.error is None for p in found):
+        return False
+    # The metadata names a leader before that broker knows: it refuses with "not leader for partition", and not every
+    # request is repeated by the client.
+    asked = {TopicPartition(topic, n): OffsetSpec.earliest() for n in range(partitions)}  # type: ignore[no-untyped-call]
+    try:
+        for answer in admin.list_offsets(asked, request_timeout=10).values():
+            answer.result(timeout=10)
+    except KafkaException as error:
+        if error.args[0].code() in _NOT_YET:
+            return False
+        raise
+    return True
