@@ -22,6 +22,7 @@ import exactly_once
 from exactly_once import ExactlyOnceConsumer, Redelivered, UnitNotFinished
 from tests.conftest import MakeConsumer
 from tests.support import journal
+from tests.support.seeds import seeds
 from tests.support.topics import create_topic, produce
 from tests.support.worker import drain, ensure_journal, record
 
@@ -70,12 +71,11 @@ class Interrupter:
 
 @pytest.mark.slow
 @pytest.mark.fault("D2")
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", seeds([1, 2, 3], new=1))
 def test_interrupt_at_any_line_loses_and_doubles_nothing(
     seed: int, make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str
 ) -> None:
     """Caught by the loop of the user, who iterates on with the same consumer."""
-    print("seed", seed)
     chance = random.Random(seed)
     ensure_journal(conninfo)
     topic = create_topic(bootstrap_servers, 2)
@@ -122,12 +122,11 @@ def _consume_for_ever(consumer: ExactlyOnceConsumer, topic: str, interruption: A
                     record(unit, "test")
 
 
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("seed", seeds([11, 12], new=1))
 def test_interrupt_that_ends_the_consumer_loses_and_doubles_nothing(
     seed: int, make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str
 ) -> None:
     """As Ctrl-C does it: out of the `with` block, and another consumer goes on."""
-    print("seed", seed)
     chance = random.Random(seed)
     topic = create_topic(bootstrap_servers, 2)
     ensure_journal(conninfo)

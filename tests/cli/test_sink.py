@@ -19,6 +19,7 @@ import pytest
 from confluent_kafka import Producer
 
 from tests.cli.conftest import Command
+from tests.support.seeds import first_seed
 from tests.support.topics import create_topic
 from tests.support.waiting import until
 
@@ -184,9 +185,7 @@ def test_killed_workers_leave_the_table_as_the_topic_says(
     mode: str, bootstrap_servers: str, conninfo: str, source: str, db: Database, tmp_path: Path
 ) -> None:
     """The table's rows are compared with what was produced; in append there is no key that could hide a double."""
-    seed = random.randrange(10**9)
-    print("seed", seed)
-    chance = random.Random(seed)
+    chance = random.Random(first_seed())
     key = "" if mode == "append" else " PRIMARY KEY"
     db.execute(f"CREATE TABLE {source} (id int{key}, v int)")
     count = 6000

@@ -14,8 +14,8 @@ import pytest
 from exactly_once.publish import Sequence, SequenceFilter, State
 from exactly_once.publish.headers import Sent
 from exactly_once.publish.recovery import Walk
+from tests.support.seeds import seeds
 
-SEED = int(os.environ.get("EXACTLY_ONCE_SEED", "0"))
 SCHEDULES = int(os.environ.get("EXACTLY_ONCE_SCHEDULES", "1500"))
 PARTITIONS = 3
 NAME = "files"
@@ -113,7 +113,7 @@ def walked(made: SequenceFilter) -> tuple[int, dict[int, int]]:
 
 @pytest.mark.parametrize("part", range(3))
 def test_every_number_is_in_the_log_once(part: int) -> None:
-    for seed in range(SEED + part * SCHEDULES // 3, SEED + (part + 1) * SCHEDULES // 3):
+    for seed in seeds(range(SCHEDULES), new=SCHEDULES)[part::3]:
         world = World(seed)
         assert world.run() == world.wanted, f"seed {seed}"
         world.crash()

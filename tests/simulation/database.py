@@ -69,6 +69,16 @@ class Connection:
         return TransactionStatus.INERROR if self.is_in_error else TransactionStatus.INTRANS
 
 
+@dataclass(frozen=True, slots=True)
+class Acquisition:
+    """Who took a partition from whom, and how many commits a failover must lose to lose that."""
+
+    partition: Partition
+    instance: UUID
+    before: UUID | None
+    commits: int
+
+
 @dataclass(slots=True)
 class _Change:
     """How to take one commit back, for a failover that loses it."""
@@ -186,6 +196,21 @@ class Database:
                 self.effects[partition].discard(offset)
             for partition, offset in change.removed:
                 self.effects[partition].add(offset)
+
+    def owner_of(self, partition: Partition) -> UUID | None:
+        row = self.rows.get(partition)
+        return row.owner_instance if row is not None else None
+
+    def last_acquisition(self) -> Acquisition | None:
+        """Return the last change of an owner, if no offset has moved since."""
+        for commits, change in enumerate(reversed(self._history), start=1):
+            for partition, before in change.rows.items():
+                row = self.rows.get(partition)
+                if before is None or row is None or before.next_offset not in {None, row.next_offset}:
+                    return None
+                if row.owner_epoch > before.owner_epoch and row.owner_instance is not None:
+                    return Acquisition(partition, row.owner_instance, before.owner_instance, commits)
+        return None
 
     def reset(self, partition: Partition, offset: int) -> None:
         """Do what an operator does: move the offset, and set the effects right by hand."""

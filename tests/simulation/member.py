@@ -47,6 +47,7 @@ class Member:
         self.name = name
         self.world = world
         self.is_leaving = False
+        self._is_handling = False
         self.connection: Connection | None = None
         self.client: Client
         self.actor = world.scheduler.spawn(name, self._run)
@@ -72,6 +73,16 @@ class Member:
             raise psycopg.OperationalError("connection refused")
         self.connection = Connection(self.world.database.life)
         return self.connection
+
+    @property
+    def instance(self) -> UUID:
+        """What it is called in the rows that it owns."""
+        return self.consumer._session.instance
+
+    def is_in_a_unit(self) -> bool:
+        """Whether its handler is at work, in a transaction on the server that is there now."""
+        connection = self.connection
+        return self._is_handling and connection is not None and connection.life == self.world.database.life
 
     def step(self, what: str) -> None:
         """Let others go on before the next thing this member does."""
@@ -116,7 +127,9 @@ class Member:
         self.world.replace(self)
 
     def _handle(self, connection: Any, messages: Sequence[Message]) -> None:
+        self._is_handling = True
         self.step("handles")
+        self._is_handling = False
         effects = [(Partition(str(m.topic()), m.partition() or 0), m.offset() or 0) for m in messages]
         self.world.note(self.name, "effects", *(f"{p}@{o}" for p, o in effects))
         transaction = _alive(self, connection)

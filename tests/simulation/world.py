@@ -7,7 +7,7 @@ must stand at the end of the log.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from exactly_once.model import Partition
@@ -26,6 +26,8 @@ class Plan:
     heal_steps: int = 3000
     is_strict: bool = True
     without: frozenset[str] = field(default_factory=frozenset)
+    usurps: bool = False
+    """Whether, beside the faults by chance, an epoch is given to two owners as often as that is possible."""
     prepare: Callable[[World], None] | None = None
 
 
@@ -65,6 +67,7 @@ class World:
         self.group = Group(partitions, self.rng, is_eager=self.rng.random() < 0.5)
         self.scheduler = Scheduler(self.rng, self._between)
         self.members: list[Member] = []
+        self._usurpation = self._usurping()
         self._steps = 0
         self._born = 0
         self._size = self.rng.choice((2, 2, 3))
@@ -112,6 +115,8 @@ class World:
     def _between(self) -> None:
         self._steps += 1
         if not self.is_healing:
+            if self.plan.usurps:
+                next(self._usurpation)
             if self.rng.random() < self._rate:
                 name = self.rng.choices(*zip(*self._faults, strict=True))[0]
                 self._happen(name)
@@ -176,6 +181,28 @@ class World:
 
     def _failover(self, member: Member) -> None:
         self.database.fail_over(self.rng.choice((0, 1, 2, 5)))
+
+    def _usurping(self) -> Iterator[None]:
+        """Have two owners of one epoch, again and again; each fault comes as soon as it is possible.
+
+        A failover loses the acquisition of a member that is in its first unit. It does not know and tries the unit
+        again, and is frozen there; Kafka gives its partitions away, and whoever acquires them gets the epoch that the
+        first one has. Then that one goes on. By chance alone not one schedule in a thousand hits upon all of this.
+        """
+        while True:
+            found = self.database.last_acquisition()
+            owner = next((m for m in self.members if found is not None and m.instance == found.instance), None)
+            if found is None or owner is None or not owner.is_in_a_unit() or len(self.members) < 2:
+                yield
+                continue
+            self.database.fail_over(found.commits)
+            while owner in self.members and not owner.is_in_a_unit():
+                yield
+            self.group.leave(owner.client)
+            owner.actor.is_frozen = True
+            while owner in self.members and self.database.owner_of(found.partition) in {found.before, found.instance}:
+                yield
+            owner.actor.is_frozen = False
 
     def _reset(self, member: Member) -> None:
         free = [
