@@ -48,14 +48,16 @@ def publish(path: Path, topic: str) -> None:
 def publish_plain(path: Path, topic: str) -> None:
     """Do the same as well as it goes without a filter: note after each report how far it came."""
     progress = path.with_suffix(".progress")
-    start = int(progress.read_text() or 0) if progress.exists() else 0
+    last = int(progress.read_text() or -1) if progress.exists() else -1
     producer = Producer({**KAFKA, "enable.idempotence": True})
 
     def delivered(error: KafkaError | None, message: Message) -> None:
         if error is None:
             progress.write_text(str((message.value() or b"").split(b",")[0].decode()))
 
-    for _, line in lines(path, start):
+    for offset, line in lines(path, max(last, 0)):
+        if offset == last:
+            continue
         while True:
             try:
                 producer.produce(topic, line, on_delivery=delivered)

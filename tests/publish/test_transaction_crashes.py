@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +25,13 @@ from exactly_once.publish import (
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_sequences_on_broker import values
 from tests.support.kafka_proxy import END_TXN, KafkaProxy
+from tests.support.seeds import seeds
 from tests.support.topics import create_topic
 
 KILLS = int(os.environ.get("EXACTLY_ONCE_PUBLISH_KILLS", "6"))
-SEED = int(os.environ.get("EXACTLY_ONCE_SEED", "2026"))
 COUNT = 600
+SIZE = 7
+"""How many numbers are a transaction."""
 
 NUMBERS = """
 import sys
@@ -38,6 +41,8 @@ kafka = {"bootstrap.servers": servers, "transactional.id": topic, "log_level": 0
 with TransactionalProducer(kafka, dedup=SequenceFilter(), producer_name="files") as producer:
     todo = range(producer.last_sequence_id(topic) + 1, count)
     for start in range(todo.start, todo.stop, size):
+        if sys.argv[5:] == ["paced"]:
+            sys.stdin.readline()
         with producer.transaction() as transaction:
             for n in range(start, min(start + size, count)):
                 transaction.produce(topic, b"%d" % n, partition=n % 3, sequence=n)
@@ -68,7 +73,8 @@ def topic(proxied_broker: KafkaProxy) -> str:
 @contextmanager
 def child(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run a program; it is killed with -9 at the end of the block."""
-    with subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
+    command, pipe = [sys.executable, "-c", program, *arguments], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         try:
             yield process
         finally:
@@ -139,21 +145,22 @@ def publish_keys(servers: str, owner: PublishOwner, take_over: TopicTakeOver, to
         return transaction.deliveries
 
 
-def test_every_number_is_there_once_however_often_it_was_killed(bootstrap_servers: str) -> None:
-    print("seed", SEED)
-    rng = random.Random(SEED)
+@pytest.mark.parametrize("seed", seeds([2026], new=1))
+def test_every_number_is_there_once_however_often_it_was_killed(seed: int, bootstrap_servers: str) -> None:
+    rng = random.Random(seed)
     topic = create_topic(bootstrap_servers, 3)
-    kills = 0
-    while True:
-        with child(NUMBERS, bootstrap_servers, topic, str(COUNT), "7") as process:
+    arguments = [bootstrap_servers, topic, str(COUNT), str(SIZE)]
+    for _ in range(KILLS):
+        with child(NUMBERS, *arguments, "paced") as process:
+            assert process.stdin is not None
             assert process.stdout is not None
-            for _ in range(rng.randrange(2 * COUNT // 7 // KILLS) if kills < KILLS else COUNT):
-                if not process.stdout.readline():
-                    assert process.wait(60) == 0
-                    break
-        if process.returncode == 0:
-            break
-        kills += 1
-    print(kills, "kills")
+            transactions = rng.randrange(1, COUNT // SIZE // KILLS)
+            process.stdin.write("\n" * (transactions + 1))
+            process.stdin.flush()
+            for _ in range(transactions):
+                assert process.stdout.readline()
+            time.sleep(rng.random() * 0.01)  # some way into the next transaction, or behind it
+        assert process.returncode == -9
+    with child(NUMBERS, *arguments) as process:
+        assert process.wait(60) == 0
     assert values(bootstrap_servers, topic) == list(range(COUNT))
-    assert kills >= KILLS // 2
