@@ -35,7 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Show what would be adopted, or adopt it."""
     settings = options.settings(args)
-    for key in ("conninfo", "group_id", "bootstrap_servers"):
+    settings.opener()
+    for key in ("group_id", "bootstrap_servers"):
         settings.required(key)
     with open_database(settings) as session:
         chosen = plan.make_plan(session, settings, args, ask_kafka=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import base64
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from exactly_once import dead_letters
@@ -19,6 +17,7 @@ from exactly_once.session import Session
 from exactly_once.unit import Unit
 
 from . import options, output
+from .named import Named
 from .problems import CommandError, CommandParser, UsageError
 from .servers import open_database
 
@@ -56,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what the action says."""
     settings = options.settings(args)
-    settings.required("conninfo")
+    settings.opener()
     actions = {"list": _list, "show": _show, "replay": _replay, "drop": _drop}
     with open_database(settings) as session:
         return actions[args.action](args, session, settings)
@@ -115,7 +114,7 @@ def _show(args: argparse.Namespace, session: Session, settings: options.Settings
 
 
 def _replay(args: argparse.Namespace, session: Session, settings: options.Settings) -> int:
-    handler = _handler(args.handler)
+    handler = Named("--handler", args.handler)
     found = _find(args, session, settings)
     groups = sorted({letter.group_id for letter in found})
     if len(groups) > 1 and not args.ids:
@@ -208,23 +207,3 @@ def _readable(value: str | bytes | None) -> str | None:
         return value.decode()
     except UnicodeDecodeError:
         return f"base64:{base64.b64encode(value).decode()}"
-
-
-def _handler(name: str) -> Callable[[Unit], object]:
-    """Import a handler.
-
-    :raises UsageError: when the name is none, or names nothing that can be called.
-    """
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise UsageError(f"--handler {name}: write it as package.module:function")
-    # As `python -m` does: what lies in the working directory can be named.
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--handler {name}: {error}") from error
-    if not callable(found):
-        raise UsageError(f"--handler {name}: {module} has no function {function}")
-    handler: Callable[[Unit], object] = found
-    return handler

@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Show what stands in the way of the new side, or clear it away; tell it where to start."""
     settings = options.settings(args)
-    settings.required("conninfo")
+    settings.opener()
     settings.required("group_id")
     if args.to == "spark":
         settings.required("bootstrap_servers")

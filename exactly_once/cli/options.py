@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,16 @@ from psycopg.conninfo import conninfo_to_dict
 
 from exactly_once.config import admin_settings, check_schema_name
 from exactly_once.errors import ConfigurationError
+from exactly_once.session import Connection, connector
 
+from .named import Named, NamedConnect
 from .problems import EXIT_CODES, UsageError
 
 _KEYS = ("bootstrap_servers", "group_id", "conninfo", "schema")
+_IN_FILE = (*_KEYS, "connect")
 _ENVIRONMENT = {key: f"EXACTLY_ONCE_{key.upper()}" for key in ("bootstrap_servers", "group_id", "conninfo")}
 _IN_KAFKA = {"bootstrap_servers": "bootstrap.servers", "group_id": "group.id"}
+_CALLBACKS = ("error_cb", "stats_cb", "throttle_cb", "on_commit", "on_delivery", "partitioner_callback", "logger")
 _SECRET_KEY = re.compile(r"password|passphrase|secret|token|jaas|oauthbearer\.config|key\.pem|private\.key")
 
 EPILOG = f"""\
@@ -32,6 +36,8 @@ The command line goes before the environment, which goes before the file. A file
   group_id = "accounts"
   [kafka]                                                # any setting of librdkafka
   security.protocol = "SASL_SSL"
+Where passwords expire, functions take their place: instead of conninfo  connect = "package.module:function"
+which returns a psycopg.Connection; in [kafka]  oauth_cb = "package.module:function"  which returns a token.
 
 {EXIT_CODES}"""
 
@@ -44,6 +50,8 @@ class Settings:
     group_id: str | None = None
     bootstrap_servers: str | None = None
     conninfo: str | None = field(default=None, repr=False)
+    connect: NamedConnect | None = None
+    """A function of the file that opens connections in the place of ``conninfo``."""
     kafka: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
     more: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -58,6 +66,18 @@ class Settings:
         if value:
             return value
         raise UsageError(f"say --{key.replace('_', '-')}, or set {_ENVIRONMENT[key]}, or {key} in the file of --config")
+
+    def opener(self) -> Callable[[], Connection]:
+        """Return what opens connections to Postgres.
+
+        :raises UsageError: when nothing was given for it, or no connection string.
+        """
+        if self.connect is not None:
+            return self.connect
+        try:
+            return connector(self.required("conninfo"))
+        except ConfigurationError as error:
+            raise UsageError(str(error)) from None
 
     def admin(self) -> dict[str, Any]:
         """Return the settings of a Kafka client that only asks and logs nothing by itself."""
@@ -91,13 +111,17 @@ def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
     :raises UsageError: for a key that nobody knows, or a value of the wrong kind.
     """
     stored = _read(args.config, more) if args.config is not None else {}
-    kafka = _flat(stored.pop("kafka", {}))
+    kafka = _with_functions(_flat(stored.pop("kafka", {})))
     found = {key: _first(key, args, stored, kafka) for key in _KEYS}
+    connect = NamedConnect("connect", stored["connect"]) if "connect" in stored else None
+    if connect is not None and "conninfo" in stored:
+        raise UsageError(f"--config {args.config}: conninfo and connect are two ways to one database; give one")
     result = Settings(
         schema=found["schema"] or "exactly_once",
         group_id=found["group_id"],
         bootstrap_servers=found["bootstrap_servers"],
         conninfo=found["conninfo"],
+        connect=connect if found["conninfo"] is None else None,
         kafka=kafka,
         secrets=_secrets(found["conninfo"], kafka),
         more={key: stored[key] for key in more if key in stored},
@@ -132,15 +156,25 @@ def _read(path: Path, more: Sequence[str]) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         where = re.search(r"at line \d+, column \d+|at end of document", str(error))
         raise UsageError(f"--config {path} is not TOML{f' ({where[0]})' if where else ''}") from None
-    unknown = sorted(set(stored) - {*_KEYS, "kafka", *more})
+    unknown = sorted(set(stored) - {*_IN_FILE, "kafka", *more})
     if unknown:
         raise UsageError(
-            f"--config {path}: unknown key {', '.join(unknown)}; there are {', '.join(_KEYS)} and the table [kafka]"
+            f"--config {path}: unknown key {', '.join(unknown)}; there are {', '.join(_IN_FILE)} and the table [kafka]"
         )
     for key, value in stored.items():
         if key not in more and not isinstance(value, dict if key == "kafka" else str):
             raise UsageError(f"--config {path}: {key} must be a {'table' if key == 'kafka' else 'string'}")
     return stored
+
+
+def _with_functions(kafka: dict[str, Any]) -> dict[str, Any]:
+    """Put the function that makes tokens in the place of its name; others are no settings of a command."""
+    for key in kafka:
+        if key in _CALLBACKS:
+            raise UsageError(f"--config: {key} in [kafka] is a function of a program; a file can name oauth_cb only")
+    if "oauth_cb" in kafka:
+        kafka["oauth_cb"] = Named("oauth_cb", str(kafka["oauth_cb"]))
+    return kafka
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Show what would be moved, or move it."""
     settings = options.settings(args)
-    settings.required("conninfo")
+    settings.opener()
     settings.required("group_id")
     if args.target.kind == batches.KIND:
         return batches.reset(settings, args)

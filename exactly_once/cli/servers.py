@@ -16,7 +16,7 @@ from exactly_once import schema as schemas
 from exactly_once.cluster import Cluster, Topic
 from exactly_once.errors import ConfigurationError, DatabaseUnreachable, UnknownTopic
 from exactly_once.model import Partition
-from exactly_once.session import Session, connector
+from exactly_once.session import Session
 from exactly_once.sql import query
 
 from .options import Settings
@@ -82,19 +82,15 @@ class CommandCluster(Cluster):
 def open_database(settings: Settings, *, check: bool = True) -> Iterator[Session]:
     """Connect to Postgres and look whether the schema fits.
 
-    :raises DatabaseUnreachable: naming host and port.
+    :raises DatabaseUnreachable: naming host and port, or the function that was to connect.
     """
-    try:
-        connect = connector(settings.required("conninfo"))
-    except ConfigurationError as error:
-        raise UsageError(str(error)) from None
-    session = Session(connect, schema=settings.schema)
+    session = Session(settings.opener(), schema=settings.schema)
     try:
         try:
             connection = session.connection
         except psycopg.OperationalError as error:
-            where = _address(settings.required("conninfo"))
-            raise DatabaseUnreachable(f"no connection to Postgres at {where}: {error}") from error
+            where = f"by {settings.connect}" if settings.connect else f"at {_address(settings.required('conninfo'))}"
+            raise DatabaseUnreachable(f"no connection to Postgres {where}: {error}") from error
         if check:
             schemas.check(connection, settings.schema)
         yield session

@@ -11,7 +11,6 @@ from typing import Any
 
 from psycopg import sql
 
-from exactly_once.session import connector
 from exactly_once.writer import TableError
 from exactly_once.writer.table import read_table
 
@@ -88,6 +87,7 @@ def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[
         raise UsageError("--workers must be 1 or more")
     if args.workers > 1 and args.metrics_port is not None:
         raise UsageError("--metrics-port serves one process; run the workers as processes of their own")
+    settings.opener()
     return Task(
         flows=flows,
         kafka={
@@ -95,7 +95,8 @@ def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[
             "bootstrap.servers": settings.required("bootstrap_servers"),
             "group.id": settings.required("group_id"),
         },
-        conninfo=settings.required("conninfo"),
+        conninfo=settings.conninfo,
+        connect=settings.connect,
         schema=settings.schema,
         start=_start(args.start),
         max_messages=args.max_messages,
@@ -137,7 +138,7 @@ def _ddl(args: argparse.Namespace, task: Task, flow: Flow, connection: Any) -> s
 
 def _prepare(args: argparse.Namespace, task: Task, flow: Flow) -> None:
     """Make or extend the table where that was asked for, and see to it that it takes what it will be given."""
-    with connector(task.conninfo)() as connection:
+    with task.open() as connection:
         connection.autocommit = False
         statement = _ddl(args, task, flow, connection)
         if statement is not None:
@@ -150,7 +151,7 @@ def _dry_run(args: argparse.Namespace, task: Task) -> int:
     shown: list[dict[str, Any]] = []
     for flow in task.flows:
         messages = first_messages(task.kafka, flow.topics)
-        with connector(task.conninfo)() as connection:
+        with task.open() as connection:
             connection.autocommit = False
             statement = _ddl(args, task, flow, connection)
             text = statement.as_string(None) if statement is not None else None

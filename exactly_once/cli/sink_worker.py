@@ -13,8 +13,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from exactly_once import DeadLetterLimit, ExactlyOnceConsumer
+from exactly_once.session import Connection, connector
 from exactly_once.writer.sink import Router
 
+from .named import NamedConnect
 from .problems import one_line
 from .sink_flows import Flow
 from .sink_progress import Both, Progress
@@ -30,7 +32,8 @@ class Task:
 
     flows: Sequence[Flow]
     kafka: Mapping[str, Any] = field(repr=False)
-    conninfo: str = field(repr=False)
+    conninfo: str | None = field(repr=False)
+    connect: NamedConnect | None = None
     schema: str
     start: Any = None
     max_messages: int = 10_000
@@ -41,6 +44,10 @@ class Task:
     log_json: bool = False
     is_live: bool = False
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
+
+    def open(self) -> Connection:
+        """Connect to Postgres."""
+        return (self.connect or connector(self.conninfo or ""))()
 
 
 def work(task: Task) -> None:
@@ -56,6 +63,7 @@ def work(task: Task) -> None:
             ExactlyOnceConsumer(
                 task.kafka,
                 conninfo=task.conninfo,
+                connect=task.connect,
                 schema=task.schema,
                 start=task.start,
                 max_messages=task.max_messages,

@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print the ledger beside the logs."""
     settings = options.settings(args)
-    settings.required("conninfo")
+    settings.opener()
     with open_database(settings) as session:
         rows = stored_rows(session, group_id=settings.group_id)
         queries = _spark_queries(session, settings.group_id)

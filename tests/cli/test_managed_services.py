@@ -1,0 +1,252 @@
+"""Servers whose passwords expire: commands connect by functions of the user's, which a file names."""
+
+# ruff: noqa: PLR0917 - fixtures and parameters are positional
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from exactly_once.embedded import Kafka
+from tests.cli.conftest import Command
+from tests.support.waiting import until
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "managed_services"
+LOGIN = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule"
+TOKEN_SECONDS = 5.0
+"""Shorter than some of the tests, and than the time after which the broker asks again who is there."""
+
+
+def token(config: str) -> tuple[str, float]:
+    """Make an unsigned token, which Kafka takes where no keys are configured."""
+    expires = time.time() + TOKEN_SECONDS
+    parts = ({"alg": "none"}, {"sub": "bank", "iat": time.time(), "exp": expires})
+    return ".".join(
+        [*(base64.urlsafe_b64encode(json.dumps(p).encode()).decode().rstrip("=") for p in parts), ""]
+    ), expires
+
+
+@pytest.fixture(scope="module")
+def oauth_servers() -> Iterator[str]:
+    """A broker that takes tokens only, and a topic "letters" of 30 messages."""
+    properties = {
+        "listener.security.protocol.map": "PLAINTEXT:SASL_PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "inter.broker.listener.name": "PLAINTEXT",
+        "sasl.enabled.mechanisms": "OAUTHBEARER",
+        "sasl.mechanism.inter.broker.protocol": "OAUTHBEARER",
+        "listener.name.plaintext.oauthbearer.sasl.jaas.config": f'{LOGIN} required unsecuredLoginStringClaim_sub="us";',
+        "connections.max.reauth.ms": "4000",
+    }
+    with closing(Kafka(properties=properties)) as kafka:
+        kafka.start(wait=False)  # how it waits has no token
+        settings: dict[str, Any] = {
+            "bootstrap.servers": kafka.bootstrap_servers,
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "OAUTHBEARER",
+            "oauth_cb": token,
+            "log_level": 0,
+        }
+        admin = AdminClient(settings)
+        until(lambda: _answers(admin), 60, "the broker")
+        admin.create_topics([NewTopic("letters", 2, 1)])["letters"].result(30)
+        producer = Producer(settings)
+        for number in range(30):
+            producer.produce("letters", json.dumps({"id": number}), partition=number % 2)
+        assert producer.flush(30) == 0
+        yield kafka.bootstrap_servers
+
+
+def _answers(admin: AdminClient) -> bool:
+    try:
+        return bool(admin.list_topics(timeout=2).brokers)
+    except KafkaException:
+        return False
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conninfo: str, name: str) -> str:
+    """A module of the user's in the working directory; its name is no other test's."""
+    (tmp_path / f"{name}.py").write_text(
+        dedent(f"""\
+        import psycopg
+        from tests.cli.test_managed_services import token
+
+        def connect():
+            with open("asked", "a") as file:
+                file.write(".")
+            return psycopg.connect({conninfo!r})
+
+        def nothing():
+            return "a pool, perhaps"
+
+        def nobody():
+            return psycopg.connect("host=127.0.0.1 port=1 dbname=nowhere")
+
+        number = 7
+        """)
+    )
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+@pytest.fixture
+def file(tmp_path: Path, functions: str, oauth_servers: str, name: str) -> Path:
+    """A configuration without any password."""
+    path = tmp_path / "bank.toml"
+    path.write_text(
+        f'connect = "{functions}:connect"\nbootstrap_servers = "{oauth_servers}"\ngroup_id = "{name}"\n'
+        '[kafka]\nsecurity.protocol = "SASL_PLAINTEXT"\nsasl.mechanism = "OAUTHBEARER"\nsession.timeout.ms = 6000\n'
+        f'oauth_cb = "{functions}:token"\n'
+    )
+    return path
+
+
+def asked(file: Path) -> int:
+    """How often the function has opened a connection."""
+    path = file.with_name("asked")
+    return len(path.read_text()) if path.exists() else 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_sink_and_what_looks_at_its_group_need_no_password(
+    workers: int, command: Command, file: Path, name: str, db: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are processes of their own: the functions get there by their names."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    db.execute(f"CREATE TABLE {name} (id int)")
+    sink = ["sink", "--config", file, "--topic", "letters", "--table", name, "--workers", workers]
+    result = command(*sink, "--start", "earliest", "--until-end")
+    assert result.code == 0, result.err
+    assert db.execute(f"SELECT count(*), count(DISTINCT id) FROM {name}").fetchone() == (30, 30)
+    before = asked(file)
+    shown = command("status", "--config", file, "--json")
+    assert [(p["next_offset"], p["lag"]) for p in shown.partitions] == [(15, 0), (15, 0)]
+    assert asked(file) == before + 1
+    assert command("reset", "--config", file, "--topic", "letters", "--to-earliest", "--execute").code == 0
+    assert "there is nothing to adopt" in command("adopt", "--config", file, "--topic", "letters", "--to-latest").err
+    assert command("hand-over", "--config", file, "--to", "spark").code == 0
+    assert [p["lag"] for p in command("status", "--config", file, "--json").partitions] == [15, 15]
+
+
+def test_commands_that_need_the_database_only_connect_by_the_function(command: Command, file: Path) -> None:
+    assert command("migrate", "--config", file).code == 0
+    assert command("dead-letters", "list", "--config", file).code == 0
+    assert asked(file) == 2
+
+
+def test_a_sample_is_read_with_a_token(command: Command, file: Path) -> None:
+    result = command(
+        "sink", "--config", file, "--topic", "letters", "--table", "of_letters", "--create-table", "--dry-run"
+    )
+    assert "30 rows for of_letters" in result.out, result.err
+
+
+def test_the_command_line_goes_before_the_function(command: Command, file: Path, conninfo: str) -> None:
+    assert command("dead-letters", "list", "--config", file, "--conninfo", conninfo).code == 0
+    assert asked(file) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "complaint"),
+    [
+        ('connect = "{0}"\n', 2, "connect {0}: write it as package.module:function"),
+        ('connect = "no_such_{0}:connect"\n', 2, "connect no_such_{0}:connect: No module named"),
+        ('connect = "{0}:number"\n', 2, "connect {0}:number: {0} has no function number"),
+        ('connect = "{0}:connect"\nconninfo = "dbname=x"\n', 2, "conninfo and connect are two ways to one database"),
+        ('connect = "{0}:nothing"\n', 1, "connect {0}:nothing: it must return a psycopg.Connection, and returned str"),
+        ('connect = "{0}:nobody"\n', 1, "no connection to Postgres by connect {0}:nobody"),
+        ('conninfo = "dbname=x"\n[kafka]\noauth_cb = "{0}:number"\n', 2, "oauth_cb {0}:number: {0} has no function"),
+        ('conninfo = "dbname=x"\n[kafka]\nerror_cb = "{0}:connect"\n', 2, "error_cb in [kafka] is a function"),
+    ],
+)
+def test_a_name_that_is_no_function_is_refused_by_name(
+    command: Command, functions: str, tmp_path: Path, text: str, code: int, complaint: str
+) -> None:
+    path = tmp_path / "bank.toml"
+    path.write_text(text.format(functions))
+    result = command("status", "--config", path)
+    assert result.code == code
+    assert complaint.format(functions) in result.err
+
+
+AWS = {
+    "boto3": """
+        class client:
+            def __init__(self, service): assert service == "rds"
+            def generate_db_auth_token(self, host, port, user): return f"token of {user} for {host}:{port + 0}"
+        """,
+    "aws_msk_iam_sasl_signer": """
+        from tests.cli.test_managed_services import token
+        class MSKAuthTokenProvider:
+            def generate_auth_token(region):
+                assert region == "eu-west-1"
+                made, expires = token("")
+                return made, expires * 1000
+        """,
+}
+GOOGLE = {
+    "google.auth": """
+        class Credentials:
+            token = None
+            def refresh(self, request): self.token = "of this moment"
+        def default(scopes): return Credentials(), "project"
+        """,
+    "google.auth.transport.requests": "class Request: pass",
+}
+
+
+def stand_in(place: Path, modules: dict[str, str]) -> None:
+    """Write modules that stand for a cloud's own packages: there is no cloud to ask."""
+    for name, text in modules.items():
+        path = place.joinpath(*name.split("."))
+        path.mkdir(parents=True)
+        (path / "__init__.py").write_text(dedent(text))
+
+
+@pytest.mark.parametrize(("example", "modules"), [("aws", AWS), ("google_cloud", GOOGLE)])
+def test_the_functions_of_the_how_to_connect(
+    example: str,
+    modules: dict[str, str],
+    command: Command,
+    file: Path,
+    tmp_path: Path,
+    conninfo: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in(tmp_path, modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    monkeypatch.setenv("BANK_DATABASE", make_conninfo("", **conninfo_to_dict(conninfo)))
+    given: list[object] = []
+    connect = psycopg.connect
+
+    def noting(conninfo: str, *, password: str, **options: Any) -> psycopg.Connection[Any]:
+        given.append(password)
+        return connect(conninfo, **options)
+
+    monkeypatch.setattr(psycopg, "connect", noting)
+    text = file.read_text()
+    text = text.replace(text.split('"')[1], f"{example}:connect")
+    if example == "aws":
+        oauth = next(line for line in text.splitlines() if line.startswith("oauth_cb"))
+        text = text.replace(oauth, 'oauth_cb = "aws:oauth_token"')
+    file.write_text(text)
+    result = command("reset", "--config", file, "--topic", "letters", "--to-earliest")
+    assert result.code == 0, result.err
+    where = conninfo_to_dict(conninfo)
+    expected = f"token of {where['user']} for {where['host']}:{where['port']}"
+    assert given == [expected if example == "aws" else "of this moment"]
