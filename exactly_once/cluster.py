@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 from confluent_kafka import (
@@ -62,14 +63,16 @@ class Cluster:
     """Asks the brokers, with bounded waiting. Made from the consumer's own connection settings."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings: dict[str, Any] = {**settings, "error_cb": self._note}
+        # The client's own reasons: a refused login is else only a time-out. Its callback holds this list and not us,
+        # so that a cluster which nobody closes ends with its last reference, not with a garbage collection.
+        self._reasons: list[str] = []
+        self._settings: dict[str, Any] = {**settings, "error_cb": partial(_note, self._reasons)}
         # Made by the first question, which may come from any thread: it has threads and connections of its own.
         self._client: AdminClient | None = None
         self._opening = threading.Lock()
         self._closed = False
         self._servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
         self._said: set[str] = set()
-        self._reasons: list[str] = []
         self.cluster_id: str | None = None
 
     def __enter__(self) -> Self:
@@ -260,18 +263,19 @@ class Cluster:
                 extra=about("topic_without_id") | {"topic": name},
             )
 
-    def _note(self, error: KafkaError) -> None:
-        """Keep the client's own reason: a refused login is else only a time-out."""
-        if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - that is its public name
-            self._reasons.append(error.str())
-
     def _unreachable(self, error: Exception) -> BrokerUnreachable:
         with contextlib.suppress(KafkaException):
             # Else it goes on to ask a controller or a leader that is gone, for minutes.
             self._admin.list_topics(timeout=_REFRESH_SECONDS)
         self._admin.poll(0)
-        reasons, self._reasons = self._reasons, []
-        return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {reasons[0] if reasons else error}")
+        reason = self._reasons[0] if self._reasons else error
+        self._reasons.clear()
+        return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {reason}")
+
+
+def _note(reasons: list[str], error: KafkaError) -> None:
+    if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - that is its public name
+        reasons.append(error.str())
 
 
 def known_epoch(leader_epoch: int | None) -> int | None:

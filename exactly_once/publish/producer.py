@@ -67,6 +67,7 @@ class DedupProducer(Publisher):
         """
         if self._owner is not None:
             self._owner.check()
+        self._check_open()
         lane = self._lanes.get(topic) or self._open(topic)
         if lane.takes != "dedup_key" or dedup_key is None:
             given = Outgoing(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
@@ -115,6 +116,7 @@ class DedupProducer(Publisher):
         wanted = list(messages)
         if self._owner is not None:
             self._owner.check()
+        self._check_open()
         lane = self._lanes.get(topic) or self._open(topic)
         if lane.takes != "dedup_key":
             return [self._with_room(partial(self._produce_other, lane, m), room_seconds) for m in wanted]

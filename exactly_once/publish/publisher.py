@@ -119,7 +119,7 @@ class Publisher(ABC):
 
     def __len__(self) -> int:
         """Return how many messages wait for their report."""
-        return len(self._client)
+        return 0 if self._closed else len(self._client)
 
     def last_sequence_id(self, topic: str) -> int:
         """Return the number up to which everything pushed is in the log, -1 if there is none; recovered at the start.
@@ -138,15 +138,15 @@ class Publisher(ABC):
 
     def poll(self, timeout_seconds: float = 0.0) -> int:
         """Serve delivery reports, mark them in the filters, call callbacks; return how many the client served."""
+        if self._closed:
+            return 0
         served = self._client.poll(timeout_seconds)
         self._settle()
         return served
 
     def flush(self, timeout_seconds: float = -1) -> int:
         """Wait for all reports; return how many messages still have none: those may or may not be sent."""
-        left = self._client.flush(timeout_seconds)
-        self._settle()
-        return left
+        return 0 if self._closed else self._flush(timeout_seconds)
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
         """Flush, and fail what has no acknowledgement by then. May be called again.
@@ -159,10 +159,10 @@ class Publisher(ABC):
         errors: list[Exception] = []
         left = 0
         try:
-            left = self.flush(timeout_seconds)
+            left = self._flush(timeout_seconds)
             if left:
                 self._client.purge()
-                self.flush(_CLOSE_SECONDS)
+                self._flush(_CLOSE_SECONDS)
         except KafkaException as error:  # a fatal one; what has no report is told below
             errors.append(error)
         for lane in self._lanes.values():
@@ -171,10 +171,21 @@ class Publisher(ABC):
             except Exception as error:  # noqa: BLE001 - the other lanes must be finished too
                 errors.append(error)
             lane.filter.close()
+        # Its callbacks refer to us: nothing but the garbage collector would end its threads and connections.
+        del self._client
         if errors:
             raise errors[0]
         if left:
             raise Undelivered(f"{left} messages had no acknowledgement after {timeout_seconds:g} s")
+
+    def _flush(self, timeout_seconds: float) -> int:
+        left = self._client.flush(timeout_seconds)
+        self._settle()
+        return left
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError("the producer is closed: make a new one")
 
     def _reserve(self, lane: Lane, wanted: Many[Outgoing]) -> tuple[list[Delivery], Going]:
         """Ask the filter for the right to send; return all deliveries, and those with their messages that may go.

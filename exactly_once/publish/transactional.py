@@ -167,8 +167,7 @@ class TransactionalProducer(Publisher):
 
     def _make_ready(self, deadline: float) -> None:
         """See to it that nothing of earlier transactions can arrive any more."""
-        if self._closed:
-            raise ConfigurationError("the producer is closed")
+        self._check_open()
         self._check_fenced()
         if self._owner is not None:
             self._owner.check()

@@ -1,4 +1,4 @@
-"""Leaks: what a test leaves behind in this process: Kafka clients, threads, connections.
+"""Leaks: what a test leaves behind in this process: Kafka clients, connections to Postgres, threads.
 
 A process has 1,024 thread-local keys and each Kafka client takes one, so a suite that forgets its clients ends in
 errors that no test has caused.
@@ -9,13 +9,22 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-_GRACE_SECONDS = 5.0
-"""How long what a test has closed may take to end: threads, and sockets that the other side closes."""
+import psycopg
+
+_GRACE_SECONDS = 20.0
+"""How long what a test has closed may take to end on a busy machine; only a test that leaves something waits."""
 _TASKS = Path("/proc/self/task")
-_FILES = Path("/proc/self/fd")
+_POOLED = ("simulation", "proxy-", "kafka-proxy")
+"""Threads that tests share, by the beginning of their names: the simulator's, and those of proxies, which end with them
+and not with each connection that a fault has left half open."""
+
+_connections: weakref.WeakSet[psycopg.Connection[Any]] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -23,8 +32,8 @@ class Census:
     """How many there are of each, now."""
 
     kafka_clients: int
+    connections: int
     threads: int
-    sockets: int
 
     def exceeds(self, other: Census) -> str:
         """Name what there is more of than in *other*, with figures; empty if there is nothing."""
@@ -33,17 +42,34 @@ class Census:
         return ", ".join(f"{name.replace('_', ' ')} {old} -> {new}" for name, old, new in pairs if new > old)
 
 
+def watch_connections() -> None:
+    """Count every connection of psycopg from now on."""
+    make = psycopg.Connection.__init__
+
+    def made(self: psycopg.Connection[Any], *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        _connections.add(self)
+
+    psycopg.Connection.__init__ = made  # type: ignore[method-assign]
+
+
 def census() -> Census:
-    """Count; everything is 0 where there is no /proc."""
-    if not _TASKS.exists():
-        return Census(0, 0, 0)
-    return Census(_kafka_clients(), len(threading.enumerate()), _sockets())
+    """Count; clients are 0 where there is no /proc."""
+    return Census(
+        kafka_clients=_kafka_clients() if _TASKS.exists() else 0,
+        connections=sum(not connection.closed for connection in _connections),
+        threads=sum(not thread.name.startswith(_POOLED) for thread in threading.enumerate()),
+    )
 
 
-def left_since(before: Census) -> str:
-    """Say what was left behind since *before*, after a moment of grace; empty if nothing was."""
-    if not (left := census().exceeds(before)):
+def left_since(before: Census, let_go: Callable[[], None] = lambda: None) -> str:
+    """Say what was left behind since *before*, after a moment of grace; empty if nothing was.
+
+    *let_go* is called if something was, and drops what refers to it and is nobody's fault.
+    """
+    if not census().exceeds(before):
         return ""
+    let_go()
     gc.collect()  # an exception that was caught may hold a closed client in a cycle
     deadline = time.monotonic() + _GRACE_SECONDS
     while (left := census().exceeds(before)) and time.monotonic() < deadline:
@@ -58,15 +84,5 @@ def _kafka_clients() -> int:
         try:
             count += (task / "comm").read_text() == "rdk:main\n"
         except OSError:  # the thread has ended meanwhile
-            continue
-    return count
-
-
-def _sockets() -> int:
-    count = 0
-    for file in _FILES.iterdir():
-        try:
-            count += str(file.readlink()).startswith("socket:")
-        except OSError:
             continue
     return count
