@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+OFFSET_COMMIT = 8
 END_TXN = 26
 INIT_PRODUCER_ID = 22
 
@@ -24,8 +25,9 @@ _RECEIVE_BYTES = 1 << 16
 class Fault:
     """One armed fault: it strikes once, at the next request of its kind."""
 
-    def __init__(self, api_key: int, *, after: bool, cut_client: bool = False) -> None:
+    def __init__(self, api_key: int, *, after: bool, cut_client: bool = False, code: int | None = None) -> None:
         self.api_key = api_key
+        self.code = code
         self.after = after
         self.cut_client = cut_client
         self.fired = threading.Event()
@@ -89,6 +91,10 @@ class KafkaProxy:
     def lose_answer(self, api_key: int = END_TXN) -> Fault:
         """Keep the answer to the next such request from the client until it is released."""
         return self._arm(Fault(api_key, after=True))
+
+    def refuse(self, api_key: int, code: int) -> Fault:
+        """Have the client told that the last partition of the next such request was refused, whatever was answered."""
+        return self._arm(Fault(api_key, after=True, code=code))
 
     def disarm(self) -> None:
         """Take back what has not struck."""
@@ -158,13 +164,18 @@ class _Link:
         for frame in _frames(self._broker):
             (correlation_id,) = struct.unpack_from(">i", frame, 4)
             fault = self._awaited.pop(correlation_id, None)
+            sent = frame
             if fault is not None:
                 fault.answer = frame
                 fault.answered.set()
-                if fault.after:
+                if fault.code is not None:
+                    # An answer ends in the code, and the empty tags of the partition, of its topic and of the whole.
+                    sent = frame[:-5] + struct.pack(">h", fault.code) + frame[-3:]
+                    fault.fired.set()
+                elif fault.after:
                     fault.strike()
             with suppress(OSError):
-                self._client.sendall(frame)
+                self._client.sendall(sent)
         _end(self._client)
 
 
