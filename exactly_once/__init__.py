@@ -21,6 +21,7 @@ from .consumer import ExactlyOnceConsumer
 from .dead_letters import DeadLetter, DeadLetterLimit
 from .errors import (
     Ahead,
+    BatchUnreadable,
     BrokerUnreachable,
     ClientFailed,
     ClusterChanged,
@@ -70,6 +71,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Ahead",
+    "BatchUnreadable",
     "BrokerUnreachable",
     "ClientFailed",
     "ClusterChanged",

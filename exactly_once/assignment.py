@@ -8,6 +8,7 @@ client fetch it.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -22,8 +23,9 @@ from .model import Partition
 
 logger = logging.getLogger(__name__)
 
-_SEEK_TRIES = 100
+_SEEK_SECONDS = 0.5
 _SEEK_WAIT_SECONDS = 0.005
+_METADATA = b"CGMDv2:"
 
 Positions = Mapping[Partition, tuple[int, int | None]]
 """For each partition the offset to fetch from, and the leader epoch it belongs to."""
@@ -50,7 +52,8 @@ class Assignment:
 
     def __init__(self, *, incremental: bool, group_id: str) -> None:
         self._group_id = group_id
-        self._incremental = incremental
+        self.is_incremental = incremental
+        """Whether rebalances are incremental. Learnt from the client where its configuration does not tell."""
         self.events: deque[Event] = deque()
         self.failures: deque[BaseException] = deque()
         self.fetching: set[Partition] = set()
@@ -85,15 +88,14 @@ class Assignment:
         # The client is asked, because an interruption may have come between it and our own notes.
         assigned = _assigned(client)
         again = [p for p in targets if p in assigned]
-        if self._incremental:
+        if self.is_incremental:
             if again:
                 client.incremental_unassign(_bare(again))
             client.incremental_assign(_positions(targets))
         else:
             client.assign(_positions({**others, **targets}))
         self.fetching.update(targets)
-        for position in _positions({p: place for p, place in targets.items() if place[1] is not None}):
-            self._seek(client, position)
+        self._seek(client, _positions({p: place for p, place in targets.items() if place[1] is not None}))
         if self.paused:
             client.pause(_bare(self.fetching))
         else:
@@ -132,7 +134,7 @@ class Assignment:
 
     def _hold_back(self, client: Consumer, partitions: list[Partition]) -> None:
         """Accept the assignment without fetching anything of it."""
-        if self._incremental:
+        if self.is_incremental:
             self._either(client.incremental_assign, client.assign)
         else:
             self.fetching.clear()
@@ -140,7 +142,7 @@ class Assignment:
 
     def _let_go(self, client: Consumer, partitions: list[Partition]) -> None:
         """Unassign exactly what was really assigned, also when that is nothing."""
-        if self._incremental:
+        if self.is_incremental:
             assigned = _assigned(client)
             client.incremental_unassign(_bare(p for p in partitions if p in assigned))
             self.fetching.difference_update(partitions)
@@ -155,32 +157,54 @@ class Assignment:
         except KafkaException as error:
             if error.args[0].code() != KafkaError._STATE:
                 raise
-            self._incremental = not self._incremental
-            kind = "incremental" if self._incremental else "eager"
+            self.is_incremental = not self.is_incremental
+            kind = "incremental" if self.is_incremental else "eager"
             logger.info("rebalances of this client are %s", kind, extra=about("protocol_learned", group=self._group_id))
             other([])
 
-    def _seek(self, client: Consumer, position: TopicPartition) -> None:
-        """Have the broker check the leader epoch, which an assign does not do: the log may have been rewritten."""
-        for _ in range(_SEEK_TRIES):
-            try:
-                client.seek(position)
-                return
-            except KafkaException as error:
-                if error.args[0].code() != KafkaError._STATE:
-                    raise
-            # It takes the client's own thread a few milliseconds to begin with what was assigned.
+    def _seek(self, client: Consumer, positions: list[TopicPartition]) -> None:
+        """Have the broker check leader epochs, which an assign does not do: a log may have been rewritten."""
+        # The client's own thread takes a few milliseconds to begin with what was assigned. Nobody polls meanwhile, so
+        # all partitions wait together, and not one after the other.
+        deadline = time.monotonic() + _SEEK_SECONDS
+        while positions:
+            positions = [position for position in positions if not _sought(client, position)]
+            if not positions or time.monotonic() >= deadline:
+                break
             time.sleep(_SEEK_WAIT_SECONDS)
-        logger.warning(
-            "the leader epoch of %s was not checked: the client did not begin to fetch in time",
-            position,
-            extra=about(
-                "epoch_unchecked",
-                group=self._group_id,
-                partition=Partition(position.topic, position.partition),
-                offset=position.offset,
-            ),
-        )
+        for position in positions:
+            logger.warning(
+                "the leader epoch of %s was not checked: the client did not begin to fetch in time",
+                position,
+                extra=about(
+                    "epoch_unchecked",
+                    group=self._group_id,
+                    partition=Partition(position.topic, position.partition),
+                    offset=position.offset,
+                ),
+            )
+
+
+def generation(client: Consumer) -> int:
+    """Return the generation of the group, or the member epoch, in which this client is a member; else 0 or -1.
+
+    It asks no server. The client gives it only inside what it passes on to transactional producers, whose format has
+    been ``CGMDv2:``, the number, and names since librdkafka 1.6; -1 where that has changed.
+    """
+    metadata = client.consumer_group_metadata()
+    if not isinstance(metadata, bytes) or not metadata.startswith(_METADATA):
+        return -1
+    return int.from_bytes(metadata[len(_METADATA) : len(_METADATA) + 4], sys.byteorder, signed=True)
+
+
+def _sought(client: Consumer, position: TopicPartition) -> bool:
+    try:
+        client.seek(position)
+    except KafkaException as error:
+        if error.args[0].code() != KafkaError._STATE:
+            raise
+        return False
+    return True
 
 
 def _assigned(client: Consumer) -> set[Partition]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 from confluent_kafka import (
     OFFSET_INVALID,
     Consumer,
-    ConsumerGroupState,
     IsolationLevel,
     KafkaError,
     KafkaException,
@@ -34,6 +33,8 @@ REQUEST_SECONDS = 5.0
 
 _EARLIEST, _LATEST = OffsetSpec.earliest(), OffsetSpec.latest()  # type: ignore[no-untyped-call]
 _REFRESH_SECONDS = 1.0
+_QUICK_SECONDS = 0.5
+"""How long something is asked for that can be done without, by a loop that does not poll meanwhile."""
 
 _ZERO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
 _NO_IDS = (
@@ -73,6 +74,7 @@ class Cluster:
         self._closed = False
         self._servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
         self._said: set[str] = set()
+        self._topic: str | None = None
         self.cluster_id: str | None = None
 
     def __enter__(self) -> Self:
@@ -113,6 +115,16 @@ class Cluster:
                 raise self._unreachable(error) from error
         return self.cluster_id
 
+    def topic_names(self) -> list[str]:
+        """Return the names of all topics.
+
+        :raises BrokerUnreachable: when no broker answers.
+        """
+        try:
+            return list(self._admin.list_topics(timeout=REQUEST_SECONDS).topics)
+        except KafkaException as error:
+            raise self._unreachable(error) from error
+
     def describe(self, topics: Iterable[str]) -> dict[str, Topic]:
         """Return identity and size of topics.
 
@@ -126,6 +138,7 @@ class Cluster:
         names = list(topics)
         if not names:
             return {}
+        self._topic = names[0]
         futures: dict[str, Future[Any]] = self._admin.describe_topics(
             TopicCollection(names), request_timeout=REQUEST_SECONDS
         )
@@ -168,6 +181,16 @@ class Cluster:
         told = {p: f.result().offset for p, f in asked.items() if f in answered and f.exception() is None}
         return {p: offset for p, offset in told.items() if offset != OFFSET_INVALID}
 
+    def leader_epochs(self, partitions: list[Partition]) -> dict[Partition, int]:
+        """Return the leader epochs that logs end in now, of those partitions whose leaders tell it quickly."""
+        try:
+            asked = self._ask_offsets(partitions, _LATEST, read_committed=False, seconds=_QUICK_SECONDS)
+        except KafkaException:
+            return {}
+        answered, _ = wait(asked.values(), _QUICK_SECONDS)
+        told = {p: f.result().leader_epoch for p, f in asked.items() if f in answered and f.exception() is None}
+        return {p: epoch for p, epoch in told.items() if known_epoch(epoch) is not None}
+
     def at(self, partitions: Iterable[Partition], when: datetime) -> dict[Partition, int]:
         """Return the offsets of the first messages not older than ``when``; the log end if there is none."""
         partitions = list(partitions)
@@ -193,28 +216,6 @@ class Cluster:
             for tp in answer
             if tp.offset >= 0
         }
-
-    def ask_group(self, group_id: str) -> Future[Any]:
-        """Start to describe a group; :meth:`leaves_idle` reads the answer."""
-        groups = self._admin.describe_consumer_groups([group_id], request_timeout=REQUEST_SECONDS)
-        answer: Future[Any] = groups[group_id]
-        return answer
-
-    def leaves_idle(self, answer: Future[Any], member_id: str | None, *, cooperative: bool) -> bool:
-        """Tell whether the group is at rest and has nothing for this member; if in doubt, it has."""
-        try:
-            group = answer.result(REQUEST_SECONDS + 1)
-        except (KafkaException, TimeoutError) as error:
-            logger.debug("the group cannot be described now: %s", error, extra=about("group_undescribed"))
-            return False
-        members = {member.member_id: member for member in group.members}
-        ours = members.get(member_id)
-        if group.state is not ConsumerGroupState.STABLE or ours is None or ours.assignment.topic_partitions:
-            return False
-        if ours.target_assignment is not None:
-            return not ours.target_assignment.topic_partitions
-        # What others are to give up is given to us in a second round, some time after the first.
-        return not cooperative or all(len(m.assignment.topic_partitions) < 2 for m in members.values())
 
     def _offsets(
         self, partitions: list[Partition], spec: OffsetSpec, *, read_committed: bool = False
@@ -264,9 +265,11 @@ class Cluster:
             )
 
     def _unreachable(self, error: Exception) -> BrokerUnreachable:
-        with contextlib.suppress(KafkaException):
-            # Else it goes on to ask a controller or a leader that is gone, for minutes.
-            self._admin.list_topics(timeout=_REFRESH_SECONDS)
+        if self._topic is not None:
+            with contextlib.suppress(KafkaException):
+                # Else it goes on to ask a controller or a leader that is gone, for minutes. Any topic brings the list
+                # of brokers; all topics of a large cluster would be a load, at the moment when it is in trouble.
+                self._admin.list_topics(topic=self._topic, timeout=_REFRESH_SECONDS)
         self._admin.poll(0)
         reason = self._reasons[0] if self._reasons else error
         self._reasons.clear()

@@ -42,6 +42,7 @@ class Options:
     max_bytes: int
     max_unit_seconds: float
     startup_seconds: float
+    stop_on_bad_partition: bool
     take_over: bool
     wait_for_topics: bool
     schema: str
@@ -139,6 +140,11 @@ def is_incremental(kafka: Mapping[str, Any]) -> bool:
     if str(kafka.get("group.protocol", "classic")).lower() == "consumer":
         return True
     return "cooperative-sticky" in str(kafka.get("partition.assignment.strategy", ""))
+
+
+def calls_back_for_nothing(kafka: Mapping[str, Any]) -> bool:
+    """Tell whether a member that is given no partitions is told so: the new protocol calls back for changes only."""
+    return str(kafka.get("group.protocol", "classic")).lower() != "consumer"
 
 
 def reads_committed(kafka: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -26,6 +26,7 @@ from .config import (
     StartPolicy,
     admin_settings,
     callbacks,
+    calls_back_for_nothing,
     check_options,
     check_run,
     check_topics,
@@ -70,13 +71,36 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 """How long one fetch waits, and so how late a stop is noticed."""
 _GOODBYE_SECONDS = 2.0
+_LAGGING_SECONDS = 3.0
+"""How long brokers may take to hear of a new topic; seconds, where a cluster is busy."""
 _REOPEN_SECONDS = 1.0
 _FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
-_FATAL_CODES = (
-    _FATAL,
-    KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    KafkaError.GROUP_AUTHORIZATION_FAILED,
+_ONE_ASSIGNOR = (
+    "All members of a group need a common partition.assignment.strategy and the same group.protocol; "
+    "stop the others, or change this one's"
 )
+_FATAL_CODES = {
+    _FATAL: "",
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "",
+    KafkaError.INVALID_GROUP_ID: "Choose another group.id",
+    KafkaError.INVALID_SESSION_TIMEOUT: "Set session.timeout.ms between the broker's group.min.session.timeout.ms and "
+    "group.max.session.timeout.ms",
+    KafkaError.INCONSISTENT_GROUP_PROTOCOL: _ONE_ASSIGNOR,
+    KafkaError.UNSUPPORTED_ASSIGNOR: "Set group.remote.assignor to one that the broker has",
+}
+"""What stops the loop, because a broker refuses it every time, and what mends it where the client does not say that."""
+_UNREADABLE = (
+    KafkaError._BAD_MSG,  # noqa: SLF001 - these, too, are public names
+    KafkaError._BAD_COMPRESSION,  # noqa: SLF001
+    KafkaError._NOT_IMPLEMENTED,  # noqa: SLF001
+    KafkaError._CRIT_SYS_RESOURCE,  # noqa: SLF001
+    KafkaError.INVALID_MSG,
+    KafkaError.INVALID_MSG_SIZE,
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.UNSUPPORTED_COMPRESSION_TYPE,
+)
+"""What the client says of a batch that it can check, decompress or parse no better the next time."""
 
 OnRebalance = Callable[["ExactlyOnceConsumer", list[TopicPartition]], object]
 
@@ -97,6 +121,10 @@ class ExactlyOnceConsumer:
     ``connect``, a callable that returns a psycopg connection. All checks of options happen here and
     raise :class:`ConfigurationError`; servers are first contacted by :meth:`subscribe`.
 
+    A partition that cannot be read, because it is halted or its offset is not in the log, say, is left out until its
+    row is changed, and the others are read on; :meth:`health` and the log say why. With ``stop_on_bad_partition`` the
+    iteration raises that :class:`StartError` instead.
+
     One thread owns the consumer; only :meth:`stop` and :meth:`health` may be called from others, and only
     :meth:`stop` from signal handlers.
     """
@@ -115,6 +143,7 @@ class ExactlyOnceConsumer:
         max_unit_seconds: float | None = None,
         startup_seconds: float = 30.0,
         wait_for_topics: bool = False,
+        stop_on_bad_partition: bool = False,
         take_over: bool = False,
         schema: str = "exactly_once",
         migrate: bool = False,
@@ -133,6 +162,7 @@ class ExactlyOnceConsumer:
             max_unit_seconds=max_unit_seconds,
             startup_seconds=startup_seconds,
             wait_for_topics=wait_for_topics,
+            stop_on_bad_partition=stop_on_bad_partition,
             take_over=take_over,
             schema=schema,
             migrate=migrate,
@@ -148,6 +178,7 @@ class ExactlyOnceConsumer:
         self._stopping = Stop()
         self._closed = False
         self._must_reopen = False
+        self._warned: set[tuple[int, str]] = set()
         self._assemble(self._options, metrics)
         self._client = self._open_client()
 
@@ -180,16 +211,21 @@ class ExactlyOnceConsumer:
             max_unit_seconds=options.max_unit_seconds,
         )
         self._cluster = Cluster(admin_settings(self._kafka))
+        starter = self._starter = Starter(
+            ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range
+        )
         self._upkeep = Upkeep(
             assignment=self._assignment,
             ownership=self._ownership,
             delivery=self._delivery,
             ledger=ledger,
             settlement=self._settlement,
-            starter=Starter(ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range),
+            starter=starter,
             cluster=self._cluster,
             mirror=self._mirror,
             notify=self._notify,
+            is_told_of_nothing=calls_back_for_nothing(self._kafka),
+            stop_on_bad_partition=options.stop_on_bad_partition,
         )
         self._observer = Observer(
             metrics,
@@ -249,6 +285,8 @@ class ExactlyOnceConsumer:
         check_topics(topics)
         self._look_at_database()
         self._look_at_topics([t for t in topics if not t.startswith("^")])
+        if self._options.start not in (None, "earliest"):
+            self._note_first_topics(topics)
         if not self._topics:
             self._delivery.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
         elif self._topics != list(topics):
@@ -268,7 +306,11 @@ class ExactlyOnceConsumer:
 
         With ``until_end`` the iteration ends when every partition of this member has reached where
         its log ended when the partition was acquired. With ``idle_seconds`` it ends when nothing
-        came for so long. :meth:`stop` ends it always.
+        came for so long, counted from when all partitions of this member are being read. A member that is given no
+        partitions waits ten seconds for others to give some up, except under the eager protocol, where it is told so.
+        :meth:`stop` ends it always.
+
+        :raises StartError: at such an end, when a partition could not be read: what it has was not applied.
         """
         if not self._topics:
             raise ConfigurationError("subscribe() first: there is nothing to iterate over")
@@ -277,7 +319,6 @@ class ExactlyOnceConsumer:
             self._cluster,
             self._ownership,
             self._upkeep,
-            is_left_idle=self._is_left_idle,
             until_end=until_end,
             idle_seconds=idle_seconds,
         )
@@ -349,6 +390,7 @@ class ExactlyOnceConsumer:
         for step in (
             self._watcher.close,
             self._end_unit,
+            self._move_to_ends,
             self._say_goodbye,
             self._release,
             self._leave,
@@ -381,6 +423,8 @@ class ExactlyOnceConsumer:
         self._observer.turned()
         if self._assignment.failures and self._unit is None:
             raise self._assignment.failures.popleft()
+        if self._unit is None and not self._stopping.is_set:
+            units.refuse_bad()
         return self._unit
 
     def _find_unit(self, units: Units) -> Unit | None:
@@ -465,18 +509,31 @@ class ExactlyOnceConsumer:
         assert error is not None
         code, text = error.code(), error.str()
         if code == KafkaError._PARTITION_EOF:
-            self._upkeep.eof[Partition(str(message.topic()), message.partition() or 0)] = message.offset() or 0
+            self._upkeep.reached_end(Partition(str(message.topic()), message.partition() or 0), message.offset() or 0)
         elif code == KafkaError._AUTO_OFFSET_RESET:
             self._upkeep.suspect(message)
+        elif code in _UNREADABLE and message.topic() is not None:
+            self._upkeep.unreadable(message)
         elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
             self._must_reopen = True
         elif code == _FATAL and _text(KafkaError.FENCED_INSTANCE_ID) in text:
             instance = self._kafka.get("group.instance.id")
             self._assignment.failures.append(InstanceFenced(f"{text}; group.instance.id={instance!r}"))
         elif code in _FATAL_CODES:
-            self._assignment.failures.append(ClientFailed(f"{error.name()}: {text}"))
+            told = [f"{error.name()}: {text}", *(m for c, m in _FATAL_CODES.items() if m and _text(c) in text)]
+            self._assignment.failures.append(ClientFailed(". ".join(told)))
         else:
-            logger.info("Kafka client: %s", text, extra=self._about("client_said"))
+            self._warn_once(error, message.topic(), message.partition())
+            if (topic := message.topic()) is not None:
+                self._upkeep.recheck_soon(topic)
+
+    def _warn_once(self, error: KafkaError, topic: str | None, number: int | None) -> None:
+        """Log an error that may pass, once for each place; the client repeats it for as long as it lasts."""
+        place = "" if topic is None else f" ({topic}[{number}])" if (number or -1) >= 0 else f" ({topic})"
+        level = logging.DEBUG if (error.code(), place) in self._warned else logging.WARNING
+        self._warned.add((error.code(), place))
+        text = "Kafka client: %s: %s%s; repetitions are logged at DEBUG"
+        logger.log(level, text, error.name(), error.str(), place, extra=self._about("client_said"))
 
     def _reopen_client(self) -> None:
         """Join anew: under ``group.protocol=consumer`` a static member keeps its place until it expires."""
@@ -493,11 +550,6 @@ class ExactlyOnceConsumer:
         self._client = self._open_client()
         self._assignment.subscribe(self._client, self._topics)
         self._must_reopen = False
-
-    def _is_left_idle(self) -> bool:
-        member_id, cooperative = self._client.memberid(), is_incremental(self._kafka)
-        answer = self._cluster.ask_group(self._options.group_id)
-        return self._cluster.leaves_idle(answer, member_id, cooperative=cooperative)
 
     def _notify(self, change: Change, partitions: list[TopicPartition]) -> None:
         callback = self._callbacks.get(change)
@@ -549,11 +601,29 @@ class ExactlyOnceConsumer:
     def _look_at_topics(self, topics: list[str]) -> None:
         seconds = self._options.startup_seconds
         briefly(seconds)(self._cluster.identify)
-        try:
-            briefly(seconds)(self._cluster.describe, topics)
-        except UnknownTopic:
-            if not self._options.wait_for_topics:
-                raise
+        deadline = time.monotonic() + min(seconds, _LAGGING_SECONDS)
+        while not self._options.wait_for_topics:
+            try:
+                briefly(seconds)(self._cluster.describe, topics)
+                return
+            except UnknownTopic:
+                # The broker that answers may be behind the one that has made the topic a moment ago.
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(POLL_SECONDS)
+
+    def _note_first_topics(self, topics: list[str]) -> None:
+        """Let ``start`` choose for topics that are named, and for those that a pattern finds in a group without rows.
+
+        What arrives in a topic that a pattern finds later, before it is found, would be skipped by ``start="latest"``.
+        """
+        if not any(topic.startswith("^") for topic in topics):
+            return
+        # Every topic there is, found by the patterns or not: which those are only client and broker know.
+        there: Iterable[str] = ()
+        if briefly(self._options.startup_seconds)(self._starter.is_new_group):
+            there = briefly(self._options.startup_seconds)(self._cluster.topic_names)
+        self._starter.first_topics = frozenset({*topics, *there})
 
     def _end_unit(self) -> None:
         if self._unit is not None and self._unit.stage is Stage.OPEN:
@@ -573,6 +643,11 @@ class ExactlyOnceConsumer:
         """Leave the group: with an empty assignment the client's close may not do so, and all wait for its ghost."""
         if "group.instance.id" not in self._kafka and self._topics and not self._client.assignment():
             self._client.unsubscribe()
+
+    def _move_to_ends(self) -> None:
+        if self._ownership.is_sound and not self._settlement.is_pending and not self._session.lost:
+            self._upkeep.move_to_ends(released=True)
+            self._upkeep.move_to_ends()
 
     def _release(self) -> None:
         held = self._ownership.tokens()

@@ -51,15 +51,26 @@ class Delivery:
         already fetched, are dropped and counted; gaps of the log are counted.
         """
         if any(map(Message.error, messages)):
-            for error in filter(Message.error, messages):
-                self._on_error(error)
-            messages = [m for m in messages if m.error() is None]
+            # In order: what comes behind an error of its partition is not taken, what came before it is.
+            start = 0
+            for index, message in enumerate(messages):
+                if message.error() is not None:
+                    self._take_in(messages[start:index])
+                    self._on_error(message)
+                    start = index + 1
+            messages = messages[start:]
+        self._take_in(messages)
+
+    def _take_in(self, messages: list[Message]) -> None:
+        if not messages:
+            return
         kept: list[Message] = []
         ends: Ends = {}
         for partition, run in self._runs(messages):
             holding = self._ownership.deliverable(partition)
             self.not_owned += len(run) if holding is None else 0
-            current = [] if holding is None else self._in_order(holding, run)
+            is_taken = holding is not None and holding.unreadable is None
+            current = self._in_order(holding, run) if is_taken and holding is not None else []
             if current:
                 kept += current
                 ends[partition] = _end(current[-1])

@@ -19,6 +19,7 @@ ExactlyOnceError
 │   │   ├── OffsetBelowLogStart         retention passed the stored offset
 │   │   ├── OffsetBeyondLogEnd          the log is shorter than the stored offset
 │   │   └── LogTruncated                the log was rewritten below the stored offset
+│   ├── BatchUnreadable                 the client cannot make messages of what is in the log
 │   ├── LedgerRowMissing                somebody deleted a row of the ledger
 │   ├── PartitionHalted                 a handler committed by itself; an operator must decide
 │   ├── OwnedBySpark                    the row belongs to a Spark job
@@ -33,7 +34,7 @@ ExactlyOnceError
 │   └── TooManyDeadLetters              it is hardly the messages' fault any more
 ├── OutcomeLost                         the server no longer knows what became of a transaction
 ├── InstanceFenced                      another process uses the same group.instance.id
-├── ClientFailed                        librdkafka reported a fatal error
+├── ClientFailed                        librdkafka reported an error that does not pass
 └── Redelivered (psycopg.OperationalError)   nobody's fault; the same messages come again
     ├── Fenced                          another owner acquired the partition
     ├── Ahead                           an earlier attempt had landed
@@ -120,6 +121,10 @@ class OffsetBeyondLogEnd(OffsetOutOfRange):
 
 class LogTruncated(OffsetOutOfRange):
     """The log diverged below the stored offset after an unclean leader election."""
+
+
+class BatchUnreadable(StartError):
+    """The client cannot check, decompress or parse a batch of the log: nothing behind it can be read."""
 
 
 class LedgerRowMissing(StartError):

@@ -19,7 +19,7 @@ from psycopg import sql
 
 from .errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
 from .model import Advance, OwnerKind, Partition, Row
-from .session import Connection, Session, cursor_on
+from .session import Connection, Session, cursor_on, last_row
 from .sql import query
 
 LOCK_SECONDS = 4.0
@@ -55,7 +55,9 @@ class Ledger:
         self._take_over = take_over
         self._watch = watch
         self._advance = query("advance", session.schema).as_bytes(None)
-        self._advance_and_commit = self._advance + b"; COMMIT"
+        # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
+        # short COMMIT's wait for a synchronous standby, after which it has committed all the same.
+        self._advance_and_commit = b"SET LOCAL statement_timeout = 0; " + self._advance + b"; COMMIT"
 
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
         """Return which partitions have rows, and which were ever given one."""
@@ -63,6 +65,27 @@ class Ledger:
             self._run(cursor, "known", topics=list(topics))
             found = [(Partition(topic, number), has_row) for topic, number, has_row in cursor]
         return {p for p, has_row in found if has_row}, {p for p, _ in found}
+
+    def existing(self, partitions: Sequence[Partition]) -> set[Partition]:
+        """Return those of the partitions that have a row, and nothing of what is in it."""
+        with self._changing([]) as cursor:
+            self._run(cursor, "existing", **_keys(partitions))
+            return {Partition(topic, number) for topic, number in cursor}
+
+    def has_rows(self) -> bool:
+        """Tell whether the group has a row of any topic."""
+        with self._changing([]) as cursor:
+            self._run(cursor, "has_rows")
+            return bool(last_row(cursor)[0])
+
+    def topic_ids(self, topics: Iterable[str]) -> dict[str, set[str]]:
+        """Return the ids under which the group has rows of topics, where they are known."""
+        found: dict[str, set[str]] = {}
+        with self._changing([]) as cursor:
+            self._run(cursor, "topic_ids", topics=list(topics))
+            for topic, topic_id in cursor:
+                found.setdefault(topic, set()).add(topic_id)
+        return found
 
     def enrol(
         self,
@@ -106,9 +129,14 @@ class Ledger:
                 self._refuse(cursor, set(partitions) - {row.partition for row in rows})
         return rows
 
-    def read(self, partitions: Sequence[Partition]) -> list[Row]:
+    def look(self, partitions: Sequence[Partition]) -> list[Row]:
+        """Read rows without a lock and without writing: enough for a suspicion, never for an offset."""
+        with self._changing([]) as cursor:
+            return self._rows(cursor, "look", partitions)
+
+    def read(self, partitions: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS) -> list[Row]:
         """Read rows under lock: after every transaction that could still change them."""
-        with self._changing(partitions, is_durable=False) as cursor:
+        with self._changing(partitions, lock_seconds=lock_seconds, is_durable=False) as cursor:
             return self._rows(cursor, "read_locked", partitions)
 
     def start(self, rows: Iterable[Row]) -> set[Partition]:
@@ -128,7 +156,10 @@ class Ledger:
             return {Partition(topic, number) for topic, number in cursor}
 
     def correct(self, row: Row, new_offset: int, *, reason: str) -> bool:
-        """Move one row of ours that is out of range, with an entry in the audit table."""
+        """Move one row of ours that is out of range, with an entry in the audit table.
+
+        Return False, with nothing changed, when the row is not ours any more or has moved.
+        """
         with self._changing([row.partition]) as cursor:
             self._run(
                 cursor,
@@ -176,6 +207,15 @@ class Ledger:
         }
         statement = self._advance_and_commit if commit else self._advance
         cursor_on(connection).execute(statement % values, prepare=False)
+
+    def move_to_ends(self, advances: Sequence[Advance], *, lock_seconds: float) -> None:
+        """Move rows to the ends of their logs, behind offsets without messages, in a transaction of its own.
+
+        :raises psycopg.Error: with SQLSTATE EO001, and nothing moved, when one of them is not as it was left.
+        """
+        with self._changing([], lock_seconds=lock_seconds) as cursor:
+            self._run(cursor, "current_xid")
+            self.advance(cursor.connection, advances, xid=last_row(cursor)[0], commit=False)
 
     def finish(self, advances: Sequence[Advance]) -> set[Partition]:
         """Move rows of ours from wherever they stand between ``expected`` and ``next_offset`` to the latter.

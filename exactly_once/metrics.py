@@ -130,6 +130,12 @@ WAITING = Metric(
     "partitions",
     "Partitions that Kafka has assigned and that are not acquired yet, or not any more.",
 )
+BAD = Metric(
+    "exactly_once_bad_partitions",
+    "gauge",
+    "partitions",
+    "Waiting partitions that cannot be read until somebody mends them; the log and health() say why.",
+)
 SINCE_COMMIT = Metric(
     "exactly_once_seconds_since_commit",
     "gauge",
@@ -158,6 +164,7 @@ METRICS = (
     LAG,
     OWNED,
     WAITING,
+    BAD,
     SINCE_COMMIT,
     SINCE_POLL,
 )

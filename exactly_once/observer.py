@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import metrics as m
@@ -80,13 +80,13 @@ class Observer:
         owned = {p: h for p, h in holdings.items() if h.state is State.OWNED}
         yield m.Sample(m.OWNED, self._common, len(owned))
         yield m.Sample(m.WAITING, self._common, len(holdings) - len(owned))
+        yield m.Sample(m.BAD, self._common, sum(h.state is State.BAD for h in holdings.values()))
         yield m.Sample(m.SINCE_COMMIT, self._common, self._since_commit())
         yield m.Sample(m.SINCE_POLL, self._common, time.monotonic() - self._polled_at)
         ends = self._cluster.ends_within(LAG_SECONDS, list(owned), read_committed=self._reads_committed)
         for partition, end in ends.items():
-            applied = self._upkeep.applied(partition, owned[partition])
             labels = (*self._common, partition.topic, str(partition.number))
-            yield m.Sample(m.LAG, labels, max(0, end - applied))
+            yield m.Sample(m.LAG, labels, max(0, end - owned[partition].applied))
 
     def health(self, *, is_subscribed: bool, is_stopping: bool) -> Health:
         """Say how the consumer is, from any thread and without asking any server."""
@@ -94,7 +94,8 @@ class Observer:
         since_poll = time.monotonic() - self._polled_at
         is_alive = since_poll <= self._poll_interval_seconds or not is_subscribed
         waiting = tuple(sorted(p for p, h in holdings.items() if h.state is not State.OWNED))
-        reasons = tuple(self._reasons(waiting, is_subscribed=is_subscribed, is_stopping=is_stopping))
+        bad = tuple((*p, _text(h.error)) for p, h in sorted(_bad(holdings), key=lambda each: each[0]))
+        reasons = tuple(self._reasons(holdings, is_subscribed=is_subscribed, is_stopping=is_stopping))
         if not is_alive:
             reasons += (f"the loop has not polled for {since_poll:.0f} s, which is beyond max.poll.interval.ms",)
         return Health(
@@ -103,11 +104,14 @@ class Observer:
             reasons=reasons,
             owned=tuple(sorted(holdings.keys() - set(waiting))),
             waiting=waiting,
+            bad=bad,
             seconds_since_commit=self._since_commit(),
             seconds_since_poll=since_poll,
         )
 
-    def _reasons(self, waiting: Sequence[Partition], *, is_subscribed: bool, is_stopping: bool) -> Iterator[str]:
+    def _reasons(
+        self, holdings: Mapping[Partition, Holding], *, is_subscribed: bool, is_stopping: bool
+    ) -> Iterator[str]:
         """Say what keeps the consumer from its work."""
         if is_stopping:
             yield "it is stopping or has ended"
@@ -116,9 +120,13 @@ class Observer:
         else:
             trouble = self._settlement.failed or self.trouble
             if trouble is not None:
-                yield f"{type(trouble).__name__}: {str(trouble).strip()}"
+                yield _text(trouble)
+            bad = dict(_bad(holdings))
+            waiting = sorted(p for p, h in holdings.items() if h.state is not State.OWNED and p not in bad)
             if waiting:
                 yield f"waiting for {', '.join(map(str, waiting))}"
+            for partition, holding in bad.items():
+                yield f"{partition} is not read: {_text(holding.error)}"
             if self._upkeep.unreachable is not None:
                 yield self._upkeep.unreachable
             if not self._upkeep.is_member:
@@ -154,6 +162,14 @@ class Observer:
                 self._has_failed = True
                 extra = about("metrics_failed", group=self._common[0])
                 logger.exception("metrics could not be published; this is said once", extra=extra)
+
+
+def _bad(holdings: Mapping[Partition, Holding]) -> list[tuple[Partition, Holding]]:
+    return [(p, h) for p, h in holdings.items() if h.state is State.BAD]
+
+
+def _text(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"
 
 
 _Count = Callable[[Settlement, Delivery], int]

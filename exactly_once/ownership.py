@@ -6,6 +6,8 @@ be done next. The consumer's loop does it, and so does the simulator of the test
     assigned ──> PENDING ──acquired──> STARTING ──started──> OWNED ──(placed)──> messages flow
                     ^                      │                   │
                     └──────proved────── FENCED <───fenced──────┘
+                                          ^
+             found unreadable ──> BAD ────┘ when its row was changed
     revoked or lost: forgotten from any state, its row is released
 """
 
@@ -15,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 from uuid import UUID
 
 from .model import Advance, Partition, Row
@@ -27,6 +30,7 @@ class State(Enum):
     STARTING = "acquired, its starting offset is being checked"
     OWNED = "acquired and checked"
     FENCED = "somebody else acquired it; membership must be proved first"
+    BAD = "it cannot be read until somebody mends it"
 
 
 class Verdict(Enum):
@@ -40,12 +44,22 @@ class Verdict(Enum):
     RECREATED = "the topic id differs"
 
 
+class Left(NamedTuple):
+    """What of a row tells that an operator has changed it."""
+
+    epoch: int
+    next_offset: int | None
+    topic_id: str | None
+    is_halted: bool
+
+
 @dataclass(slots=True)
 class Holding:
     """A partition that Kafka assigned to this member.
 
     ``expected`` is the ledger's offset, ``handed_out`` the end of what units were given, ``fetched``
-    the end of what the client delivered; a unit starts only where the first two agree.
+    the end of what the client delivered; a unit starts only where the first two agree. ``log_end`` is where
+    the client met the end of the log since it was placed, or -1.
     """
 
     state: State = State.PENDING
@@ -57,8 +71,25 @@ class Holding:
     expected: int = -1
     handed_out: int = -1
     fetched: int = -1
+    log_end: int = -1
     placed: bool = False
+    unreadable: str | None = None
+    """Why the client cannot read on behind ``fetched``; what it delivers all the same is dropped."""
     previous_instance: UUID | None = None
+    error: Exception | None = None
+    """Why a partition in the state BAD is there."""
+    left: Left | None = None
+    """How the row of a partition in the state BAD looked, or None where there was no row."""
+
+    @property
+    def applied(self) -> int:
+        """Up to where the log is applied: transactional and compacted ones end in offsets without messages."""
+        return max(self.expected, self.log_end) if self.expected == self.fetched else self.expected
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the ledger may move on to the end of the log, behind offsets that hold no message for us."""
+        return self.state is State.OWNED and self.placed and self.unreadable is None and self.applied > self.expected
 
 
 @dataclass(slots=True)
@@ -83,6 +114,8 @@ class Ownership:
     def __init__(self) -> None:
         self.holdings: dict[Partition, Holding] = {}
         self.releases: list[tuple[Partition, UUID]] = []
+        self.last_ends: list[Advance] = []
+        """Moves to the end of the log of partitions that are to be released; to be made before that."""
         self.doubt: Doubt | None = None
         self.is_unsettled = True
         """Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done."""
@@ -154,7 +187,48 @@ class Ownership:
             if holding is not None and holding.state is State.FENCED:
                 holding.state = State.PENDING
 
+    def taken(self, partitions: Iterable[Partition]) -> None:
+        """Take note of rows that somebody took from us while they were checked."""
+        for partition in partitions:
+            holding = self.holdings.get(partition)
+            if holding is not None and holding.state is State.STARTING:
+                self._fence(holding)
+
+    def rejected(self, partition: Partition, error: Exception, row: Row | None = None) -> None:
+        """Stop reading one partition, whose row is to be released, until that row is changed.
+
+        ``row`` is what was acquired; without it the row is as it was left, or there is none.
+        """
+        holding = self.holdings.get(partition)
+        if holding is None:
+            return
+        left = _left(row) if row is not None else None
+        if left is None and holding.state is State.OWNED:
+            left = Left(holding.epoch, holding.expected, holding.topic_id, is_halted=False)
+        holding.placed = False
+        self._forget(partition)
+        self.holdings[partition] = Holding(state=State.BAD, error=error, left=left)
+
+    def retried(self, partitions: Iterable[Partition]) -> None:
+        """Acquire bad partitions again, in spite of their error."""
+        for partition in partitions:
+            if partition in self.holdings and self.holdings[partition].state is State.BAD:
+                self.holdings[partition] = Holding()
+                self.is_unsettled = True
+
     # What the client did.
+
+    def reached_end(self, partition: Partition, offset: int) -> None:
+        """Take note that the client met the end of the log, after all messages before it."""
+        holding = self.deliverable(partition)
+        if holding is not None and holding.unreadable is None:
+            holding.log_end = offset
+
+    def unreadable(self, partition: Partition, reason: str) -> None:
+        """Take note that the client cannot read on; what was fetched before is applied."""
+        holding = self.deliverable(partition)
+        if holding is not None and holding.unreadable is None:
+            holding.unreadable = reason
 
     def placed(self, partitions: Iterable[Partition]) -> None:
         """Take note that the client now fetches from the expected offset."""
@@ -162,12 +236,13 @@ class Ownership:
             holding = self.holdings[partition]
             holding.placed = True
             holding.handed_out = holding.fetched = holding.expected
+            holding.log_end, holding.unreadable = -1, None
 
     def misplaced(self) -> None:
         """Distrust every position of the client, after an exception out of poll or consume."""
         self.is_unsettled = True
         for holding in self.holdings.values():
-            holding.placed = False
+            holding.placed, holding.log_end = False, -1
         self.is_sound = True
 
     # What becomes of units.
@@ -204,6 +279,14 @@ class Ownership:
             holding = self._held(advance)
             if holding is not None:
                 holding.expected, holding.leader_epoch = advance.next_offset, advance.leader_epoch
+
+    def moved_to_end(self, advances: Iterable[Advance]) -> None:
+        """Move on to the end of the log, which no unit was needed for."""
+        for advance in advances:
+            holding = self._held(advance)
+            if holding is not None and holding.fetched == advance.expected:
+                holding.expected = holding.handed_out = holding.fetched = advance.next_offset
+                holding.leader_epoch = advance.leader_epoch
 
     def aborted(self, advances: Iterable[Advance]) -> None:
         """Take back what a unit was given: it will never land."""
@@ -258,7 +341,16 @@ class Ownership:
             elif verdict in (Verdict.AHEAD, Verdict.REWOUND):
                 assert row is not None
                 self._go_to(holding, row)
+            elif verdict in (Verdict.MISSING, Verdict.RECREATED):
+                self._fence(holding)  # acquiring it tells what is wrong with it
         return verdicts
+
+    def suspicious(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> list[Partition]:
+        """Return the partitions whose rows, read without a lock, seem not to be as they were left."""
+        found = {row.partition: row for row in rows}
+        return sorted(
+            p for p in partitions if (h := self.holdings.get(p)) is not None and not _is_as_left(h, found.get(p))
+        )
 
     def seen(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> dict[Partition, Verdict]:
         """Compare rows that were read under lock between units: a reset or a failover shows here first.
@@ -269,12 +361,18 @@ class Ownership:
         verdicts = {}
         for partition in partitions:
             row, holding = found.get(partition), self.holdings.get(partition)
-            if holding is None or holding.state is not State.OWNED:
+            if holding is None or holding.state not in (State.OWNED, State.BAD) or _is_as_left(holding, row):
                 continue
-            if row is None or row.owner_token != holding.token or row.owner_epoch != holding.epoch:
+            if holding.state is State.BAD:
+                self._fence(holding)
+            elif row is None or row.owner_token != holding.token or row.owner_epoch != holding.epoch:
                 verdicts[partition] = Verdict.FENCED
                 self._fence(holding)
-            elif row.next_offset != holding.expected:
+            elif holding.is_at_end and row.next_offset == holding.applied:
+                # Our own move to the end of the log, of which no answer came.
+                holding.expected = holding.handed_out = holding.fetched = holding.applied
+                holding.leader_epoch = row.leader_epoch
+            else:
                 is_behind = row.next_offset is None or row.next_offset < holding.expected
                 verdicts[partition] = Verdict.REWOUND if is_behind else Verdict.AHEAD
                 self._go_to(holding, row)
@@ -298,6 +396,16 @@ class Ownership:
         """Return the partitions that are acquired and checked, in locking order."""
         return self._in_state(State.OWNED)
 
+    def bad(self) -> list[Partition]:
+        """Return the partitions that cannot be read until somebody mends them."""
+        return self._in_state(State.BAD)
+
+    def at_end(self) -> list[Advance]:
+        """Return the moves to the end of the log that are left to be made."""
+        if self.doubt is not None:
+            return []
+        return [_to_end(p, h) for p, h in sorted(self.holdings.items()) if h.is_at_end]
+
     def deliverable(self, partition: Partition) -> Holding | None:
         """Return the holding if messages of this partition may be handed to units now."""
         holding = self.holdings.get(partition)
@@ -315,6 +423,8 @@ class Ownership:
         holding = self.holdings.pop(partition, None)
         self.is_unsettled = True
         if holding is not None and holding.token is not None:
+            if holding.is_at_end and self.doubt is None:
+                self.last_ends.append(_to_end(partition, holding))
             self.releases.append((partition, holding.token))
 
     def _held(self, advance: Advance) -> Holding | None:
@@ -326,6 +436,7 @@ class Ownership:
         self.is_unsettled = True
         if holding is not None:
             holding.state, holding.token, holding.placed = State.FENCED, None, False
+            holding.error = holding.left = None
 
     def _go_to(self, holding: Holding, row: Row) -> None:
         self.is_unsettled = True
@@ -334,7 +445,7 @@ class Ownership:
             holding.state, holding.token, holding.placed = State.PENDING, None, False
             return
         holding.expected = holding.handed_out = holding.fetched = row.next_offset
-        holding.leader_epoch = row.leader_epoch
+        holding.leader_epoch, holding.log_end = row.leader_epoch, -1
         holding.placed = False
 
 
@@ -349,3 +460,32 @@ def verdict_on(advance: Advance, row: Row | None) -> Verdict:
     if row.next_offset is None or row.next_offset < advance.expected:
         return Verdict.REWOUND
     return Verdict.AHEAD if row.next_offset > advance.expected else Verdict.MATCHES
+
+
+def _is_as_left(holding: Holding, row: Row | None) -> bool:
+    """Compare a row with what this member knows of it; what is being acquired is not compared."""
+    if holding.state is State.BAD:
+        return (None if row is None else _left(row)) == holding.left
+    if holding.state is not State.OWNED:
+        return True
+    is_ours = row is not None and row.owner_token == holding.token and row.owner_epoch == holding.epoch
+    return is_ours and row is not None and row.next_offset == holding.expected
+
+
+def _left(row: Row) -> Left:
+    return Left(row.owner_epoch, row.next_offset, row.topic_id, row.halted is not None)
+
+
+def _to_end(partition: Partition, holding: Holding) -> Advance:
+    """Make the move to the end of the log. Its leader epoch is not that of the last message."""
+    assert holding.token is not None
+    return Advance(
+        partition=partition,
+        token=holding.token,
+        epoch=holding.epoch,
+        topic_id=holding.topic_id,
+        expected=holding.expected,
+        next_offset=holding.applied,
+        leader_epoch=None,
+        cluster_id=holding.cluster_id,
+    )

@@ -22,6 +22,7 @@ def migrate(connection: Connection, schema: str = "exactly_once") -> list[int]:
     """
     cursor = cursor_on(connection)
     with connection.transaction():
+        cursor.execute(query("no_timeouts", schema), prepare=False)
         cursor.execute(query("migration_lock", schema), {"schema": schema}, prepare=False)
         found = _installed(cursor, schema)
         if found is not None:

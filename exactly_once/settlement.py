@@ -20,7 +20,6 @@ from .errors import (
     OutcomePending,
     Redelivered,
     Rewound,
-    TopicRecreated,
     TransactionAborted,
     UnitNotFinished,
     UnitTooSlow,
@@ -345,9 +344,10 @@ class Settlement:
         """Describe the worst thing that kept a unit from advancing."""
         place = f"{advance.partition} of group {self._ledger.group_id!r}"
         if row is None:
-            return row_missing(self._ledger.group_id, advance.partition)
+            return Redelivered(_told(unit, str(row_missing(self._ledger.group_id, advance.partition))))
         if verdict is Verdict.RECREATED:
-            return TopicRecreated(f"{place}: started with topic id {advance.topic_id}, the ledger has {row.topic_id}")
+            told = f"{place}: started with topic id {advance.topic_id}, the ledger has {row.topic_id}"
+            return Redelivered(_told(unit, told))
         if verdict is Verdict.REWOUND:
             self.counters.rewound += 1
             return Rewound(

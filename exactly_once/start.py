@@ -6,19 +6,23 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from typing import NamedTuple
 
 from .cluster import Cluster, Topic
 from .config import RangePolicy, StartPolicy
 from .errors import (
     ClusterChanged,
+    LedgerRowMissing,
     LogTruncated,
     NoCommittedOffset,
     OffsetBelowLogStart,
     OffsetBeyondLogEnd,
     OffsetOutOfRange,
     PartitionHalted,
+    StartError,
     StartRefused,
     TopicRecreated,
+    UnknownTopic,
 )
 from .ledger import Ledger, row_missing
 from .logs import about
@@ -27,6 +31,16 @@ from .model import Partition, Row
 logger = logging.getLogger(__name__)
 
 Range = tuple[int, int]
+
+_OF_ONE_PARTITION = (LedgerRowMissing, PartitionHalted, OffsetOutOfRange, TopicRecreated)
+"""What is wrong with one partition and says nothing about the others of the member."""
+
+
+class Checked(NamedTuple):
+    """What came of acquired rows; those in neither were taken by somebody else meanwhile."""
+
+    ready: list[Row]
+    bad: dict[Partition, StartError]
 
 
 class Starter:
@@ -41,52 +55,95 @@ class Starter:
         self._start = start
         self._on_out_of_range = on_out_of_range
         self._topics: dict[str, Topic] = {}
+        self.first_topics: frozenset[str] | None = None
+        """The topics that ``start`` is about, or None for all; others were found later, and are read from the start."""
 
     def close(self) -> None:
         """End the connections to Kafka."""
         self._cluster.close()
 
-    def describe(self, topics: Iterable[str]) -> None:
-        """Learn identity and size of topics; the answers are used until the next call."""
+    def describe(self, topics: Iterable[str]) -> dict[str, UnknownTopic]:
+        """Learn identity and size of topics, which are used until the next call; return those that are unknown."""
         self._cluster.identify()
-        self._topics.update(self._cluster.describe(topics))
+        unknown: dict[str, UnknownTopic] = {}
+        for name, answer in self._cluster.ask(topics).items():
+            try:
+                self._topics[name] = self._cluster.described(name, answer)
+            except UnknownTopic as error:
+                unknown[name] = error
+        return unknown
 
-    def enrol(self, partitions: Sequence[Partition]) -> None:
-        """Make the rows that are missing, for whole topics at once.
+    def size(self, topic: str) -> int:
+        """Return how many partitions a topic had when it was described last; 0 if it never was."""
+        return self._topics[topic].partitions if topic in self._topics else 0
+
+    def is_new_group(self) -> bool:
+        """Tell whether the group has no row of any topic."""
+        return not self._ledger.has_rows()
+
+    def enrol(self, partitions: Sequence[Partition]) -> dict[Partition, StartError]:
+        """Make the rows that are missing, for whole topics at once; return the partitions whose row was lost.
 
         :raises StartRefused: when Kafka holds offsets for a topic that the ledger does not know, and
             ``start`` was not given, or they are our own.
-        :raises LedgerRowMissing: when a row was there once.
         """
-        topics = {p.topic for p in partitions}
+        wanted = set(partitions) - self._ledger.existing(partitions)
+        if not wanted:
+            return {}
+        topics = {p.topic for p in wanted}
         have, had = self._ledger.known(topics)
-        for topic in sorted(topics):
+        made: dict[Partition, int | None] = {}
+        bad: dict[Partition, StartError] = self._of_recreated(wanted, have)
+        for topic in sorted(topics - {p.topic for p in bad}):
             rows = {p for p in have if p.topic == topic}
-            numbers = range(
-                max(self._topics[topic].partitions, *(p.number + 1 for p in partitions if p.topic == topic))
-            )
-            missing = [p for p in (Partition(topic, n) for n in numbers) if p not in rows]
-            self._refuse_lost(missing, rows, had, wanted=set(partitions))
-            if not rows:
-                self._refuse_unadopted(topic)
-                self._make(dict.fromkeys(missing))
-            elif missing:
-                # Added later: whatever arrived before somebody was assigned to it must not be missed.
-                self._make({p: low for p, (low, _) in self._cluster.ranges(missing).items()})
+            numbers = range(max(self._topics[topic].partitions, *(p.number + 1 for p in wanted if p.topic == topic)))
+            missing = {Partition(topic, n) for n in numbers} - rows
+            # All rows of a topic are made at once: one that lacks below the highest number was there.
+            lost = {p for p in missing if p in had or (p in wanted and p.number < len(rows))}
+            bad |= {p: row_missing(self._group_id, p) for p in lost & wanted}
+            made |= self._first_offsets(topic, sorted(missing - lost), is_new=not rows and not lost)
+        if made:
+            self._make(made)
+        return bad
 
-    def begin(self, rows: Sequence[Row]) -> list[Row]:
-        """Check acquired rows and choose offsets for new ones; return those that may be read now.
+    def require(self, partitions: Sequence[Partition]) -> None:
+        """Describe and enrol for an owner that needs all of its partitions.
 
-        :raises StartError: naming what was stored, what was found, and what mends it.
+        :raises UnknownTopic: or what else :meth:`describe` and :meth:`enrol` find out.
         """
-        rows = [self.identified(row) for row in rows]
-        ranges = self._cluster.ranges(row.partition for row in rows)
-        new = [row for row in rows if row.next_offset is None]
-        ready = [row for row in rows if row.next_offset is not None] + self._choose(new, ranges)
-        return [self.in_range(row, ranges[row.partition]) for row in ready]
+        for unknown in self.describe({p.topic for p in partitions}).values():
+            raise unknown
+        for error in self.enrol(partitions).values():
+            raise error
 
-    def in_range(self, row: Row, log: Range, *, truncated: bool = False) -> Row:
+    def begin(self, rows: Sequence[Row]) -> Checked:
+        """Check acquired rows and choose offsets for new ones.
+
+        :raises StartError: for what is wrong with the group, and not with one partition alone.
+        """
+        checked: list[Row] = []
+        bad: dict[Partition, StartError] = {}
+        for row in rows:
+            try:
+                checked.append(self.identified(row))
+            except _OF_ONE_PARTITION as error:
+                bad[row.partition] = error
+        ranges = self._cluster.ranges(row.partition for row in checked)
+        new = [row for row in checked if row.next_offset is None]
+        ready: list[Row] = []
+        for row in [row for row in checked if row.next_offset is not None] + self._choose(new, ranges):
+            try:
+                moved = self.in_range(row, ranges[row.partition])
+            except OffsetOutOfRange as error:
+                bad[row.partition] = error
+            else:
+                ready += [] if moved is None else [moved]
+        return Checked(ready, bad)
+
+    def in_range(self, row: Row, log: Range, *, truncated: bool = False) -> Row | None:
         """Check one row against its log; move it if ``on_out_of_range`` says so.
+
+        Return None when the row turned out to be somebody else's, or elsewhere, by then.
 
         :raises OffsetOutOfRange: when the policy is ``fail``.
         """
@@ -96,11 +153,14 @@ class Starter:
         if self._on_out_of_range == "fail":
             raise error
         offset = log[0] if self._on_out_of_range == "earliest" else log[1]
+        if not self._ledger.correct(row, offset, reason=str(error)):
+            extra = about("not_corrected", group=self._group_id, partition=row.partition, offset=row.next_offset)
+            logger.warning("%s; it was not moved: its row was changed meanwhile", error, extra=extra)
+            return None
         extra = about(
             "corrected", group=self._group_id, partition=row.partition, offset=offset, owner_epoch=row.owner_epoch
         )
-        logger.error("%s; on_out_of_range=%r moves it to %s", error, self._on_out_of_range, offset, extra=extra)
-        self._ledger.correct(row, offset, reason=str(error))
+        logger.error("%s; on_out_of_range=%r has moved it to %s", error, self._on_out_of_range, offset, extra=extra)
         return replace(row, next_offset=offset, leader_epoch=None)
 
     def recheck(self, topic: str, found: Topic, held: Mapping[Partition, str | None]) -> None:
@@ -113,12 +173,26 @@ class Starter:
             if found.topic_id is not None and topic_id is not None and topic_id != found.topic_id:
                 raise _recreated(self._group_id, partition, topic_id, found.topic_id)
 
-    def _refuse_lost(
-        self, missing: list[Partition], rows: set[Partition], had: set[Partition], *, wanted: set[Partition]
-    ) -> None:
-        for partition in missing:
-            if partition in had or (partition in wanted and partition.number < len(rows)):
-                raise row_missing(self._group_id, partition)
+    def _of_recreated(self, wanted: set[Partition], have: set[Partition]) -> dict[Partition, StartError]:
+        """Return the partitions that look as if they had been added, and belong to a topic that was made again."""
+        bad: dict[Partition, StartError] = {}
+        stored = self._ledger.topic_ids({p.topic for p in have})
+        for partition in wanted:
+            found, ids = self._topics[partition.topic].topic_id, stored.get(partition.topic, set())
+            if found is not None and ids and found not in ids:
+                bad[partition] = _recreated(self._group_id, partition, min(ids), found)
+        return bad
+
+    def _first_offsets(
+        self, topic: str, missing: Sequence[Partition], *, is_new: bool
+    ) -> Mapping[Partition, int | None]:
+        """Return where the rows that are made begin; None leaves it to whoever acquires them first."""
+        if is_new:
+            self._refuse_unadopted(topic)
+            if self.first_topics is None or topic in self.first_topics:
+                return dict.fromkeys(missing)
+        # Added or found later: whatever arrived before somebody was assigned to it must not be missed.
+        return {p: low for p, (low, _) in self._cluster.ranges(missing).items()} if missing else {}
 
     def _refuse_unadopted(self, topic: str) -> None:
         """Refuse to start a group that has history in Kafka and none in the ledger."""

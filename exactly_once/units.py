@@ -10,7 +10,7 @@ from .cluster import Cluster
 from .errors import BrokerUnreachable
 from .logs import about
 from .model import Partition
-from .ownership import Holding, Ownership
+from .ownership import Holding, Ownership, State
 from .unit import Unit
 from .upkeep import Upkeep
 
@@ -27,7 +27,6 @@ class Units:
         ownership: Ownership,
         upkeep: Upkeep,
         *,
-        is_left_idle: Callable[[], bool],
         until_end: bool,
         idle_seconds: float | None,
     ) -> None:
@@ -35,7 +34,6 @@ class Units:
         self._cluster = cluster
         self._ownership = ownership
         self._upkeep = upkeep
-        self._is_left_idle = is_left_idle
         self._until_end = until_end
         self._idle_seconds = idle_seconds
         self._ends: dict[Partition, int] = {}
@@ -77,17 +75,29 @@ class Units:
         holdings = self._ownership.holdings
         if not self._until_end or not holdings:
             return False
-        return all(partition in self._ends and self._has_reached(partition, h) for partition, h in holdings.items())
+        return all(self._has_reached(partition, h) for partition, h in holdings.items() if h.state is not State.BAD)
+
+    def refuse_bad(self) -> None:
+        """Refuse to end as if all had been read.
+
+        :raises StartError: of the first partition that cannot be read.
+        """
+        for partition in self._ownership.bad():
+            error = self._ownership.holdings[partition].error
+            assert error is not None
+            raise error
 
     def is_left_without(self) -> bool:
         """Judge, at a moment when a fetch brought nothing, whether nothing will come any more."""
-        if self._idle_seconds is not None and time.monotonic() - self._busy_at >= self._idle_seconds:
+        # Nothing held is also what a member has before and between assignments, and says nothing of what is to come.
+        holdings = self._ownership.holdings
+        can_read = all(h.placed or h.state is State.BAD for h in holdings.values())
+        if not (can_read if holdings else self._upkeep.is_left_idle):
+            self.came()
+        elif self._idle_seconds is not None and time.monotonic() - self._busy_at >= self._idle_seconds:
             return True
         self.note_ends()
-        # Nothing held is also what a member has between two assignments; only the group can tell.
-        return self._until_end and not self._ownership.holdings and self._is_left_idle()
+        return self._until_end and self._upkeep.is_left_idle
 
     def _has_reached(self, partition: Partition, holding: Holding) -> bool:
-        if not holding.placed:
-            return False
-        return self._upkeep.applied(partition, holding) >= self._ends[partition]
+        return holding.placed and partition in self._ends and holding.applied >= self._ends[partition]

@@ -7,38 +7,67 @@ consumer then keeps polling and calls it again.
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import psycopg
-from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, Message, TopicPartition
 
-from .assignment import Assignment, Change
+from .assignment import Assignment, Change, generation
 from .cluster import Cluster
 from .delivery import Delivery
-from .errors import BrokerUnreachable, TopicRecreated, UnknownTopic
-from .ledger import Ledger
+from .errors import (
+    BatchUnreadable,
+    BrokerUnreachable,
+    ExactlyOnceError,
+    LedgerRowMissing,
+    OffsetOutOfRange,
+    TopicRecreated,
+    UnknownTopic,
+)
+from .ledger import LOCK_SECONDS, Ledger
 from .logs import about
 from .mirror import MIRROR_SECONDS, Mirror
-from .model import Partition, Row
-from .ownership import Holding, Ownership, Verdict
+from .model import Advance, Partition, Row
+from .ownership import Ownership, Verdict
 from .settlement import Settlement
 from .start import Starter
 
 logger = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 5.0
-"""How often topic ids are asked for again; what a recreated topic delivers in between is not noticed."""
+"""How often rows are looked at, and topic ids are asked for again where a topic is not large."""
+PARTITIONS_PER_SECOND = 40
+"""A topic id costs a description of the whole topic, 20 microseconds of our CPU a partition: under 0.1 % of it."""
+_JITTER = 0.2
+"""The members of a group are mostly started together; their questions are not to come together for ever."""
+QUIET_SECONDS = 1.0
+"""How long a log must have had nothing more before the ledger is moved to its end: a busy one moves with its units."""
+BAD_SECONDS = 30.0
+"""When a bad partition is told of again, and tried again if that may help; twice as long each time."""
+_BAD_MOST_SECONDS = 3600.0
+SETTLE_SECONDS = 10.0
+"""How long a member without partitions waits until it believes that: longer than two heartbeats, in which others are
+told to give up and do it. Only under the eager protocol does Kafka say it once and for all."""
 _BUSY_SECONDS = 1.0
 _FREE_SECONDS = 0.1
 _AGAIN_SECONDS = 0.05
-_CALM_SECONDS = 10.0
-_ANSWER_SECONDS = 0.2
 
 Notify = Callable[[Change, list[TopicPartition]], None]
+
+
+@dataclass(slots=True)
+class Bad:
+    """A bad partition, and when to tell of it again."""
+
+    error: ExactlyOnceError
+    pause_seconds: float
+    again_at: float
 
 
 class Upkeep:
@@ -56,6 +85,8 @@ class Upkeep:
         cluster: Cluster,
         mirror: Mirror,
         notify: Notify,
+        is_told_of_nothing: bool,
+        stop_on_bad_partition: bool,
     ) -> None:
         self._assignment = assignment
         self._ownership = ownership
@@ -67,16 +98,22 @@ class Upkeep:
         self._cluster = cluster
         self._mirror = mirror
         self._notify = notify
+        self._is_told_of_nothing = is_told_of_nothing
+        self._stop_on_bad_partition = stop_on_bad_partition
         self._news: list[tuple[Change, list[TopicPartition]]] = []
         self._suspects: dict[Partition, str] = {}
         self._asked: dict[str, Future[Any]] = {}
-        self._group_asked: Future[Any] | None = None
-        self._next_recheck = 0.0
+        self._next_recheck: dict[str, float] = {}
+        self._hurried: dict[str, float] = {}
+        # Where partitions stood when the id of their topic was last found to be the right one.
+        self._checked_at: dict[Partition, int] = {}
+        self._ended_at: dict[Partition, float] = {}
+        self._bad: dict[Partition, Bad] = {}
         self._next_rows = 0.0
         self._next_look = 0.0
         self._not_before = 0.0
-        self._ask_from = 0.0
-        self.eof: dict[Partition, int] = {}
+        self._told_at = 0.0
+        self._generation = -1
         self.is_member = False
         """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
         self.unreachable: str | None = None
@@ -92,6 +129,7 @@ class Upkeep:
             or self._settlement.is_pending
             or self._settlement.failed is not None
             or self._suspects
+            or self._unreadable()
             or self._ledger.session.lost
             or time.monotonic() >= self._next_look
         )
@@ -105,9 +143,11 @@ class Upkeep:
         _ = self._ledger.session.connection
         self._settlement.settle()
         self._release()
+        self._retry_bad()
         self._acquire()
         self._look_at_rows()
         self._examine_suspects()
+        self._reject_unreadable()
         self._place(client)
         self._prove(client)
         self._recheck_topics()
@@ -124,27 +164,61 @@ class Upkeep:
             event = self._assignment.events[0]
             if event.change is Change.ASSIGNED:
                 self._ownership.assigned(event.partitions)
-                self._next_recheck = 0.0
             else:
                 self._ownership.revoked(event.partitions)
-                self._ask_from = time.monotonic() + (_CALM_SECONDS if event.change is Change.LOST else 0)
                 self._mirror.forget(event.partitions)
                 self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
             extra = self._about(event.change.value, several=event.partitions)
             names = ", ".join(map(str, event.partitions)) or "nothing"
             logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
             self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.holdings)
+            self._told_at = time.monotonic()
             for partition in event.partitions:
-                self.eof.pop(partition, None)
-                self._suspects.pop(partition, None)
+                for notes in (self._suspects, self._bad, self._ended_at, self._checked_at):
+                    notes.pop(partition, None)
             self._delivery.discard()
             # Only now: an event that was interrupted is applied again.
             self._assignment.events.popleft()
 
-    def applied(self, partition: Partition, holding: Holding) -> int:
-        """Return up to where a log is applied: transactional and compacted ones end in offsets without messages."""
-        end = self.eof.get(partition, 0) if holding.expected == holding.fetched else 0
-        return max(holding.expected, end)
+    @property
+    def is_left_idle(self) -> bool:
+        """Whether Kafka has nothing for this member: it is in the group, and others have had time to give up some."""
+        if not self.is_member or self._ownership.holdings:
+            return False
+        return not self._assignment.is_incremental or time.monotonic() - self._told_at >= SETTLE_SECONDS
+
+    def reached_end(self, partition: Partition, offset: int) -> None:
+        """Take note that the client met the end of a log."""
+        self._ownership.reached_end(partition, offset)
+        self._ended_at[partition] = time.monotonic()
+
+    def move_to_ends(self, *, released: bool = False) -> None:
+        """Move the ledger to the ends of logs that are applied, behind what holds no message: commit markers, say.
+
+        Retention may remove those, and the offset would be below the start of the log then. Best effort; of all that
+        is held, or of what is to be ``released``.
+        """
+        if released:
+            ends, self._ownership.last_ends = self._ownership.last_ends, []
+        else:
+            ends = self._ownership.at_end()
+        if ends and self._settlement.failed is None:
+            self._move(ends)
+
+    def unreadable(self, message: Message) -> None:
+        """Take note that the client cannot make messages of what it fetched."""
+        error = message.error()
+        partition = Partition(str(message.topic()), message.partition() or 0)
+        reason = "" if error is None else f"{error.name()}: {error.str()}"
+        self._ownership.unreadable(partition, reason)
+        self.recheck_soon(partition.topic)
+
+    def recheck_soon(self, topic: str) -> None:
+        """Ask for a topic's id before it is due, after an error that another topic of its name may have caused."""
+        if time.monotonic() >= self._hurried.get(topic, 0.0):
+            self._hurried[topic] = time.monotonic() + RECHECK_SECONDS
+            self._next_recheck.pop(topic, None)
+            self._next_look = 0.0
 
     def suspect(self, message: Message) -> None:
         """Take note that the client could not read on at its offset."""
@@ -153,6 +227,7 @@ class Upkeep:
 
     def _release(self) -> None:
         """Give back rows; best effort, because an acquisition needs no release."""
+        self.move_to_ends(released=True)
         held, self._ownership.releases = self._ownership.releases, []
         if held:
             try:
@@ -167,12 +242,13 @@ class Upkeep:
         if not pending or time.monotonic() < self._not_before:
             return
         try:
-            self._starter.describe({p.topic for p in pending})
-            self._starter.enrol(pending)
-            rows = self._acquire_free(pending)
+            known = self._known(pending)
+            bad = self._starter.enrol(known) if known else {}
+            rows = self._acquire_free([p for p in known if p not in bad])
             self.unreachable = None
             self._ownership.acquired(rows)
             self._begin(rows)
+            self._reject(bad)
         except BrokerUnreachable as error:
             # Partitions that were acquired before need not wait for a leader of these.
             self.unreachable = str(error)
@@ -181,34 +257,120 @@ class Upkeep:
         if self._ownership.to_acquire():
             self._not_before = time.monotonic() + _BUSY_SECONDS
 
+    def _known(self, pending: list[Partition]) -> list[Partition]:
+        """Return the partitions whose topics exist, as far as the broker knows that answers; it may be behind."""
+        topics = {p.topic for p in pending}
+        unknown = self._starter.describe(topics)
+        self._schedule_recheck(topics - unknown.keys())
+        for topic, error in unknown.items():
+            extra = self._about("topic_unknown") | {"topic": topic}
+            logger.warning("its partitions are ours, and wait: %s", error, extra=extra)
+        return [p for p in pending if p.topic not in unknown]
+
     def _acquire_free(self, pending: list[Partition]) -> list[Row]:
-        """Acquire all at once; where a row stays locked, one by one, leaving the locked ones for later."""
+        """Acquire what is not locked; the rest is left for later."""
         try:
-            return self._ledger.acquire(pending)
-        except psycopg.errors.LockNotAvailable:
+            return self._unlocked(self._ledger.acquire, pending)[0] if pending else []
+        except LedgerRowMissing as error:
+            # Deleted since a moment ago; which one it is, and that it was there, is found out by enrolling again.
+            extra = self._about("row_missing", several=pending)
+            logger.warning("looking again: %s", error, extra=extra)
+            return []
+
+    def _unlocked(
+        self, call: Callable[..., list[Row]], partitions: list[Partition]
+    ) -> tuple[list[Row], list[Partition]]:
+        """Lock all rows at once, or where one stays locked, one by one; return rows, and partitions that were locked.
+
+        A statement that was cancelled, by an operator or a pooler, has waited for nothing else.
+        """
+        try:
+            return call(partitions, lock_seconds=LOCK_SECONDS), []
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
             logger.warning(
                 "another transaction holds rows of %s; if it stays, see also pg_prepared_xacts",
-                ", ".join(map(str, pending)),
-                extra=self._about("acquire_blocked", several=pending),
+                ", ".join(map(str, partitions)),
+                extra=self._about("acquire_blocked", several=partitions),
             )
+        if len(partitions) == 1:
+            return [], partitions
         rows: list[Row] = []
-        for partition in pending if len(pending) > 1 else []:
+        locked: list[Partition] = []
+        for partition in partitions:
             try:
                 # There was waiting enough, and Kafka is not polled meanwhile: it is seconds for each.
-                rows += self._ledger.acquire([partition], lock_seconds=_FREE_SECONDS)
-            except psycopg.errors.LockNotAvailable:
+                rows += call([partition], lock_seconds=_FREE_SECONDS)
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
+                locked.append(partition)
                 extra = self._about("acquire_blocked", partition=partition)
                 logger.warning("%s stays locked for now", partition, extra=extra)
-        return rows
+        return rows, locked
 
     def _begin(self, rows: list[Row]) -> None:
+        partitions = [row.partition for row in rows]
         try:
-            ready = self._starter.begin(rows) if rows else []
-            for row in ready:
+            if not rows:
+                return
+            checked = self._starter.begin(rows)
+            for row in checked.ready:
                 self._ownership.started(row.partition, row)
+            self._ownership.taken(set(partitions) - set(checked.bad))
+            self._reject(checked.bad, {row.partition: row for row in rows})
         finally:
             # What could not be started is given back and tried anew.
-            self._ownership.not_started(row.partition for row in rows)
+            self._ownership.not_started(partitions)
+
+    def _reject(self, bad: Mapping[Partition, ExactlyOnceError], rows: Mapping[Partition, Row] | None = None) -> None:
+        """Leave bad partitions unread and tell why, without hurry from the second time on.
+
+        :raises ExactlyOnceError: the first of them, where that is asked for; it comes again at the next try.
+        """
+        for partition, error in bad.items():
+            self._ownership.rejected(partition, error, (rows or {}).get(partition))
+            known = self._bad.get(partition)
+            if known is None or str(known.error) != str(error):
+                self._bad[partition] = Bad(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
+                if not self._stop_on_bad_partition:
+                    self._tell_bad(partition, error)
+        self._delivery.discard()
+        if bad and self._stop_on_bad_partition:
+            self._ownership.retried(bad)
+            raise next(iter(bad.values()))
+
+    def _retry_bad(self) -> None:
+        """Tell again of what is still bad, and try again what may have passed."""
+        now = time.monotonic()
+        for partition in self._ownership.bad():
+            known = self._bad[partition]
+            if now >= known.again_at:
+                known.pause_seconds = min(2 * known.pause_seconds, _BAD_MOST_SECONDS)
+                known.again_at = now + known.pause_seconds
+                self._tell_bad(partition, known.error)
+                if isinstance(known.error, BatchUnreadable):
+                    # The others hold until the row is changed: a log that has grown over an offset that was outside
+                    # of it, say, proves nothing.
+                    self._ownership.retried([partition])
+
+    def _tell_bad(self, partition: Partition, error: ExactlyOnceError) -> None:
+        extra = self._about("partition_bad", partition=partition)
+        logger.error("%s is not read, others are: %s", partition, error, extra=extra)
+
+    def _unreadable(self) -> list[Partition]:
+        """Return the partitions of which everything is applied that could be read."""
+        holdings = self._ownership.holdings.items()
+        return [p for p, h in holdings if h.placed and h.unreadable is not None and h.expected == h.fetched]
+
+    def _reject_unreadable(self) -> None:
+        bad: dict[Partition, ExactlyOnceError] = {}
+        for partition in self._unreadable():
+            holding = self._ownership.holdings[partition]
+            bad[partition] = BatchUnreadable(
+                f"{partition} of group {self._ledger.group_id!r}: the client cannot read on at offset "
+                f"{holding.expected} ({holding.unreadable}). If the log is damaged, restore it from a replica, or skip "
+                f"what cannot be read with: exactly-once reset --topic {partition.topic} "
+                f"--partition {partition.number} --to-offset N"
+            )
+        self._reject(bad)
 
     def _place(self, client: Consumer) -> None:
         """Tell the client what to fetch, and from where."""
@@ -224,7 +386,7 @@ class Upkeep:
         self._assignment.place(client, {p: (h.expected, h.leader_epoch) for p, h in targets.items()}, others)
         self._ownership.placed(targets)
         for partition, holding in targets.items():
-            self.eof.pop(partition, None)
+            self._checked_at[partition] = holding.expected
             extra = self._about("placed", partition=partition, offset=holding.expected, owner_epoch=holding.epoch)
             logger.info("reading %s from offset %s", partition, holding.expected, extra=extra)
         self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.expected) for p, h in targets.items()]))
@@ -236,8 +398,8 @@ class Upkeep:
             return
         offsets = {}
         if not self._mirror.is_proving:
-            rows = self._ledger.read(fenced)
-            # Where a failover lost the chosen start, or the row, nothing was applied.
+            rows = self._ledger.look(fenced)
+            # For dashboards, so a look is enough. Where a failover lost the chosen start or the row, 0 was applied.
             offsets = {r.partition: (r.next_offset or 0, r.leader_epoch) for r in rows}
             self._ownership.proved(set(fenced) - set(offsets))
             if not offsets:
@@ -256,11 +418,17 @@ class Upkeep:
             asked, self._asked = self._asked, {}
             for topic, future in asked.items():
                 self._compare(topic, future)
-        if now >= self._next_recheck:
-            self._next_recheck = now + RECHECK_SECONDS
-            topics = {p.topic for p in self._ownership.owned()}
-            self.unreachable = self.unreachable if self._ownership.holdings else None
-            self._asked = self._asked or self._cluster.ask(topics)
+        if self._asked:
+            return
+        self.unreachable = self.unreachable if self._ownership.holdings else None
+        due = [t for t in sorted({p.topic for p in self._ownership.owned()}) if now >= self._next_recheck.get(t, 0.0)]
+        self._schedule_recheck(due)
+        self._asked = self._cluster.ask(due)
+
+    def _schedule_recheck(self, topics: Iterable[str]) -> None:
+        for topic in topics:
+            seconds = max(RECHECK_SECONDS, self._starter.size(topic) / PARTITIONS_PER_SECOND)
+            self._next_recheck[topic] = time.monotonic() + seconds * random.uniform(1 - _JITTER, 1)  # noqa: S311
 
     def _compare(self, topic: str, future: Future[Any]) -> None:
         try:
@@ -273,50 +441,84 @@ class Upkeep:
             return
         self.unreachable = None
         held = [p for p in self._ownership.owned() if p.topic == topic]
-        try:
-            self._starter.recheck(topic, found, {p: self._ownership.holdings[p].topic_id for p in held})
-        except TopicRecreated:
-            # Pending again: whoever goes on in spite of the error meets it once more.
-            self._ownership.assigned(held)
-            self._delivery.discard()
-            raise
+        bad = {}
+        for partition in held:
+            try:
+                self._starter.recheck(topic, found, {partition: self._ownership.holdings[partition].topic_id})
+                self._checked_at[partition] = self._ownership.holdings[partition].expected
+            except TopicRecreated as error:
+                bad[partition] = self._and_what_was_read(partition, error)
+        self._reject(bad)
+
+    def _and_what_was_read(self, partition: Partition, error: TopicRecreated) -> TopicRecreated:
+        """Say which messages of the new topic may have been skipped, and which were applied."""
+        since, now = self._checked_at.get(partition), self._ownership.holdings[partition].expected
+        if since is None:
+            return error
+        told = f"It was the old one at offset {since} still"
+        if now > since:
+            told += f"; offsets {since} to {now - 1} were applied since, and may be of the new one"
+        if since > 0:
+            told += f"; of the new one offsets 0 to {since - 1} were not read"
+        return TopicRecreated(f"{error}. {told}")
 
     def _look_for_us(self, client: Consumer) -> None:
-        """Ask the group while we may be in it without partitions: not every protocol calls back for nothing."""
-        if self._group_asked is not None and self._group_asked.done():
-            asked, self._group_asked = self._group_asked, None
-            self.is_member |= self._cluster.leaves_idle(asked, client.memberid(), cooperative=False)
-        elif self._group_asked is None and not self.is_member and self._coordinator_answers(client):
-            self._group_asked = self._cluster.ask_group(self._ledger.group_id)
+        """Find out whether we are in the group without partitions: not every protocol calls back for nothing.
 
-    def _coordinator_answers(self, client: Consumer) -> bool:
-        """Try it on the consuming client: describing a group whose coordinator is lost aborts the process.
-
-        That is librdkafka's issue 4605; what is left is the moment between this answer and the question.
+        The group itself is never described: where its coordinator is lost that aborts the process (librdkafka's
+        issue 4605).
         """
-        if time.monotonic() < self._ask_from:
-            return False
-        try:
-            client.committed([TopicPartition(self._ledger.group_id, 0)], timeout=_ANSWER_SECONDS)
-        except KafkaException:
-            self._ask_from = time.monotonic() + _BUSY_SECONDS
-            return False
-        return True
+        if self._ownership.holdings:
+            return
+        before, self._generation = self._generation, generation(client)
+        self.is_member = self._generation > 0 and (self.is_member or not self._is_told_of_nothing)
+        if self._generation != before:
+            self._told_at = time.monotonic()  # the group has changed, and what is meant for whom
 
     def _look_at_rows(self) -> None:
-        """Notice a reset or a failover also where no message comes to tell of it."""
+        """Notice a reset or a failover also where no message comes to tell of it, without writing anything."""
         if time.monotonic() < self._next_rows:
             return
         self._next_rows = time.monotonic() + RECHECK_SECONDS
-        owned = self._ownership.owned()
-        if owned:
-            self._notice(owned, self._ledger.read(owned))
+        quiet_since = time.monotonic() - QUIET_SECONDS
+        self._move(a for a in self._ownership.at_end() if self._ended_at.get(a.partition, 0.0) <= quiet_since)
+        held = self._ownership.owned() + self._ownership.bad()
+        suspicious = self._ownership.suspicious(held, self._ledger.look(held)) if held else []
+        if suspicious:
+            rows, locked = self._unlocked(self._ledger.read, suspicious)
+            self._notice([p for p in suspicious if p not in locked], rows)
             self._delivery.discard()
+
+    def _move(self, ends: Iterable[Advance]) -> None:
+        """Move the ledger to ends of logs; whatever becomes of that, the next look at the rows tells."""
+        ends = list(ends)
+        if not ends:
+            return
+        # The epoch of the last message may be older than what follows it, and would pass for a log that was rewritten.
+        epochs = self._cluster.leader_epochs([a.partition for a in ends])
+        ends = [replace(a, leader_epoch=epochs.get(a.partition)) for a in ends]
+        try:
+            self._ledger.move_to_ends(ends, lock_seconds=_FREE_SECONDS)
+        except psycopg.Error as error:
+            extra = self._about("end_not_stored", several=ends)
+            logger.info("the ledger was not moved to the ends of its logs: %s", error, extra=extra)
+            return
+        self._ownership.moved_to_end(ends)
+        for end in ends:
+            self._mirror.applied(end.partition, end.next_offset, end.leader_epoch)
+            extra = self._about("moved_to_end", several=[end])
+            logger.info("%s is applied to the end of its log, offset %s", end.partition, end.next_offset, extra=extra)
 
     def _notice(self, partitions: list[Partition], rows: list[Row]) -> None:
         """Act on rows that are not as they were left, and tell of them."""
         expected = {p: self._ownership.holdings[p].expected for p in partitions}
-        for partition, verdict in self._ownership.seen(partitions, rows).items():
+        mended = set(self._ownership.bad()).intersection(partitions)
+        verdicts = self._ownership.seen(partitions, rows)
+        for partition in mended.difference(self._ownership.bad()):
+            self._bad.pop(partition, None)
+            extra = self._about("partition_changed", partition=partition)
+            logger.warning("the row of %s was changed: trying to read it again", partition, extra=extra)
+        for partition, verdict in verdicts.items():
             counters = self._settlement.counters
             counters.fenced += verdict is Verdict.FENCED
             counters.rewound += verdict is Verdict.REWOUND
@@ -336,19 +538,32 @@ class Upkeep:
             self._compare(topic, self._cluster.ask([topic])[topic])
         for partition, reason in list(self._suspects.items()):
             holding = self._ownership.deliverable(partition)
-            if holding is None:
-                continue
-            rows = self._ledger.read([partition])
-            self._notice([partition], rows)
-            log = self._cluster.ranges([partition])[partition]
-            if self._ownership.deliverable(partition) is holding:
-                (row,) = rows
-                row = self._starter.in_range(row, log, truncated="truncat" in reason.lower())
-                extra = self._about("repositioned", partition=partition, offset=row.next_offset)
-                logger.warning("%s: reading on at offset %s after: %s", partition, row.next_offset, reason, extra=extra)
-                self._ownership.started(partition, row)
-            del self._suspects[partition]
+            if holding is not None and holding.unreadable is None:
+                rows, locked = self._unlocked(self._ledger.read, [partition])
+                if locked:
+                    self._next_look = time.monotonic() + _BUSY_SECONDS
+                    continue
+                self._notice([partition], rows)
+                log = self._cluster.ranges([partition])[partition]
+                if self._ownership.deliverable(partition) is holding:
+                    self._reposition(rows[0], log, reason)
+            # Of one that is placed anew there comes another error if need be.
+            self._suspects.pop(partition, None)
         self._delivery.discard()
+
+    def _reposition(self, row: Row, log: tuple[int, int], reason: str) -> None:
+        """Read on where the ledger stands, or say why that cannot be."""
+        try:
+            moved = self._starter.in_range(row, log, truncated="truncat" in reason.lower())
+        except OffsetOutOfRange as error:
+            self._reject({row.partition: error})
+            return
+        if moved is None:
+            self._next_rows = 0.0
+            return
+        extra = self._about("repositioned", partition=row.partition, offset=moved.next_offset)
+        logger.warning("%s: reading on at offset %s after: %s", row.partition, moved.next_offset, reason, extra=extra)
+        self._ownership.started(row.partition, moved)
 
     def _tell(self) -> None:
         """Call the user's rebalance callbacks, outside of librdkafka's."""

@@ -113,8 +113,7 @@ class Owners:
             if batch_id > 0 and given.start is not None:
                 raise _unknown(self._ledger.group_id, given, batch_id)
         if self._starter is not None:
-            self._starter.describe(topics)
-            self._starter.enrol(partitions)
+            self._starter.require(partitions)
         elif missing := [p for p in partitions if p not in have]:
             self._ledger.enrol(dict.fromkeys(missing), cluster_id=None, topic_ids={})
 

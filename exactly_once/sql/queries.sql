@@ -15,10 +15,15 @@ SELECT pg_current_xact_id()::text, pg_backend_pid(),
 
 -- name: begin_ledger
 -- Open a short transaction that only touches the ledger; the server ends it where its process froze inside.
+-- Its own bounds hold: a time-out of the role would end a wait for a lock before the one that is understood.
+-- transaction_timeout came with Postgres 17.
 BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL application_name = {marker};
 SET LOCAL lock_timeout = {lock_timeout};
+SET LOCAL statement_timeout = 0;
 SET LOCAL idle_in_transaction_session_timeout = '10s';
+SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
+            THEN set_config('transaction_timeout', '0', true) END;
 SELECT pg_backend_pid()
 
 -- name: begin_not_durable
@@ -26,8 +31,11 @@ SELECT pg_backend_pid()
 BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL application_name = {marker};
 SET LOCAL lock_timeout = {lock_timeout};
+SET LOCAL statement_timeout = 0;
 SET LOCAL idle_in_transaction_session_timeout = '10s';
 SET LOCAL synchronous_commit = off;
+SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
+            THEN set_config('transaction_timeout', '0', true) END;
 SELECT pg_backend_pid()
 
 -- name: xact_status
@@ -37,6 +45,25 @@ SELECT pg_xact_status(%(xid)s::xid8)
 -- name: server
 -- Tell one life of the server from the next: transaction ids of a crashed life may be given out again.
 SELECT pg_postmaster_start_time()::text || ' ' || coalesce(stats_reset::text, '') FROM pg_stat_bgwriter
+
+-- name: current_xid
+-- Learn the id of a transaction that is going to write.
+SELECT pg_current_xact_id()::text
+
+-- name: existing
+-- Which of these partitions have rows.
+SELECT l.topic, l.partition
+FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
+JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+
+-- name: topic_ids
+-- Under which ids topics have rows. Two for one topic say that it was made again.
+SELECT DISTINCT topic, topic_id FROM {schema}.ledger
+WHERE group_id = %(group_id)s AND topic = ANY(%(topics)s::text[]) AND topic_id IS NOT NULL
+
+-- name: has_rows
+-- Whether the group was ever started.
+SELECT EXISTS (SELECT FROM {schema}.ledger WHERE group_id = %(group_id)s)
 
 -- name: known
 -- Which partitions have rows, and which had one once. Never used to learn an offset.
@@ -78,6 +105,13 @@ WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.
 RETURNING l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
           l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted,
           held.previous_instance
+
+-- name: look
+-- Read rows as the last transactions have left them. It only raises a suspicion; offsets are learnt under lock.
+SELECT l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
+       l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted
+FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
+JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
 
 -- name: read_locked
 -- Read rows as they are after every transaction that still may change them.
@@ -319,6 +353,12 @@ SELECT 'adopt', %(reason)s, before.group_id, topic, partition, before.next_offse
 FROM before JOIN after USING (topic, partition)
 ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
+
+-- name: no_timeouts
+-- Keep time-outs of the role away from a transaction that may have to wait for another one.
+SELECT set_config('statement_timeout', '0', true),
+       CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
+            THEN set_config('transaction_timeout', '0', true) END
 
 -- name: migration_lock
 -- Let one process migrate at a time; the lock ends with its transaction.

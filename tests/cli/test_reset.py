@@ -217,8 +217,8 @@ def test_a_halted_partition_goes_on_after_the_command_that_the_error_names(
         shown = operate(*mend)
         assert shown.code == 0
         assert "no longer halted: the handler committed" in shown.out
-    expected = [(p, o) for p in range(2) for o in range(5 if p in halted else 0, 10)]
-    assert read_to_end(make_consumer, topic) == expected
+    # The other partition, if it was not in that unit, was read by the consumer that named this one.
+    assert read_to_end(make_consumer, topic) == [(p, o) for p in sorted(halted) for o in range(5, 10)]
 
 
 def test_a_deleted_row_is_made_again_by_the_command_that_the_error_names(

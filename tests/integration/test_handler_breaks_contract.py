@@ -134,7 +134,8 @@ def test_a_transaction_that_the_handler_prepared_is_not_redelivered_after_a_rest
             with pytest.raises(OutcomeLost), unit:
                 record(unit, "test", counts=False)
                 unit.execute("PREPARE TRANSACTION 'later'")
-        with scene.consumer(conninfo=server.conninfo) as another, pytest.raises(PartitionHalted):
+        another = scene.consumer(conninfo=server.conninfo, stop_on_bad_partition=True)
+        with another, pytest.raises(PartitionHalted):
             next(iter(another))
 
 

@@ -86,7 +86,8 @@ def test_topic_recreated_while_consuming_stops_the_iteration_for_good(
     *, messages: int, policy: str, make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, name: str, db: Db
 ) -> None:
     """Shorter or longer than the old one, and whatever the policy for offsets out of range: it is another topic."""
-    with make_consumer({"topic.metadata.refresh.interval.ms": 500}, on_out_of_range=policy) as consumer:
+    settings = {"topic.metadata.refresh.interval.ms": 500}
+    with make_consumer(settings, on_out_of_range=policy, stop_on_bad_partition=True) as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 10
         before = stored(db, name)
@@ -152,6 +153,28 @@ def test_unknown_topic_id_is_stored_as_null_said_once_and_filled_in_later(
     assert db.execute(audit, (name,)).fetchall() == [(None, topic_id)]
     verdict = journal.check(conninfo, bootstrap_servers, topic)
     assert verdict.exact, verdict
+
+
+def test_what_was_read_of_the_new_topic_is_told(
+    make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer log is read where the old one stood. The id is changed in the answer, at the right moment."""
+    described = Cluster.described
+    with make_consumer(max_messages=4, stop_on_bad_partition=True) as consumer:
+        consumer.subscribe([topic])
+        assert drain(consumer) == 10
+        consumer._upkeep._next_recheck.clear()
+        consumer._keep_up()
+        until(lambda: all(f.done() for f in consumer._upkeep._asked.values()), 10, "the answer")
+        consumer._keep_up()  # the id was right at offset 10
+        produce(bootstrap_servers, topic, 4, 1)
+        with next(iter(consumer)) as unit:
+            unit.execute("SELECT 1")
+        monkeypatch.setattr(Cluster, "described", lambda *args: described(*args)._replace(topic_id="another"))
+        consumer._upkeep._next_recheck.clear()
+        told = r"the old one at offset 10 still; offsets 10 to 13 were applied since.*offsets 0 to 9 were not read"
+        with pytest.raises(TopicRecreated, match=told):
+            _consume_for_ever(consumer)
 
 
 def test_topic_id_that_becomes_known_while_consuming_changes_nothing(

@@ -10,6 +10,7 @@ from confluent_kafka.admin import AdminClient
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic
 from tests.support.waiting import until
+from tests.support.worker import turn
 
 
 def members(bootstrap_servers: str, group: str) -> int:
@@ -30,7 +31,7 @@ def test_a_member_that_closes_is_no_member_any_more(
 
     def settled() -> bool:
         for consumer in (first, second):
-            assert not list(consumer.units(idle_seconds=0.1))
+            turn(consumer)
         owned = sorted(len(consumer.health().owned) for consumer in (first, second))
         return owned == [partitions - 1, 1] and all(consumer.health().is_ready for consumer in (first, second))
 

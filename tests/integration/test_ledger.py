@@ -14,10 +14,12 @@ import psycopg
 import pytest
 
 from exactly_once import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
+from exactly_once.cluster import Cluster
 from exactly_once.ledger import Ledger
 from exactly_once.model import Advance, OwnerKind, Partition, Row
 from exactly_once.session import Session, connector
 from exactly_once.sql import query
+from exactly_once.start import Starter
 from tests.support.seeds import first_seed
 from tests.support.waiting import until
 
@@ -421,3 +423,47 @@ def test_any_name_of_a_group_reaches_its_own_row(conninfo: str, name: str, encod
         assert [row.next_offset for row in owner.read(partitions)] == [10, 10]
     finally:
         session.close()
+
+
+@pytest.mark.parametrize("stale", ["token", "offset"])
+def test_an_offset_out_of_range_is_corrected_only_by_its_owner_and_from_where_it_stands(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any], stale: str
+) -> None:
+    """A fenced member with a policy must not move the offset of the living owner: what lies between would be lost."""
+    owner = make_owner()
+    partitions = rows_of(owner, name, offset=7)
+    (row,) = owner.acquire(partitions)
+    if stale == "token":
+        make_owner().acquire(partitions)
+    else:
+        advance(owner, [to(row, 9)])
+    before = db.execute("SELECT * FROM exactly_once.ledger WHERE group_id = %s", (name,)).fetchall()
+    assert owner.correct(row, 100, reason="a test") is False
+    assert db.execute("SELECT * FROM exactly_once.ledger WHERE group_id = %s", (name,)).fetchall() == before
+    audit = "SELECT FROM exactly_once.audit WHERE group_id = %s AND action = 'out of range'"
+    assert db.execute(audit, (name,)).rowcount == 0
+    (now,) = owner.acquire(partitions)
+    assert owner.correct(now, 100, reason="a test") is True
+    assert db.execute(audit, (name,)).rowcount == 1
+
+
+def test_a_row_that_was_taken_while_it_was_corrected_is_not_read_from(make_owner: MakeOwner, name: str) -> None:
+    """The correction would else be believed, and messages fetched from an offset that the ledger does not have."""
+    owner = make_owner()
+    partitions = rows_of(owner, name, offset=7)
+    (row,) = owner.acquire(partitions)
+    make_owner().acquire(partitions)
+    starter = Starter(owner, Cluster({"bootstrap.servers": "127.0.0.1:1"}), start=None, on_out_of_range="latest")
+    assert starter.in_range(row, (20, 30)) is None
+
+
+def test_moves_to_the_end_of_a_log_are_guarded_like_a_unit(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner()
+    partitions = rows_of(owner, name, 2, offset=7)
+    rows = owner.acquire(partitions)
+    make_owner().acquire([partitions[1]])
+    with pytest.raises(psycopg.Error) as raised:
+        owner.move_to_ends([to(row, 9) for row in rows], lock_seconds=1)
+    assert raised.value.sqlstate == "EO001"
+    owner.move_to_ends([to(rows[0], 9)], lock_seconds=1)
+    assert [row.next_offset for row in owner.read(partitions)] == [9, 7]

@@ -84,16 +84,22 @@ def test_a_row_behind_the_unit_is_gone_back_to(scene: Scene) -> None:
 
 
 def test_a_row_that_was_deleted_under_a_unit_is_told_and_stores_nothing(scene: Scene) -> None:
-    with pytest.raises(LedgerRowMissing), next(iter(scene.consumer())) as unit:
+    consumer = scene.consumer()
+    with pytest.raises(Redelivered, match="somebody deleted it"), next(iter(consumer)) as unit:
         record(unit, "test")
         scene.query("DELETE FROM exactly_once.ledger WHERE group_id = %s RETURNING 1")
+    with pytest.raises(LedgerRowMissing):
+        scene.drain(consumer)
     assert scene.applied() == []
 
 
 def test_a_topic_id_that_was_changed_under_a_unit_is_told_and_stores_nothing(scene: Scene) -> None:
-    with pytest.raises(TopicRecreated), next(iter(scene.consumer())) as unit:
+    consumer = scene.consumer()
+    with pytest.raises(Redelivered, match="the ledger has another"), next(iter(consumer)) as unit:
         record(unit, "test")
         _interfere(scene, "topic_id = 'another'")
+    with pytest.raises(TopicRecreated):
+        scene.drain(consumer)
     assert scene.applied() == []
 
 

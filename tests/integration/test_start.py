@@ -17,13 +17,16 @@ from exactly_once import (
     LedgerRowMissing,
     NoCommittedOffset,
     StartRefused,
+    Units,
+    UnknownTopic,
 )
+from exactly_once.cluster import Cluster, Topic
 from exactly_once.ledger import Ledger
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
-from tests.support.worker import Crew, drain, ensure_journal
+from tests.support.worker import Crew, drain, ensure_journal, record
 
 PARTITIONS = 3
 
@@ -339,3 +342,77 @@ def test_offsets_that_we_mirrored_ourselves_are_no_place_to_start_from(
         db.execute(f"DELETE FROM exactly_once.{table} WHERE group_id = %s", (name,))
     with pytest.raises(StartRefused, match="mirrored"):
         consume(start=start)
+
+
+def test_a_topic_that_others_do_not_know_yet_is_waited_for(
+    make_consumer: MakeConsumer, bootstrap_servers: str, name: str
+) -> None:
+    """A broker that lags behind says for a moment that there is no such topic; here there is none for a moment."""
+    timer = threading.Timer(0.7, lambda: create_topic(bootstrap_servers, 1, name=name))
+    timer.start()
+    with make_consumer() as consumer:
+        consumer.subscribe([name])
+        timer.join()
+        produce(bootstrap_servers, name, 3, 1)
+        assert drain(consumer) == 3
+
+
+def test_a_partition_whose_topic_is_unknown_for_a_moment_waits_and_the_others_do_not(
+    make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Brokers that lag cannot be had on demand, so the answer is changed."""
+    create_topic(bootstrap_servers, 1, name=name)
+    produce(bootstrap_servers, name, 5, 1)
+    described = Cluster.described
+    known = threading.Event()
+
+    def lagging(self: Cluster, asked: str, future: Any) -> Topic:
+        if asked == name and not known.is_set():
+            raise UnknownTopic(f"there is no topic {name!r}")
+        return described(self, asked, future)
+
+    with make_consumer() as consumer:
+        consumer.subscribe([topic, name])
+        monkeypatch.setattr(Cluster, "described", lagging)
+        applied: list[str | None] = []
+        for unit in consumer.units(until_end=True):
+            with unit:
+                record(unit, "test")
+            applied += [m.topic() for m in unit.messages]
+            if len(applied) == 30:
+                assert name not in applied
+                known.set()
+        assert applied[30:] == [name] * 5
+
+
+@pytest.mark.parametrize("start", ["latest", "committed"])
+def test_a_topic_that_a_pattern_finds_later_is_read_from_its_start(
+    start: str, make_consumer: MakeConsumer, bootstrap_servers: str, name: str
+) -> None:
+    """What arrived before it was found would else be skipped; also what arrived while the group was away."""
+    first, later, last = (f"{name}-{number}" for number in range(3))
+    create_topic(bootstrap_servers, 2, name=first)
+    produce(bootstrap_servers, first, 10, 2)
+    commit_to_kafka(bootstrap_servers, name, first, {0: 5, 1: 5})
+    settings = {"topic.metadata.refresh.interval.ms": 300}
+    with make_consumer(settings, start=start) as consumer:
+        consumer.subscribe([f"^{name}-.*"])
+        assert drain(consumer) == 0, "what was there when the group began is left to start="
+        create_topic(bootstrap_servers, 2, name=later)
+        produce(bootstrap_servers, later, 8, 2)
+        units = consumer.units(idle_seconds=3)
+        assert _apply(units) == 8
+    create_topic(bootstrap_servers, 1, name=last)
+    produce(bootstrap_servers, last, 3, 1)
+    with make_consumer(settings, start=start) as consumer:
+        consumer.subscribe([f"^{name}-.*"])
+        assert drain(consumer) == 3
+
+
+def _apply(units: Units) -> int:
+    done = 0
+    for unit in units:
+        with unit:
+            record(unit, "test")
+        done += len(unit.messages)
+    return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -41,6 +42,7 @@ class Log:
             self.offsets.append(self.end)
             self.messages.append(message)
             self.end += 1
+        self.end += rng.choice((0, 0, 1, 2))  # a commit marker, an aborted tail
 
     def between(self, start: int, end: int) -> list[int]:
         return self.offsets[bisect_left(self.offsets, start) : bisect_left(self.offsets, end)]
@@ -129,6 +131,7 @@ class Client:
         self.positions: dict[Partition, int] = {}
         self.stalled: set[Partition] = set()
         self.paused: set[Partition] = set()
+        self.ends: dict[Partition, int] = {}
 
     def subscribe(self, topics: list[str], **callbacks: Callback) -> None:
         self._callbacks = {
@@ -181,9 +184,17 @@ class Client:
             if run:
                 self.positions[partition] = run[-1].offset() + 1
                 messages += run
+            elif self._world.logs[partition].end != self.ends.get(partition):
+                # All there is was fetched before: the client says so once, and goes on behind the holes at the end.
+                self.positions[partition] = self.ends[partition] = self._world.logs[partition].end
+                messages.append(_error(partition, KafkaError._PARTITION_EOF, self.positions[partition]))
         if messages and self._world.fault("an error event", 0.02):
             messages.insert(0, _error(Partition("t", 0), KafkaError._TRANSPORT))
         return messages
+
+    def consumer_group_metadata(self) -> bytes:
+        generation = 1 if self in self._world.group.members else -1
+        return b"CGMDv2:" + generation.to_bytes(4, sys.byteorder, signed=True)
 
     def commit(self, *, offsets: list[TopicPartition], asynchronous: bool) -> None:
         refused = not self._world.group.is_member(self)
@@ -201,6 +212,7 @@ class Client:
     def assign(self, positions: list[TopicPartition]) -> None:
         self.positions = {Partition(tp.topic, tp.partition): tp.offset for tp in positions}
         self.stalled.clear()
+        self.ends.clear()
 
     def unassign(self) -> None:
         self.assign([])
@@ -211,6 +223,7 @@ class Client:
             self._insist(partition not in self.positions and partition in self.held)
             self.positions[partition] = tp.offset
             self.stalled.discard(partition)
+            self.ends.pop(partition, None)
 
     def incremental_unassign(self, partitions: list[TopicPartition]) -> None:
         for tp in partitions:
@@ -220,6 +233,7 @@ class Client:
     def seek(self, position: TopicPartition) -> None:
         self._insist(Partition(position.topic, position.partition) in self.positions)
         self.positions[Partition(position.topic, position.partition)] = position.offset
+        self.ends.pop(Partition(position.topic, position.partition), None)
 
     def pause(self, partitions: list[TopicPartition]) -> None:
         self.paused.update(Partition(tp.topic, tp.partition) for tp in partitions)
@@ -238,5 +252,5 @@ class Client:
             raise KafkaException(KafkaError(KafkaError._STATE))
 
 
-def _error(partition: Partition, code: int) -> Message:
-    return Message(topic=partition.topic, partition=partition.number, offset=0, error=KafkaError(code))
+def _error(partition: Partition, code: int, offset: int = 0) -> Message:
+    return Message(topic=partition.topic, partition=partition.number, offset=offset, error=KafkaError(code))

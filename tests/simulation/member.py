@@ -284,7 +284,16 @@ class Ledger:
             raise psycopg.OperationalError("the rows were lost in a failover")
         return rows
 
-    def read(self, partitions: Sequence[Partition]) -> list[Row]:
+    def topic_ids(self, topics: Iterable[str]) -> dict[str, set[str]]:
+        return {topic: {"id"} for topic in topics}
+
+    def existing(self, partitions: Sequence[Partition]) -> set[Partition]:
+        return {row.partition for row in self.look(partitions)}
+
+    def look(self, partitions: Sequence[Partition]) -> list[Row]:
+        return self._change("look", [], lambda _: self._found(partitions))
+
+    def read(self, partitions: Sequence[Partition], *, lock_seconds: float = 4.0) -> list[Row]:
         return self._change("read", partitions, lambda _: self._found(partitions))
 
     def start(self, rows: Iterable[Row]) -> set[Partition]:
@@ -345,6 +354,17 @@ class Ledger:
         self._member.step("waits for COMMIT")
         self._part(connection, "waiting for COMMIT")
         self._commit(connection)
+
+    def move_to_ends(self, advances: Sequence[Advance], *, lock_seconds: float) -> None:
+        """Advance without effects: what is between the offsets must be nothing but holes."""
+        for a in advances:
+            if found := self._member.world.logs[a.partition].between(a.expected, a.next_offset):
+                raise Violation(f"{self._member.name} would skip {a.partition}@{found}")
+        self._change(
+            "move to ends",
+            [a.partition for a in advances],
+            lambda transaction: self._database.advance(transaction, advances),
+        )
 
     def _may_release(self, partition: Partition, token: UUID) -> bool:
         row = self._database.rows.get(partition)
@@ -426,11 +446,11 @@ class Cluster:
     def described(self, name: str, future: Future[Topic]) -> Topic:
         return future.result()
 
-    def ask_group(self, group_id: str) -> Future[Any]:
-        return Future()  # health is not looked at
-
     def describe(self, topics: Iterable[str]) -> dict[str, Topic]:
         return {name: future.result() for name, future in self.ask(topics).items()}
+
+    def leader_epochs(self, partitions: list[Partition]) -> dict[Partition, int]:
+        return dict.fromkeys(partitions, 1)
 
     def ranges(self, partitions: Iterable[Partition]) -> dict[Partition, tuple[int, int]]:
         return {p: (0, self._world.logs[p].end) for p in partitions}

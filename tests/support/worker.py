@@ -63,6 +63,12 @@ def drain(consumer: ExactlyOnceConsumer, worker: str = "test", *, counts: bool =
             continue
 
 
+def turn(consumer: ExactlyOnceConsumer, seconds: float = 0.1) -> None:
+    """Have a consumer do what is due and poll once, as its iteration does while no message comes."""
+    consumer._keep_up()
+    consumer._fetch(seconds, 1)
+
+
 def ensure_journal(conninfo: str) -> None:
     """Create the journal if it is not there; tests tell their entries apart by their topics."""
     with psycopg.connect(conninfo) as connection:

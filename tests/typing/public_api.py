@@ -101,6 +101,7 @@ def options() -> None:
         max_unit_seconds=2.5,
         startup_seconds=10,
         wait_for_topics=True,
+        stop_on_bad_partition=True,
         take_over=True,
         schema="ledgers",
         migrate=True,

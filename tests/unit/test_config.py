@@ -27,6 +27,7 @@ REST: dict[str, Any] = {
     "max_messages": 500,
     "max_bytes": 1024,
     "startup_seconds": 1.0,
+    "stop_on_bad_partition": False,
     "take_over": False,
     "wait_for_topics": False,
     "schema": "exactly_once",

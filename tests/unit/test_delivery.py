@@ -73,6 +73,21 @@ def test_error_events_go_to_on_error_and_are_never_delivered() -> None:
     assert delivery.dropped == 0
 
 
+def test_nothing_is_taken_behind_what_cannot_be_read_and_everything_before_it() -> None:
+    """librdkafka means to go on behind a batch whose checksum is wrong; the offset would move past it."""
+    ownership = Ownership()
+    own(ownership, A0)
+    own(ownership, A1)
+    delivery = Delivery(ownership, on_error=lambda _: ownership.unreadable(A0, "damaged"))
+    damaged = error(KafkaError._BAD_MSG)
+    delivery.accept([message(A0, 0), message(A0, 1), damaged, message(A0, 4), message(A1, 0)])
+    delivery.accept([message(A0, 5), message(A1, 1)])
+    batch, ends = delivery.take(MANY, MANY)
+    assert at(batch) == [("a", 0, 0), ("a", 0, 1), ("a", 1, 0), ("a", 1, 1)]
+    assert ends[A0][0] == 2
+    assert ownership.holdings[A0].fetched == 2
+
+
 @pytest.mark.parametrize(("offsets", "gaps"), [([0, 1, 2], 0), ([0, 2, 3], 1), ([5, 6, 9], 2), ([0, 3, 4, 9], 2)])
 def test_a_gap_of_the_log_is_counted_and_passed(offsets: list[int], gaps: int) -> None:
     delivery = delivering(A0)

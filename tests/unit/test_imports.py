@@ -116,3 +116,10 @@ def test_importing_the_library_imports_its_three_dependencies_only() -> None:
         "tenacity",
     }
     assert not [name for name in imported if name.startswith(("exactly_once.cli", "exactly_once.embedded"))]
+
+
+def test_only_commands_describe_groups() -> None:
+    """Where the coordinator is lost, librdkafka aborts the process that asks (its issue 4605): no worker may."""
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "spark_sink").rglob("*.py")]
+    asking = {path for path in sources if "describe_consumer_groups" in path.read_text("utf-8")}
+    assert not [path for path in asking if "cli" not in path.relative_to(PACKAGE.parent).parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from uuid import UUID, uuid4
 
@@ -246,6 +247,94 @@ def test_an_offset_that_moved_is_followed_between_units() -> None:
     ownership, rows = owning(P, Q, offset=7)
     ownership.seen([P, Q], [replace(rows[P], next_offset=4), rows[Q]])
     assert {p: h.expected for p, h in ownership.to_place().items()} == {P: 4}
+
+
+def test_the_end_of_a_log_counts_only_behind_everything_that_was_fetched() -> None:
+    ownership, _ = owning(P)
+    holding = ownership.holdings[P]
+    ownership.reached_end(P, 12)
+    assert [(a.expected, a.next_offset, a.leader_epoch) for a in ownership.at_end()] == [(0, 12, None)]
+    holding.fetched = 10
+    assert ownership.at_end() == [], "messages were fetched that no unit was given"
+    advances = ownership.hand_out({P: (10, 3)})
+    assert ownership.at_end() == []
+    ownership.committed(advances)
+    assert [(a.expected, a.next_offset) for a in ownership.at_end()] == [(10, 12)]
+    ownership.moved_to_end(ownership.at_end())
+    assert (holding.expected, holding.handed_out, holding.fetched) == (12, 12, 12)
+    assert ownership.at_end() == []
+
+
+def _place_again(ownership: Ownership) -> None:
+    ownership.misplaced()
+    ownership.placed([P])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Ownership.misplaced,
+        _place_again,
+        lambda ownership: ownership.unreadable(P, "damaged"),
+        lambda ownership: ownership.rejected(P, ValueError()),
+        lambda ownership: ownership.seen([P], []),
+    ],
+)
+def test_the_end_of_a_log_is_forgotten_with_the_position_it_was_met_at(change: Callable[[Ownership], object]) -> None:
+    ownership, _ = owning(P)
+    ownership.reached_end(P, 12)
+    change(ownership)
+    assert ownership.at_end() == []
+    ownership.revoked([P])
+    assert ownership.last_ends == []
+
+
+def test_a_partition_that_is_given_back_at_its_end_leaves_the_move_to_be_made() -> None:
+    ownership, rows = owning(P)
+    ownership.reached_end(P, 12)
+    ownership.revoked([P])
+    assert [(a.token, a.expected, a.next_offset) for a in ownership.last_ends] == [(rows[P].owner_token, 0, 12)]
+
+
+def test_a_bad_partition_is_released_and_waits_for_its_row_to_change() -> None:
+    ownership, rows = owning(P, Q)
+    ownership.rejected(P, ValueError("bad"))
+    assert (ownership.bad(), ownership.to_acquire(), ownership.owned()) == ([P], [], [Q])
+    assert ownership.releases == [(P, rows[P].owner_token)]
+    assert not ownership.to_place()
+    released = replace(rows[P], owner_token=None)
+    assert ownership.suspicious([P, Q], [released, rows[Q]]) == []
+    for changed in ({"owner_epoch": 2}, {"next_offset": 7}, {"halted": "why"}, {"topic_id": "other"}):
+        assert ownership.suspicious([P, Q], [replace(released, **changed), rows[Q]]) == [P]
+    assert ownership.suspicious([P, Q], [rows[Q]]) == [P], "the row was deleted"
+    assert ownership.seen([P, Q], [replace(released, next_offset=7), rows[Q]]) == {}
+    assert ownership.to_prove() == [P], "somebody else may own it by now"
+
+
+def test_a_bad_partition_without_a_row_waits_for_one() -> None:
+    ownership = Ownership()
+    ownership.assigned([P])
+    ownership.rejected(P, ValueError("there is no row"))
+    assert ownership.suspicious([P], []) == []
+    assert ownership.suspicious([P], [row(P)]) == [P]
+
+
+def test_a_row_that_was_taken_while_it_was_checked_needs_a_proof() -> None:
+    ownership = Ownership()
+    ownership.assigned([P])
+    ownership.acquired([row(P)])
+    ownership.taken([P])
+    assert (ownership.to_prove(), ownership.to_acquire()) == ([P], [])
+
+
+def test_a_move_to_the_end_that_got_no_answer_is_no_surprise() -> None:
+    ownership, rows = owning(P)
+    ownership.reached_end(P, 12)
+    moved = replace(rows[P], next_offset=12, leader_epoch=4)
+    assert ownership.suspicious([P], [moved]) == [P]
+    assert ownership.seen([P], [moved]) == {}
+    assert (ownership.holdings[P].expected, ownership.holdings[P].leader_epoch) == (12, 4)
+    assert ownership.deliverable(P) is not None, "nothing is fetched again"
 
 
 class AnyOrder(RuleBasedStateMachine):

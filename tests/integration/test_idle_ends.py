@@ -1,0 +1,82 @@
+"""When an iteration is over: a member that has not been given its partitions yet has read nothing to the end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import psycopg
+import pytest
+
+from exactly_once import ExactlyOnceConsumer, Unit, upkeep
+from exactly_once.embedded import Kafka
+from tests.conftest import MakeConsumer
+from tests.integration.conftest import MakeScene
+from tests.integration.scene import apply
+from tests.support.topics import create_topic, produce
+from tests.support.worker import ensure_journal, record
+
+
+def handler(unit: Unit) -> None:
+    record(unit, "test")
+
+
+def test_idle_time_begins_when_kafka_has_given_partitions(
+    make_consumer: MakeConsumer, conninfo: str, name: str
+) -> None:
+    """With Kafka's own delay of the first rebalance, which the embedded broker leaves out unless told."""
+    ensure_journal(conninfo)
+    with Kafka(properties={"group.initial.rebalance.delay.ms": "3000"}) as kafka:
+        create_topic(kafka.bootstrap_servers, 1, name=name)
+        produce(kafka.bootstrap_servers, name, 10, 1)
+        with make_consumer({"bootstrap.servers": kafka.bootstrap_servers}) as consumer:
+            consumer.subscribe([name])
+            consumer.run(handler, idle_seconds=0.3)
+            assert consumer.counters.messages == 10
+
+
+def test_idle_time_begins_when_every_partition_is_read(make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "LOCK_SECONDS", 0.3)
+    scene = make_scene(20, partitions=2)
+    with scene.consumer() as first:
+        apply(next(iter(first)))
+    with psycopg.connect(scene.conninfo) as blocker:
+        blocker.execute(
+            "SELECT FROM exactly_once.ledger WHERE group_id = %s AND partition = 0 FOR UPDATE", (scene.topic,)
+        )
+        threading.Timer(4, blocker.rollback).start()
+        consumer = scene.consumer()
+        consumer.run(handler, idle_seconds=0.3)
+    scene.assert_exact()
+
+
+@pytest.mark.parametrize("end", [{"until_end": True}, {"idle_seconds": 0.3}])
+def test_a_member_that_is_left_without_partitions_ends(
+    protocol: dict[str, Any], end: dict[str, Any], make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "SETTLE_SECONDS", 2.0)
+    scene = make_scene(20)
+    busy = scene.consumer(protocol)
+    apply(next(iter(busy)))
+    idle = scene.consumer(protocol)
+    failures: list[BaseException] = []
+    # Both take part in the rebalance; which of them is left without is Kafka's choice.
+    thread = threading.Thread(target=_serve, args=(idle, end, failures))
+    thread.start()
+    while thread.is_alive():
+        for unit in busy.units(idle_seconds=0.2):
+            apply(unit)
+    assert not failures
+    assert idle.counters.messages + busy.counters.messages <= 20
+    scene.drain(busy)
+    scene.assert_exact()
+
+
+def _serve(consumer: ExactlyOnceConsumer, end: dict[str, Any], failures: list[BaseException]) -> None:
+    try:
+        consumer._thread = None  # it was subscribed by the thread of the test
+        with consumer:
+            for unit in consumer.units(**end):
+                apply(unit)
+    except BaseException as error:  # noqa: BLE001
+        failures.append(error)

@@ -1,0 +1,145 @@
+"""What an idle member costs: looks that write nothing, acquisitions that read no more than they need."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import psycopg
+import pytest
+
+from exactly_once import BrokerUnreachable, upkeep
+from exactly_once.cluster import Cluster
+from tests.conftest import MakeConsumer
+from tests.integration.conftest import MakeScene
+from tests.integration.scene import Scene
+
+Db = psycopg.Connection[Any]
+
+
+def idle(consumer: Any, seconds: float) -> None:
+    for _ in consumer.units(idle_seconds=seconds):
+        raise AssertionError("nothing was to come")
+
+
+def count(scene: Scene, *words: str) -> int:
+    return sum(any(word in statement for word in words) for statement in scene.proxy.statements)
+
+
+def written(db: Db) -> tuple[int, int]:
+    """The next transaction id, and how many bytes of WAL there were ever."""
+    found = db.execute(
+        "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint, pg_current_wal_insert_lsn() - '0/0'::pg_lsn"
+    ).fetchone()
+    assert found is not None
+    return int(found[0]), int(found[1])
+
+
+def test_a_look_at_rows_writes_nothing_and_waits_for_nobody(
+    make_scene: MakeScene, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.1)
+    scene = make_scene(20, partitions=2)
+    consumer = scene.consumer()
+    scene.drain(consumer)
+    idle(consumer, 0.5)
+    with psycopg.connect(scene.conninfo) as blocker:
+        blocker.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE", (scene.topic,))
+        scene.proxy.statements.clear()
+        xid, wal = written(db)
+        idle(consumer, 3.0)
+        looks, (xid_after, wal_after) = count(scene, ".ledger l"), written(db)
+    assert looks >= 3
+    assert not count(scene, "FOR UPDATE", "UPDATE ")
+    # Postgres itself writes a little from time to time: a checkpoint, or what running transactions there are.
+    assert xid_after - xid < looks
+    assert (wal_after - wal) / looks < 500
+
+
+def test_a_reset_is_noticed_by_the_look(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.1)
+    consumer = scene.consumer()
+    scene.drain(consumer)
+    scene.query(
+        "UPDATE exactly_once.ledger SET next_offset = 15, owner_epoch = owner_epoch + 1, owner_token = NULL "
+        "WHERE group_id = %s RETURNING 1"
+    )
+    unit = next(iter(consumer))
+    assert unit.messages[0].offset() == 15
+
+
+def test_one_locked_row_does_not_keep_the_look_from_the_others(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.1)
+    monkeypatch.setattr(upkeep, "LOCK_SECONDS", 0.5)
+    scene = make_scene(40, partitions=2)
+    consumer = scene.consumer()
+    scene.drain(consumer)
+    scene.query(
+        "UPDATE exactly_once.ledger SET next_offset = 15, owner_epoch = owner_epoch + 1, owner_token = NULL "
+        "WHERE group_id = %s RETURNING 1"
+    )
+    with psycopg.connect(scene.conninfo) as blocker:
+        blocker.execute(
+            "SELECT FROM exactly_once.ledger WHERE group_id = %s AND partition = 0 FOR UPDATE", (scene.topic,)
+        )
+        unit = next(iter(consumer))
+    assert (unit.messages[0].partition(), unit.messages[0].offset()) == (1, 15)
+
+
+def test_an_acquisition_reads_its_own_rows_and_not_those_of_the_topic(make_scene: MakeScene, db: Db) -> None:
+    scene = make_scene(20, partitions=2)
+    with scene.consumer() as first:
+        scene.drain(first)
+        assert count(scene, "AS has_row") >= 1, "a new topic is looked at as a whole"
+    scene.proxy.statements.clear()
+    with scene.consumer() as second:
+        scene.drain(second)
+    assert not count(scene, "has_row", ".audit")
+
+
+def test_a_large_topic_is_described_less_often(
+    make_consumer: MakeConsumer, make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.05)
+    scene = make_scene(4, partitions=4)
+    asked: list[str] = []
+    ask = Cluster.ask
+
+    def note(self: Cluster, topics: Any) -> dict[str, Future[Any]]:
+        asked.extend(topics := list(topics))
+        return ask(self, topics)
+
+    consumer = scene.consumer()
+    scene.drain(consumer)
+    monkeypatch.setattr(Cluster, "ask", note)
+    idle(consumer, 2.5)
+    assert len(asked) >= 3
+    monkeypatch.setattr(upkeep, "PARTITIONS_PER_SECOND", 0.1)
+    idle(consumer, 0.5)  # what was due before
+    asked.clear()
+    idle(consumer, 2.5)
+    assert len(asked) <= 1, "four partitions at a tenth of one a second: every 40 seconds"
+
+
+def test_trouble_with_brokers_costs_no_description_of_the_whole_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
+    monkeypatch.setattr("exactly_once.cluster.REQUEST_SECONDS", 0.3)
+    asked: list[object] = []
+    admin = cluster._admin
+
+    class Noting:
+        """The client itself cannot be patched; what was asked of it shows on no wire, as nobody answers."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(admin, name)
+
+        def list_topics(self, topic: str | None = None, timeout: float = -1) -> Any:
+            asked.append(topic)
+            return admin.list_topics(topic=topic, timeout=timeout)
+
+    cluster._admin = Noting()  # type: ignore[assignment]
+    with pytest.raises(BrokerUnreachable):
+        cluster.describe(["ours"])
+    assert asked == ["ours"]

@@ -1,0 +1,89 @@
+"""Time-outs that a DBA sets for the role bound what handlers execute, and nothing of what the library does itself."""
+
+from __future__ import annotations
+
+import threading
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from exactly_once import Unit, UnitTooSlow, upkeep
+from exactly_once.session import Session, connector
+from tests.integration.conftest import MakeScene
+from tests.integration.scene import Scene, apply
+from tests.support.waiting import until
+from tests.support.worker import record
+
+
+def limited(scene: Scene) -> str:
+    """The connection string of a role with time-outs."""
+    (version,) = scene.query("SHOW server_version_num")[0]
+    options = "-c statement_timeout=400ms"
+    if int(version) >= 170000:
+        options += " -c transaction_timeout=3s"
+    return make_conninfo(scene.proxy.conninfo, options=options)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_one_locked_row_keeps_nobody_from_the_others(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch, *, is_cancelled: bool
+) -> None:
+    """Whether the wait for the lock ends by itself, or an operator cancels it."""
+    scene = make_scene(20, partitions=2)
+    with scene.consumer() as first:
+        apply(next(iter(first)))
+    before = len(scene.applied())
+    monkeypatch.setattr(upkeep, "LOCK_SECONDS", 60.0 if is_cancelled else 1.0)
+    with psycopg.connect(scene.conninfo) as blocker:
+        blocker.execute(
+            "SELECT FROM exactly_once.ledger WHERE group_id = %s AND partition = 0 FOR UPDATE", (scene.topic,)
+        )
+        consumer = scene.consumer(conninfo=limited(scene))
+        if is_cancelled:
+            threading.Thread(target=_cancel_waiting, args=(scene,), daemon=True).start()
+        unit = next(iter(consumer))
+        assert {m.partition() for m in unit.messages} == {1}
+        apply(unit)
+        assert len(scene.applied()) > before
+    scene.drain(consumer)
+    scene.assert_exact()
+
+
+def _cancel_waiting(scene: Scene) -> None:
+    """Cancel the first statement that waits for a lock."""
+    waiting = (
+        "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%held%'"
+    )
+    until(lambda: scene.query(waiting), 30, "a statement that waits")
+
+
+def test_a_wait_for_our_own_row_is_not_the_handlers_fault(scene: Scene) -> None:
+    """Somebody looks at the row with a lock while a unit of one message commits: it waits, however long that is."""
+    consumer = scene.consumer(conninfo=limited(scene), max_messages=1)
+    unit = next(iter(consumer))
+    with psycopg.connect(scene.conninfo) as blocker, unit:
+        record(unit, "test")
+        blocker.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE", (scene.topic,))
+        threading.Timer(1.2, blocker.rollback).start()
+    assert scene.applied() == [0]
+    assert consumer.counters.redelivered == 0
+
+
+def test_the_handlers_statements_keep_the_limit(scene: Scene) -> None:
+    def slow(unit: Unit) -> None:
+        unit.execute("SELECT pg_sleep(5)")
+
+    unit = next(iter(scene.consumer(conninfo=limited(scene), max_messages=1)))
+    with pytest.raises(UnitTooSlow, match="statement timeout"), unit:
+        slow(unit)
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_no_transaction_of_the_library_is_bound_by_the_role(scene: Scene, *, is_durable: bool) -> None:
+    """Else one that waits for a frozen owner would be over before that is looked for."""
+    session = Session(connector(limited(scene)), schema="exactly_once")
+    with session.ledger_transaction(lock_timeout_seconds=4, is_durable=is_durable) as (connection, _):
+        query = "SELECT name, setting FROM pg_settings WHERE name IN ('statement_timeout', 'transaction_timeout')"
+        assert {setting for _, setting in connection.execute(query)} == {"0"}
+    session.close()
