@@ -88,7 +88,7 @@ def open_database(settings: Settings, *, check: bool = True) -> Iterator[Session
         connect = connector(settings.required("conninfo"))
     except ConfigurationError as error:
         raise UsageError(str(error)) from None
-    session = Session(connect, schema=settings.schema)
+    session = Session(connect, schema=settings.schema, owns_rows=False)
     try:
         try:
             connection = session.connection
