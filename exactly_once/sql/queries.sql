@@ -208,13 +208,16 @@ WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.
 -- End the backends of frozen owners that a transaction of ours waits for. Only backends that carry the
 -- marker of our schema and run under our role, and of those:
 -- our own lost ones; those of instances that own no row any more, which are fenced, as is a Spark run whose group we take;
--- and of those that show no sign of life: the owners of the rows that we are acquiring, what an earlier owner of a row of
+-- of those that show no sign of life: the owners of the rows that we are acquiring, what an earlier owner of a row of
 -- ours began before we took it from him, and whoever stands still beyond the time that his own unit may take (where all
--- wait for a frozen one, nobody polls, so Kafka cannot take its partitions away).
+-- wait for a frozen one, nobody polls, so Kafka cannot take its partitions away);
+-- and alive or not, the owners of rows that we are acquiring, beyond that time: Kafka has given them up, too.
 SELECT b.pid, b.application_name, pg_terminate_backend(b.pid)
 FROM (SELECT a.*,
              substr(a.application_name, 14, 36) AS instance,
              substr(a.application_name, 60) AS may_take,
+             CASE WHEN substr(a.application_name, 60) ~ '^[0-9]+$' THEN substr(a.application_name, 60)::int
+                  WHEN a.application_name !~ ':.*:.*:' THEN 0 END AS bound,
              extract(epoch FROM clock_timestamp() - a.xact_start) AS age,
              EXISTS (
                  SELECT FROM pg_stat_activity s
@@ -236,7 +239,7 @@ WHERE b.instance = %(instance)s
    OR %(acquires)s AND EXISTS (
           SELECT FROM {schema}.spark_batch s
           WHERE s.group_id = %(group_id)s AND s.owner_instance::text = b.instance)
-   OR NOT b.lives AND b.age > %(young)s AND EXISTS (
+   OR (NOT b.lives OR b.age > b.bound) AND b.age > %(young)s AND EXISTS (
           SELECT FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
           JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
           WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = b.instance)
@@ -247,7 +250,7 @@ WHERE b.instance = %(instance)s
           WHERE w.instance = b.instance AND l.owner_instance::text = %(instance)s AND b.xact_start < l.acquired_at)
    OR NOT b.lives AND b.wait_event = 'ClientRead'
       AND b.state_change < clock_timestamp() - %(still)s * interval '1 second'
-      AND b.age > CASE WHEN b.may_take ~ '^[0-9]+$' THEN b.may_take::int WHEN b.may_take = '' THEN 0 ELSE %(unbounded)s END
+      AND b.age > coalesce(b.bound, %(unbounded)s)
 
 -- name: look_anew
 -- Forget what pg_stat_activity has shown in this transaction, which keeps its first sight of it to the end.

@@ -20,6 +20,7 @@ from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, watcher
 from exactly_once.dead_letters import find
 from exactly_once.replay import Replay
 from exactly_once.session import connector, marker_of
+from exactly_once.sql import grants
 from exactly_once.watcher import Watcher
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
@@ -141,10 +142,13 @@ def _lives(scene: Scene, holder: psycopg.Connection[Any]) -> bool:
 
 
 def _run_into(
-    scene: Scene, contested: str, holder: psycopg.Connection[Any] | Callable[[], psycopg.Connection[Any]]
+    scene: Scene,
+    contested: str,
+    holder: psycopg.Connection[Any] | Callable[[], psycopg.Connection[Any]],
+    **options: Any,
 ) -> bool:
     """Have a unit wait for the row until it was looked at for long, or the holder ended; return whether it lives."""
-    consumer = scene.consumer()
+    consumer = scene.consumer(**options)
     unit = next(iter(consumer))
     if callable(holder):
         holder = holder()
@@ -236,6 +240,23 @@ def test_a_sign_of_life_is_respected_however_long_it_takes(
     shower.close()
 
 
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_the_documented_rights_are_enough_to_end_and_to_be_spared(
+    scene: Scene, contested: str, db: psycopg.Connection[Any], *, is_alive: bool
+) -> None:
+    role, peer = f"{scene.topic}_role", uuid4()
+    db.execute(f"CREATE ROLE {role} LOGIN; GRANT ALL ON {contested} TO {role}".encode())
+    db.execute(grants(SCHEMA, role))
+    _own(db, scene, peer, "other")
+    conninfo = scene.conninfo.replace("postgres@", f"{role}@")
+    holder = _hold(conninfo, contested, marker_of(peer, SCHEMA, 1))
+    shower = Watcher(connector(conninfo), schema=SCHEMA, group_id="other", instance=peer)
+    if is_alive:
+        shower.watch(holder.info.backend_pid)
+    assert _run_into(scene, contested, holder, conninfo=conninfo) is is_alive
+    shower.close()
+
+
 def test_what_owns_no_rows_by_nature_is_not_fenced(
     scene: Scene, contested: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +291,36 @@ def test_what_a_previous_owner_began_before_is_left_alone_if_it_had_released_the
     _own(db, scene, peer, "other", scene.topic)
     db.execute("UPDATE exactly_once.ledger SET owner_token = NULL WHERE topic = %s", (scene.topic,))
     assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, 60)))
+
+
+@pytest.mark.parametrize(("may_take", "lives"), [(1, False), (60, True)])
+def test_an_owner_that_lives_but_is_beyond_its_time_does_not_keep_its_row_from_the_next(
+    scene: Scene, contested: str, db: psycopg.Connection[Any], may_take: float, *, lives: bool
+) -> None:
+    """As one that hangs between the block of join and its own COMMIT: it has advanced, so nobody can acquire."""
+    peer = uuid4()
+    _own(db, scene, peer, scene.topic)
+    shower = Watcher(connector(scene.conninfo), schema=SCHEMA, group_id=scene.topic, instance=peer)
+    with ThreadPoolExecutor(1) as pool:
+        holder = _hold(scene.conninfo, "exactly_once.ledger", marker_of(peer, SCHEMA, may_take))
+        shower.watch(holder.info.backend_pid)
+        consumer = scene.consumer()
+        looked: list[object] = []
+        look = consumer._watcher._end_blockers
+        consumer._watcher._end_blockers = lambda watched: looked.append(look(watched))  # type: ignore[method-assign]
+
+        def let_go() -> bool:
+            until(lambda: not _lives(scene, holder) or len(looked) > 20, 30, "the watcher to look")
+            is_alive = _lives(scene, holder)
+            if is_alive:
+                holder.rollback()
+            return is_alive
+
+        letting_go = pool.submit(let_go)
+        next(iter(consumer))
+        assert letting_go.result(30) is lives
+    shower.close()
+    holder.close()
 
 
 # Real workers.
