@@ -123,8 +123,14 @@ class Session:
         if self.lost:
             self.discard()
             connection = self.connect()
-            if connection.info.transaction_status is TransactionStatus.IDLE:
-                connection.autocommit = True
+            try:
+                if connection.info.transaction_status is TransactionStatus.IDLE:
+                    connection.autocommit = True
+                # A pooler accepts clients whose server is away; only an answer tells.
+                connection.execute(query("answer", self.schema), prepare=False)
+            except BaseException:
+                dispose(connection)
+                raise
             self._connection = connection
         assert self._connection is not None
         if self._connection.info.transaction_status is TransactionStatus.IDLE and not self._connection.autocommit:

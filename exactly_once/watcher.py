@@ -35,8 +35,8 @@ STILL_SECONDS = 10.0
 """How long a process may show no sign of life before it passes for stopped."""
 UNBOUNDED_SECONDS = 60.0
 """How long a unit without a bound is left alone that shows no sign of life: its server may be full."""
-_YOUNG_SECONDS = 2 * FROZEN_AFTER_SECONDS
-"""How long a transaction is too young for a sign of life to be missed."""
+_YOUNG_SECONDS = 3 * FROZEN_AFTER_SECONDS
+"""How long a transaction is too young for a sign of life to be missed: the first needs a connection."""
 _TURN_SECONDS = 1.0
 _LIFE_SECONDS = 2.0
 """How often life is shown: a few times within :data:`STILL_SECONDS`."""

@@ -50,6 +50,10 @@ SELECT CASE
                  WHERE p.transaction::text = ((%(xid)s::text)::numeric %% 4294967296)::text) THEN 'prepared'
     ELSE pg_xact_status((%(xid)s::text)::xid8) END
 
+-- name: answer
+-- See that a server is behind a new connection.
+SELECT
+
 -- name: known
 -- Which partitions have rows, and which had one once. Never used to learn an offset.
 SELECT topic, partition, true AS has_row FROM {schema}.ledger

@@ -21,6 +21,7 @@ from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, offsets
 from tests.support import journal
 from tests.support.pgbouncer import PgBouncer, pgbouncer_missing
+from tests.support.pool import Pool
 from tests.support.proxy import PostgresProxy
 from tests.support.require import skip_unless
 from tests.support.waiting import until
@@ -228,3 +229,23 @@ def test_the_schema_is_made_through_the_pooler(pooler: PgBouncer, name: str) -> 
         migrate(connection, name)
         check(connection, name)
         connection.execute(f"DROP SCHEMA {name} CASCADE".encode())
+
+
+def test_a_server_that_is_away_behind_the_pooler_is_waited_for_at_the_start(make_scene: MakeScene) -> None:
+    """The pooler lets clients in all the same, so a connection alone says nothing; it does not leak either."""
+    skip_unless("pgbouncer", pgbouncer_missing())
+    with Postgres() as server, PgBouncer(server.conninfo, server_login_retry=1) as pooler:
+        with psycopg.connect(server.conninfo, autocommit=True) as connection:
+            migrate(connection)
+        journal.create(server.conninfo)
+        scene = make_scene(5)
+        pool = Pool(pooler.conninfo, size=2)
+        server.stop()
+        starting = threading.Timer(1, server.start)
+        starting.start()
+        consumer = scene.consumer(connect=pool.getconn)
+        starting.join()
+        scene.drain(consumer)
+        consumer.close()
+        assert pool.out == set()
+        assert len(journal.entries(server.conninfo, scene.topic)) == 5
