@@ -185,7 +185,7 @@ class Settlement:
         except psycopg.Error as trouble:
             if not isinstance(error, Exception):
                 return
-            raise OutcomePending(_told(unit, f"what became of it is not known yet: {trouble}")) from error
+            raise OutcomePending(_told(unit, f"what became of it is not known yet: {str(trouble).strip()}")) from error
         except OutcomeLost as unclear:
             self._halt(unit, unclear, reason=str(unclear))
         if fate == "committed":

@@ -41,6 +41,8 @@ _TURN_SECONDS = 1.0
 _LIFE_SECONDS = 2.0
 """How often life is shown: a few times within :data:`STILL_SECONDS`."""
 _LONGEST_PAUSE_SECONDS = 4.0
+_CLOSE_SECONDS = 2.0
+"""How long a look that is under way is waited for; it is a daemon's, and closes its connection by itself."""
 _KEPT_SECONDS = 30.0
 """How long the connection is kept after the last use, so that one slow unit after the other opens one."""
 
@@ -64,6 +66,12 @@ class _Watched:
     def may_wait(self) -> bool:
         """Whether a statement is under way; without one nothing waits for a lock."""
         return self.connection is None or self.connection.info.transaction_status is TransactionStatus.ACTIVE
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the transaction has ended: a joined one is watched until the next iteration."""
+        over = (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
+        return self.connection is not None and self.connection.info.transaction_status in over
 
     def must_show_life(self, now: float) -> bool:
         """Tell whether peers may begin to doubt: they let a unit alone for the time that it may take."""
@@ -127,7 +135,7 @@ class Watcher:
         """End the thread."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(timeout=FROZEN_AFTER_SECONDS)
+            self._thread.join(timeout=_CLOSE_SECONDS)
 
     def _watch(self, watched: _Watched) -> None:
         self._watched = watched
@@ -156,6 +164,8 @@ class Watcher:
         self._discard()
 
     def _turn(self, watched: _Watched | None, now: float) -> None:
+        if watched is not None and watched.is_over:
+            watched = None
         if self._shown is not None and self._shown is not watched:
             self._shown = None
             if self._connection is not None and not is_lost(self._connection):

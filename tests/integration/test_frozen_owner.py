@@ -323,6 +323,23 @@ def test_an_owner_that_lives_but_is_beyond_its_time_does_not_keep_its_row_from_t
     holder.close()
 
 
+def test_a_joined_transaction_shows_life_from_the_block_to_its_commit_and_no_longer(
+    scene: Scene, hasty: None, db: psycopg.Connection[Any]
+) -> None:
+    signs = "SELECT 1 FROM pg_stat_activity WHERE application_name = %s"
+    consumer = scene.consumer(max_unit_seconds=0.1)
+    units = iter(consumer)
+    with psycopg.connect(scene.conninfo) as own:
+        sign = (f"exactly_once_alive:{own.info.backend_pid}",)
+        with next(units).join(own):
+            pass
+        until(lambda: db.execute(signs, sign).fetchall(), 20, "a sign of life")
+        own.commit()
+        until(lambda: not db.execute(signs, sign).fetchall(), 20, "the end of it")
+    next(units)
+    assert consumer.counters.committed == 1
+
+
 # Real workers.
 
 
