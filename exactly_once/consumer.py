@@ -118,7 +118,8 @@ class ExactlyOnceConsumer:
     """Read Kafka topics so that each message takes effect in Postgres once.
 
     ``kafka`` is the configuration that confluent-kafka's ``Consumer`` takes. Give ``conninfo``, or
-    ``connect``, a callable that returns a psycopg connection. All checks of options happen here and
+    ``connect``, a callable that returns a psycopg connection; ``getconn`` of a pool of psycopg_pool is one, and gets
+    every connection back, closed. All checks of options happen here and
     raise :class:`ConfigurationError`; servers are first contacted by :meth:`subscribe`.
 
     A partition that cannot be read, because it is halted or its offset is not in the log, say, is left out until its
@@ -208,7 +209,6 @@ class ExactlyOnceConsumer:
             mirror=self._mirror,
             watcher=self._watcher,
             max_messages=options.max_messages,
-            max_unit_seconds=options.max_unit_seconds,
         )
         self._cluster = Cluster(admin_settings(self._kafka))
         starter = self._starter = Starter(
@@ -312,6 +312,11 @@ class ExactlyOnceConsumer:
 
         :raises StartError: at such an end, when a partition could not be read: what it has was not applied.
         """
+        return self._units(
+            until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=self._options.max_unit_seconds
+        )
+
+    def _units(self, *, until_end: bool, idle_seconds: float | None, max_unit_seconds: float) -> Units:
         if not self._topics:
             raise ConfigurationError("subscribe() first: there is nothing to iterate over")
         return Units(
@@ -321,6 +326,7 @@ class ExactlyOnceConsumer:
             self._upkeep,
             until_end=until_end,
             idle_seconds=idle_seconds,
+            max_unit_seconds=max_unit_seconds,
         )
 
     def run(
@@ -357,11 +363,12 @@ class ExactlyOnceConsumer:
         :raises TooManyDeadLetters: beyond ``dead_letter_limit``.
         """
         check_run(on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
+        max_unit_seconds = self._options.max_unit_seconds
         if in_thread:
-            self._settlement.max_unit_seconds = math.inf  # Kafka does not wait for this handler
+            max_unit_seconds = math.inf  # Kafka does not wait for this handler
             handler = HandlerThread(handler, self._poll_aside, self._session.end, revoke_seconds=revoke_seconds)
         service = Service(
-            self.units(until_end=until_end, idle_seconds=idle_seconds),
+            self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds),
             handler,
             retrying=patiently(sleep=self._idle, stop=self._stopping, group_id=self._options.group_id, wait=wait),
             stopping=self._stopping,
@@ -448,14 +455,16 @@ class ExactlyOnceConsumer:
             messages, ends = self._delivery.take(limit, self._options.max_bytes)
             if messages:
                 units.came()
-                return self._hand_out(messages, ends)
+                return self._hand_out(messages, ends, units.max_unit_seconds)
             if units.is_left_without():
                 return None
         return None
 
-    def _hand_out(self, messages: list[Message], ends: Mapping[Partition, tuple[int, int | None]]) -> Unit:
+    def _hand_out(
+        self, messages: list[Message], ends: Mapping[Partition, tuple[int, int | None]], max_unit_seconds: float
+    ) -> Unit:
         advances = self._ownership.hand_out(ends)
-        work = UnitOfWork(self._ledger, isolation=self._options.isolation)
+        work = UnitOfWork(self._ledger, isolation=self._options.isolation, max_unit_seconds=max_unit_seconds)
         failpoint("polled")
         return Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)
 
@@ -628,7 +637,7 @@ class ExactlyOnceConsumer:
     def _end_unit(self) -> None:
         if self._unit is not None and self._unit.stage is Stage.OPEN:
             self._session.roll_back()
-        elif self._unit is not None and self._unit.stage is Stage.JOINED:
+        elif self._settlement.awaits_joined:  # also after stop(), when the iteration has no unit any more
             self._settlement.settle()  # if its transaction is over; else it is left to whoever comes next
 
     def _say_goodbye(self) -> None:

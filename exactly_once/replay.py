@@ -15,6 +15,7 @@ from .model import Advance, Partition
 from .session import Connection, Session
 from .unit import Unit, apply
 from .unit_of_work import UnitOfWork
+from .watcher import Watcher
 
 _NOBODY = UUID(int=0)
 
@@ -27,7 +28,7 @@ class Replay:
     """Replays dead letters one by one on a connection of its own."""
 
     def __init__(self, connect: Callable[[], Connection], *, schema: str, isolation: str = "READ COMMITTED") -> None:
-        self._session = Session(connect, schema=schema)
+        self._session = Session(connect, schema=schema, owns_rows=False)
         self._isolation = isolation
 
     def close(self) -> None:
@@ -45,26 +46,37 @@ class Replay:
         ledger = Ledger(self._session, group_id=letter.group_id, owner_kind="consumer")
         work = UnitOfWork(ledger, isolation=self._isolation)
         advance = _place(letter)
-        unit = Unit(
-            [letter.message()], [advance], attempt=letter.attempts + 1, work=work, settle=_Settlement(letter, work)
+        # Workers may wait for a row of the handler's, and must not take a slow one for a frozen process.
+        watcher = Watcher(
+            self._session.connect,
+            schema=self._session.schema,
+            group_id=letter.group_id,
+            instance=self._session.instance,
         )
+        settlement = _Settlement(letter, work, watcher)
+        unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, settle=settlement)
         try:
             apply(handler, unit)
         except AlreadySettled:
             return False
+        finally:
+            watcher.close()
         return True
 
 
 class _Settlement:
     """Begins, commits and undoes the unit of one dead letter."""
 
-    def __init__(self, letter: DeadLetter, work: UnitOfWork) -> None:
+    def __init__(self, letter: DeadLetter, work: UnitOfWork, watcher: Watcher) -> None:
         self._letter = letter
         self._work = work
+        self._watcher = watcher
 
     def begin(self, unit: Unit) -> None:
         try:
             self._work.begin()
+            assert self._work.begun is not None
+            self._watcher.watch(self._work.begun.pid, connection=self._work.connection)
             found = settle(self._work.connection, self._letter.id, "replayed", schema=self._work.schema)
         except BaseException:
             self._work.roll_back()

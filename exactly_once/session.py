@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -39,15 +40,22 @@ _DEFAULTS = {
     # In an SQL_ASCII database psycopg would else give bytes for text.
     "client_encoding": "UTF8",
 }
-_END_WAIT_SECONDS = 10.0
+_END_WAIT_SECONDS = 2.0
+"""How long a backend may take to end before the caller goes on polling Kafka meanwhile; usually it is milliseconds."""
+_LONGEST_SECONDS = 9999
+"""What four digits can say; whatever may take longer is said to be unbounded."""
 
 
 class Begun(NamedTuple):
-    """A transaction of ours: its id, the backend that runs it, the life of the server it began in."""
+    """A transaction of ours: its id, the backend that runs it, the life of the server in which both are true."""
 
     xid: str
     pid: int
-    server: str
+    incarnation: str
+
+
+class StillRunning(psycopg.OperationalError):
+    """A transaction that nobody will end by COMMIT any more, and whose backend is not gone yet: ask again later."""
 
 
 def connector(conninfo: str) -> Callable[[], Connection]:
@@ -84,19 +92,25 @@ def address(connection: Connection) -> str:
 class Session:
     """Owns the connection; begins, and finds out what became of, transactions on it."""
 
-    def __init__(self, connect: Callable[[], Connection], *, schema: str, instance: UUID | None = None) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        *,
+        schema: str,
+        instance: UUID | None = None,
+        owns_rows: bool = True,
+    ) -> None:
+        """``owns_rows`` is False for sessions that own no rows by nature: peers must not take that for a fence."""
         self.schema = schema
         self.instance = instance or uuid4()
-        self.marker = marker_of(self.instance, schema)
         self.connect = connect
+        self._owns_rows = owns_rows
+        # Of short changes of the ledger, which the server itself ends if their process freezes.
+        self._marker = sql.Literal(marker_of(self.instance, schema, None))
         self._connection: Connection | None = None
-        self._server = ""
         self._closed = False
-        marker = sql.Literal(self.marker)
-        self._begin = {
-            level: query("begin", schema, marker=marker, isolation=sql.SQL(level)).as_bytes(None)
-            for level in ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
-        }
+        self._refused: set[str] = set()
+        self._begin: dict[tuple[str, float], bytes] = {}
 
     @property
     def connection(self) -> Connection:
@@ -109,9 +123,14 @@ class Session:
         if self.lost:
             self.discard()
             connection = self.connect()
-            if connection.info.transaction_status is TransactionStatus.IDLE:
-                connection.autocommit = True
-            self._server = self._ask_server(connection)
+            try:
+                if connection.info.transaction_status is TransactionStatus.IDLE:
+                    connection.autocommit = True
+                # A pooler accepts clients whose server is away; only an answer tells.
+                connection.execute(query("answer", self.schema), prepare=False)
+            except BaseException:
+                dispose(connection)
+                raise
             self._connection = connection
         assert self._connection is not None
         if self._connection.info.transaction_status is TransactionStatus.IDLE and not self._connection.autocommit:
@@ -127,25 +146,31 @@ class Session:
         """Close the connection; the next use opens another."""
         if self._connection is not None:
             with contextlib.suppress(psycopg.Error):
-                self._connection.close()
+                dispose(self._connection)
         self._connection = None
 
-    def begin(self, isolation: str) -> Begun:
-        """Open a transaction in one round trip and learn its id."""
+    def begin(self, isolation: str, *, may_take: float = math.inf) -> Begun:
+        """Open a transaction in one round trip and learn its id; peers leave it alone for ``may_take`` seconds."""
         self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
         connection = self.connection
-        cursor = cursor_on(connection).execute(self._begin[isolation], prepare=False)
-        xid, pid = last_row(cursor)
+        cursor = cursor_on(connection).execute(self._beginning(isolation, may_take), prepare=False)
+        begun = Begun(*last_row(cursor))
         # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
         # way to say so inside a transaction.
         connection._autocommit = False  # noqa: SLF001
-        return Begun(xid, pid, self._server)
+        return begun
 
-    def join(self, connection: Connection) -> Begun:
+    def join(self, connection: Connection, *, may_take: float = math.inf) -> Begun:
         """Learn the transaction that is open on somebody else's connection, and leave our mark on it."""
-        marker = sql.Literal(self.marker)
-        cursor = cursor_on(connection).execute(query("join", self.schema, marker=marker), prepare=False)
-        return Begun(*last_row(cursor))
+        statement = query(
+            "join",
+            self.schema,
+            marker=sql.Literal(f"{marker_of(self.instance, self.schema)}:"),
+            owns_rows=sql.Literal(self._owns_rows),
+            may_take=sql.Literal(may_take),
+            incarnation=self._incarnation,
+        )
+        return Begun(*last_row(cursor_on(connection).execute(statement, prepare=False)))
 
     def owns(self, connection: Connection) -> bool:
         """Tell whether this is our own connection."""
@@ -164,7 +189,7 @@ class Session:
         opening = query(
             "begin_ledger" if is_durable else "begin_not_durable",
             self.schema,
-            marker=sql.Literal(self.marker),
+            marker=self._marker,
             lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),
         )
         try:
@@ -190,21 +215,27 @@ class Session:
         except psycopg.Error:
             self.discard()
 
-    def status(self, begun: Begun) -> str | None:
-        """Ask what became of a transaction: ``committed``, ``aborted``, ``in progress``, or None for nobody knows.
+    def status(self, begun: Begun, *, on: Connection | None = None) -> str | None:
+        """Ask what became of a transaction, or return None when the server no longer knows.
+
+        It is ``committed``, ``aborted``, ``in progress``, or ``prepared`` for a commit in two phases.
+        It may be asked ``on`` any connection to that server.
 
         :raises psycopg.Error: when the server cannot be asked now.
         """
-        connection = self.connection
-        if self._server != begun.server:
+        is_new = self.lost
+        try:
+            status = self._ask(begun, on or self.connection)
+        except psycopg.Error:
+            if on is not None or is_new or not self.lost:
+                raise
+            status = self._ask(begun, self.connection)  # it had been lost unnoticed: on another one
+        if status == "restarted":
             # After a crash or a failover the ids of transactions that left no trace are given out
             # again, so the answer could be about somebody else's. Without our COMMIT ours is gone.
             extra = about("server_restarted")
             logger.warning("the database server was restarted; transaction %s did not survive", begun.xid, extra=extra)
             return "aborted"
-        cursor = cursor_on(connection)
-        cursor.execute(query("xact_status", self.schema), {"xid": begun.xid}, prepare=False)
-        status: str | None = last_row(cursor)[0]
         return status
 
     def fate(self, begun: Begun) -> str:
@@ -213,33 +244,33 @@ class Session:
         Return ``committed`` or ``aborted``. One that still runs on a lost connection is ended first.
 
         :raises psycopg.OperationalError: when the server cannot be asked now.
-        :raises OutcomeLost: when the server does not know.
+        :raises StillRunning: which is one of those, when the transaction could not be ended yet.
+        :raises OutcomeLost: when the server does not know, or the handler has prepared it for a commit of its own.
         """
         deadline = time.monotonic() + _END_WAIT_SECONDS
-        is_new = self.lost
         while True:
-            try:
-                status = self.status(begun)
-            except psycopg.Error:
-                if is_new or not self.lost:
-                    raise
-                is_new = True  # the connection had been lost unnoticed: ask on another one
-                continue
+            status = self.status(begun)
             if status in ("committed", "aborted"):
                 return status
-            if status is None or time.monotonic() > deadline:
+            if status != "in progress":
                 raise OutcomeLost(
                     f"Postgres cannot say what became of transaction {begun.xid} (it answered {status!r}); "
                     "look whether its effects are there, then use exactly-once reset"
                 )
-            self._end(begun)
+            if not self._end(begun) or time.monotonic() > deadline:
+                raise StillRunning(
+                    f"transaction {begun.xid} still runs in backend {begun.pid} of {address(self.connection)}; "
+                    "its messages wait for its end"
+                )
 
     def end(self, begun: Begun) -> None:
         """End a transaction of ours from outside, while another thread uses the connection; best effort."""
         try:
-            with self.connect() as connection:
-                parameters = {"xid": begun.xid, "marker": self.marker}
-                cursor_on(connection).execute(query("end_transaction", self.schema), parameters, prepare=False)
+            connection = self.connect()
+            try:
+                self._end_on(connection, begun)
+            finally:
+                dispose(connection)
         except psycopg.Error as error:
             logger.warning(
                 "transaction %s could not be ended, so the fence must stop it: %s",
@@ -253,19 +284,81 @@ class Session:
         self._closed = True
         self.discard()
 
-    def _end(self, begun: Begun) -> None:
-        """End the backend that still runs the transaction, and wait until it is gone."""
-        parameters = {"xid": begun.xid, "marker": self.marker}
-        cursor_on(self.connection).execute(query("end_transaction", self.schema), parameters, prepare=False)
+    def _ask(self, begun: Begun, connection: Connection) -> str | None:
+        statement = query("xact_status", self.schema, incarnation=self._incarnation)
+        parameters = {"xid": begun.xid, "incarnation": begun.incarnation}
+        status: str | None = last_row(cursor_on(connection).execute(statement, parameters, prepare=False))[0]
+        return status
+
+    def _beginning(self, isolation: str, may_take: float) -> bytes:
+        """Compose the statement that begins a unit, once for each kind of unit."""
+        if (isolation, may_take) not in self._begin:
+            marker = marker_of(self.instance, self.schema, may_take if self._owns_rows else None)
+            self._begin[isolation, may_take] = query(
+                "begin",
+                self.schema,
+                marker=sql.Literal(marker),
+                isolation=sql.SQL(isolation),
+                incarnation=self._incarnation,
+            ).as_bytes(None)
+        return self._begin[isolation, may_take]
+
+    @property
+    def _incarnation(self) -> sql.Composed:
+        return query("incarnation", self.schema)
+
+    def _end(self, begun: Begun) -> bool:
+        """End the backend that still runs the transaction and give it a moment; return False if we may not."""
+        try:
+            self._end_on(self.connection, begun)
+        except psycopg.errors.InsufficientPrivilege as error:
+            if begun.xid not in self._refused:
+                self._refused.add(begun.xid)
+                logger.warning(
+                    "backend %s still runs transaction %s, and this role may not end it: %s; waiting until it ends by "
+                    "itself. GRANT pg_signal_backend, or the role of that backend, to the role of this connection",
+                    begun.pid,
+                    begun.xid,
+                    str(error).partition("\n")[0],
+                    extra=about("end_refused"),
+                )
+            return False
         self.connection.execute(query("give_time", self.schema), prepare=False)
+        return True
 
-    def _ask_server(self, connection: Connection) -> str:
-        return str(last_row(cursor_on(connection).execute(query("server", self.schema), prepare=False))[0])
+    def _end_on(self, connection: Connection, begun: Begun) -> None:
+        statement = query("end_transaction", self.schema, incarnation=self._incarnation)
+        cursor_on(connection).execute(statement, begun._asdict(), prepare=False)
 
 
-def marker_of(instance: UUID, schema: str) -> str:
-    """Name an instance to the server; the schema is told too, because rows of other schemas are not seen here."""
-    return f"exactly_once:{instance}:{crc32(schema.encode()):08x}"
+def dispose(connection: Connection) -> None:
+    """Close a connection; one that came out of a pool is given back closed, so that the pool makes another.
+
+    Closed, because nobody else is to meet what may be left on it, be it a transaction or a setting.
+    """
+    pool = getattr(connection, "_pool", None)  # psycopg_pool's, which is no dependency
+    if pool is not None:
+        connection._pool = None  # noqa: SLF001 - else close() may only give it back, as it is
+    try:
+        connection.close()
+    finally:
+        if pool is not None:
+            connection._pool = pool  # noqa: SLF001 - putconn() takes its own only
+            pool.putconn(connection)
+
+
+def marker_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:
+    """Name an instance to the server, as an application_name, which holds 63 bytes.
+
+    The schema is told too, because rows of other schemas are not seen here, and how many seconds the transaction may
+    take; None is for those of which it says nothing that their instance owns no rows.
+    """
+    marker = f"exactly_once:{instance}:{crc32(schema.encode()):08x}"
+    if may_take is None:
+        return f"{marker}:-"
+    if may_take > _LONGEST_SECONDS:
+        return f"{marker}:inf"
+    return f"{marker}:{math.ceil(may_take)}" if may_take else marker
 
 
 def is_lost(connection: Connection) -> bool:

@@ -72,7 +72,6 @@ class Settlement:
         mirror: Mirror,
         watcher: Watcher,
         max_messages: int,
-        max_unit_seconds: float,
     ) -> None:
         self._ledger = ledger
         self._about = partial(about, group=ledger.group_id)
@@ -81,8 +80,6 @@ class Settlement:
         self._mirror = mirror
         self._watcher = watcher
         self._max_messages = max_messages
-        self.max_unit_seconds = max_unit_seconds
-        """After a unit that took longer the next one is halved."""
         self._began_at = 0.0
         self._pending: tuple[Unit, bool] | None = None
         self._troubles = 0
@@ -95,6 +92,11 @@ class Settlement:
         self.committed_at: float | None = None
         """When that was, on the monotonic clock."""
         self.failed: ExactlyOnceError | None = None
+
+    @property
+    def awaits_joined(self) -> bool:
+        """Whether a unit waits for the end of somebody else's transaction."""
+        return self._pending is not None and self._pending[0].work.is_joined
 
     @property
     def is_pending(self) -> bool:
@@ -120,9 +122,13 @@ class Settlement:
     def _watch(self, unit: Unit) -> None:
         """Have whoever stands still in our way ended, while the unit is open."""
         assert unit.work.begun is not None
-        holdings = (self._ownership.holdings.get(a.partition) for a in unit.advances)
-        previous = [h.previous_instance for h in holdings if h is not None and h.previous_instance is not None]
-        self._watcher.watch(unit.work.begun.pid, previous=previous)
+        holdings = ((a.partition, self._ownership.holdings.get(a.partition)) for a in unit.advances)
+        self._watcher.watch(
+            unit.work.begun.pid,
+            connection=unit.work.connection,
+            may_take=unit.work.max_unit_seconds,
+            taken=[(p, h.previous_instance) for p, h in holdings if h is not None and h.previous_instance is not None],
+        )
 
     def join(self, unit: Unit, connection: Connection) -> None:
         """Have the unit take part in a transaction that somebody else will end; :meth:`settle` finds out how."""
@@ -137,7 +143,7 @@ class Settlement:
         self._watch(unit)
 
     def leave(self, unit: Unit) -> None:
-        """Move the offsets in the joined transaction.
+        """Move the offsets in the joined transaction, which is watched until it is settled.
 
         :raises Redelivered: when the rows are not ours any more; the caller's transaction is broken then.
         """
@@ -147,8 +153,6 @@ class Settlement:
             if error.sqlstate == SHORT_COUNT:
                 raise Redelivered(_told(unit, "another owner has taken the partitions")) from error
             raise
-        finally:
-            self._watcher.clear()
 
     def finish(self, unit: Unit) -> None:
         """Commit the unit; raise whatever became of it instead."""
@@ -177,10 +181,10 @@ class Settlement:
         unit.work.roll_back()
         try:
             fate = unit.work.fate()
-        except psycopg.Error:
+        except psycopg.Error as trouble:
             if not isinstance(error, Exception):
                 return
-            raise OutcomePending(_told(unit, "the database cannot be asked what became of it")) from error
+            raise OutcomePending(_told(unit, f"what became of it is not known yet: {str(trouble).strip()}")) from error
         except OutcomeLost as unclear:
             self._halt(unit, unclear, reason=str(unclear))
         if fate == "committed":
@@ -223,14 +227,18 @@ class Settlement:
         assert unit.work.begun is not None
         session = self._ledger.session
         try:
-            # A connection that is lost commits nothing any more: what it left open is ended.
-            status = session.fate(unit.work.begun) if unit.work.is_lost else session.status(unit.work.begun)
+            status = session.status(unit.work.begun)
+            if status is None or (status == "in progress" and unit.work.is_lost):
+                # A connection that is lost commits nothing any more: what it left open is ended.
+                status = session.fate(unit.work.begun)
         except OutcomeLost as unclear:
+            self._watcher.clear()
             self._halt(unit, unclear, reason=str(unclear))
-        if status == "in progress":
+        if status in ("in progress", "prepared"):
             raise UnitNotFinished(
                 f"the transaction that {unit!r} joined is still open: commit it or roll it back, then iterate on"
             )
+        self._watcher.clear()
         if status == "committed" and not (unit.work.is_advanced and self._has_advanced(unit)):
             self._handler_committed(unit, None)
         self._resolve(unit)
@@ -256,7 +264,7 @@ class Settlement:
         self._troubles = 0
         self.committed_at = time.monotonic()
         self.timing = self.committed_at - self._began_at, commit_seconds
-        late = self.timing[0] > self.max_unit_seconds
+        late = self.timing[0] > unit.work.max_unit_seconds
         self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
 
     def _give_back(self, unit: Unit) -> None:

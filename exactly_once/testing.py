@@ -24,7 +24,7 @@ from . import failpoints
 from .errors import HandlerCommitted
 from .ledger import Ledger
 from .model import Advance, Partition
-from .session import Connection, Session, cursor_on, is_lost, last_row
+from .session import Connection, Session, is_lost
 from .sql import query
 from .unit import Unit
 from .unit_of_work import UnitOfWork, transaction_ended
@@ -125,7 +125,7 @@ class _Trial:
     def __init__(self, connection: Connection, *, group_id: str, schema: str) -> None:
         self._connection = connection
         self._is_nested = False
-        session = Session(lambda: connection, schema=schema)
+        session = self._session = Session(lambda: connection, schema=schema, owns_rows=False)
         self.work = UnitOfWork(Ledger(session, group_id=group_id, owner_kind="consumer"))
 
     def begin(self, unit: Unit) -> None:
@@ -185,9 +185,7 @@ class _Trial:
         """Ask what became of the transaction; leaves no other one open."""
         assert self.work.begun is not None
         is_idle = self._connection.info.transaction_status is TransactionStatus.IDLE
-        cursor = cursor_on(self._connection)
-        cursor.execute(query("xact_status", self.work.schema), {"xid": self.work.begun.xid}, prepare=False)
-        status: str | None = last_row(cursor)[0]
+        status = self._session.status(self.work.begun, on=self._connection)
         if is_idle and not self._connection.autocommit:
             self._connection.execute("ROLLBACK", prepare=False)
         return status

@@ -5,6 +5,7 @@ It knows the database side only; what becomes of the messages is decided by :mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import psycopg
@@ -21,9 +22,13 @@ from .session import Begun, Connection, is_lost
 class UnitOfWork:
     """BEGIN, effects, guards, advance, COMMIT; all of it durable or nothing."""
 
-    def __init__(self, ledger: Ledger, *, isolation: str = "READ COMMITTED") -> None:
+    def __init__(
+        self, ledger: Ledger, *, isolation: str = "READ COMMITTED", max_unit_seconds: float = math.inf
+    ) -> None:
         self._ledger = ledger
         self._isolation = isolation
+        self.max_unit_seconds = max_unit_seconds
+        """How long the unit may take before the next one is halved, and before peers doubt that it is alive."""
         self._connection: Connection | None = None
         self.begun: Begun | None = None
         self.is_unknown = False
@@ -56,7 +61,7 @@ class UnitOfWork:
 
     def begin(self) -> None:
         """Open the transaction and learn its id, in one round trip."""
-        self.begun = self._ledger.session.begin(self._isolation)
+        self.begun = self._ledger.session.begin(self._isolation, may_take=self.max_unit_seconds)
         self._connection = self._ledger.session.connection
         failpoint("begun")
 
@@ -72,7 +77,7 @@ class UnitOfWork:
                 "join() was given a connection in autocommit mode without a transaction; open one around it"
             )
         self._connection, self.is_joined = connection, True
-        self.begun = self._ledger.session.join(connection)
+        self.begun = self._ledger.session.join(connection, may_take=self.max_unit_seconds)
         failpoint("begun")
 
     def advance(self, advances: Sequence[Advance]) -> None:

@@ -29,6 +29,7 @@ class Units:
         *,
         until_end: bool,
         idle_seconds: float | None,
+        max_unit_seconds: float,
     ) -> None:
         self._next_unit = next_unit
         self._cluster = cluster
@@ -40,6 +41,8 @@ class Units:
         self._busy_at = time.monotonic()
         self.max_messages: int | None = None
         """How many messages a unit may have at most, below what the consumer's options allow."""
+        self.max_unit_seconds = max_unit_seconds
+        """After a unit that took longer the next one is halved."""
 
     def __iter__(self) -> Units:
         return self

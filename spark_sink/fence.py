@@ -8,6 +8,7 @@ known and has lost that row was fenced, and never comes back, whatever it was do
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from uuid import UUID
@@ -44,9 +45,9 @@ class OneTransaction(Session):
         super().__init__(connector(options.conninfo), schema=options.schema, instance=origin.run_id)
         self._open: Connection | None = None
 
-    def begin(self, isolation: str) -> Begun:
+    def begin(self, isolation: str, *, may_take: float = math.inf) -> Begun:
         """Open a transaction for everything up to :meth:`close`."""
-        begun = super().begin(isolation)
+        begun = super().begin(isolation, may_take=may_take)
         self._open = self.connection
         return begun
 

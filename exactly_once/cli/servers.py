@@ -84,7 +84,7 @@ def open_database(settings: Settings, *, check: bool = True) -> Iterator[Session
 
     :raises DatabaseUnreachable: naming host and port, or the function that was to connect.
     """
-    session = Session(settings.opener(), schema=settings.schema)
+    session = Session(settings.opener(), schema=settings.schema, owns_rows=False)
     try:
         try:
             connection = session.connection

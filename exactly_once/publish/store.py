@@ -12,7 +12,7 @@ import psycopg
 from exactly_once import schema as schemas
 from exactly_once.config import check_schema_name
 from exactly_once.errors import ConfigurationError
-from exactly_once.session import Connection, connector, cursor_on, is_lost
+from exactly_once.session import Connection, connector, cursor_on, dispose, is_lost
 from exactly_once.sql import query
 
 from .errors import FilterUnavailable, ProducerFenced
@@ -104,7 +104,7 @@ class Store:
     def _discard(self) -> None:
         if self._connection is not None:
             with contextlib.suppress(psycopg.Error):
-                self._connection.close()
+                dispose(self._connection)
         self._connection = None
 
     @staticmethod

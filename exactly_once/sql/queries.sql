@@ -1,17 +1,28 @@
 -- Every statement of the library that is not DDL. A query starts with its name and its purpose.
 -- All that lock several rows take them in the order of (topic, partition).
 
+-- name: incarnation
+-- Tell one life of the server from the next, as an expression inside other statements. After a crash the ids of
+-- transactions that left no trace in the log are given out again, so what is known of an id is true within one life only.
+-- A life begins with the postmaster, and with each crash recovery under it: a backend that dies takes the others along,
+-- but not the postmaster. Where the last recovery ended is null after an orderly start, and grows with each crash. Both are
+-- numbers, so that no setting of a session, no role and no reset of statistics changes them.
+((extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint::text
+    || ' ' || coalesce(pg_last_wal_replay_lsn()::text, ''))
+
 -- name: begin
 -- Open a unit of work or a change of the ledger: who we are, and by what the server knows it.
 BEGIN ISOLATION LEVEL {isolation};
 SET LOCAL application_name = {marker};
-SELECT pg_current_xact_id()::text, pg_backend_pid()
+SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}
 
 -- name: join
--- Take a transaction that somebody else opened for a unit of work, and learn what BEGIN would have told.
-SET LOCAL application_name = {marker};
-SELECT pg_current_xact_id()::text, pg_backend_pid(),
-       pg_postmaster_start_time()::text || ' ' || coalesce(stats_reset::text, '') FROM pg_stat_bgwriter
+-- Take a transaction that somebody else opened for a unit of work, and learn what BEGIN would have told. What it took
+-- before is added to what the unit may take, because peers know only when the transaction began.
+SELECT set_config('application_name', {marker} || CASE WHEN {owns_rows} THEN coalesce(nullif(
+    least({may_take}::float8 + ceil(extract(epoch FROM clock_timestamp() - now())), 10000), 10000)::int::text,
+    'inf') ELSE '-' END, true);
+SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}
 
 -- name: begin_ledger
 -- Open a short transaction that only touches the ledger; the server ends it where its process froze inside.
@@ -39,12 +50,17 @@ SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
 SELECT pg_backend_pid()
 
 -- name: xact_status
--- What became of a transaction; null when the server no longer knows.
-SELECT pg_xact_status(%(xid)s::xid8)
+-- What became of a transaction; null when the server no longer knows. One statement, so that the life of the server and
+-- the answer belong together whatever connection this is asked on.
+SELECT CASE
+    WHEN {incarnation} <> %(incarnation)s THEN 'restarted'
+    WHEN EXISTS (SELECT FROM pg_prepared_xacts p
+                 WHERE p.transaction::text = ((%(xid)s::text)::numeric %% 4294967296)::text) THEN 'prepared'
+    ELSE pg_xact_status((%(xid)s::text)::xid8) END
 
--- name: server
--- Tell one life of the server from the next: transaction ids of a crashed life may be given out again.
-SELECT pg_postmaster_start_time()::text || ' ' || coalesce(stats_reset::text, '') FROM pg_stat_bgwriter
+-- name: answer
+-- See that a server is behind a new connection.
+SELECT
 
 -- name: current_xid
 -- Learn the id of a transaction that is going to write.
@@ -91,7 +107,9 @@ FROM made
 -- name: acquire
 -- Become the owner. Waits for a transaction of the old owner that has advanced.
 WITH held AS (
-    SELECT l.topic, l.partition, l.owner_instance AS previous_instance
+    SELECT l.topic, l.partition,
+           -- Whoever released the row is well; only what is taken from somebody may be held up by him.
+           CASE WHEN l.owner_token IS NOT NULL THEN l.owner_instance END AS previous_instance
     FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
     JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
     WHERE l.owner_token IS NULL OR l.owner_kind = %(owner_kind)s OR %(take_over)s
@@ -226,38 +244,75 @@ WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.
 
 -- name: end_stale_blockers
 -- End the backends of frozen owners that a transaction of ours waits for. Only backends that carry the
--- marker of our schema and run under our role, and of those: our own lost ones, the ones of instances that own no row
--- any more, the owners of the rows that we are acquiring, whoever has waited for its process for long
--- (where all wait for a frozen one, nobody polls, so Kafka cannot take its partitions away), and what an earlier owner of a row of ours
--- began before we acquired it.
-SELECT a.pid, a.application_name, pg_terminate_backend(a.pid)
-FROM unnest(pg_blocking_pids(%(pid)s)) AS b(pid)
-JOIN pg_stat_activity a ON a.pid = b.pid,
-     substr(a.application_name, 14, 36) AS blocker
-WHERE a.application_name LIKE 'exactly\_once:%%'
-  AND right(a.application_name, 8) = right(%(marker)s, 8)
-  AND a.usename = current_user
-  AND (blocker = %(instance)s
-       OR a.wait_event = 'ClientRead' AND a.state_change < clock_timestamp() - %(still)s * interval '1 second'
-       OR NOT EXISTS (
-           SELECT FROM {schema}.ledger l
-           WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = blocker)
-       OR EXISTS (
-           SELECT FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-           JOIN {schema}.ledger l
-             ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-           WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = blocker)
-       OR (blocker = ANY(%(previous)s::text[])
-           AND a.xact_start < (SELECT max(l.acquired_at) FROM {schema}.ledger l
-                               WHERE l.owner_instance::text = %(instance)s)))
+-- marker of our schema and run under our role, and of those:
+-- our own lost ones; those of instances that own no row any more, which are fenced, as is a Spark run whose group we take;
+-- of those that show no sign of life: the owners of the rows that we are acquiring, what an earlier owner of a row of
+-- ours began before we took it from him, and whoever stands still beyond the time that his own unit may take (where all
+-- wait for a frozen one, nobody polls, so Kafka cannot take its partitions away);
+-- and alive or not, the owners of rows that we are acquiring, beyond that time: Kafka has given them up, too.
+SELECT b.pid, b.application_name, pg_terminate_backend(b.pid)
+FROM (SELECT a.*,
+             substr(a.application_name, 14, 36) AS instance,
+             substr(a.application_name, 60) AS may_take,
+             CASE WHEN substr(a.application_name, 60) ~ '^[0-9]+$' THEN substr(a.application_name, 60)::int
+                  WHEN a.application_name !~ ':.*:.*:' THEN 0 END AS bound,
+             extract(epoch FROM clock_timestamp() - a.xact_start) AS age,
+             EXISTS (
+                 SELECT FROM pg_stat_activity s
+                 WHERE s.application_name = 'exactly_once_alive:' || a.pid AND s.usename = session_user
+                   AND s.state_change > clock_timestamp() - %(still)s * interval '1 second') AS lives
+      FROM unnest(pg_blocking_pids(%(pid)s)) AS w(pid)
+      JOIN pg_stat_activity a ON a.pid = w.pid
+      WHERE a.application_name LIKE 'exactly\_once:%%'
+        AND substr(a.application_name, 51, 8) = substr(%(marker)s, 51, 8)
+        AND a.usename = session_user) AS b
+WHERE b.instance = %(instance)s
+   OR b.may_take <> '-'
+      AND NOT EXISTS (
+          SELECT FROM {schema}.ledger l
+          WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = b.instance)
+      AND NOT EXISTS (
+          SELECT FROM {schema}.spark_batch s
+          WHERE s.owner_token IS NOT NULL AND s.owner_instance::text = b.instance)
+   OR %(acquires)s AND EXISTS (
+          SELECT FROM {schema}.spark_batch s
+          WHERE s.group_id = %(group_id)s AND s.owner_instance::text = b.instance)
+   OR (NOT b.lives OR b.age > b.bound) AND b.age > %(young)s AND EXISTS (
+          SELECT FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
+          JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+          WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = b.instance)
+   OR NOT b.lives AND b.age > %(young)s AND EXISTS (
+          SELECT FROM unnest(%(taken_topics)s::text[], %(taken_partitions)s::int[], %(taken_from)s::text[])
+               AS w(topic, partition, instance)
+          JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+          WHERE w.instance = b.instance AND l.owner_instance::text = %(instance)s AND b.xact_start < l.acquired_at)
+   OR NOT b.lives AND b.wait_event = 'ClientRead'
+      AND b.state_change < clock_timestamp() - %(still)s * interval '1 second'
+      AND b.age > coalesce(b.bound, %(unbounded)s)
+
+-- name: look_anew
+-- Forget what pg_stat_activity has shown in this transaction, which keeps its first sight of it to the end.
+SELECT pg_stat_clear_snapshot()
+
+-- name: show_life
+-- Open a transaction that says of a backend that the process behind it is alive. It holds no snapshot and no lock.
+-- A transaction, so that it works behind a pooler.
+BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL idle_in_transaction_session_timeout = 0;
+SET LOCAL application_name = {sign}
+
+-- name: renew_life
+-- Say it again, which a stopped process cannot do. In the same transaction: between two of them a peer would miss it.
+SET LOCAL application_name = {sign}
 
 -- name: end_transaction
--- End the backend that still runs a transaction of ours on a connection that we have lost.
-SELECT a.pid, pg_terminate_backend(a.pid)
-FROM pg_stat_activity a
-WHERE a.backend_xid::text = ((%(xid)s::text)::numeric %% 4294967296)::text
-  AND a.application_name = %(marker)s
-  AND a.usename = current_user
+-- End the backend that still runs a transaction of ours on a connection that we have lost. Within one life of the server
+-- the lock on its id is held by that transaction alone, whatever its application_name and role are by now.
+SELECT l.pid, pg_terminate_backend(l.pid)
+FROM pg_locks l
+WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.granted AND l.pid = %(pid)s
+  AND l.transactionid::text = ((%(xid)s::text)::numeric %% 4294967296)::text
+  AND {incarnation} = %(incarnation)s
 
 -- name: give_time
 -- Let a backend that was told to end do so.

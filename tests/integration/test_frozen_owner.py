@@ -7,17 +7,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
 
-from exactly_once import Unit
-from exactly_once.session import marker_of
-from exactly_once.watcher import FROZEN_AFTER_SECONDS, STILL_SECONDS, Watcher
+from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, watcher
+from exactly_once.dead_letters import find
+from exactly_once.replay import Replay
+from exactly_once.session import connector, marker_of
+from exactly_once.sql import grants
+from exactly_once.watcher import Watcher
+from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
 from tests.support.waiting import until
@@ -99,9 +104,25 @@ def _marked(scene: Scene, state: str | None = None) -> list[int]:
 
 # The watcher alone: whom it ends, and whom it leaves.
 
+SCHEMA = "exactly_once"
+STILL = 1.0
+UNBOUNDED = 2.0
+
 
 @pytest.fixture
-def contested(scene: Scene) -> str:
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything of the watcher a tenth as long; of what it waits for only the order counts."""
+    monkeypatch.setattr(watcher, "FROZEN_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr(watcher, "STILL_SECONDS", STILL)
+    monkeypatch.setattr(watcher, "UNBOUNDED_SECONDS", UNBOUNDED)
+    monkeypatch.setattr(watcher, "_YOUNG_SECONDS", 0.4)
+    monkeypatch.setattr(watcher, "_TURN_SECONDS", 0.05)
+    monkeypatch.setattr(watcher, "_LIFE_SECONDS", 0.1)
+    monkeypatch.setattr(watcher, "_LONGEST_PAUSE_SECONDS", 0.1)
+
+
+@pytest.fixture
+def contested(scene: Scene, hasty: None) -> str:
     """A row that several transactions want."""
     table = scene.table("id int")
     scene.query(f"INSERT INTO {table} VALUES (1)")
@@ -116,36 +137,56 @@ def _hold(conninfo: str, table: str, application_name: str) -> psycopg.Connectio
     return holder
 
 
+def _lives(scene: Scene, holder: psycopg.Connection[Any]) -> bool:
+    return scene.query(f"SELECT 1 FROM pg_stat_activity WHERE pid = {holder.info.backend_pid}") != []
+
+
 def _run_into(
-    scene: Scene, contested: str, holder: psycopg.Connection[Any], seconds: float = 2 * FROZEN_AFTER_SECONDS
+    scene: Scene,
+    contested: str,
+    holder: psycopg.Connection[Any] | Callable[[], psycopg.Connection[Any]],
+    **options: Any,
 ) -> bool:
-    """Have a unit wait for the row, by default twice as long as the watcher does; return whether the holder lives."""
-    consumer = scene.consumer()
-    blocked: list[Unit] = []
+    """Have a unit wait for the row until it was looked at for long, or the holder ended; return whether it lives."""
+    consumer = scene.consumer(**options)
+    unit = next(iter(consumer))
+    if callable(holder):
+        holder = holder()
+    looks = 0
+    look = consumer._watcher._end_blockers
 
-    def let_go() -> None:
-        until(lambda: blocked, 20, "a unit")
-        time.sleep(seconds)
-        if alive():
+    def count(watched: Any) -> None:
+        nonlocal looks
+        look(watched)
+        looks += 1
+
+    consumer._watcher._end_blockers = count  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool, unit:
+        waiting = pool.submit(unit.execute, f"SELECT * FROM {contested} FOR UPDATE".encode())
+        until(lambda: looks, 20, "a look")
+        enough = time.monotonic() + UNBOUNDED + STILL
+        until(lambda: waiting.done() or (looks > 5 and time.monotonic() > enough), 30, "the watcher to do its work")
+        if lives := _lives(scene, holder):
             holder.rollback()
-
-    def alive() -> bool:
-        return scene.query(f"SELECT 1 FROM pg_stat_activity WHERE pid = {holder.info.backend_pid}") != []
-
-    thread = threading.Thread(target=let_go)
-    thread.start()
-    with next(iter(consumer)) as unit:
-        blocked.append(unit)
-        unit.execute(f"SELECT * FROM {contested} FOR UPDATE".encode())
-    thread.join()
-    lives = alive()
+        waiting.result(20)
     holder.close()
     return lives
 
 
-def test_a_marked_backend_whose_instance_owns_nothing_is_ended(scene: Scene, contested: str) -> None:
-    holder = _hold(scene.conninfo, contested, marker_of(uuid4(), "exactly_once"))
-    assert not _run_into(scene, contested, holder)
+def _own(db: psycopg.Connection[Any], scene: Scene, peer: UUID, *topics: str) -> None:
+    """Have an instance own partition 0 of topics."""
+    for topic in topics:
+        db.execute(
+            "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset, owner_epoch, owner_token,"
+            " owner_kind, owner_instance, acquired_at) VALUES (%s, %s, 0, 0, 1, %s, 'consumer', %s, now())",
+            (scene.topic, topic, uuid4(), peer),
+        )
+
+
+@pytest.mark.parametrize("may_take", [0, 60, float("inf")])
+def test_a_marked_backend_whose_instance_owns_nothing_is_ended(scene: Scene, contested: str, may_take: float) -> None:
+    """Its rows were taken: whatever it does, it cannot commit."""
+    assert not _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(uuid4(), SCHEMA, may_take)))
 
 
 @pytest.mark.parametrize("application_name", ["", "psql", "exactly_once", "exactlyXonce:00000000", "my exactly_once:x"])
@@ -153,41 +194,75 @@ def test_a_backend_without_our_marker_is_left_alone(scene: Scene, contested: str
     assert _run_into(scene, contested, _hold(scene.conninfo, contested, application_name))
 
 
+def test_a_marked_backend_of_another_schema_is_left_alone(scene: Scene, contested: str) -> None:
+    """Its rows are in a ledger that is not ours, so nothing can be concluded from their absence here."""
+    assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(uuid4(), "another")))
+
+
 def test_a_marked_backend_of_another_role_is_left_alone(
     scene: Scene, contested: str, db: psycopg.Connection[Any]
 ) -> None:
     role = f"{scene.topic}_role"
     db.execute(f"CREATE ROLE {role} LOGIN; GRANT ALL ON {contested} TO {role}".encode())
-    holder = _hold(scene.conninfo.replace("postgres@", f"{role}@"), contested, marker_of(uuid4(), "exactly_once"))
+    holder = _hold(scene.conninfo.replace("postgres@", f"{role}@"), contested, marker_of(uuid4(), SCHEMA))
     assert _run_into(scene, contested, holder)
 
 
-def test_a_healthy_peer_with_a_long_transaction_is_left_alone(
+def test_a_healthy_peer_is_left_alone_for_the_time_that_its_own_unit_may_take(
     scene: Scene, contested: str, db: psycopg.Connection[Any]
 ) -> None:
     """It owns its own partitions, which were never ours: its handler is just slow on the row that we want."""
     peer = uuid4()
-    db.execute(
-        "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset, owner_epoch, owner_token,"
-        " owner_kind, owner_instance, acquired_at) VALUES (%s, 'other', 0, 0, 1, %s, 'consumer', %s, now())",
-        (scene.topic, uuid4(), peer),
-    )
-    holder = _hold(scene.conninfo, contested, marker_of(peer, "exactly_once"))
-    assert _run_into(scene, contested, holder)
+    _own(db, scene, peer, "other")
+    assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, 60)))
 
 
+@pytest.mark.parametrize("may_take", [0, 1, float("inf")])
 def test_a_peer_that_stands_still_is_ended_although_it_owns_rows(
-    scene: Scene, contested: str, db: psycopg.Connection[Any]
+    scene: Scene, contested: str, db: psycopg.Connection[Any], may_take: float
 ) -> None:
     """Where every other member waits for a frozen one, nobody polls, and Kafka never takes its partitions away."""
     peer = uuid4()
-    db.execute(
-        "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset, owner_epoch, owner_token,"
-        " owner_kind, owner_instance, acquired_at) VALUES (%s, 'other', 0, 0, 1, %s, 'consumer', %s, now())",
-        (scene.topic, uuid4(), peer),
-    )
-    holder = _hold(scene.conninfo, contested, marker_of(peer, "exactly_once"))
-    assert not _run_into(scene, contested, holder, seconds=3 * STILL_SECONDS)
+    _own(db, scene, peer, "other")
+    assert not _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, may_take)))
+
+
+@pytest.mark.parametrize("may_take", [1, float("inf"), None])
+def test_a_sign_of_life_is_respected_however_long_it_takes(
+    scene: Scene, contested: str, db: psycopg.Connection[Any], may_take: float | None
+) -> None:
+    peer = uuid4()
+    _own(db, scene, peer, "other")
+    holder = _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, may_take))
+    shower = Watcher(connector(scene.conninfo), schema=SCHEMA, group_id="other", instance=peer)
+    shower.watch(holder.info.backend_pid)
+    assert _run_into(scene, contested, holder)
+    shower.close()
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_the_documented_rights_are_enough_to_end_and_to_be_spared(
+    scene: Scene, contested: str, db: psycopg.Connection[Any], *, is_alive: bool
+) -> None:
+    role, peer = f"{scene.topic}_role", uuid4()
+    db.execute(f"CREATE ROLE {role} LOGIN; GRANT ALL ON {contested} TO {role}".encode())
+    db.execute(grants(SCHEMA, role))
+    _own(db, scene, peer, "other")
+    conninfo = scene.conninfo.replace("postgres@", f"{role}@")
+    holder = _hold(conninfo, contested, marker_of(peer, SCHEMA, 1))
+    shower = Watcher(connector(conninfo), schema=SCHEMA, group_id="other", instance=peer)
+    if is_alive:
+        shower.watch(holder.info.backend_pid)
+    assert _run_into(scene, contested, holder, conninfo=conninfo) is is_alive
+    shower.close()
+
+
+def test_what_owns_no_rows_by_nature_is_not_fenced(
+    scene: Scene, contested: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay, an operator's change: of these it says nothing that their instance owns no row."""
+    monkeypatch.setattr(watcher, "UNBOUNDED_SECONDS", 60.0)
+    assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(uuid4(), SCHEMA, None)))
 
 
 def test_a_peer_that_still_owns_something_is_ended_if_it_began_before_we_took_a_row_of_it(
@@ -195,14 +270,148 @@ def test_a_peer_that_still_owns_something_is_ended_if_it_began_before_we_took_a_
 ) -> None:
     """It was frozen when its rows were taken one by one; only the partition that went to us is known to us."""
     peer = uuid4()
-    row = (
-        "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset, owner_epoch, owner_token,"
-        " owner_kind, owner_instance, acquired_at) VALUES (%s, %s, 0, 0, 1, %s, 'consumer', %s, now())"
-    )
-    db.execute(row, (scene.topic, "other", uuid4(), peer))
-    db.execute(row, (scene.topic, scene.topic, uuid4(), peer))
-    holder = _hold(scene.conninfo, contested, marker_of(peer, "exactly_once"))
-    assert not _run_into(scene, contested, holder)
+    _own(db, scene, peer, "other", scene.topic)
+    assert not _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, 60)))
+
+
+def test_what_a_previous_owner_began_after_we_took_a_row_of_it_is_left_alone(
+    scene: Scene, contested: str, db: psycopg.Connection[Any]
+) -> None:
+    """It knows by now, and works on what it has."""
+    peer = uuid4()
+    _own(db, scene, peer, "other", scene.topic)
+    assert _run_into(scene, contested, lambda: _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, 60)))
+
+
+def test_what_a_previous_owner_began_before_is_left_alone_if_it_had_released_the_row(
+    scene: Scene, contested: str, db: psycopg.Connection[Any]
+) -> None:
+    """A rebalance in good order: its next unit may well have begun before we acquired what it gave away."""
+    peer = uuid4()
+    _own(db, scene, peer, "other", scene.topic)
+    db.execute("UPDATE exactly_once.ledger SET owner_token = NULL WHERE topic = %s", (scene.topic,))
+    assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, 60)))
+
+
+@pytest.mark.parametrize(("may_take", "lives"), [(1, False), (60, True)])
+def test_an_owner_that_lives_but_is_beyond_its_time_does_not_keep_its_row_from_the_next(
+    scene: Scene, contested: str, db: psycopg.Connection[Any], may_take: float, *, lives: bool
+) -> None:
+    """As one that hangs between the block of join and its own COMMIT: it has advanced, so nobody can acquire."""
+    peer = uuid4()
+    _own(db, scene, peer, scene.topic)
+    shower = Watcher(connector(scene.conninfo), schema=SCHEMA, group_id=scene.topic, instance=peer)
+    with ThreadPoolExecutor(1) as pool:
+        holder = _hold(scene.conninfo, "exactly_once.ledger", marker_of(peer, SCHEMA, may_take))
+        shower.watch(holder.info.backend_pid)
+        consumer = scene.consumer()
+        looked: list[object] = []
+        look = consumer._watcher._end_blockers
+        consumer._watcher._end_blockers = lambda watched: looked.append(look(watched))  # type: ignore[method-assign]
+
+        def let_go() -> bool:
+            until(lambda: not _lives(scene, holder) or len(looked) > 20, 30, "the watcher to look")
+            is_alive = _lives(scene, holder)
+            if is_alive:
+                holder.rollback()
+            return is_alive
+
+        letting_go = pool.submit(let_go)
+        next(iter(consumer))
+        assert letting_go.result(30) is lives
+    shower.close()
+    holder.close()
+
+
+def test_a_joined_transaction_shows_life_from_the_block_to_its_commit_and_no_longer(
+    scene: Scene, hasty: None, db: psycopg.Connection[Any]
+) -> None:
+    signs = "SELECT 1 FROM pg_stat_activity WHERE application_name = %s"
+    consumer = scene.consumer(max_unit_seconds=0.1)
+    units = iter(consumer)
+    with psycopg.connect(scene.conninfo) as own:
+        sign = (f"exactly_once_alive:{own.info.backend_pid}",)
+        with next(units).join(own):
+            pass
+        until(lambda: db.execute(signs, sign).fetchall(), 20, "a sign of life")
+        own.commit()
+        until(lambda: not db.execute(signs, sign).fetchall(), 20, "the end of it")
+    next(units)
+    assert consumer.counters.committed == 1
+
+
+# Real workers.
+
+
+@pytest.mark.parametrize("way", ["loop", "beyond its time", "in_thread"])
+def test_two_workers_that_hold_one_row_for_long_take_turns(
+    way: str, hasty: None, make_scene: MakeScene, make_consumer: MakeConsumer
+) -> None:
+    """Each holds it for longer than a frozen one may stand still; nobody is frozen, so nobody is ended."""
+    scene = make_scene(6, partitions=2)
+    table = scene.table("n int")
+    scene.query(f"INSERT INTO {table} VALUES (0)")
+    options: dict[str, Any] = {"max_messages": 1, "max_unit_seconds": 1} if way == "beyond its time" else {}
+    consumers = [make_consumer(**{"max_messages": 1, **options}) for _ in range(2)]
+    held = threading.Event()
+
+    def handle(unit: Unit) -> None:
+        unit.execute(f"UPDATE {table} SET n = n + 1".encode())
+        held.set()
+        time.sleep(UNBOUNDED + STILL if way == "in_thread" else 2 * STILL)
+
+    def work(consumer: ExactlyOnceConsumer) -> int:
+        redelivered = 0
+        if way == "in_thread":
+            consumer.run(handle, in_thread=True, until_end=True)
+            return consumer.counters.redelivered
+        units = consumer.units(until_end=True)
+        while True:
+            try:
+                for unit in units:
+                    with unit:
+                        handle(unit)
+                return redelivered
+            except Redelivered:
+                redelivered += 1
+
+    def subscribed(consumer: ExactlyOnceConsumer) -> int:
+        with consumer:
+            consumer.subscribe([scene.topic])
+            return work(consumer)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(subscribed, consumers)) == [0, 0]
+    assert [consumer._watcher.ended for consumer in consumers] == [0, 0]
+    assert scene.query(f"SELECT n FROM {table}") == [(6,)]
+
+
+def test_a_replay_that_a_worker_waits_for_is_left_alone(
+    scene: Scene, contested: str, db: psycopg.Connection[Any]
+) -> None:
+    """Its session owns no row, and its handler takes longer than anything may stand still."""
+    with scene.consumer(max_messages=1) as consumer:
+        unit = next(iter(consumer))
+        with unit:
+            unit.dead_letter(unit.messages[0], "to be replayed")
+    (letter,) = find(db, schema=SCHEMA, group_id=scene.topic)
+    replay = Replay(connector(scene.conninfo), schema=SCHEMA)
+    holding = threading.Event()
+
+    def handler(unit: Unit) -> None:
+        unit.execute(f"SELECT * FROM {contested} FOR UPDATE".encode())
+        holding.set()
+        time.sleep(UNBOUNDED + STILL)
+
+    with ThreadPoolExecutor(1) as pool:
+        replayed = pool.submit(replay.replay, letter, handler)
+        assert holding.wait(20)
+        consumer = scene.consumer()
+        with next(iter(consumer)) as unit:
+            unit.execute(f"SELECT * FROM {contested} FOR UPDATE".encode())
+        assert replayed.result(20)
+    replay.close()
+    assert consumer._watcher.ended == 0
 
 
 def test_the_watcher_looks_only_when_something_takes_long(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,3 +420,47 @@ def test_the_watcher_looks_only_when_something_takes_long(scene: Scene, monkeypa
     drain(scene.consumer(max_messages=2))
     assert looked == []
     scene.assert_exact()
+
+
+@pytest.mark.parametrize(("way", "most"), [("computes", 1), ("executes", 2), ("computes for ever", 2)], ids=str)
+def test_slow_units_cost_one_connection_at_most(make_scene: MakeScene, hasty: None, way: str, most: int) -> None:
+    """None while nothing is executed: what computes waits for nobody, and peers know how long it may take."""
+    scene = make_scene(6)
+    opened: list[float] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        opened.append(time.monotonic())
+        return psycopg.connect(scene.conninfo)
+
+    def handler(unit: Unit) -> None:
+        if way == "executes":
+            unit.execute("SELECT pg_sleep(0.8)")
+        else:
+            time.sleep(0.8)
+
+    consumer = scene.consumer(connect=connect, max_messages=2)
+    consumer.run(handler, in_thread=way == "computes for ever", until_end=True)
+    assert consumer.counters.committed >= 3
+    assert len(opened) == most
+
+
+def test_a_full_server_is_said_once_and_asked_again(
+    scene: Scene, contested: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second connection is the first that a full server refuses."""
+    holder = _hold(scene.conninfo, contested, marker_of(uuid4(), SCHEMA))
+    tries: list[int] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        if threading.current_thread().name == "exactly_once-watcher" and len(tries) < 5:
+            tries.append(1)
+            raise psycopg.OperationalError("FATAL:  sorry, too many clients already")
+        return psycopg.connect(scene.conninfo)
+
+    with next(iter(scene.consumer(connect=connect))) as unit:
+        unit.execute(f"SELECT * FROM {contested} FOR UPDATE".encode())
+    assert len(tries) == 5
+    assert caplog.text.count("too many clients already") == 1
+    assert "each worker needs a connection for that" in caplog.text
+    assert not _lives(scene, holder)
+    holder.close()

@@ -16,6 +16,7 @@ from exactly_once import (
     HandlerCommitted,
     HandlerError,
     OutcomeLost,
+    OutcomePending,
     PartitionHalted,
     Redelivered,
     TransactionAborted,
@@ -218,6 +219,29 @@ def test_a_swallowed_loss_of_the_connection_is_nobodys_fault(scene: Scene) -> No
     assert scene.applied() == []
     scene.drain(consumer)
     scene.assert_exact()
+
+
+def test_a_handler_that_renames_its_session_loses_no_more_than_its_wire(scene: Scene) -> None:
+    """As tracing does it. The old backend is found by its transaction, and ended while its statement runs."""
+    consumer = scene.consumer()
+    unit = next(iter(consumer))
+    with pytest.raises(Redelivered) as raised, unit:
+        record(unit, "test")
+        unit.execute("SET LOCAL application_name = 'payments'")
+        thread = threading.Thread(target=_cut_in_statement, args=[scene])
+        thread.start()
+        unit.execute("SELECT pg_sleep(60)")
+    thread.join()
+    assert not isinstance(raised.value, OutcomePending)
+    scene.drain(consumer)
+    scene.assert_exact()
+    assert scene.ledger("halted") == [None]
+
+
+def _cut_in_statement(scene: Scene) -> None:
+    running = "SELECT 1 FROM pg_stat_activity WHERE application_name = 'payments' AND wait_event = 'PgSleep'"
+    until(lambda: scene.query(running), 20, "the statement to run")
+    scene.proxy.cut_all()
 
 
 def test_a_handler_that_closes_the_connection_loses_only_its_own_work(scene: Scene) -> None:

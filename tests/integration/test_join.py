@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
+from confluent_kafka import OFFSET_INVALID, Consumer, TopicPartition
 
 from exactly_once import (
     ConfigurationError,
@@ -18,11 +26,20 @@ from exactly_once import (
     Unit,
     UnitNotFinished,
 )
+from exactly_once.embedded import Postgres
+from exactly_once.schema import migrate
+from exactly_once.sql import grants
 from exactly_once.units import Units
+from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
-from tests.support.worker import record
+from tests.support import journal
+from tests.support.waiting import until
+from tests.support.worker import ROOT, record
 
 Own = psycopg.Connection[Any]
+
+_LONGER_THAN_ONE_TRY = 1.0
+"""Seconds within which the loop asks several times."""
 
 
 @pytest.fixture
@@ -246,3 +263,164 @@ def test_ways_can_change_from_unit_to_unit(scene: Scene, own: Own) -> None:
             with unit:
                 record(unit, "test")
     scene.assert_exact()
+
+
+ODD = "-c TimeZone=America/Chicago -c DateStyle=SQL,DMY"
+
+
+@pytest.mark.parametrize("meddling", ["settings", "statistics"])
+def test_whatever_the_application_has_set_a_transaction_is_told_from_another(scene: Scene, meddling: str) -> None:
+    """A time zone of its own made every answer "the server was restarted", and a commit without offsets unnoticed."""
+    units = scene.consumer().units(until_end=True)
+    with psycopg.connect(scene.conninfo, options=ODD if meddling == "settings" else "") as own:
+        joined(next(units), own)
+        if meddling == "statistics":
+            scene.query("SELECT pg_stat_reset_shared('bgwriter')")
+        with pytest.raises(UnitNotFinished):
+            next(units)
+        own.commit()
+        with pytest.raises(ZeroDivisionError):
+            fail_in_the_block(next(units), own)
+        own.commit()
+        with pytest.raises(HandlerCommitted):
+            next(units)
+    assert all(scene.ledger("halted"))
+    assert len(scene.applied()) == len(set(scene.applied()))
+
+
+def test_a_commit_in_two_phases_is_open_until_its_second(make_scene: MakeScene) -> None:
+    with Postgres(settings={"max_prepared_transactions": "5"}) as server:
+        with psycopg.connect(server.conninfo, autocommit=True) as connection:
+            migrate(connection)
+        journal.create(server.conninfo)
+        scene = replace(make_scene(20), conninfo=server.conninfo)
+        units = scene.consumer(conninfo=server.conninfo).units(until_end=True)
+        with psycopg.connect(server.conninfo) as own:
+            joined(next(units), own)
+            own.execute("PREPARE TRANSACTION 'first'")
+            with pytest.raises(UnitNotFinished):
+                next(units)
+            own.rollback()
+            own.autocommit = True
+            own.execute("COMMIT PREPARED 'first'")
+            own.autocommit = False
+            finish(units, own)
+        scene.assert_exact()
+
+
+# The end of an iteration.
+
+
+@pytest.mark.parametrize("way", ["stop", "break", "error", "rolled back"])
+def test_whatever_ends_the_loop_close_settles_the_last_unit(scene: Scene, own: Own, way: str) -> None:
+    consumer = scene.consumer()
+
+    def serve() -> None:
+        for unit in consumer:
+            joined(unit, own)
+            if way == "rolled back":
+                own.rollback()
+                consumer.stop()
+                continue
+            own.commit()
+            if way == "stop":
+                consumer.stop()
+            elif way == "break":
+                break
+            else:
+                raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError), consumer:
+        serve()
+    done = 0 if way == "rolled back" else 10
+    assert scene.ledger("next_offset") == [done]
+    assert scene.ledger("owner_token") == [None]
+    assert (consumer.counters.committed, consumer.counters.messages) == (done // 10, done)
+    settings = {"bootstrap.servers": scene.bootstrap_servers, "group.id": scene.topic}
+    kafka = Consumer(settings)
+    (found,) = kafka.committed([TopicPartition(scene.topic, 0)], timeout=10)
+    kafka.close()
+    assert found.offset == (10 if done else OFFSET_INVALID), "dashboards, and whoever goes back, see the ledger's"
+
+
+def test_close_settles_although_its_own_idle_connection_was_lost_unnoticed(scene: Scene, own: Own) -> None:
+    consumer = scene.consumer()
+    for unit in consumer:
+        joined(unit, own)
+        own.commit()
+        consumer.stop()
+    scene.proxy.cut_all()
+    consumer.close()
+    assert scene.ledger("owner_token") == [None]
+    assert consumer.counters.committed == 1
+
+
+def test_stop_with_the_transaction_still_open_leaves_it_to_whoever_comes_next(scene: Scene, own: Own) -> None:
+    consumer = scene.consumer()
+    for unit in consumer:
+        joined(unit, own)
+        consumer.stop()
+        break
+    consumer.close()
+    assert scene.ledger("owner_token") != [None]
+    own.commit()
+    scene.drain(scene.consumer())
+    scene.assert_exact()
+
+
+def test_sigterm_ends_a_loop_of_transactions_of_its_own_in_good_order(scene: Scene) -> None:
+    """As a management command of Django does it: the signal's handler calls stop()."""
+    command = [sys.executable, "-m", "tests.integration.join_loop"]
+    arguments = [scene.bootstrap_servers, scene.conninfo, scene.topic]
+    with subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        worker.send_signal(signal.SIGTERM)
+        worker.communicate(timeout=40)
+    assert worker.returncode == 0
+    (offset,) = scene.ledger("next_offset")
+    assert offset > 0
+    assert scene.ledger("owner_token") == [None]
+    kafka = Consumer({"bootstrap.servers": scene.bootstrap_servers, "group.id": scene.topic})
+    (found,) = kafka.committed([TopicPartition(scene.topic, 0)], timeout=10)
+    kafka.close()
+    assert found.offset == offset
+
+
+# A connection of another role.
+
+
+def test_a_lost_connection_of_another_role_is_waited_for_and_the_missing_right_is_named(
+    scene: Scene, db: Own, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library's role may not end it, so it waits, polling; it neither halts nor goes on."""
+    library, application = f"{scene.topic}_library", f"{scene.topic}_application"
+    for role in (library, application):
+        db.execute(f"CREATE ROLE {role} LOGIN; GRANT USAGE ON SCHEMA journal TO {role}".encode())
+        db.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA journal TO {role}".encode())
+        db.execute(grants("exactly_once", role))
+    units = scene.consumer(conninfo=scene.conninfo.replace("postgres@", f"{library}@")).units(until_end=True)
+    own = psycopg.connect(scene.proxy.conninfo.replace("postgres@", f"{application}@"))
+    backend = own.info.backend_pid
+    fault = scene.proxy.hold("pg_sleep", close_client=True)
+
+    with pytest.raises(psycopg.OperationalError), next(units).join(own) as unit:
+        unit.execute("SELECT pg_sleep(0)")
+    fault.wait()
+
+    def end_it() -> None:
+        until(lambda: "may not end it" in caplog.text, 20, "a word about the right")
+        time.sleep(_LONGER_THAN_ONE_TRY)
+        scene.query(f"SELECT pg_terminate_backend({backend})")
+        fault.release()
+
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end_it)
+        again = next(units)
+        ending.result(20)
+    assert again.attempt == 2
+    assert caplog.text.count("may not end it") == 1
+    assert "GRANT pg_signal_backend" in caplog.text
+    assert scene.ledger("halted") == [None]
+    with psycopg.connect(scene.conninfo) as another:
+        joined(again, another)

@@ -108,6 +108,35 @@ def test_acquire_waits_for_an_advance_and_returns_what_became_of_it(
     assert found.previous_instance == old.session.instance
 
 
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
+def test_read_waits_for_an_advance_that_is_open(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any], in_background: Callable[..., Future[Any]], end: str
+) -> None:
+    """A snapshot would show the offset before a transaction that is still going to commit."""
+    owner, reader = make_owner(), make_owner()
+    partitions = rows_of(owner, name)
+    (row,) = owner.acquire(partitions)
+    advance(owner, [to(row, 10)], commit=False)
+    assert not reader.session.connection.closed  # opened here, so that two threads do not open it at once
+    reading = in_background(reader.read, partitions)
+    wait_until_blocked(db, reader)
+    assert not reading.done()
+    owner.session.connection.execute(end.encode())
+    (found,) = reading.result(10)
+    assert found.next_offset == (10 if end == "COMMIT" else 0)
+
+
+def test_who_released_a_row_is_not_taken_for_one_it_was_taken_from(make_owner: MakeOwner, name: str) -> None:
+    """What it runs by then is in good order, so the watcher must not hold it against it."""
+    old, new = make_owner(), make_owner()
+    partitions = rows_of(old, name)
+    (row,) = old.acquire(partitions)
+    assert row.owner_token is not None
+    old.release([(row.partition, row.owner_token)])
+    (found,) = new.acquire(partitions)
+    assert found.previous_instance is None
+
+
 def test_acquire_waits_for_a_bounded_time(make_owner: MakeOwner, name: str) -> None:
     old, new = make_owner(), make_owner()
     partitions = rows_of(old, name)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,14 +12,19 @@ from typing import Any
 import psycopg
 import pytest
 
-from exactly_once import ExactlyOnceConsumer, HandlerCommitted, Redelivered, Unit
+from exactly_once import ExactlyOnceConsumer, HandlerCommitted, Redelivered, Unit, UnitNotFinished
+from exactly_once.embedded import Postgres
 from exactly_once.schema import check, migrate
+from exactly_once.units import Units
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, offsets
+from tests.support import journal
 from tests.support.pgbouncer import PgBouncer, pgbouncer_missing
+from tests.support.pool import Pool
 from tests.support.proxy import PostgresProxy
 from tests.support.require import skip_unless
+from tests.support.waiting import until
 from tests.support.worker import record
 
 
@@ -151,6 +157,59 @@ def test_a_handler_that_commits_and_loses_the_connection_is_found_out_through_th
     assert "the handler committed" in scene.ledger("halted")[0]
 
 
+def _committed_without_offsets(units: Units, own: psycopg.Connection[Any]) -> None:
+    """Fail in the block of join, and commit all the same."""
+    with contextlib.suppress(ZeroDivisionError), next(units).join(own) as unit:
+        record(unit, "test")
+        raise ZeroDivisionError
+    own.commit()
+
+
+def test_a_server_that_restarts_behind_the_pooler_between_units_changes_nothing_for_joined_ones(
+    make_scene: MakeScene,
+) -> None:
+    """The client's connection to the pooler outlives the server, so nothing may be remembered of when it was made."""
+    skip_unless("pgbouncer", pgbouncer_missing())
+    with Postgres() as server, PgBouncer(server.conninfo) as pooler:
+        with psycopg.connect(server.conninfo, autocommit=True) as connection:
+            migrate(connection)
+        journal.create(server.conninfo)
+        scene = make_scene(20)
+        consumer = scene.consumer(conninfo=pooler.conninfo, max_messages=5)
+        units = consumer.units()
+        backend = _backend_of_client(consumer)
+        with psycopg.connect(pooler.conninfo, prepare_threshold=None) as own:
+            with next(units).join(own) as unit:
+                record(unit, "test")
+            own.commit()
+            server.restart()
+            # The pooler finds out at its next use that its server connections are dead, and makes new ones.
+            with psycopg.connect(pooler.conninfo, autocommit=True, prepare_threshold=None) as other:
+                until(lambda: _answers(other), 20, "the pooler to reach the server again")
+            with next(units).join(own) as unit:
+                record(unit, "test")
+            with pytest.raises(UnitNotFinished):
+                next(units)
+            own.commit()
+            _committed_without_offsets(units, own)
+            with pytest.raises(HandlerCommitted):
+                next(units)
+            assert _backend_of_client(consumer) == backend, "the test is in vain if the library connected anew"
+        applied = [entry.offset for entry in journal.entries(server.conninfo, scene.topic)]
+        assert applied == list(range(15))
+
+
+def _backend_of_client(consumer: ExactlyOnceConsumer) -> int:
+    return id(consumer._session.connection)
+
+
+def _answers(connection: psycopg.Connection[Any]) -> bool:
+    try:
+        return connection.execute("SELECT true").fetchone() == (True,)
+    except psycopg.OperationalError:
+        return False
+
+
 @pytest.mark.usefixtures("neighbours")
 def test_nothing_of_a_unit_leaks_to_the_poolers_other_clients(
     scene: Scene, consume: Consume, pooler: PgBouncer
@@ -171,3 +230,23 @@ def test_the_schema_is_made_through_the_pooler(pooler: PgBouncer, name: str) -> 
         migrate(connection, name)
         check(connection, name)
         connection.execute(f"DROP SCHEMA {name} CASCADE".encode())
+
+
+def test_a_server_that_is_away_behind_the_pooler_is_waited_for_at_the_start(make_scene: MakeScene) -> None:
+    """The pooler lets clients in all the same, so a connection alone says nothing; it does not leak either."""
+    skip_unless("pgbouncer", pgbouncer_missing())
+    with Postgres() as server, PgBouncer(server.conninfo, server_login_retry=1) as pooler:
+        with psycopg.connect(server.conninfo, autocommit=True) as connection:
+            migrate(connection)
+        journal.create(server.conninfo)
+        scene = make_scene(5)
+        pool = Pool(pooler.conninfo, size=2)
+        server.stop()
+        starting = threading.Timer(1, server.start)
+        starting.start()
+        consumer = scene.consumer(connect=pool.getconn)
+        starting.join()
+        scene.drain(consumer)
+        consumer.close()
+        assert pool.out == set()
+        assert len(journal.entries(server.conninfo, scene.topic)) == 5

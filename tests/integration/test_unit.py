@@ -10,7 +10,7 @@ from itertools import pairwise
 import psycopg
 import pytest
 
-from exactly_once import Redelivered, Unit, UnitNotFinished, UnitTooSlow
+from exactly_once import ConfigurationError, Redelivered, Unit, UnitNotFinished, UnitTooSlow
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, collect, offsets
 from tests.support import journal
@@ -260,6 +260,27 @@ def test_a_slow_unit_commits_and_the_next_is_halved(make_scene: MakeScene) -> No
     assert 16 in sizes
     assert sizes[sizes.index(16) + 1] <= 8
     scene.assert_exact()
+
+
+def test_a_run_in_a_thread_bounds_nothing_and_leaves_no_trace_in_what_follows(make_scene: MakeScene) -> None:
+    """Kafka does not wait for its handler; for the one of a later loop it does."""
+    scene = make_scene(64)
+    consumer = scene.consumer(max_messages=16, max_unit_seconds=0.2)
+    sizes: list[int] = []
+
+    def handler(unit: Unit) -> None:
+        sizes.append(len(unit.messages))
+        unit.execute("SELECT pg_sleep(0.3)")
+        if len(sizes) == 2:
+            consumer.stop()
+
+    consumer.run(handler, in_thread=True)
+    assert consumer._settlement.limit == 16
+    consumer._stopping.is_set = False
+    with pytest.raises(ConfigurationError):
+        consumer.run(handler, in_thread=True, attempts=0)
+    apply_until_done(consumer, lambda unit: unit.execute("SELECT pg_sleep(0.3)"))
+    assert consumer._settlement.limit < 16
 
 
 def test_a_unit_lost_to_a_statement_timeout_is_halved_until_one_message_is_too_slow(make_scene: MakeScene) -> None:

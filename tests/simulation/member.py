@@ -197,7 +197,7 @@ class Session:
             self._connection.closed = True
         self._connection = None
 
-    def begin(self, isolation: str) -> Begun:
+    def begin(self, isolation: str, *, may_take: float) -> Begun:
         connection = self.connection
         self.member.step("begins")
         if connection.life != self.member.world.database.life:
@@ -222,7 +222,7 @@ class Session:
         connection = self.connection
         self.member.step("asks for the fate")
         self._lose(connection, "asking for the fate", 0.05)
-        if connection.life != begun.server:
+        if connection.life != begun.incarnation:
             return "aborted"
         transaction = self.member.world.database.transactions[begun.xid]
         self.member.world.database.abort(transaction)
