@@ -201,7 +201,7 @@ class Settlement:
         self._count(unit, error, lost=lost)
         try:
             # A unit whose statement ends the whole server, each time, is to be judged when the server is back.
-            fate = briefly(_BACK_SECONDS if self._patience.is_out else 0)(unit.work.fate)
+            fate = briefly(_BACK_SECONDS if self._is_suspect(unit) else 0)(unit.work.fate)
         except psycopg.Error:
             if not isinstance(error, Exception):
                 return
@@ -479,6 +479,12 @@ class Settlement:
                 )
         return "; ".join(found)
 
+    def _is_suspect(self, unit: Unit) -> bool:
+        """Tell whether a unit has failed often enough, or is a part of one that has and can be cut further."""
+        several = len(unit.messages) > 1
+        is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
+        return self._patience.is_out or (several and is_part)
+
     def _blame(self, unit: Unit, error: Exception, fault: Fault, *, lost: bool) -> Fault:
         """End what would go on for ever: say whose fault it is that these messages failed so often.
 
@@ -487,9 +493,8 @@ class Settlement:
         if fault not in _NOBODYS or unit.is_taken:
             return fault
         several, patience = len(unit.messages) > 1, self._patience
-        is_suspect = several and all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
         if fault is Fault.ENVIRONMENT and is_by_statement(error, connection_lost=lost):
-            if (patience.is_out or is_suspect) and not (_is_read_only(error) and self._refuses_writes(unit)):
+            if self._is_suspect(unit) and not (_is_read_only(error) and self._refuses_writes(unit)):
                 fault = Fault.HANDLER
         elif patience.is_overdue:
             unit.fault = Fault.OTHER
