@@ -125,6 +125,7 @@ class Session:
             self._connection = connection
         assert self._connection is not None
         if self._connection.info.transaction_status is TransactionStatus.IDLE and not self._connection.autocommit:
+            take_back(self._connection)  # an interruption may have left it lent
             self._connection.autocommit = True
         return self._connection
 
@@ -193,6 +194,7 @@ class Session:
         """End whatever transaction is open; a connection that cannot do even that is discarded."""
         if self._connection is None:
             return
+        take_back(self._connection)
         try:
             if self.lost or self._connection.info.transaction_status is TransactionStatus.ACTIVE:
                 self.discard()
