@@ -52,7 +52,7 @@ from .ledger import Ledger
 from .logs import about
 from .metrics import Metrics
 from .mirror import Mirror
-from .model import Partition
+from .model import Partition, Span
 from .observer import Observer
 from .ownership import Ownership
 from .retry import BACKOFF, Stop, briefly, patiently
@@ -397,6 +397,7 @@ class ExactlyOnceConsumer:
         for step in (
             self._watcher.close,
             self._end_unit,
+            self._settlement.tell_unused,
             self._move_to_ends,
             self._say_goodbye,
             self._release,
@@ -419,7 +420,7 @@ class ExactlyOnceConsumer:
     def _next(self, units: Units) -> Unit | None:
         """Return the next unit, or None when stopped or the iteration is over."""
         self._check_use()
-        if self._unit is not None and self._unit.stage not in (Stage.DONE, Stage.JOINED):
+        if self._unit is not None and self._unit.stage not in (Stage.DONE, Stage.FAILED, Stage.JOINED):
             raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
         if not self._ownership.is_sound or not (self._settlement.is_pending or self._ownership.is_accounted):
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
@@ -452,18 +453,16 @@ class ExactlyOnceConsumer:
             self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
             if self._assignment.events:
                 continue
-            messages, ends = self._delivery.take(limit, self._options.max_bytes)
+            messages, spans = self._delivery.take(limit, self._options.max_bytes)
             if messages:
                 units.came()
-                return self._hand_out(messages, ends, units.max_unit_seconds)
+                return self._hand_out(messages, spans, units.max_unit_seconds)
             if units.is_left_without():
                 return None
         return None
 
-    def _hand_out(
-        self, messages: list[Message], ends: Mapping[Partition, tuple[int, int | None]], max_unit_seconds: float
-    ) -> Unit:
-        advances = self._ownership.hand_out(ends)
+    def _hand_out(self, messages: list[Message], spans: Mapping[Partition, Span], max_unit_seconds: float) -> Unit:
+        advances = self._ownership.hand_out(spans)
         work = UnitOfWork(self._ledger, isolation=self._options.isolation, max_unit_seconds=max_unit_seconds)
         failpoint("polled")
         return Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)

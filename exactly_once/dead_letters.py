@@ -31,9 +31,9 @@ _ERROR_CHARACTERS = 10_000
 class DeadLetterLimit:
     """When dead-lettering ends and the worker stops, because it is hardly the messages' fault.
 
-    ``in_a_row`` counts messages right behind each other in one partition that are dead and neither replayed nor
-    dropped yet; ``in_window`` all of the group within ``window_seconds``, by the database's clock. Both are counted
-    in the database, so a restart does not begin anew.
+    ``in_a_row`` counts messages of one partition, with none between them that was applied, that are dead and neither
+    replayed nor dropped yet; ``in_window`` all of the group within ``window_seconds``, by the database's clock. Both
+    are counted in the database, so a restart does not begin anew.
     """
 
     in_a_row: int = 10
@@ -110,6 +110,7 @@ def store(
     schema: str,
     group_id: str,
     advance: Advance,
+    after_offset: int,
     attempts: int,
 ) -> None:
     """Store a message in the open transaction of its unit.
@@ -141,6 +142,7 @@ def store(
         "error": text(str(error))[:_ERROR_CHARACTERS],
         "sqlstate": driver.sqlstate if driver is not None else None,
         "attempts": attempts,
+        "after_offset": after_offset,
     }
     cursor_on(connection).execute(query("dead_letter", schema), values, prepare=False)
     failpoint("dead_lettered")

@@ -28,10 +28,13 @@ ExactlyOnceError
 │   ├── TransactionAborted              a SQL error was swallowed
 │   ├── TransactionEnded                the handler rolled the transaction back
 │   ├── TransactionBusy                 a COPY, a pipeline or a savepoint was left open
+│   ├── TransactionNotYours             commit(), rollback() or close() was called inside a unit
+│   ├── UnitNotUsed                     a test's handler did not use the unit
 │   ├── HandlerCommitted                the handler committed: fatal
 │   ├── UnitTooSlow                     a unit of one message was lost to its own duration
 │   ├── PoisonMessage                   one message cannot be applied, and nobody set it aside
 │   └── TooManyDeadLetters              it is hardly the messages' fault any more
+├── NoProgress                          the same messages have failed for too long
 ├── OutcomeLost                         the server no longer knows what became of a transaction
 ├── InstanceFenced                      another process uses the same group.instance.id
 ├── ClientFailed                        librdkafka reported an error that does not pass
@@ -159,11 +162,22 @@ class TransactionBusy(HandlerError):
     """The handler left a COPY or a pipeline open on the connection."""
 
 
+class TransactionNotYours(HandlerError):
+    """``commit()``, ``rollback()``, ``close()`` or ``autocommit`` was used on the connection of an open unit.
+
+    The call had no effect.
+    """
+
+
+class UnitNotUsed(HandlerError):
+    """A handler under test did not use the unit, so its effects, if it has any, are not in the unit's transaction."""
+
+
 class HandlerCommitted(HandlerError):
     """The handler committed: its effects are durable, the offset is not.
 
     Redelivery would double the effects, so the partitions are halted until an operator decides
-    with ``exactly-once reset``.
+    with ``exactly-once reset``; the message names those that could not be.
     """
 
 
@@ -188,6 +202,13 @@ class PoisonMessage(HandlerError):
 
 class TooManyDeadLetters(HandlerError):
     """More messages failed than the limit allows: nothing of the last one was stored, it comes again."""
+
+
+class NoProgress(ExactlyOnceError):
+    """The same messages have failed for too long by what is nobody's fault; the ``__cause__`` is the last error.
+
+    Nothing of them was stored: conflicts that do not end, or a database that is there and refuses.
+    """
 
 
 class OutcomeLost(ExactlyOnceError):

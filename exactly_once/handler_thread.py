@@ -58,7 +58,7 @@ class HandlerThread:
         deadline: float | None = None
         is_aborted = False
         while not done.done():
-            is_doomed = self._poll(unit, _POLL_SECONDS)
+            is_doomed = unit.is_taken = self._poll(unit, _POLL_SECONDS)
             if is_doomed and deadline is None:
                 deadline = time.monotonic() + self._revoke_seconds
                 extra = about("revoked_while_handling", group=unit.work.group_id, several=unit.advances)

@@ -250,11 +250,22 @@ class Ledger:
         with self._changing([]) as cursor:
             self._run(cursor, "release", **_keys(p for p, _ in held), tokens=[token for _, token in held])
 
-    def halt(self, advances: Sequence[Advance], *, reason: str) -> None:
-        """Forbid anybody to acquire these rows until an operator has reset them."""
+    def halt(self, advances: Sequence[Advance], *, reason: str) -> set[Partition]:
+        """Forbid anybody to acquire these rows until an operator has reset them, and fence whoever owns them.
+
+        Return which were halted: not those that have moved beyond what was expected of them.
+        """
         with self._changing([a.partition for a in advances]) as cursor:
-            tokens = [a.token for a in advances]
-            self._run(cursor, "halt", **_keys(a.partition for a in advances), tokens=tokens, reason=reason)
+            self._run(
+                cursor,
+                "halt",
+                **_keys(a.partition for a in advances),
+                tokens=[a.token for a in advances],
+                topic_ids=[a.topic_id for a in advances],
+                expected=[a.expected for a in advances],
+                reason=reason,
+            )
+            return {Partition(topic, number) for topic, number in cursor}
 
     @contextlib.contextmanager
     def _changing(

@@ -22,6 +22,14 @@ class Partition(NamedTuple):
         return f"{self.topic}[{self.number}]"
 
 
+class Span(NamedTuple):
+    """What a batch has of one partition: its first offset, and the offset and leader epoch after its last message."""
+
+    begin: int
+    end: int
+    leader_epoch: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A row of the ledger, as a locking statement returned it."""
@@ -54,3 +62,8 @@ class Advance:
     next_offset: int
     leader_epoch: int | None
     cluster_id: str | None = None
+    after: int | None = None
+    """The offset after the message that this owner applied last; None where it does not know.
+
+    The ledger may have moved on from there, behind offsets without messages.
+    """

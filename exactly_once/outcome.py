@@ -1,7 +1,8 @@
-"""Whose fault an error is: the outcome table of the protocol as one pure function."""
+"""Whose fault an error is: the outcome table of the protocol, and for how long it is nobody's. No I/O."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum
 
 import psycopg
@@ -22,10 +23,32 @@ class Fault(Enum):
     OTHER = "stop, loudly"
 
 
+TRIES = 5
+"""How often in a row one batch may fail by what looks like the server's state, before the handler is at fault.
+
+The waits between them double up to seconds, so a server that restarts takes one or two of these.
+"""
+PATIENCE_SECONDS = 600.0
+"""For how long the same batches may fail by conflicts, or by a server that is there and refuses."""
+_GAP_SECONDS = 30.0
+"""What one failure takes of it at most: the server may have been away since the one before."""
+
 _CONFLICTS = ("40", "55P03")
 _ENVIRONMENT = ("08", "53", "57", "58", "25006", "26000")
 _DURATION = ("57014", "25P03", "25P04")
-_HANDLER = ("22", "23", "P0001", "25P02")
+_HANDLER = ("21", "22", "23", "38", "39", "44", "54", "P0", "25P02")
+_BY_STATEMENT = ("25006", "26000", "53400", "58P01")
+"""What looks like the server's state and can be a statement's own doing: SET TRANSACTION READ ONLY, say."""
+_OURS = "EO"
+_STANDARD = frozenset(
+    (
+        *("00", "01", "02", "03", "08", "09", "0A", "0B", "0F", "0L", "0P", "0Z", "10", "20", "21", "22", "23", "24"),
+        *("25", "26", "27", "28", "2B", "2D", "2F", "34", "38", "39", "3B", "3D", "3F", "40", "42", "44", "53", "54"),
+        *("55", "57", "58", "72", "F0", "HV", "P0", "XX"),
+    )
+)
+"""The classes of SQLSTATEs that Postgres gives; another one was made up by an application, for its data."""
+READ_ONLY = "25006"
 
 
 def classify(error: BaseException, *, connection_lost: bool) -> Fault:
@@ -48,7 +71,57 @@ def classify(error: BaseException, *, connection_lost: bool) -> Fault:
     ):
         if state.startswith(prefixes):
             return fault
-    return Fault.OTHER
+    return Fault.OTHER if state[:2] in _STANDARD or state.startswith(_OURS) else Fault.HANDLER
+
+
+def may_be_data(error: BaseException) -> bool:
+    """Tell whether an error that is nobody's (:attr:`Fault.OTHER`) could be that of one message all the same.
+
+    Class 42 is: a grant or a table that is missing, but also a row that a policy refuses, or ``to_tsquery`` of a
+    value. Which of them shows when there are fewer messages.
+    """
+    driver = driver_error(error)
+    return driver is not None and (driver.sqlstate or "").startswith("42")
+
+
+class Patience:
+    """Counts the failures of a batch that are nobody's fault, until they must be somebody's.
+
+    Only failures of a unit whose transaction had begun count: while a server is away none does.
+    """
+
+    def __init__(self) -> None:
+        self.tries = 0
+        """How often this batch has failed in a row."""
+        self._batch: Hashable = None
+        self._seconds = 0.0
+        self._last: float | None = None
+
+    @property
+    def is_out(self) -> bool:
+        """Whether the batch has been tried often enough."""
+        return self.tries >= TRIES
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether nothing was committed for so long that somebody must look."""
+        return self._seconds > PATIENCE_SECONDS
+
+    def failed(self, batch: Hashable, now: float) -> None:
+        """Take note that a batch has failed once more."""
+        self.tries = self.tries + 1 if batch == self._batch else 1
+        self._seconds += 0.0 if self._last is None else min(now - self._last, _GAP_SECONDS)
+        self._batch, self._last = batch, now
+
+    def landed(self) -> None:
+        """Take note that something was committed."""
+        self.tries, self._batch, self._seconds, self._last = 0, None, 0.0, None
+
+
+def is_by_statement(error: BaseException, *, connection_lost: bool) -> bool:
+    """Tell whether an environment's error may be a statement's own doing: it ended its own backend, say."""
+    driver = driver_error(error)
+    return connection_lost or (driver is not None and (driver.sqlstate or "").startswith(_BY_STATEMENT))
 
 
 def driver_error(error: BaseException) -> psycopg.Error | None:

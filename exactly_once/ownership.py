@@ -20,7 +20,7 @@ from enum import Enum
 from typing import NamedTuple
 from uuid import UUID
 
-from .model import Advance, Partition, Row
+from .model import Advance, Partition, Row, Span
 
 
 class State(Enum):
@@ -76,6 +76,10 @@ class Holding:
     unreadable: str | None = None
     """Why the client cannot read on behind ``fetched``; what it delivers all the same is dropped."""
     previous_instance: UUID | None = None
+    last_applied: int | None = None
+    """The offset after the message that was applied last, if that was since the partition was placed."""
+    gaps: dict[int, int] = field(default_factory=dict)
+    """Where the log has gaps in what was fetched and not committed: the offset after each, and the one before it."""
     error: Exception | None = None
     """Why a partition in the state BAD is there."""
     left: Left | None = None
@@ -237,6 +241,7 @@ class Ownership:
             holding.placed = True
             holding.handed_out = holding.fetched = holding.expected
             holding.log_end, holding.unreadable = -1, None
+            holding.gaps.clear()
 
     def misplaced(self) -> None:
         """Distrust every position of the client, after an exception out of poll or consume."""
@@ -247,17 +252,20 @@ class Ownership:
 
     # What becomes of units.
 
-    def hand_out(self, ends: Mapping[Partition, tuple[int, int | None]]) -> list[Advance]:
-        """Give messages up to ``ends`` (offset after the last, its leader epoch) to a unit.
+    def hand_out(self, spans: Mapping[Partition, Span]) -> list[Advance]:
+        """Give a batch, which has these spans, to a unit.
 
-        :raises AssertionError: when an earlier unit of a partition was not accounted for.
+        :raises AssertionError: when an earlier unit of a partition was not accounted for, or when the batch does not
+            begin with the first message that was not applied yet.
         """
         advances = []
-        for partition in sorted(ends):
-            holding, (end, leader_epoch) = self.holdings[partition], ends[partition]
+        for partition in sorted(spans):
+            holding, (begin, end, leader_epoch) = self.holdings[partition], spans[partition]
             assert holding.state is State.OWNED and holding.token is not None, partition
-            if not holding.handed_out == holding.expected < end:
-                raise AssertionError((partition, holding, end))  # not by assert: python -O must not lose messages
+            is_next = holding.gaps.get(begin, begin) <= holding.expected <= begin < end
+            if holding.handed_out != holding.expected or not is_next:
+                # Not by assert: python -O must not lose messages.
+                raise AssertionError((partition, holding, spans[partition]))
             holding.handed_out = end
             advances.append(
                 Advance(
@@ -269,6 +277,7 @@ class Ownership:
                     next_offset=end,
                     leader_epoch=leader_epoch,
                     cluster_id=holding.cluster_id,
+                    after=holding.last_applied,
                 )
             )
         return advances
@@ -278,7 +287,7 @@ class Ownership:
         for advance in advances:
             holding = self._held(advance)
             if holding is not None:
-                holding.expected, holding.leader_epoch = advance.next_offset, advance.leader_epoch
+                self._move_on(holding, advance)
 
     def moved_to_end(self, advances: Iterable[Advance]) -> None:
         """Move on to the end of the log, which no unit was needed for."""
@@ -317,7 +326,7 @@ class Ownership:
                 continue
             holding.token = row.owner_token
             if landed:
-                holding.expected, holding.leader_epoch = advance.next_offset, advance.leader_epoch
+                self._move_on(holding, advance)
             elif row.next_offset == advance.expected:
                 holding.handed_out = holding.expected
             else:
@@ -438,6 +447,12 @@ class Ownership:
             holding.state, holding.token, holding.placed = State.FENCED, None, False
             holding.error = holding.left = None
 
+    def _move_on(self, holding: Holding, advance: Advance) -> None:
+        holding.expected = holding.last_applied = advance.next_offset
+        holding.leader_epoch = advance.leader_epoch
+        if holding.gaps:
+            holding.gaps = {after: before for after, before in holding.gaps.items() if after >= advance.next_offset}
+
     def _go_to(self, holding: Holding, row: Row) -> None:
         self.is_unsettled = True
         if row.next_offset is None:
@@ -446,7 +461,7 @@ class Ownership:
             return
         holding.expected = holding.handed_out = holding.fetched = row.next_offset
         holding.leader_epoch, holding.log_end = row.leader_epoch, -1
-        holding.placed = False
+        holding.placed, holding.last_applied = False, None
 
 
 def verdict_on(advance: Advance, row: Row | None) -> Verdict:

@@ -105,8 +105,8 @@ class _Settlement:
         if not self._work.is_unknown and self._work.fate() == "committed":
             raise HandlerCommitted(
                 f"the handler committed by itself while dead letter {self._letter.id} ({self._letter.place}) was "
-                "replayed; the letter is marked as replayed. Take COMMIT, conn.commit() and `with connection:` out "
-                "of the handler, and see what of its effects is there"
+                "replayed; the letter is marked as replayed. Take COMMIT out of the handler, and see what of its "
+                "effects is there"
             ) from error
 
 

@@ -7,19 +7,21 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
 import tenacity
 from confluent_kafka import Message
 
-from .dead_letters import DeadLetterLimit, enforce, place_of
+from .dead_letters import DeadLetterLimit, enforce
 from .errors import PoisonMessage, Redelivered, TransactionAborted
 from .logs import about
-from .outcome import Fault, driver_error
+from .model import Partition
+from .outcome import Fault, driver_error, may_be_data
 from .poison import Search
 from .retry import Stop
-from .unit import Stage, Unit, apply
+from .unit import Stage, Unit, apply, call
 from .units import Units
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,30 @@ _SWALLOWED = "it cannot be set aside, because a SQL error was swallowed, and nob
 
 OnPoison = Literal["stop", "dead-letter"] | Callable[[Unit, Message, Exception], object]
 """What becomes of a message that cannot be applied. A callable is called in the transaction that skips it."""
+
+
+@dataclass(slots=True)
+class _Suspect:
+    """A message that failed alone."""
+
+    partition: Partition
+    offset: int
+    tries: int = 0
+    """How often it was tried alone, for whatever reason it failed."""
+    failures: int = 0
+    """How often of these the handler or the message was at fault."""
+    poison: Exception | None = None
+    """What it is to be set aside for, once that is decided."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.partition} offset {self.offset}"
+
+    def is_first_of(self, unit: Unit) -> bool:
+        return _first(unit) == (self.partition, self.offset)
+
+    def is_only_one_of(self, unit: Unit) -> bool:
+        return len(unit.messages) == 1 and self.is_first_of(unit)
 
 
 class Service:
@@ -56,8 +82,15 @@ class Service:
         self._attempts = attempts
         self._limit = limit
         self._search = Search()
-        self._failures = 0
-        self._poison: tuple[str, Exception] | None = None
+        self._suspect: _Suspect | None = None
+        self._doubts: list[_Suspect] = []
+        """Messages that failed alone by what any other message may meet as well, in their order."""
+        self._searched: dict[Partition, int] = {}
+        """Up to where the batch goes that is searched for its poison."""
+        self._has_landed = False
+        """Whether the handler could apply a part of it."""
+        self._found = 0
+        """How many messages of it were set aside."""
 
     def run(self) -> None:
         """Serve until the iteration ends."""
@@ -71,16 +104,23 @@ class Service:
 
     def _one(self) -> bool:
         """Serve one unit; return whether there was one."""
-        self._units.max_messages = self._search.max_messages
+        self._units.max_messages = len(self._doubts) + 1 if self._doubts else self._search.max_messages
         unit = next(self._units, None)
         if unit is None:
             return False
-        if self._poison is not None and len(unit.messages) == 1 and place_of(unit.messages[0]) == self._poison[0]:
-            self._set_aside(unit, self._poison[1])
-        elif not self._apply(unit):
+        suspect = self._suspect
+        if self._doubts and self._doubts[0].is_first_of(unit):
+            if not self._decide(unit):
+                return True
+        elif suspect is not None and suspect.poison is not None and suspect.is_only_one_of(unit):
+            self._set_aside(unit, suspect)
+        elif self._apply(unit):
+            self._has_landed = True
+        else:
             return True
-        self._poison, self._failures = None, 0
-        self._search.landed(len(unit.messages))
+        self._suspect, self._doubts = None, []
+        self._search.landed(len(unit.sent))
+        self._end_search(unit)
         return True
 
     def _apply(self, unit: Unit) -> bool:
@@ -88,56 +128,136 @@ class Service:
         try:
             apply(self._handler, unit)
         except Exception as error:
-            if unit.fault is not Fault.HANDLER:
+            is_alone = len(unit.messages) == 1
+            if is_alone:
+                self._suspect = suspect = self._suspect_in(unit)
+                suspect.tries += 1
+            # Where others of the same batch were applied, it was not a table or a grant that is missing.
+            has_landed = self._has_landed and self._is_searched(unit)
+            is_data = _is_doubtful(unit, error) and (not is_alone or has_landed)
+            is_doubtful = is_alone and not is_data and _is_doubtful(unit, error) and self._on_poison != "stop"
+            if not (unit.fault is Fault.HANDLER or is_data or is_doubtful):
                 raise
+            if not is_alone and not self._is_searched(unit):
+                self._begin_search(unit, error)
             self._search.failed(len(unit.messages))
-            if len(unit.messages) > 1:
-                extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
-                logger.warning("%s: %s; looking for the message in %r", type(error).__name__, error, unit, extra=extra)
-            else:
-                self._condemn(unit, error)
+            if is_doubtful:
+                suspect.poison, self._doubts = error, [suspect]
+            elif is_alone:
+                self._condemn(unit, suspect, error)
             return False
         return True
 
-    def _condemn(self, unit: Unit, error: Exception) -> None:
+    def _begin_search(self, unit: Unit, error: Exception) -> None:
+        self._searched = {advance.partition: advance.next_offset for advance in unit.advances}
+        self._found, self._has_landed = 0, False
+        extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
+        text = "%s: %s; looking for the message in smaller units than %r"
+        logger.warning(text, type(error).__name__, error, unit, extra=extra)
+
+    def _is_searched(self, unit: Unit) -> bool:
+        """Tell whether a unit is a part of the batch that is searched."""
+        return all(a.next_offset <= self._searched.get(a.partition, -1) for a in unit.advances)
+
+    def _end_search(self, unit: Unit) -> None:
+        """Take note of what was committed; tell where that ends a search."""
+        if not self._searched or not self._is_searched(unit):
+            return
+        for advance in unit.advances:
+            if advance.next_offset == self._searched[advance.partition]:
+                del self._searched[advance.partition]
+        if not self._searched:
+            # What was found has been told by name already.
+            level, found = (logging.INFO, self._found) if self._found else (logging.WARNING, "none")
+            extra = about("poison_search_ended", group=unit.work.group_id, several=unit.advances)
+            text = "the search is over: %s of the messages failed alone, the others were applied; the last unit: %r"
+            logger.log(level, text, found, unit, extra=extra)
+
+    def _suspect_in(self, unit: Unit) -> _Suspect:
+        """Return what is known of the only message of a unit."""
+        known = self._suspect
+        return known if known is not None and known.is_only_one_of(unit) else _Suspect(*_first(unit))
+
+    def _condemn(self, unit: Unit, suspect: _Suspect, error: Exception) -> None:
         """Decide about a message that failed alone.
 
         :raises Redelivered: when it is to be tried again after a wait.
         :raises PoisonMessage: when it stops the service.
         """
-        (message,) = unit.messages
-        told = f"{place_of(message)}: {type(error).__name__}: {error}"
-        self._failures += 1
-        if self._failures < self._attempts:
-            raise Redelivered(f"{told} (attempt {self._failures} of {self._attempts})") from error
+        told = f"{suspect.place}: {type(error).__name__}: {error}"
+        suspect.failures += 1
+        if suspect.failures < self._attempts:
+            raise Redelivered(f"{told} (attempt {suspect.failures} of {self._attempts})") from error
         why = _SWALLOWED if _is_consequence(error) else _HOW_ON if self._on_poison == "stop" else None
         if why is not None:
             raise PoisonMessage(
                 f"{told}. Everything before it is committed; {why}",
-                topic=message.topic(),
-                partition=message.partition(),
-                offset=message.offset(),
+                topic=suspect.partition.topic,
+                partition=suspect.partition.number,
+                offset=suspect.offset,
             ) from error
-        self._poison = place_of(message), error
+        suspect.poison = error
 
-    def _set_aside(self, unit: Unit, error: Exception) -> None:
+    def _decide(self, unit: Unit) -> bool:
+        """Set doubtful messages aside together with the next one, which is applied: so nothing was missing for all.
+
+        Return False when the next one fails, too.
+
+        :raises Exception: the first error, when too many are, or when there is no other message to compare them with.
+        """
+        doubts, error = self._doubts, self._doubts[0].poison
+        assert error is not None
+        if len(unit.messages) <= len(doubts) or len(doubts) > self._limit.in_a_row:
+            raise error
+        aside, other = unit.messages[: len(doubts)], unit.messages[len(doubts)]
+        try:
+            with unit:
+                for message, suspect in zip(aside, doubts, strict=True):
+                    self._dispose(unit, message, suspect)
+                unit.messages = (other,)
+                call(self._handler, unit)
+        except Exception as another:
+            is_poison = unit.fault is Fault.HANDLER and self._attempts == 1 and not _is_consequence(another)
+            if not (is_poison or _is_doubtful(unit, another)):
+                raise
+            self._doubts = [*doubts, _Suspect(*_first(unit), tries=1, poison=another)]
+            return False
+        self._has_landed = True
+        for suspect in doubts:
+            self._tell_set_aside(unit, suspect)
+        return True
+
+    def _set_aside(self, unit: Unit, suspect: _Suspect) -> None:
         (message,) = unit.messages
         with unit:
-            if callable(self._on_poison):
-                self._on_poison(unit, message, error)
-            else:
-                unit.dead_letter(message, error)
-                work = unit.work
-                enforce(self._limit, unit.connection, message, schema=work.schema, group_id=work.group_id)
-        (advance,) = unit.advances
+            self._dispose(unit, message, suspect)
+        self._tell_set_aside(unit, suspect)
+
+    def _dispose(self, unit: Unit, message: Message, suspect: _Suspect) -> None:
+        """Do in the open unit what is to be done with a poisonous message."""
+        error = suspect.poison
+        assert error is not None
+        unit.tries_alone = suspect.tries
+        if callable(self._on_poison):
+            self._on_poison(unit, message, error)
+        else:
+            unit.dead_letter(message, error)
+            work = unit.work
+            enforce(self._limit, work.connection, message, schema=work.schema, group_id=work.group_id)
+        unit.tries_alone = None
+
+    def _tell_set_aside(self, unit: Unit, suspect: _Suspect) -> None:
+        self._found += 1
+        epochs = {advance.partition: advance.epoch for advance in unit.advances}
         extra = about(
             "set_aside",
             group=unit.work.group_id,
-            partition=advance.partition,
-            offset=message.offset(),
-            owner_epoch=advance.epoch,
+            partition=suspect.partition,
+            offset=suspect.offset,
+            owner_epoch=epochs[suspect.partition],
         )
-        logger.error("%s was set aside: %s: %s", place_of(message), type(error).__name__, error, extra=extra)
+        error = suspect.poison
+        logger.error("%s was set aside: %s: %s", suspect.place, type(error).__name__, error, extra=extra)
 
 
 @contextlib.contextmanager
@@ -176,6 +296,17 @@ def stopping_on_signals(
             alarm.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_doubtful(unit: Unit, error: Exception) -> bool:
+    """Tell whether an error may be one message's own, or one that every message meets."""
+    return unit.fault is Fault.OTHER and may_be_data(error)
+
+
+def _first(unit: Unit) -> tuple[Partition, int]:
+    """Name the first message of a unit, as the broker sent it: a handler may have changed even its topic."""
+    message = unit.sent.of(unit.messages[0])
+    return Partition(str(message.topic()), message.partition() or 0), message.offset() or 0
 
 
 def _is_consequence(error: Exception) -> bool:

@@ -11,7 +11,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 from uuid import UUID, uuid4
 from zlib import crc32
 
@@ -21,7 +22,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from .errors import ConfigurationError, OutcomeLost
+from .errors import ConfigurationError, OutcomeLost, TransactionNotYours
 from .logs import about
 from .sql import query
 
@@ -44,6 +45,15 @@ _END_WAIT_SECONDS = 2.0
 """How long a backend may take to end before the caller goes on polling Kafka meanwhile; usually it is milliseconds."""
 _LONGEST_SECONDS = 9999
 """What four digits can say; whatever may take longer is said to be unbounded."""
+_NOT_YOURS = {
+    "commit": "the unit commits when its block is left",
+    "rollback": "raise an exception to undo the unit, or use `with unit.connection.transaction():` for a part of it",
+    "close": "the connection is the consumer's; `with unit.connection:` ends the transaction, too: take it out",
+    "set_autocommit": "a unit is one transaction",
+}
+"""What ends a unit's transaction from under it, and what to do instead."""
+_OWN = "_exactly_once_own"
+"""Where a connection that is lent keeps what was set on it before, by tracing say."""
 
 
 class Begun(NamedTuple):
@@ -134,6 +144,7 @@ class Session:
             self._connection = connection
         assert self._connection is not None
         if self._connection.info.transaction_status is TransactionStatus.IDLE and not self._connection.autocommit:
+            take_back(self._connection)  # an interruption may have left it lent
             self._connection.autocommit = True
         return self._connection
 
@@ -145,6 +156,7 @@ class Session:
     def discard(self) -> None:
         """Close the connection; the next use opens another."""
         if self._connection is not None:
+            take_back(self._connection)
             with contextlib.suppress(psycopg.Error):
                 dispose(self._connection)
         self._connection = None
@@ -207,6 +219,7 @@ class Session:
         """End whatever transaction is open; a connection that cannot do even that is discarded."""
         if self._connection is None:
             return
+        take_back(self._connection)
         try:
             if self.lost or self._connection.info.transaction_status is TransactionStatus.ACTIVE:
                 self.discard()
@@ -364,6 +377,40 @@ def marker_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:
 def is_lost(connection: Connection) -> bool:
     """Tell whether a connection is closed, broken or in an unknown state."""
     return connection.closed or connection.broken or connection.info.transaction_status is TransactionStatus.UNKNOWN
+
+
+def lend(connection: Connection, used: Callable[[], object]) -> None:
+    """Have a connection refuse what would end the open transaction, and call ``used`` when it is used.
+
+    Frameworks and applications reach it by references of their own, so the connection itself must do both. What is
+    sent as SQL cannot be refused; it is found out afterwards.
+    """
+    take_back(connection)  # an interruption may have left it lent
+    cursor, own = connection.cursor, vars(connection)
+    own[_OWN] = {name: own[name] for name in (*_NOT_YOURS, "cursor") if name in own}
+    own.update({name: partial(_refuse, name, instead) for name, instead in _NOT_YOURS.items()})
+
+    def noting(*args: Any, **options: Any) -> Any:
+        used()
+        return cursor(*args, **options)
+
+    own["cursor"] = noting
+
+
+def take_back(connection: Connection) -> None:
+    """Give a connection that was lent its own methods again."""
+    attributes = vars(connection)
+    if _OWN in attributes:
+        for name in (*_NOT_YOURS, "cursor"):
+            attributes.pop(name, None)
+        attributes.update(attributes.pop(_OWN))
+
+
+def _refuse(name: str, instead: str, *_: object, **__: object) -> NoReturn:
+    called = "autocommit" if name == "set_autocommit" else f"{name}()"
+    raise TransactionNotYours(
+        f"{called} on the connection of an open unit: {instead}. Nothing was committed or rolled back by this call"
+    )
 
 
 def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import NoReturn
@@ -16,6 +17,7 @@ from .errors import (
     ExactlyOnceError,
     Fenced,
     HandlerCommitted,
+    NoProgress,
     OutcomeLost,
     OutcomePending,
     Redelivered,
@@ -27,8 +29,18 @@ from .errors import (
 from .ledger import LOCK_SECONDS, Ledger, row_missing
 from .logs import about
 from .mirror import Mirror
-from .model import Advance, Row
-from .outcome import SHORT_COUNT, Fault, classify, driver_error
+from .model import Advance, Partition, Row
+from .outcome import (
+    PATIENCE_SECONDS,
+    READ_ONLY,
+    SHORT_COUNT,
+    TRIES,
+    Fault,
+    Patience,
+    classify,
+    driver_error,
+    is_by_statement,
+)
 from .ownership import Ownership, Resolution, Verdict
 from .retry import briefly
 from .session import Connection, is_lost
@@ -39,6 +51,11 @@ logger = logging.getLogger(__name__)
 
 _HALT_SECONDS = 10.0
 _TROUBLE_SECONDS = 5.0
+_BACK_SECONDS = 30.0
+"""How long a server that went down under a unit, again, may take to come back: far below max.poll.interval.ms."""
+_UNUSED_UNITS = 3
+"""How many units a handler may leave unused before that is told: the first messages may be none that it looks at."""
+_NOBODYS = (Fault.CONFLICT, Fault.ENVIRONMENT)
 
 
 @dataclass(slots=True)
@@ -83,6 +100,11 @@ class Settlement:
         self._began_at = 0.0
         self._pending: tuple[Unit, bool] | None = None
         self._troubles = 0
+        self._patience = Patience()
+        self._suspects: dict[Partition, int] = {}
+        """Up to where the messages go that failed too often: parts of them are cut at their first failure."""
+        self._unused: int | None = 0
+        """How many units were committed by a handler that has used none of them; None once it did, or it was told."""
         self.not_before = 0.0
         """When the next unit makes sense, on the monotonic clock: servers that refuse are not asked in a hurry."""
         self.limit = max_messages
@@ -115,7 +137,7 @@ class Settlement:
             lost = unit.work.is_lost
             self._give_back(unit)
             unit.work.roll_back()
-            self._raise_fault(unit, error, lost=lost)
+            self._raise_fault(unit, error, lost=lost, began=False)
             raise
         self._watch(unit)
 
@@ -179,14 +201,16 @@ class Settlement:
         lost = unit.work.is_lost
         self._pending = (unit, False)  # so that an interruption of what follows loses nothing
         unit.work.roll_back()
+        self._count(unit, error, lost=lost)
         try:
-            fate = unit.work.fate()
+            # A unit whose statement ends the whole server, each time, is to be judged when the server is back.
+            fate = briefly(_BACK_SECONDS if self._is_suspect(unit) else 0)(unit.work.fate)
         except psycopg.Error as trouble:
             if not isinstance(error, Exception):
                 return
             raise OutcomePending(_told(unit, f"what became of it is not known yet: {str(trouble).strip()}")) from error
         except OutcomeLost as unclear:
-            self._halt(unit, unclear, reason=str(unclear))
+            self._outcome_lost(unit, unclear)
         if fate == "committed":
             self._handler_committed(unit, error)
         driver = driver_error(error)
@@ -194,7 +218,7 @@ class Settlement:
             self._judge(unit, error)
         self._pending = None
         self._give_back(unit)
-        self._raise_fault(unit, error, lost=lost)
+        self._raise_fault(unit, error, lost=lost, began=True)
 
     def settle(self) -> None:
         """Find out what became of the unit that is pending, if there is one.
@@ -216,9 +240,10 @@ class Settlement:
             try:
                 fate = unit.work.fate()
             except OutcomeLost as unclear:
-                self._halt(unit, unclear, reason=str(unclear))
+                self._outcome_lost(unit, unclear)
             if fate == "committed":
                 self._handler_committed(unit, None)
+            self._pending = None  # first: an interruption may not give it back twice
             self._give_back(unit)
         self._pending = None
 
@@ -233,7 +258,7 @@ class Settlement:
                 status = session.fate(unit.work.begun)
         except OutcomeLost as unclear:
             self._watcher.clear()
-            self._halt(unit, unclear, reason=str(unclear))
+            self._outcome_lost(unit, unclear)
         if status in ("in progress", "prepared"):
             raise UnitNotFinished(
                 f"the transaction that {unit!r} joined is still open: commit it or roll it back, then iterate on"
@@ -255,23 +280,52 @@ class Settlement:
     def _landed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
         with self._ownership.changing():
             self._ownership.committed(unit.advances)
-            self._delivery.committed()
         for advance in unit.advances:
             self._mirror.applied(advance.partition, advance.next_offset, advance.leader_epoch)
         self.counters.committed += 1
-        self.counters.messages += len(unit.messages)
+        self.counters.messages += len(unit.sent)
         self.counters.dead_letters += unit.dead_letters
         self._troubles = 0
+        self._patience.landed()
+        self._note_use(unit)
         self.committed_at = time.monotonic()
         self.timing = self.committed_at - self._began_at, commit_seconds
         late = self.timing[0] > unit.work.max_unit_seconds
         self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
 
+    def _note_use(self, unit: Unit) -> None:
+        """Notice a handler that never uses its units: it writes elsewhere, where effects are doubled."""
+        is_used = unit.is_touched or unit.is_connection_used
+        if is_used and unit.dead_letters < len(unit.messages):
+            self._unused = None
+        elif self._unused is not None and not is_used:
+            self._unused += 1
+            if self._unused == _UNUSED_UNITS:
+                self.tell_unused()
+
+    def tell_unused(self) -> None:
+        """Log, once, that no unit was used so far, if that is so."""
+        if self._unused:
+            logger.warning(
+                "the handler did not use its unit (unit.execute, unit.connection, ...) in any of %s units so far: "
+                "effects elsewhere are at-least-once, so redelivery and the search for a poisonous message repeat them",
+                self._unused,
+                extra=self._about("unit_unused"),
+            )
+        self._unused = None
+
+    def _count(self, unit: Unit, error: BaseException, *, lost: bool) -> None:
+        """Count failures of the same messages that look like nobody's fault."""
+        is_ours = isinstance(error, ExactlyOnceError) or not isinstance(error, Exception)
+        if is_ours or unit.is_taken or classify(error, connection_lost=lost) not in _NOBODYS:
+            return
+        self._patience.failed(_batch(unit), time.monotonic())
+
     def _give_back(self, unit: Unit) -> None:
         self.counters.redelivered += 1
         with self._ownership.changing():
             self._ownership.aborted(unit.advances)
-            self._delivery.put_back(unit.messages)
+            self._delivery.put_back(unit.sent.again())
 
     def _after_unknown(self, unit: Unit, error: BaseException) -> None:
         """Try once to learn the outcome of a COMMIT that was not confirmed."""
@@ -290,7 +344,8 @@ class Settlement:
         if resolution is Resolution.FENCED:
             raise Fenced(_told(unit, "COMMIT was not confirmed, and its rows belong to another owner")) from error
         if resolution is Resolution.ABORTED:
-            self._raise_fault(unit, error, lost=lost)
+            self._count(unit, error, lost=lost)
+            self._raise_fault(unit, error, lost=lost, began=True)
             raise error
 
     def _resolve(self, unit: Unit) -> Resolution:
@@ -309,7 +364,7 @@ class Settlement:
                 self.counters.fenced += is_fenced
                 self.counters.resolved_fenced += is_fenced and not unit.work.is_joined
                 self.counters.resolved_aborted += not is_fenced and not unit.work.is_joined
-                self._delivery.put_back(unit.messages)
+                self._delivery.put_back(unit.sent.again())
             self._delivery.discard()
         self._note_rewind(unit, rows)
         level = logging.DEBUG if unit.work.is_joined else logging.WARNING
@@ -340,7 +395,7 @@ class Settlement:
         with self._ownership.changing():
             verdicts = self._ownership.judge(unit.advances, rows)
             self.counters.redelivered += 1
-            self._delivery.put_back(unit.messages)
+            self._delivery.put_back(unit.sent.again())
         stored = {row.partition: row for row in rows}
         for verdict in (Verdict.MISSING, Verdict.RECREATED, Verdict.REWOUND, Verdict.FENCED, Verdict.AHEAD):
             for advance in unit.advances:
@@ -369,6 +424,12 @@ class Settlement:
         owner = row.owner_name or row.owner_instance if row.owner_token else "nobody, it was reset or released"
         return Fenced(_told(unit, f"{place} is owned by {owner} now (owner epoch {row.owner_epoch})"))
 
+    def _outcome_lost(self, unit: Unit, unclear: OutcomeLost) -> NoReturn:
+        """Fail for good: nobody knows whether effects are durable."""
+        first = unit.advances[0].partition
+        mend = f"For each partition: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
+        self._halt(unit, OutcomeLost, str(unclear), mend, cause=unclear)
+
     def _handler_committed(self, unit: Unit, error: BaseException | None) -> NoReturn:
         """Fail for good: effects are durable, their offset is not."""
         reason = (
@@ -377,33 +438,109 @@ class Settlement:
             else f"the handler committed a transaction by itself with the messages of {unit!r}"
         )
         first = unit.advances[0].partition
-        failure = HandlerCommitted(
-            f"{reason}: its effects are durable, the offset is not. The partitions are halted. Take COMMIT, "
-            "conn.commit() and `with connection:` out of the handler, decide which messages took effect, then "
-            f"for each: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
+        wrong = f"{reason}: its effects are durable, the offset is not"
+        mend = (
+            "Take COMMIT out of the handler and out of what it calls, decide which messages took effect, then "
+            f"for each partition: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
         )
-        failure.__cause__ = error
-        self._halt(unit, failure, reason=reason)
+        self._halt(unit, HandlerCommitted, wrong, mend, cause=error)
 
-    def _halt(self, unit: Unit, failure: ExactlyOnceError, *, reason: str) -> NoReturn:
-        """Raise ``failure`` from now on, here and in whatever process acquires the partitions next."""
-        self.failed = failure
-        self._pending = None
+    def _halt(
+        self,
+        unit: Unit,
+        kind: type[HandlerCommitted | OutcomeLost],
+        wrong: str,
+        mend: str,
+        *,
+        cause: BaseException | None,
+    ) -> NoReturn:
+        """Raise what is wrong from now on, here and in whatever process acquires the partitions next."""
         try:
-            briefly(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=reason)
+            halted = briefly(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=wrong)
+            missed = self._not_halted([a for a in unit.advances if a.partition not in halted])
         except psycopg.Error as trouble:
-            extra = self._about("halt_failed", several=unit.advances)
-            logger.critical("could not halt the partitions of %r in the ledger: %s", unit, trouble, extra=extra)
+            halted, missed = set(), f"could not be halted in the ledger: {str(trouble).strip()}"
+        done = f"Halted until an operator resets them: {_names(halted)}. " if halted else ""
+        left = [a for a in unit.advances if a.partition not in halted]
+        undone = f"NOT halted: {_names(a.partition for a in left)}, {missed}. " if left else ""
+        failure = self.failed = kind(f"{wrong}. {done}{undone}{mend}")
+        failure.__cause__ = cause
+        self._pending = None
+        if left:
+            logger.critical("%s", failure, extra=self._about("halt_failed", several=left))
         raise failure
 
-    def _raise_fault(self, unit: Unit, error: BaseException, *, lost: bool) -> None:
+    def _not_halted(self, advances: list[Advance]) -> str:
+        """Say why rows could not be halted: where they are now."""
+        rows = {row.partition: row for row in self._ledger.read([a.partition for a in advances])} if advances else {}
+        found = []
+        for advance in advances:
+            row = rows.get(advance.partition)
+            if row is None:
+                found.append(f"{advance.partition} has no row")
+            elif row.topic_id != advance.topic_id:
+                found.append(f"{advance.partition} belongs to another topic of that name by now")
+            else:
+                found.append(
+                    f"{advance.partition} went on from {advance.expected} to {row.next_offset} under another owner "
+                    f"(owner epoch {row.owner_epoch}), which has applied these messages, too"
+                )
+        return "; ".join(found)
+
+    def _is_suspect(self, unit: Unit) -> bool:
+        """Tell whether a unit has failed often enough, or is a part of one that has and can be cut further."""
+        several = len(unit.messages) > 1
+        is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
+        return self._patience.is_out or (several and is_part)
+
+    def _blame(self, unit: Unit, error: Exception, fault: Fault, *, lost: bool) -> Fault:
+        """End what would go on for ever: say whose fault it is that these messages failed so often.
+
+        Every one of these tries had a transaction that began, so the server answers us.
+        """
+        if fault not in _NOBODYS or unit.is_taken:
+            return fault
+        several, patience = len(unit.messages) > 1, self._patience
+        if fault is Fault.ENVIRONMENT and is_by_statement(error, connection_lost=lost):
+            if self._is_suspect(unit) and not (_is_read_only(error) and self._refuses_writes(unit)):
+                fault = Fault.HANDLER
+        elif patience.is_overdue:
+            unit.fault = Fault.OTHER
+            what = f"nothing could be committed for {PATIENCE_SECONDS:g} s: {str(error).strip()}"
+            raise NoProgress(_told(unit, what)) from error
+        elif patience.is_out and several:
+            self.limit = max(1, len(unit.messages) // 2)  # perhaps there is less to collide with, or to hold
+        if fault is Fault.HANDLER:
+            if patience.tries == TRIES:
+                text = (
+                    "%r failed %s times in a row while the database server answers, so its statements are at fault: %s"
+                )
+                extra = self._about("tried_enough", several=unit.advances)
+                logger.warning(text, unit, patience.tries, str(error).strip(), extra=extra)
+            self._suspects = {a.partition: a.next_offset for a in unit.advances} if several else self._suspects
+            self._troubles = 0
+        return fault
+
+    def _refuses_writes(self, unit: Unit) -> bool:
+        """Find out on another connection whether the server itself refuses to write."""
+        self._ledger.session.discard()
+        try:
+            self._ledger.read(sorted(a.partition for a in unit.advances))  # locks rows, which is writing
+        except psycopg.Error:
+            return True
+        return False
+
+    def _raise_fault(self, unit: Unit, error: BaseException, *, lost: bool, began: bool) -> None:
         """Raise what the outcome table says of ``error``, or return if it is to propagate itself."""
         if not isinstance(error, Exception):
             return
         if isinstance(error, ExactlyOnceError):
             unit.fault = Fault.HANDLER if isinstance(error, TransactionAborted) else Fault.OTHER
             return
-        fault = unit.fault = classify(error, connection_lost=lost)
+        fault = classify(error, connection_lost=lost)
+        if began:
+            fault = self._blame(unit, error, fault, lost=lost)
+        unit.fault = fault
         if fault is Fault.DURATION:
             self.limit = max(1, len(unit.messages) // 2)
             if len(unit.messages) == 1:
@@ -420,3 +557,16 @@ class Settlement:
 
 def _told(unit: Unit, what: str) -> str:
     return f"{what} ({unit!r}); nothing is lost, the messages come again if they did not take effect"
+
+
+def _batch(unit: Unit) -> Hashable:
+    return tuple((a.partition, a.expected, a.next_offset) for a in unit.advances)
+
+
+def _names(partitions: Iterable[Partition]) -> str:
+    return ", ".join(map(str, sorted(partitions)))
+
+
+def _is_read_only(error: Exception) -> bool:
+    driver = driver_error(error)
+    return driver is not None and driver.sqlstate == READ_ONLY

@@ -2,7 +2,7 @@
 
     with unit(connection, [message("payments", b"12")]) as u:
         apply(u)
-        assert u.execute("SELECT balance FROM account").fetchone() == (12,)
+        assert connection.execute("SELECT balance FROM account").fetchone() == (12,)
 
 Nothing here needs a broker, nor the ledger's tables.
 """
@@ -21,10 +21,10 @@ from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_NOT_AVAILABLE, Mess
 from psycopg.pq import TransactionStatus
 
 from . import failpoints
-from .errors import HandlerCommitted
+from .errors import HandlerCommitted, UnitNotUsed
 from .ledger import Ledger
 from .model import Advance, Partition
-from .session import Connection, Session, is_lost
+from .session import Connection, Session, cursor_on, is_lost, last_row
 from .sql import query
 from .unit import Unit
 from .unit_of_work import UnitOfWork, transaction_ended
@@ -72,6 +72,7 @@ def unit(
     attempt: int = 1,
     group_id: str = "test",
     schema: str = "exactly_once",
+    unused_ok: bool = False,
 ) -> Iterator[Unit]:
     """Give a real unit in a transaction on your connection, and roll it back afterwards.
 
@@ -79,11 +80,14 @@ def unit(
     constraints too. What you did before in an open transaction of your own stays. ``schema`` is needed only by
     handlers that set dead letters aside.
 
-    :raises HandlerCommitted: when the handler committed by itself; your test database keeps its effects.
-    :raises HandlerError: when it swallowed a SQL error, rolled back, or left a COPY or pipeline open.
+    :raises HandlerCommitted: when the handler sent COMMIT by itself; your test database keeps its effects.
+    :raises UnitNotUsed: when nobody used the unit, so that what the handler did went elsewhere; ``unused_ok`` allows
+        that, for handlers that do nothing with these messages.
+    :raises HandlerError: when it called ``commit()`` or ``rollback()``, swallowed a SQL error, rolled back, or left a
+        COPY or pipeline open.
     """
     messages = list(messages)
-    trial = _Trial(connection, group_id=group_id, schema=schema)
+    trial = _Trial(connection, group_id=group_id, schema=schema, unused_ok=unused_ok)
     with Unit(messages, _advances(messages), attempt=attempt, work=trial.work, settle=trial) as made:
         yield made
 
@@ -122,8 +126,10 @@ def failing_at(failpoint: str, error: BaseException, *, nth: int = 1) -> Iterato
 class _Trial:
     """Settles a unit on a test's connection: guards and constraints as in production, then ROLLBACK."""
 
-    def __init__(self, connection: Connection, *, group_id: str, schema: str) -> None:
+    def __init__(self, connection: Connection, *, group_id: str, schema: str, unused_ok: bool) -> None:
         self._connection = connection
+        self._unused_ok = unused_ok
+        self._written = 0
         self._is_nested = False
         session = self._session = Session(lambda: connection, schema=schema, owns_rows=False)
         self.work = UnitOfWork(Ledger(session, group_id=group_id, owner_kind="consumer"))
@@ -136,6 +142,7 @@ class _Trial:
         elif self._connection.autocommit:
             self._connection.execute("BEGIN", prepare=False)
         self.work.join(self._connection)
+        self._written = self._rows_written()
         self.work.is_joined = False  # the guards are to speak as in production
 
     def join(self, unit: Unit, connection: Connection) -> None:
@@ -150,6 +157,14 @@ class _Trial:
             if self._fate() == "aborted":
                 raise transaction_ended()
             self._execute("check_constraints")
+            # The test itself may look at effects over the connection; only what is written tells of a framework.
+            is_used = unit.is_touched or self._rows_written() > self._written
+            if unit.messages and not is_used and not self._unused_ok:
+                raise UnitNotUsed(
+                    f"nothing was done through {unit!r}: effects on another connection, or elsewhere, are not in its "
+                    "transaction and happen again at each redelivery. Use unit.execute or unit.connection; or pass "
+                    "unused_ok=True if the handler has nothing to do for these messages"
+                )
         except BaseException as error:
             self.abandon(unit, error)
             raise
@@ -160,7 +175,7 @@ class _Trial:
         if not is_lost(self._connection) and self._fate() == "committed":
             raise HandlerCommitted(
                 f"the handler committed by itself with the messages of {unit!r}: in production its effects would be "
-                "durable and the offset not. Take COMMIT, conn.commit() and `with connection:` out of the handler"
+                "durable and the offset not. Take COMMIT out of the handler and of what it calls"
             ) from error
 
     def _undo(self) -> None:
@@ -177,6 +192,12 @@ class _Trial:
                 self._execute("to_savepoint")
                 return
         connection.execute("ROLLBACK", prepare=False)
+
+    def _rows_written(self) -> int:
+        cursor = cursor_on(self._connection)
+        cursor.execute(query("written", self.work.schema), prepare=False)
+        rows: int = last_row(cursor)[0]
+        return rows
 
     def _execute(self, name: str) -> None:
         self._connection.execute(query(name, self.work.schema), prepare=False)

@@ -14,12 +14,13 @@ from confluent_kafka import Message
 from psycopg import sql
 
 from . import dead_letters
+from .delivery import Sent
 from .errors import ConfigurationError, UnitNotFinished, WrongProcess
 from .failpoints import failpoint
 from .identity import Identity
 from .model import Advance
 from .outcome import Fault
-from .session import Connection
+from .session import Connection, lend, take_back
 from .unit_of_work import UnitOfWork
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Stage(Enum):
     FINISHING = "finishing"
     JOINED = "in a joined transaction, to be settled by the next iteration"
     DONE = "done"
+    FAILED = "failed"
 
 
 class Settles(Protocol):
@@ -75,7 +77,10 @@ class Unit:
         work: UnitOfWork,
         settle: Settles,
     ) -> None:
-        self.messages = messages
+        self.messages = tuple(messages)
+        topics = {advance.partition.topic for advance in advances}
+        self.sent = Sent(self.messages, only_topic=topics.pop() if len(topics) == 1 else None)
+        """The messages as the broker sent them."""
         self.attempt = attempt
         self.advances = advances
         self.work = work
@@ -84,6 +89,14 @@ class Unit:
         """Whose fault it was that the unit failed."""
         self.dead_letters = 0
         """How many messages were set aside."""
+        self.is_touched = False
+        """Whether the handler has asked the unit for its connection, or for what goes over it."""
+        self.is_connection_used = False
+        """Whether its connection was used, be it by a framework that has it from elsewhere."""
+        self.is_taken = False
+        """Whether Kafka took partitions of it while it was open."""
+        self.tries_alone: int | None = None
+        """How often its only message was tried alone, where somebody counts."""
         self._settle = settle
         self._process = 0
 
@@ -94,13 +107,17 @@ class Unit:
     def __enter__(self) -> Self:
         self._enter()
         self._settle.begin(self)
+        lend(self.work.connection, self._note_use)
         self.stage = Stage.OPEN
         return self
+
+    def _note_use(self) -> None:
+        self.is_connection_used = True
 
     def _enter(self) -> None:
         if self.stage is not Stage.NEW:
             raise UnitNotFinished(f"this unit was entered before: {self!r}; iterate on for the next one")
-        self.stage = Stage.DONE
+        self.stage = Stage.FAILED  # unless it gets further
         self._process = os.getpid()
 
     def _check_process(self) -> None:
@@ -118,15 +135,18 @@ class Unit:
             self._check_process()
         elif os.getpid() != self._process:
             return  # a child of the handler ends by an error of its own, sys.exit() perhaps
-        self.stage = Stage.DONE if error is not None else Stage.FINISHING
+        self.stage = Stage.FAILED if error is not None else Stage.FINISHING
         try:
+            take_back(self.work.connection)
             if error is not None:
                 self._settle.abandon(self, error)
             else:
                 failpoint("handled")
                 self._settle.finish(self)
+                self.stage = Stage.DONE
         finally:
-            self.stage = Stage.DONE
+            if self.stage is Stage.FINISHING:
+                self.stage = Stage.FAILED
 
     @contextlib.contextmanager
     def join(self, connection: Connection) -> Iterator[Self]:
@@ -142,6 +162,7 @@ class Unit:
         """
         self._enter()
         self._settle.join(self, connection)
+        self.is_touched = True  # what is done in it goes past the unit
         self.stage = Stage.OPEN
         try:
             yield self
@@ -156,12 +177,14 @@ class Unit:
     def connection(self) -> Connection:
         """The psycopg connection with the open transaction, for everything that has no shortcut here.
 
-        Do not commit, roll back or close it. Savepoints (``with connection.transaction():``) are fine.
+        Savepoints (``with connection.transaction():``) are fine. Inside ``with unit:`` its ``commit()``,
+        ``rollback()``, ``close()`` and ``autocommit`` raise :class:`~exactly_once.TransactionNotYours`.
 
         :raises UnitNotFinished: outside of the ``with`` block.
         """
         if self.stage is not Stage.OPEN:
             raise UnitNotFinished(f"this unit is not open: {self!r}; use it inside `with unit:`")
+        self.is_touched = True
         return self.work.connection
 
     def execute(self, query: Statement, params: Params | None = None) -> psycopg.Cursor[Any]:
@@ -175,8 +198,11 @@ class Unit:
     def dead_letter(self, message: Message, error: BaseException | str) -> None:
         """Set a message of this unit aside, in the transaction: it counts as applied once the unit commits.
 
+        What is stored is what the broker sent, also after ``message.set_value()`` and the like.
+
         :raises ValueError: when the message's partition is not one of this unit.
         """
+        message = self.sent.of(message)
         dead_letters.store(
             self.connection,
             message,
@@ -184,7 +210,8 @@ class Unit:
             schema=self.work.schema,
             group_id=self.work.group_id,
             advance=self._advance_of(message),
-            attempts=self.attempt,
+            after_offset=self._after(message),
+            attempts=self.attempt if self.tries_alone is None else self.tries_alone,
         )
         self.dead_letters += 1
 
@@ -201,6 +228,14 @@ class Unit:
                 "Grant DESCRIBE on the topic, or make a key of what the message says"
             )
         return Identity(advance.cluster_id, advance.topic_id, advance.partition.number, message.offset() or 0)
+
+    def _after(self, message: Message) -> int:
+        """Return the offset after the message that comes before this one, in whichever unit that was."""
+        before = self.sent.before(message)
+        if before is not None:
+            return before + 1
+        advance = self._advance_of(message)
+        return advance.expected if advance.after is None else advance.after
 
     def _advance_of(self, message: Message) -> Advance:
         for advance in self.advances:
@@ -228,11 +263,16 @@ def apply(handler: Callable[[Unit], object], unit: Unit) -> None:
     :raises ConfigurationError: when it gave a coroutine or a generator, which has done nothing yet.
     """
     with unit:
-        result = handler(unit)
-        if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
-            if inspect.iscoroutine(result):
-                result.close()
-            raise ConfigurationError(
-                f"the handler returned {type(result).__name__} {result!r} instead of having its effects: "
-                "write it with def, not async def, and without yield"
-            )
+        call(handler, unit)
+
+
+def call(handler: Callable[[Unit], object], unit: Unit) -> None:
+    """Call a handler with a unit that is open; raise as :func:`apply` does."""
+    result = handler(unit)
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise ConfigurationError(
+            f"the handler returned {type(result).__name__} {result!r} instead of having its effects: "
+            "write it with def, not async def, and without yield"
+        )

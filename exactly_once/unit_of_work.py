@@ -157,6 +157,7 @@ class UnitOfWork:
 def transaction_ended() -> TransactionEnded:
     """Make the error for a handler that rolled back by itself."""
     return TransactionEnded(
-        "the handler ended the transaction of the unit (ROLLBACK); nothing of it was stored. The unit commits by "
-        "itself; raise an exception to undo it, use `with unit.connection.transaction():` for a part of it"
+        "the handler ended the transaction of the unit (ROLLBACK); nothing of that was stored, but what it committed "
+        "by itself afterwards is. The unit commits by itself; raise an exception to undo it, use `with "
+        "unit.connection.transaction():` for a part of it"
     )

@@ -14,7 +14,7 @@ from uuid import UUID, uuid4
 
 from exactly_once.errors import Fenced, PartitionHalted
 from exactly_once.ledger import LOCK_SECONDS, Ledger
-from exactly_once.model import Advance
+from exactly_once.model import Advance, Partition
 from exactly_once.session import Connection, Session, cursor_on
 from exactly_once.sql import query
 
@@ -53,11 +53,12 @@ class BatchIdLedger(Ledger):
         if commit:
             connection.execute("COMMIT", prepare=False)
 
-    def halt(self, advances: Sequence[Advance], *, reason: str) -> None:
+    def halt(self, advances: Sequence[Advance], *, reason: str) -> set[Partition]:
         """Forbid anybody to go on with this group until an operator has looked."""
         with self.session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
             parameters = {"group_id": self.group_id, "token": self._counted.token, "reason": reason}
             cursor_on(connection).execute(query("spark_halt", self.session.schema), parameters, prepare=False)
+        return set()  # no partition's row: offsets do not count here
 
     def check(self) -> bool:
         """Return whether the batch has been counted by now.

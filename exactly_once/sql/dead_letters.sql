@@ -3,16 +3,30 @@
 -- name: dead_letter
 -- Store a message in the transaction that skips it.
 INSERT INTO {schema}.dead_letter (group_id, topic, partition, message_offset, cluster_id, topic_id, leader_epoch,
-    timestamp_type, timestamp_ms, key, value, header_names, header_values, error_class, error, sqlstate, attempts)
+    timestamp_type, timestamp_ms, key, value, header_names, header_values, error_class, error, sqlstate, attempts,
+    after_offset)
 VALUES (%(group_id)s, %(topic)s, %(partition)s, %(offset)s, %(cluster_id)s, %(topic_id)s, %(leader_epoch)s,
     %(timestamp_type)s, %(timestamp_ms)s, %(key)s::bytea, %(value)s::bytea, %(header_names)s::text[],
-    %(header_values)s::bytea[], %(error_class)s, %(error)s, %(sqlstate)s, %(attempts)s)
+    %(header_values)s::bytea[], %(error_class)s, %(error)s, %(sqlstate)s, %(attempts)s, %(after_offset)s)
 
 -- name: count_dead_letters
--- How many of the offsets right before this one are dead, and how many messages of the group died lately.
-SELECT (SELECT count(DISTINCT message_offset) FROM {schema}.dead_letter
-        WHERE group_id = %(group_id)s AND topic = %(topic)s AND partition = %(partition)s AND status = 'dead'
-          AND message_offset > %(offset)s - %(in_a_row)s AND message_offset <= %(offset)s),
+-- How many messages up to this one are dead, none between them applied, and how many of the group died lately.
+-- Counted from letter to letter, because the log has offsets without messages.
+WITH RECURSIVE run AS (
+    (SELECT 1 AS length, d.after_offset, d.topic_id FROM {schema}.dead_letter d
+     WHERE d.group_id = %(group_id)s AND d.topic = %(topic)s AND d.partition = %(partition)s
+       AND d.message_offset = %(offset)s AND d.status = 'dead'
+     ORDER BY d.id DESC LIMIT 1)
+    UNION ALL
+    SELECT run.length + 1, before.after_offset, before.topic_id
+    FROM run CROSS JOIN LATERAL (
+        SELECT d.after_offset, d.topic_id FROM {schema}.dead_letter d
+        WHERE d.group_id = %(group_id)s AND d.topic = %(topic)s AND d.partition = %(partition)s
+          AND d.message_offset = run.after_offset - 1 AND d.status = 'dead'
+          AND d.topic_id IS NOT DISTINCT FROM run.topic_id
+        ORDER BY d.id DESC LIMIT 1) before
+    WHERE run.length < %(in_a_row)s)
+SELECT (SELECT coalesce(max(length), 0) FROM run),
        (SELECT count(*) FROM {schema}.dead_letter
         WHERE group_id = %(group_id)s AND dead_at > clock_timestamp() - make_interval(secs => %(window_seconds)s))
 

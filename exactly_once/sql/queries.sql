@@ -230,17 +230,22 @@ FROM held
 WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
 
 -- name: halt
--- Nobody may acquire these partitions until an operator has decided.
+-- Nobody may acquire these partitions until an operator has decided, and whoever owns them by now is fenced. A row
+-- that has moved beyond the unit, or belongs to another topic of the name, is left alone: another owner went on.
 WITH held AS (
     SELECT l.topic, l.partition
-    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[]) AS w(topic, partition, token)
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[], %(topic_ids)s::text[],
+                %(expected)s::bigint[])
+         AS w(topic, partition, token, topic_id, expected)
     JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
     WHERE l.owner_token = w.token
+       OR coalesce(l.next_offset, 0) <= w.expected AND (l.topic_id = w.topic_id) IS NOT false
     ORDER BY l.topic, l.partition
     FOR UPDATE OF l)
-UPDATE {schema}.ledger l SET halted = %(reason)s
+UPDATE {schema}.ledger l SET halted = %(reason)s, owner_epoch = l.owner_epoch + 1, owner_token = NULL
 FROM held
 WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+RETURNING l.topic, l.partition
 
 -- name: end_stale_blockers
 -- End the backends of frozen owners that a transaction of ours waits for. Only backends that carry the
@@ -451,6 +456,10 @@ SAVEPOINT exactly_once
 -- Undo that unit, and nothing before it.
 ROLLBACK TO SAVEPOINT exactly_once;
 RELEASE SAVEPOINT exactly_once
+
+-- name: written
+-- How many rows the open transaction has written.
+SELECT coalesce(sum(n_tup_ins + n_tup_upd + n_tup_del), 0)::bigint FROM pg_stat_xact_all_tables
 
 -- name: check_constraints
 -- Have deferred constraints checked, as COMMIT would.

@@ -37,7 +37,7 @@ def refuse_odd(unit: Unit) -> None:
 def commit_and_fail(unit: Unit) -> None:
     """Have the effect, commit it, which is forbidden, and fail."""
     apply(unit)
-    unit.connection.commit()
+    unit.execute("COMMIT")
     raise ValueError("too late")
 
 

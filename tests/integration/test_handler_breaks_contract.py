@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from typing import Any
 from uuid import uuid4
 
 import psycopg
@@ -22,11 +23,15 @@ from exactly_once import (
     TransactionAborted,
     TransactionBusy,
     TransactionEnded,
+    TransactionNotYours,
     Unit,
+    settlement,
 )
 from exactly_once.embedded import Postgres
+from exactly_once.ledger import Ledger
 from exactly_once.schema import migrate
 from exactly_once.sql import query
+from exactly_once.unit import Stage
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, interrupt, offsets
 from tests.support import journal
@@ -58,18 +63,11 @@ def _commit_and_begin_anew(unit: Unit, _: Scene) -> None:
     record(unit, "in a transaction of the handler's own")
 
 
-def _leave_the_connections_block(unit: Unit, _: Scene) -> None:
-    with unit.connection:
-        pass
-
-
 COMMITS: dict[str, Break] = {
     "COMMIT": lambda unit, _: unit.execute("COMMIT"),
     "END": lambda unit, _: unit.execute("END"),
     "COMMIT AND CHAIN": lambda unit, _: unit.execute("COMMIT AND CHAIN"),
     "COMMIT in one of several statements": lambda unit, _: unit.execute("SELECT 1; COMMIT; SELECT 2"),
-    "conn.commit()": lambda unit, _: unit.connection.commit(),
-    "with conn": _leave_the_connections_block,
     "COMMIT and raise": _commit_and_raise,
     "COMMIT and lose the connection": _commit_and_lose_the_connection,
     "COMMIT and lose the connection unnoticed": _commit_and_lose_the_connection_unnoticed,
@@ -152,12 +150,12 @@ def _roll_back_and_begin_anew(unit: Unit, _: Scene) -> None:
 
 
 def _roll_back_and_go_on(unit: Unit, _: Scene) -> None:
-    unit.connection.rollback()
+    unit.execute("ROLLBACK")
     record(unit, "in no transaction")
 
 
 def _roll_back_go_on_and_raise(unit: Unit, _: Scene) -> None:
-    unit.connection.rollback()
+    unit.execute("ROLLBACK")
     record(unit, "in no transaction")
     raise ValueError("after the fact")
 
@@ -166,13 +164,12 @@ def _mend_an_error_by_rollback(unit: Unit, _: Scene) -> None:
     try:
         unit.execute("SELECT 1 / 0")
     except psycopg.Error:
-        unit.connection.rollback()
+        unit.execute("ROLLBACK")
         record(unit, "in no transaction")
 
 
 ROLLBACKS: dict[str, Break] = {
     "ROLLBACK": lambda unit, _: unit.execute("ROLLBACK"),
-    "conn.rollback()": lambda unit, _: unit.connection.rollback(),
     "ROLLBACK AND CHAIN": lambda unit, _: unit.execute("ROLLBACK AND CHAIN"),
     "ROLLBACK and raise": _raise_after_rollback,
     "ROLLBACK, BEGIN and go on": _roll_back_and_begin_anew,
@@ -244,14 +241,61 @@ def _cut_in_statement(scene: Scene) -> None:
     scene.proxy.cut_all()
 
 
-def test_a_handler_that_closes_the_connection_loses_only_its_own_work(scene: Scene) -> None:
-    consumer = scene.consumer()
+def _leave_the_connections_block(unit: Unit, _: Scene) -> None:
+    with unit.connection:
+        record(unit, "in the connection's block")
+
+
+def _fail_in_the_connections_block(unit: Unit, _: Scene) -> None:
+    with unit.connection:
+        raise ValueError("of the handler")
+
+
+ENDS: dict[str, Break] = {
+    "commit": lambda unit, _: unit.connection.commit(),
+    "rollback": lambda unit, _: unit.connection.rollback(),
+    "close": lambda unit, _: unit.connection.close(),
+    "autocommit": lambda unit, _: setattr(unit.connection, "autocommit", True),
+    "with connection": _leave_the_connections_block,
+    "with connection, and raise": _fail_in_the_connections_block,
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_what_would_end_the_transaction_is_refused_at_once(scene: Scene, way: str) -> None:
+    """On the connection itself, which frameworks reach by references of their own; afterwards it is as it was."""
+    made: list[psycopg.Connection[Any]] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        made.append(psycopg.connect(scene.conninfo))
+        return made[-1]
+
+    consumer = scene.consumer(connect=connect)
     unit = next(iter(consumer))
-    with pytest.raises(Redelivered), unit:
+    with pytest.raises(TransactionNotYours, match="of an open unit"), unit:
         record(unit, "test")
-        unit.connection.close()
+        ENDS[way](unit, scene)
     assert scene.applied() == []
     scene.drain(consumer)
+    scene.assert_exact()
+    assert scene.ledger("halted") == [None]
+    for connection in made:
+        connection.commit()
+        connection.close()
+        assert connection.closed
+    consumer.close()
+
+
+def test_run_stops_at_a_handler_that_commits_and_nothing_is_doubled(scene: Scene) -> None:
+    def commit(unit: Unit) -> None:
+        record(unit, "test")
+        unit.connection.commit()
+
+    for _ in range(2):
+        with scene.consumer() as consumer, pytest.raises(TransactionNotYours):
+            consumer.run(commit, on_poison="dead-letter")
+    assert scene.applied() == []
+    scene.drain(scene.consumer())
     scene.assert_exact()
 
 
@@ -260,9 +304,8 @@ def test_a_handler_that_closes_the_connection_loses_only_its_own_work(scene: Sce
     [
         lambda unit: unit.execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE"),
         lambda unit: setattr(unit.connection, "isolation_level", psycopg.IsolationLevel.SERIALIZABLE),
-        lambda unit: setattr(unit.connection, "autocommit", False),
     ],
-    ids=["SET TRANSACTION", "isolation_level", "autocommit"],
+    ids=["SET TRANSACTION", "isolation_level"],
 )
 def test_the_isolation_cannot_be_changed_inside_a_unit(scene: Scene, change: Callable[[Unit], object]) -> None:
     consumer = scene.consumer()
@@ -323,14 +366,82 @@ def test_a_savepoint_left_open_commits_with_the_unit(scene: Scene) -> None:
     scene.assert_exact()
 
 
-def test_a_commit_of_the_handler_behind_a_fence_is_told_all_the_same(scene: Scene) -> None:
-    """Somebody else owns the partition by then, so nothing can be halted; the error must still name it."""
+def _take_over(scene: Scene, *, applied: int = 0, partition: int = 0) -> None:
+    """What another member's acquisition writes, and its units after that."""
+    scene.query(
+        f"UPDATE exactly_once.ledger SET owner_token = '{uuid4()}', owner_epoch = owner_epoch + 1, "
+        f"next_offset = next_offset + {applied} WHERE group_id = %s AND partition = {partition} RETURNING 1"
+    )
+
+
+def test_a_commit_of_the_handler_behind_a_fence_halts_whoever_owns_the_partition(scene: Scene) -> None:
+    """The new owner has not applied these messages yet, and must not: their effects are durable."""
     consumer = scene.consumer()
     unit = next(iter(consumer))
-    with pytest.raises(HandlerCommitted), unit:
+    with pytest.raises(HandlerCommitted, match=rf"Halted until an operator resets them: {scene.topic}\[0\]"), unit:
         record(unit, "test")
-        scene.query(f"UPDATE exactly_once.ledger SET owner_token = '{uuid4()}' WHERE group_id = %s RETURNING 1")
+        _take_over(scene)
         unit.execute("COMMIT")
+    assert "the handler committed" in scene.ledger("halted")[0]
+    assert scene.ledger("owner_token") == [None], "it is fenced, too"
+    assert scene.ledger("owner_epoch") == [3]
+    consumer.close()
+    with scene.consumer() as another, pytest.raises(PartitionHalted):
+        scene.drain(another)
+    assert scene.applied() == offsets(unit)
+
+
+def test_a_late_halt_leaves_alone_what_has_moved_on_and_says_so(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """The new owner has applied these messages, too: stopping it would mend nothing."""
+    consumer = scene.consumer()
+    unit = next(iter(consumer))
+    with pytest.raises(HandlerCommitted, match=r"NOT halted: .* went on from 0 to 5 under another owner"), unit:
+        record(unit, "test")
+        _take_over(scene, applied=5)
+        before = scene.query("SELECT * FROM exactly_once.ledger WHERE group_id = %s")
+        unit.execute("COMMIT")
+    assert scene.query("SELECT * FROM exactly_once.ledger WHERE group_id = %s") == before
+    (told,) = [each for each in caplog.records if each.levelname == "CRITICAL"]
+    assert "NOT halted" in told.getMessage()
+    with pytest.raises(HandlerCommitted, match="NOT halted"):
+        next(iter(consumer))
+
+
+def test_of_two_partitions_each_is_halted_or_named(make_scene: MakeScene) -> None:
+    scene = make_scene(40, partitions=2)
+    consumer = scene.consumer(max_messages=100)
+    units = iter(consumer)
+    while len((unit := next(units)).advances) < 2:
+        assert unit.stage is Stage.NEW
+        with contextlib.suppress(ZeroDivisionError), unit:
+            raise ZeroDivisionError
+    halted, left = rf"{scene.topic}\[1\]", rf"{scene.topic}\[0\]"
+    expected = rf"resets them: {halted}\. NOT halted: {left}, {left} went on from 0 to 7"
+    with pytest.raises(HandlerCommitted, match=expected), unit:
+        record(unit, "test")
+        _take_over(scene, applied=7, partition=0)
+        _take_over(scene, partition=1)
+        unit.execute("COMMIT")
+    first, second = scene.ledger("halted")
+    assert first is None
+    assert "the handler committed" in second
+
+
+def test_a_halt_that_does_not_reach_the_database_is_not_claimed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(settlement, "_HALT_SECONDS", 0.0)
+    consumer = scene.consumer()
+    unit = next(iter(consumer))
+    with psycopg.connect(scene.conninfo) as other:
+        monkeypatch.setattr(Ledger._changing, "__kwdefaults__", {"lock_seconds": 0.1, "is_durable": True})
+        expected = r"NOT halted: .*could not be halted in the ledger: .*lock"
+        with pytest.raises(HandlerCommitted, match=expected) as raised, unit:
+            other.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE", (scene.topic,))
+            unit.execute("COMMIT")
+    assert "Halted until" not in str(raised.value)
+    assert any(each.levelname == "CRITICAL" for each in caplog.records)
+    assert scene.ledger("halted") == [None]
 
 
 def test_every_broken_contract_is_a_handler_error() -> None:

@@ -15,7 +15,7 @@ from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import StaticPool
 
-from exactly_once import ExactlyOnceConsumer, HandlerCommitted, TransactionEnded, Unit
+from exactly_once import ExactlyOnceConsumer, TransactionNotYours, Unit
 from exactly_once.dead_letters import find
 from exactly_once.testing import message, unit
 from tests.integration.scene import Scene
@@ -158,7 +158,7 @@ def engine_on(u: Unit) -> sqlalchemy.Engine:
     )
 
 
-def test_first_connection_of_a_new_engine_rolls_the_unit_back(scene: Scene) -> None:
+def test_first_connection_of_a_new_engine_cannot_roll_the_unit_back(scene: Scene) -> None:
     def handler(u: Unit) -> None:
         record(u, "test")
         with engine_on(u).connect():
@@ -166,7 +166,7 @@ def test_first_connection_of_a_new_engine_rolls_the_unit_back(scene: Scene) -> N
 
     with (
         psycopg.connect(scene.conninfo) as own,
-        pytest.raises(TransactionEnded),
+        pytest.raises(TransactionNotYours, match=r"rollback\(\)"),
         unit(own, [message(scene.topic)]) as u,
     ):
         handler(u)
@@ -180,11 +180,15 @@ def test_engine_that_was_initialised_before_leaves_the_unit_alone(scene: Scene, 
             assert session.scalar(statement, {"topic": scene.topic}) == 1
 
 
-def test_session_without_an_outer_transaction_commits_the_unit(scene: Scene, shared: Shared) -> None:
+def test_session_without_an_outer_transaction_cannot_commit_the_unit(scene: Scene, shared: Shared) -> None:
     def handler(u: Unit) -> None:
         with Session(shared.both[u.connection]) as session:
             session.add(Number(value=1))
             session.commit()
 
-    with shared.connect() as own, pytest.raises(HandlerCommitted), unit(own, [message(scene.topic)]) as u:
+    with (
+        shared.connect() as own,
+        pytest.raises(TransactionNotYours, match=r"commit\(\)"),
+        unit(own, [message(scene.topic)]) as u,
+    ):
         handler(u)

@@ -13,7 +13,16 @@ import psycopg
 import pytest
 from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_NOT_AVAILABLE, Message
 
-from exactly_once import HandlerCommitted, TransactionAborted, TransactionBusy, TransactionEnded, Unit, UnitNotFinished
+from exactly_once import (
+    HandlerCommitted,
+    TransactionAborted,
+    TransactionBusy,
+    TransactionEnded,
+    TransactionNotYours,
+    Unit,
+    UnitNotFinished,
+    UnitNotUsed,
+)
 from exactly_once.dead_letters import find
 from exactly_once.testing import FAILPOINTS, crash_at, failing_at, message, unit
 from tests.integration.scene import Scene, apply, text
@@ -124,7 +133,6 @@ def test_the_guards_of_production_speak(way: str, connection: Connection, balanc
 
 COMMITS: dict[str, Callable[[Unit], object]] = {
     "COMMIT": lambda u: u.execute("COMMIT"),
-    "conn.commit()": lambda u: u.connection.commit(),
     "COMMIT, then another BEGIN": lambda u: u.execute("COMMIT; BEGIN"),
 }
 
@@ -145,12 +153,104 @@ def test_a_handler_that_commits_is_told(
 
 def test_a_handler_that_commits_and_fails_then_is_told_too(connection: Connection) -> None:
     def handler(u: Unit) -> None:
-        u.connection.commit()
+        u.execute("COMMIT")
         raise ValueError("afterwards")
 
     with pytest.raises(HandlerCommitted) as caught, unit(connection, [message("payments", "5")]) as u:
         handler(u)
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def _leave_the_connections_block(u: Unit) -> None:
+    with u.connection:
+        pay(u)
+
+
+def _fail_in_the_connections_block(u: Unit) -> None:
+    with u.connection:
+        raise ZeroDivisionError
+
+
+ENDS: dict[str, Callable[[Unit], object]] = {
+    "commit()": lambda u: u.connection.commit(),
+    "rollback()": lambda u: u.connection.rollback(),
+    "close()": lambda u: u.connection.close(),
+    "autocommit": lambda u: setattr(u.connection, "autocommit", True),
+    "set_autocommit()": lambda u: u.connection.set_autocommit(True),
+    "with connection": _leave_the_connections_block,
+    "with connection, and raise": _fail_in_the_connections_block,
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_what_would_end_the_transaction_is_refused_at_once_and_is_back_afterwards(
+    way: str, connection: Connection, balances: Callable[[], Any], *, is_nested: bool
+) -> None:
+    own = vars(connection).copy()
+    if is_nested:
+        connection.execute("BEGIN" if connection.autocommit else "SELECT 1")
+    reached: list[bool] = []
+
+    def handler(u: Unit) -> None:
+        pay(u)
+        ENDS[way](u)
+        reached.append(True)
+
+    with pytest.raises(TransactionNotYours, match="of an open unit"), unit(connection, [message("p", "5")]) as u:
+        handler(u)
+    assert not reached
+    assert vars(connection).keys() == own.keys()
+    connection.rollback()
+    connection.autocommit = not connection.autocommit
+    assert balances() == [100]
+
+
+def test_what_was_set_on_the_connection_is_there_again(connection: Connection) -> None:
+    """Tracing does that."""
+    plain, seen = connection.cursor, []
+
+    def traced(*args: Any, **options: Any) -> Any:
+        seen.append(args)
+        return plain(*args, **options)
+
+    own: Any = connection
+    own.cursor = traced
+    with unit(connection, [message("payments", "5")]) as u:
+        pay(u)
+    assert own.cursor is traced
+    assert len(seen) > 0
+
+
+def test_a_refused_commit_that_the_handler_swallows_changes_nothing(connection: Connection) -> None:
+    with unit(connection, [message("payments", "5")]) as u:
+        pay(u)
+        with contextlib.suppress(TransactionNotYours):
+            u.connection.commit()
+        assert balance(connection) == 105
+    assert balance(connection) == 100
+
+
+def test_a_handler_that_does_not_use_its_unit_is_told(
+    connection: Connection, plain: str, balances: Callable[[], Any]
+) -> None:
+    """The commonest mistake: a connection of its own."""
+
+    def handler(u: Unit) -> None:
+        with psycopg.connect(plain) as own:
+            own.execute("UPDATE account SET balance = balance + %s", [int(u.messages[0].value() or 0)])
+
+    with pytest.raises(UnitNotUsed, match="unused_ok=True"), unit(connection, [message("payments", "5")]) as u:
+        handler(u)
+        assert balance(connection) == 105, "the test may look"
+    assert balances() == [105]
+    assert connection.info.transaction_status is psycopg.pq.TransactionStatus.IDLE
+    with unit(connection, [message("payments", "no payment")], unused_ok=True):
+        pass
+    with unit(connection, []):
+        pass
+    with unit(connection, [message("payments", "5")]):
+        connection.execute("UPDATE account SET balance = 0")  # as an ORM does that has the connection from elsewhere
 
 
 def test_deferred_constraints_are_checked_as_by_a_commit(connection: Connection, balances: Callable[[], Any]) -> None:
@@ -213,7 +313,7 @@ def test_offsets_increase_by_themselves_and_others_are_refused(connection: Conne
 
 def test_attempt_and_identity_are_there(connection: Connection) -> None:
     first = message("t", partition=2, offset=9)
-    with unit(connection, [first], attempt=3) as u:
+    with unit(connection, [first], attempt=3, unused_ok=True) as u:
         assert u.attempt == 3
         assert u.identity(first).text == "test-cluster:t:2:9"
 

@@ -60,6 +60,9 @@ class Connection:
         self.is_in_error = False
         self.info = self.pgconn = self
 
+    def cursor(self) -> None:
+        """Be there to be watched: the simulated handler has its effects without one."""
+
     @property
     def transaction_status(self) -> TransactionStatus:
         if self.closed or self.broken:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from exactly_once.delivery import Delivery
-from exactly_once.model import Partition, Row
+from exactly_once.model import Partition, Row, Span
 from exactly_once.ownership import Ownership
 
 A0, A1, B0 = Partition("a", 0), Partition("a", 1), Partition("b", 0)
@@ -56,9 +56,9 @@ def test_messages_come_out_as_they_went_in_with_their_ends() -> None:
     delivery = delivering(A0, A1, B0)
     given = [message(A0, 0), message(A0, 1), message(B0, 0), message(A1, 0), message(A0, 2)]
     delivery.accept(given)
-    batch, ends = delivery.take(MANY, MANY)
+    batch, spans = delivery.take(MANY, MANY)
     assert batch == given
-    assert ends == {A0: (3, 7), A1: (1, 7), B0: (1, 7)}
+    assert spans == {A0: Span(0, 3, 7), A1: Span(0, 1, 7), B0: Span(0, 1, 7)}
     assert (delivery.gaps, delivery.dropped, delivery.attempt) == (0, 0, 1)
     assert delivery.take(MANY, MANY)[0] == []
 
@@ -140,10 +140,9 @@ def test_a_batch_that_is_put_back_comes_first_alone_and_counts_its_attempts() ->
     batch, _ = delivery.take(MANY, MANY)
     delivery.accept([message(A0, 2)])
     delivery.put_back(batch)
-    assert delivery.take(MANY, MANY) == (batch, {A0: (2, 7)})
+    assert delivery.take(MANY, MANY) == (batch, {A0: Span(0, 2, 7)})
     assert delivery.attempt == 2
-    delivery.committed()
-    assert delivery.take(MANY, MANY)[1] == {A0: (3, 7)}
+    assert delivery.take(MANY, MANY)[1] == {A0: Span(2, 3, 7)}
     assert delivery.attempt == 1
 
 
@@ -151,22 +150,22 @@ def test_a_batch_that_is_put_back_may_come_in_parts() -> None:
     delivery = delivering(A0)
     delivery.accept([message(A0, offset) for offset in range(4)])
     delivery.put_back(delivery.take(MANY, MANY)[0])
-    assert delivery.take(2, MANY)[1] == {A0: (2, 7)}
-    assert delivery.take(2, MANY)[1] == {A0: (4, 7)}
+    assert delivery.take(2, MANY)[1] == {A0: Span(0, 2, 7)}
+    assert delivery.take(2, MANY)[1] == {A0: Span(2, 4, 7)}
 
 
 def test_two_fetches_come_with_the_ends_of_both() -> None:
     delivery = delivering(A0, A1)
     delivery.accept([message(A0, 0)])
     delivery.accept([message(A1, 0)])
-    assert delivery.take(MANY, MANY)[1] == {A0: (1, 7), A1: (1, 7)}
+    assert delivery.take(MANY, MANY)[1] == {A0: Span(0, 1, 7), A1: Span(0, 1, 7)}
 
 
 def test_a_part_of_a_fetch_comes_with_its_own_ends() -> None:
     delivery = delivering(A0, A1)
     delivery.accept([message(A0, 0), message(A0, 1), message(A1, 0)])
-    assert delivery.take(1, MANY)[1] == {A0: (1, 7)}
-    assert delivery.take(MANY, MANY)[1] == {A0: (2, 7), A1: (1, 7)}
+    assert delivery.take(1, MANY)[1] == {A0: Span(0, 1, 7)}
+    assert delivery.take(MANY, MANY)[1] == {A0: Span(1, 2, 7), A1: Span(0, 1, 7)}
 
 
 def test_a_part_that_is_put_back_comes_before_the_rest() -> None:
@@ -193,7 +192,7 @@ def test_with_one_topic_its_name_is_not_asked_of_each_message() -> None:
     delivery = delivering(A0, A1)
     delivery.only_topic = "a"
     delivery.accept([message(A0, 0), message(A1, 0), message(A0, 1)])
-    assert delivery.take(MANY, MANY)[1] == {A0: (2, 7), A1: (1, 7)}
+    assert delivery.take(MANY, MANY)[1] == {A0: Span(0, 2, 7), A1: Span(0, 1, 7)}
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -231,11 +230,11 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: not self.unit)
     @rule(count=st.integers(1, 6), size=st.integers(1, 12))
     def take(self, count: int, size: int) -> None:
-        self.unit, ends = self.delivery.take(count, size)
+        self.unit, spans = self.delivery.take(count, size)
         assert len(self.unit) <= count
         assert sum(map(len, self.unit)) <= size or len(self.unit) == 1
         assert all(m.error() is None for m in self.unit)
-        self.advances = self.ownership.hand_out(ends)
+        self.advances = self.ownership.hand_out(spans)
 
     @precondition(lambda self: self.unit)
     @rule()
@@ -244,7 +243,6 @@ class Interleavings(RuleBasedStateMachine):
             self.applied[Partition(str(m.topic()), m.partition() or 0)].append(m.offset() or 0)
         self.ledger |= {a.partition: a.next_offset for a in self.advances}
         self.ownership.committed(self.advances)
-        self.delivery.committed()
         self.unit = []
 
     @precondition(lambda self: self.unit)
@@ -291,8 +289,8 @@ class Interleavings(RuleBasedStateMachine):
         for partition in self.ownership.holdings:
             self.delivery.accept([message(partition, o) for o in self.log[partition] if o >= self.position[partition]])
         while self.delivery.waiting:
-            self.unit, ends = self.delivery.take(50, MANY)
-            self.advances = self.ownership.hand_out(ends)
+            self.unit, spans = self.delivery.take(50, MANY)
+            self.advances = self.ownership.hand_out(spans)
             self.commit()
         assert all(self.applied[p] == self.log[p] for p in self.ownership.holdings)
 

@@ -6,15 +6,29 @@ import psycopg
 import pytest
 from psycopg.errors import lookup
 
-from exactly_once.outcome import FOREIGN_TRANSACTION, SHORT_COUNT, Fault, classify, driver_error
+from exactly_once.outcome import (
+    _STANDARD,
+    FOREIGN_TRANSACTION,
+    PATIENCE_SECONDS,
+    SHORT_COUNT,
+    TRIES,
+    Fault,
+    Patience,
+    classify,
+    driver_error,
+    is_by_statement,
+    may_be_data,
+)
 
 CONFLICT = ["40001", "40P01", "40000", "40002", "40003", "55P03"]
 ENVIRONMENT = ["08000", "08006", "53000", "53100", "53300", "57000", "57P01", "57P02", "57P03", "58000", "58030"]
 ENVIRONMENT += ["25006", "26000"]
 DURATION = ["57014", "25P03", "25P04"]
 HANDLER = ["22001", "22012", "22P02", "23502", "23503", "23505", "23514", "P0001", "25P02"]
-OTHER = ["42501", "42601", "42P01", "54000", "XX000", "XX001", "55006", "0A000", "P0002", SHORT_COUNT]
-OTHER += [FOREIGN_TRANSACTION]
+HANDLER += ["21000", "38000", "38001", "39004", "44000", "54000", "54001", "54023", "P0000", "P0002", "P0003", "P0004"]
+HANDLER += ["MY001", "U0001", "45000", "99999", "ZZZZZ"]  # made up by applications
+OTHER = ["42501", "42601", "42P01", "XX000", "XX001", "55006", "0A000", "25001", "25P01", "3F000", "HV000", "F0000"]
+OTHER += [SHORT_COUNT, FOREIGN_TRANSACTION, "EO004"]
 
 TABLE = {
     **dict.fromkeys(CONFLICT, Fault.CONFLICT),
@@ -113,3 +127,49 @@ def test_a_cycle_of_causes_ends() -> None:
     assert driver_error(first) is None
     second.__cause__ = error = server_error("40P01")
     assert driver_error(first) is error
+
+
+def test_every_class_that_the_driver_knows_is_one_of_postgres() -> None:
+    states = [getattr(error, "sqlstate", None) for error in vars(psycopg.errors).values()]
+    known = {state[:2] for state in states if isinstance(state, str)}
+    assert known <= _STANDARD
+    assert len(known) > 30
+
+
+@pytest.mark.parametrize(("state", "expected"), [("42501", True), ("42601", True), ("XX000", False), ("55006", False)])
+def test_only_class_42_may_be_the_fault_of_one_message(state: str, *, expected: bool) -> None:
+    assert may_be_data(caused_by(server_error(state))) is expected
+    assert not may_be_data(ValueError("of the handler"))
+
+
+def test_what_a_statement_can_do_to_its_own_session_is_told_from_a_server_that_is_away() -> None:
+    for state in ("25006", "26000", "53400", "58P01"):
+        assert is_by_statement(server_error(state), connection_lost=False)
+    for state in ("53100", "57P03", "08006", "58030"):
+        assert not is_by_statement(server_error(state), connection_lost=False)
+    assert is_by_statement(psycopg.OperationalError("server closed the connection"), connection_lost=True)
+
+
+def test_patience_counts_the_tries_of_one_batch_until_something_is_committed() -> None:
+    patience = Patience()
+    for _ in range(TRIES - 1):
+        patience.failed("a", 0.0)
+    assert not patience.is_out
+    patience.failed("b", 0.0)
+    assert not patience.is_out, "another batch"
+    for _ in range(TRIES):
+        patience.failed("a", 0.0)
+    tried = patience.is_out, patience.tries
+    patience.landed()
+    patience.failed("a", 0.0)
+    assert (*tried, patience.tries) == (True, TRIES, 1)
+
+
+def test_the_hours_that_a_server_was_away_do_not_end_the_patience() -> None:
+    patience = Patience()
+    for hour in range(12):
+        patience.failed("a", hour * 3600.0)
+    assert not patience.is_overdue
+    for second in range(0, int(PATIENCE_SECONDS) + 60, 5):
+        patience.failed(second, 50_000.0 + second)
+    assert patience.is_overdue, "whatever the batches are"

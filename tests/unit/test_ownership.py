@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from exactly_once.model import Advance, Partition, Row
+from exactly_once.model import Advance, Partition, Row, Span
 from exactly_once.ownership import Ownership, Resolution, State, Verdict, verdict_on
 
 PARTITIONS = [Partition("a", 0), Partition("a", 1), Partition("b", 0)]
@@ -37,7 +37,7 @@ def owning(*partitions: Partition, offset: int = 0) -> tuple[Ownership, dict[Par
 def in_doubt(*partitions: Partition) -> tuple[Ownership, dict[Partition, Row], list[Advance]]:
     """Make an ownership with a unit over offsets 0 to 9 whose COMMIT got no answer."""
     ownership, rows = owning(*partitions)
-    advances = ownership.hand_out(dict.fromkeys(partitions, (10, 3)))
+    advances = ownership.hand_out(dict.fromkeys(partitions, Span(0, 10, 3)))
     ownership.unknown(advances)
     return ownership, rows, advances
 
@@ -66,16 +66,30 @@ def test_an_advance_says_all_that_the_ledger_must_compare() -> None:
     ownership.started(P, mine)
     ownership.placed([P])
     assert mine.owner_token is not None
-    assert ownership.hand_out({P: (8, 4)}) == [
+    assert ownership.hand_out({P: Span(5, 8, 4)}) == [
         Advance(partition=P, token=mine.owner_token, epoch=9, topic_id="id", expected=5, next_offset=8, leader_epoch=4)
     ]
 
 
 def test_a_unit_that_was_not_accounted_for_stops_the_next() -> None:
     ownership, _ = owning(P)
-    ownership.hand_out({P: (3, None)})
+    ownership.hand_out({P: Span(0, 3, None)})
     with pytest.raises(AssertionError):
-        ownership.hand_out({P: (5, None)})
+        ownership.hand_out({P: Span(3, 5, None)})
+
+
+def test_a_batch_that_leaves_out_what_was_not_applied_stops_the_loop() -> None:
+    ownership, _ = owning(P, offset=5)
+    with pytest.raises(AssertionError):
+        ownership.hand_out({P: Span(7, 9, None)})
+    ownership.holdings[P].gaps[7] = 5  # the log has nothing between
+    ownership.committed(ownership.hand_out({P: Span(7, 9, None)}))
+    assert ownership.holdings[P].gaps == {}
+    with pytest.raises(AssertionError):
+        ownership.hand_out({P: Span(8, 10, None)})
+    ownership.holdings[P].gaps[12] = 10
+    with pytest.raises(AssertionError):
+        ownership.hand_out({P: Span(12, 13, None)})
 
 
 @pytest.mark.parametrize("state", [State.PENDING, State.STARTING, State.FENCED])
@@ -83,20 +97,20 @@ def test_nothing_is_handed_out_of_a_partition_that_is_not_owned(state: State) ->
     ownership, _ = owning(P)
     ownership.holdings[P].state = state
     with pytest.raises(AssertionError):
-        ownership.hand_out({P: (3, None)})
+        ownership.hand_out({P: Span(0, 3, None)})
 
 
 def test_a_commit_moves_what_is_expected_and_an_abort_takes_back_what_was_handed_out() -> None:
     ownership, _ = owning(P)
-    ownership.aborted(ownership.hand_out({P: (3, 1)}))
+    ownership.aborted(ownership.hand_out({P: Span(0, 3, 1)}))
     assert ownership.holdings[P].handed_out == ownership.holdings[P].expected == 0
-    ownership.committed(ownership.hand_out({P: (3, 1)}))
+    ownership.committed(ownership.hand_out({P: Span(0, 3, 1)}))
     assert (ownership.holdings[P].expected, ownership.holdings[P].leader_epoch) == (3, 1)
 
 
 def test_what_becomes_of_a_unit_does_not_touch_a_later_acquisition() -> None:
     ownership, _ = owning(P)
-    advances = ownership.hand_out({P: (3, None)})
+    advances = ownership.hand_out({P: Span(0, 3, None)})
     ownership.assigned([P])
     mine = row(P, 7)
     ownership.acquired([mine])
@@ -256,7 +270,7 @@ def test_the_end_of_a_log_counts_only_behind_everything_that_was_fetched() -> No
     assert [(a.expected, a.next_offset, a.leader_epoch) for a in ownership.at_end()] == [(0, 12, None)]
     holding.fetched = 10
     assert ownership.at_end() == [], "messages were fetched that no unit was given"
-    advances = ownership.hand_out({P: (10, 3)})
+    advances = ownership.hand_out({P: Span(0, 10, 3)})
     assert ownership.at_end() == []
     ownership.committed(advances)
     assert [(a.expected, a.next_offset) for a in ownership.at_end()] == [(10, 12)]
@@ -418,13 +432,13 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(length=st.integers(1, 3), partitions=some)
     def hand_out(self, length: int, partitions: list[Partition]) -> None:
         self.flow(partitions)
-        ends: dict[Partition, tuple[int, int | None]] = {}
+        spans: dict[Partition, Span] = {}
         for partition in partitions:
             holding = self.ownership.deliverable(partition)
             if holding is not None:
                 holding.fetched = max(holding.fetched, holding.expected + length)
-                ends[partition] = (holding.expected + length, None)
-        self.unit = self.ownership.hand_out(ends)
+                spans[partition] = Span(holding.expected, holding.expected + length, None)
+        self.unit = self.ownership.hand_out(spans)
 
     @precondition(lambda self: self.unit)
     @rule(landed=st.booleans())

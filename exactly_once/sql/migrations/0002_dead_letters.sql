@@ -18,12 +18,15 @@ CREATE TABLE {schema}.dead_letter (
     error          text        NOT NULL,
     sqlstate       text,
     attempts       int         NOT NULL,
+    after_offset   bigint,
     owner_name     text,
     dead_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
     status         text        NOT NULL DEFAULT 'dead' CHECK (status IN ('dead', 'replayed', 'dropped')),
     settled_at     timestamptz,
     settled_by     text
 );
+
+COMMENT ON COLUMN {schema}.dead_letter.after_offset IS 'the offset after the message before it in the log';
 
 CREATE INDEX dead_letter_recent ON {schema}.dead_letter (group_id, dead_at);
 CREATE INDEX dead_letter_dead ON {schema}.dead_letter (group_id, topic, partition, message_offset)

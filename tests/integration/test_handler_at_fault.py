@@ -1,0 +1,443 @@
+"""What a handler can do wrong short of ending the transaction: to its messages, by its statements, and elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+import tenacity
+from confluent_kafka import Message, Producer
+
+from exactly_once import (
+    DeadLetterLimit,
+    ExactlyOnceConsumer,
+    NoProgress,
+    PoisonMessage,
+    Redelivered,
+    TooManyDeadLetters,
+    Unit,
+    outcome,
+    settlement,
+)
+from exactly_once.dead_letters import DeadLetter, find
+from exactly_once.outcome import TRIES
+from tests.integration.conftest import MakeScene
+from tests.integration.scene import Scene, offsets, text
+from tests.support.worker import record
+
+AT_ONCE = tenacity.wait_fixed(0.01)
+Facts = tuple[Any, ...]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that refuse are asked again at once."""
+    monkeypatch.setattr(settlement, "_TROUBLE_SECONDS", 0.01)
+
+
+def run(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], object], **options: Any) -> None:
+    consumer.run(handler, until_end=True, wait=AT_ONCE, **options)
+
+
+def loop(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], object], *also: type[Exception]) -> None:
+    """The documented loop, which may go on after other errors, too."""
+    units = consumer.units(until_end=True)
+    while True:
+        with contextlib.suppress(Redelivered, *also):
+            for unit in units:
+                with unit:
+                    handler(unit)
+            return
+
+
+def stubborn_loop(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], object]) -> None:
+    loop(consumer, handler, ValueError)
+
+
+def in_thread(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], object]) -> None:
+    run(consumer, handler, in_thread=True)
+
+
+def letters(scene: Scene) -> list[DeadLetter]:
+    with psycopg.connect(scene.conninfo) as connection:
+        return find(connection, schema="exactly_once", group_id=scene.topic)
+
+
+def dead(scene: Scene) -> list[int]:
+    return [letter.message_offset for letter in letters(scene)]
+
+
+# What it does to its messages.
+
+
+def facts(message: Message) -> Facts:
+    headers = message.headers()
+    return (
+        *(message.topic(), message.partition(), message.offset(), message.key(), message.value()),
+        *(None if headers is None else list(headers), message.timestamp(), message.leader_epoch(), message.error()),
+    )
+
+
+def spoil(message: Message) -> None:
+    """Change all that can be changed, as deserialisers and careless handlers do."""
+    headers = message.headers()
+    if isinstance(headers, list):
+        headers.clear()
+    message.set_headers([("spoilt", b"")])
+    decoded: Any = {"decoded": 1}
+    message.set_key(decoded)
+    message.set_value(decoded)
+    if hasattr(message, "set_topic"):
+        message.set_topic("spoilt")
+
+
+def produce_with_headers(scene: Scene, count: int, *, partitions: int = 1) -> None:
+    producer = Producer({"bootstrap.servers": scene.bootstrap_servers})
+    for number in range(count):
+        headers: Any = [("n", str(number).encode()), ("n", None)] if number % 3 else None
+        producer.produce(
+            scene.topic, b"%d" % number, b"key" if number % 2 else None, number % partitions, headers=headers
+        )
+    assert producer.flush(30) == 0
+
+
+@pytest.mark.parametrize("form", [stubborn_loop, run, in_thread])
+@pytest.mark.parametrize("trouble", [psycopg.errors.DeadlockDetected, ValueError])
+def test_every_try_sees_what_the_broker_sent(
+    make_scene: MakeScene, form: Callable[..., None], trouble: type[Exception]
+) -> None:
+    """With messages behind the unit, and with `run` searching for the message that fails."""
+    scene = make_scene(0, partitions=2)
+    produce_with_headers(scene, 30, partitions=2)
+    seen: dict[tuple[int, int], set[str]] = {}
+    left = [trouble("again"), trouble("and again")]
+
+    def handler(unit: Unit) -> None:
+        assert isinstance(unit.messages, tuple)
+        record(unit, "test")
+        for message in unit.messages:
+            what = seen.setdefault((message.partition() or 0, message.offset() or 0), set())
+            what.add(repr(facts(message)))
+            spoil(message)
+        if left:
+            raise left.pop()
+
+    form(scene.consumer(max_messages=7), handler)
+    scene.assert_exact()
+    assert [len(what) for what in seen.values()] == [1] * 30
+    assert "spoilt" not in repr(seen)
+    assert "decoded" not in repr(seen)
+
+
+def test_dead_letters_are_what_the_broker_sent(make_scene: MakeScene) -> None:
+    scene = make_scene(0)
+    produce_with_headers(scene, 10)
+
+    def handler(unit: Unit) -> None:
+        for message in unit.messages:
+            spoil(message)
+            if message.offset() == 2:
+                unit.dead_letter(message, "not now")
+        if 5 in offsets(unit):
+            raise ValueError
+
+    run(scene.consumer(), handler, on_poison="dead-letter")
+    two, five = letters(scene)
+    assert (two.message_offset, two.key, two.value) == (2, None, b"2")
+    assert (two.header_names, two.header_values) == (["n", "n"], [b"2", None])
+    assert (five.message_offset, five.key, five.value) == (5, b"key", b"5")
+    assert (five.header_names, five.header_values) == (["n", "n"], [b"5", None])
+
+
+def test_a_unit_counts_how_often_its_messages_were_handed_out(scene: Scene) -> None:
+    tries: dict[int, int] = {}
+
+    def handler(unit: Unit) -> None:
+        for offset in offsets(unit):
+            tries[offset] = tries.get(offset, 0) + 1
+        assert unit.attempt == max(tries[offset] for offset in offsets(unit))
+        if {3, 4, 8} & set(offsets(unit)):
+            raise ValueError
+
+    run(scene.consumer(), handler, on_poison="dead-letter")
+    assert dead(scene) == [3, 4, 8]
+    assert max(tries.values()) < 10
+    assert [letter.attempts for letter in letters(scene)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_dead_letter_tells_how_often_the_message_was_tried_alone(scene: Scene, attempts: int) -> None:
+    alone: dict[int, int] = {}
+    conflicts = [1]
+
+    def handler(unit: Unit) -> None:
+        if {3, 15} & set(offsets(unit)):
+            if len(unit.messages) == 1:
+                alone[offsets(unit)[0]] = alone.get(offsets(unit)[0], 0) + 1
+                if conflicts:
+                    conflicts.pop()
+                    raise psycopg.errors.DeadlockDetected
+            raise ValueError
+
+    run(scene.consumer(), handler, on_poison="dead-letter", attempts=attempts)
+    assert [letter.attempts for letter in letters(scene)] == [alone[3], alone[15]] == [attempts + 1, attempts]
+
+
+# What the server says of its statements.
+
+SQLSTATES = ["21000", "38001", "39004", "44000", "54000", "P0002", "P0003", "P0004", "MY001", "U0001"]
+RAISE = "DO $$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '{}'; END $$"
+
+
+def failing(statement: str, *bad: int) -> Callable[[Unit], None]:
+    """A handler that has its effects, and executes this where one of these offsets is among its messages."""
+
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        if set(bad) & set(offsets(unit)):
+            unit.execute(text(statement))
+
+    return handler
+
+
+@pytest.mark.parametrize("state", SQLSTATES)
+def test_a_sqlstate_of_bad_data_is_the_messages_fault(scene: Scene, state: str) -> None:
+    run(scene.consumer(), failing(RAISE.format(state), 3, 4, 16), on_poison="dead-letter")
+    assert dead(scene) == [3, 4, 16]
+    assert {letter.sqlstate for letter in letters(scene)} == {state}
+    assert scene.applied() == [n for n in range(20) if n not in (3, 4, 16)]
+
+
+def test_two_messages_of_one_key_in_an_upsert_are_applied_one_after_the_other(scene: Scene) -> None:
+    """SQLSTATE 21000: nothing is wrong with either of them."""
+    table = scene.table("k int PRIMARY KEY, o bigint")
+
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        unit.execute(
+            text(
+                f"INSERT INTO {table} SELECT o / 2, o FROM unnest(%s::bigint[]) AS m(o) "
+                "ON CONFLICT (k) DO UPDATE SET o = excluded.o"
+            ),
+            (offsets(unit),),
+        )
+
+    run(scene.consumer(), handler, on_poison="dead-letter")
+    assert dead(scene) == []
+    scene.assert_exact()
+    assert scene.query(f"SELECT k, o FROM {table} ORDER BY k") == [(k, 2 * k + 1) for k in range(10)]
+
+
+def test_class_42_of_some_messages_is_their_fault(scene: Scene) -> None:
+    """A policy that refuses a row, a value that is no query: it vanishes with fewer messages."""
+    run(scene.consumer(), failing(RAISE.format("42501"), 3, 4, 7), on_poison="dead-letter")
+    assert dead(scene) == [3, 4, 7]
+    assert scene.applied() == [n for n in range(20) if n not in (3, 4, 7)]
+
+
+def test_class_42_of_the_first_messages_is_their_fault_once_another_is_applied(scene: Scene) -> None:
+    run(scene.consumer(), failing(RAISE.format("42501"), 0, 1, 10, 19), on_poison="dead-letter")
+    assert dead(scene) == [0, 1, 10, 19]
+    assert [letter.attempts for letter in letters(scene)] == [1, 1, 1, 1]
+    assert scene.applied() == [n for n in range(20) if n not in (0, 1, 10, 19)]
+
+
+def test_class_42_of_all_messages_stops_and_sets_nothing_aside(scene: Scene) -> None:
+    with pytest.raises(psycopg.errors.UndefinedTable):
+        run(scene.consumer(), failing("SELECT * FROM is_not_there", *range(20)), on_poison="dead-letter")
+    assert dead(scene) == scene.applied() == []
+
+
+def test_an_internal_error_stops_at_once(scene: Scene) -> None:
+    calls: list[int] = []
+
+    def handler(unit: Unit) -> None:
+        calls.append(len(unit.messages))
+        unit.execute(text(RAISE.format("XX000")))
+
+    with pytest.raises(psycopg.errors.InternalError_):
+        run(scene.consumer(), handler, on_poison="dead-letter")
+    assert len(calls) == 1
+
+
+STATEMENTS = {
+    "25006": "SET TRANSACTION READ ONLY; CREATE TABLE never_made ()",
+    "26000": "EXECUTE was_never_prepared",
+    "58P01": "COPY journal.entries FROM '/is/not/there'",
+    "53400": RAISE.format("53400"),
+    "its own backend ended": "SELECT pg_terminate_backend(pg_backend_pid())",
+}
+
+
+@pytest.mark.parametrize("way", STATEMENTS)
+def test_a_statement_that_can_never_succeed_is_found(scene: Scene, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    run(scene.consumer(), failing(STATEMENTS[way], 3, 12), on_poison="dead-letter")
+    assert dead(scene) == [3, 12]
+    assert scene.applied() == [n for n in range(20) if n not in (3, 12)]
+    assert [letter.attempts for letter in letters(scene)] == [TRIES, TRIES]
+    assert any("while the database server answers" in each.getMessage() for each in caplog.records)
+
+
+@pytest.mark.parametrize("way", STATEMENTS)
+def test_a_statement_that_can_never_succeed_ends_the_documented_loop(scene: Scene, way: str) -> None:
+    calls: list[Unit] = []
+
+    def handler(unit: Unit) -> None:
+        calls.append(unit)
+        failing(STATEMENTS[way], 3)(unit)
+
+    with pytest.raises(psycopg.Error) as raised:
+        loop(scene.consumer(), handler)
+    assert not isinstance(raised.value, Redelivered)
+    assert len(calls) == TRIES
+    assert scene.applied() == []
+
+
+def test_poison_names_the_error_of_the_statement(scene: Scene) -> None:
+    with pytest.raises(PoisonMessage, match=r"offset 3: InvalidSqlStatementName: .*was_never_prepared"):
+        run(scene.consumer(), failing(STATEMENTS["26000"], 3))
+    assert scene.applied() == [0, 1, 2]
+
+
+def test_conflicts_that_never_end_stop_the_service_and_are_no_dead_letter(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 0.5)
+    sizes: list[int] = []
+
+    def handler(unit: Unit) -> None:
+        sizes.append(len(unit.messages))
+        failing(RAISE.format("40P01"), 3)(unit)
+
+    with pytest.raises(NoProgress, match=r"nothing could be committed for .* refused") as raised:
+        run(scene.consumer(), handler, on_poison="dead-letter")
+    assert isinstance(raised.value.__cause__, psycopg.errors.DeadlockDetected)
+    assert dead(scene) == []
+    assert sizes[:TRIES] == [10] * TRIES
+    assert sizes[TRIES] == 5, "smaller units collide less"
+    assert scene.applied() == [0, 1, 2]
+
+
+# How many of its messages may be set aside.
+
+
+@pytest.fixture
+def transactional(make_scene: MakeScene) -> Scene:
+    """Twelve messages, each in a transaction of its own, so that every second offset is a marker."""
+    scene = make_scene(0)
+    producer = Producer({"bootstrap.servers": scene.bootstrap_servers, "transactional.id": scene.topic})
+    producer.init_transactions(30)
+    for number in range(12):
+        producer.begin_transaction()
+        producer.produce(scene.topic, b"%d" % number, partition=0)
+        producer.commit_transaction(30)
+    return scene
+
+
+def test_dead_letters_in_a_row_are_counted_across_offsets_without_messages(transactional: Scene) -> None:
+    scene, limit = transactional, DeadLetterLimit(in_a_row=3)
+    refuse = failing(RAISE.format("22000"), *range(4, 24))
+    expected = "offset 10 would be dead letter 4 in a row, 3 are allowed"
+    for _ in range(2):  # a restart does not begin to count anew
+        with scene.consumer() as consumer, pytest.raises(TooManyDeadLetters, match=expected):
+            run(consumer, refuse, on_poison="dead-letter", dead_letter_limit=limit)
+        assert dead(scene) == [4, 6, 8]
+    assert scene.applied() == [0, 2]
+
+
+def test_what_is_applied_between_or_settled_ends_the_row(transactional: Scene) -> None:
+    scene = transactional
+    bad = (0, 2, 4, 8, 10, 12, 14, 16, 18, 20)
+
+    def set_aside(in_a_row: int) -> None:
+        limit = DeadLetterLimit(in_a_row=in_a_row)
+        with scene.consumer() as consumer:
+            run(consumer, failing(RAISE.format("22000"), *bad), on_poison="dead-letter", dead_letter_limit=limit)
+
+    with pytest.raises(TooManyDeadLetters, match="offset 20 would be dead letter 7 in a row"):
+        set_aside(6)
+    assert dead(scene) == [0, 2, 4, 8, 10, 12, 14, 16, 18]
+    scene.query("UPDATE exactly_once.dead_letter SET status = 'dropped' WHERE group_id = %s AND message_offset = 16")
+    set_aside(3)
+    assert dead(scene)[-2:] == [18, 20]
+    assert scene.applied() == [6, 22]
+
+
+# What is told of it.
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What people see, of the library."""
+    return [
+        each.getMessage()
+        for each in caplog.records
+        if each.levelno >= logging.WARNING and each.name.startswith("exactly_once")
+    ]
+
+
+def test_a_search_is_told_once_and_so_is_what_it_finds(make_scene: MakeScene, caplog: pytest.LogCaptureFixture) -> None:
+    scene = make_scene(200)
+    run(scene.consumer(max_messages=200), failing(RAISE.format("22000"), 77, 78, 120), on_poison="dead-letter")
+    begun, *found = told(caplog)
+    assert "looking for the message in smaller units than <Unit failed: 200 messages" in begun
+    assert ["offset 77 was set aside" in found[0], "offset 120 was set aside" in found[2], len(found)] == [
+        True,
+        True,
+        3,
+    ]
+    assert not any("<Unit done" in each.getMessage() and "fail" in each.getMessage() for each in caplog.records)
+
+
+def test_a_search_that_finds_nothing_is_told(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    failures = [1]
+
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        if failures:
+            failures.pop()
+            raise ValueError("once")
+
+    run(scene.consumer(), handler)
+    begun, ended = told(caplog)
+    assert "looking for the message" in begun
+    assert "the search is over: none of the messages failed alone" in ended
+    scene.assert_exact()
+
+
+UNUSED = "the handler did not use its unit"
+
+
+def unused(caplog: pytest.LogCaptureFixture) -> int:
+    return sum(UNUSED in message for message in told(caplog))
+
+
+@pytest.mark.parametrize("form", [loop, run, in_thread])
+def test_a_handler_that_never_uses_its_units_is_told_once(
+    scene: Scene, caplog: pytest.LogCaptureFixture, form: Callable[..., None]
+) -> None:
+    with psycopg.connect(scene.conninfo, autocommit=True) as own:
+        for kafka in ({}, {"group.id": f"{scene.topic}-few"}):
+            caplog.clear()
+            with scene.consumer(kafka, max_messages=100 if kafka else 2) as consumer:
+                form(consumer, lambda _: own.execute("SELECT 1"))
+            assert unused(caplog) == 1
+
+
+def test_a_handler_that_uses_some_of_its_units_is_not_told(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    def handler(unit: Unit) -> None:
+        if 5 in offsets(unit):
+            unit.execute("SELECT 1")
+
+    with scene.consumer(max_messages=2) as consumer:
+        loop(consumer, handler)
+    with scene.consumer({"group.id": f"{scene.topic}-join"}) as consumer, psycopg.connect(scene.conninfo) as own:
+        for unit in consumer.units(until_end=True):
+            with own.transaction(), unit.join(own):
+                pass
+    with scene.consumer({"group.id": f"{scene.topic}-none"}) as consumer:
+        consumer.run(lambda _: None, idle_seconds=0, wait=AT_ONCE)
+    assert unused(caplog) == 0
