@@ -18,6 +18,7 @@ import psycopg
 from psycopg import sql
 
 from .errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
+from .libpq import send
 from .model import Advance, OwnerKind, Partition, Row
 from .session import Connection, Session, cursor_on
 from .sql import query
@@ -165,17 +166,17 @@ class Ledger:
         values = {
             b"xid": b"'%d'" % int(xid),
             b"group_id": sql.Literal(self.group_id).as_bytes(connection),
-            b"topics": _name_array(tuple(a.partition.topic for a in advances)),
-            b"partitions": _array(a.partition.number for a in advances),
-            b"tokens": _array(a.token for a in advances),
-            b"epochs": _array(a.epoch for a in advances),
-            b"topic_ids": _name_array(tuple(a.topic_id for a in advances)),
-            b"expected": _array(a.expected for a in advances),
-            b"next_offsets": _array(a.next_offset for a in advances),
-            b"leader_epochs": _array(a.leader_epoch for a in advances),
+            b"topics": _name_array(tuple([a.partition.topic for a in advances])),
+            b"partitions": _array([a.partition.number for a in advances]),
+            b"tokens": _token_array(tuple([a.token for a in advances])),
+            b"epochs": _array([a.epoch for a in advances]),
+            b"topic_ids": _name_array(tuple([a.topic_id for a in advances])),
+            b"expected": _array([a.expected for a in advances]),
+            b"next_offsets": _array([a.next_offset for a in advances]),
+            b"leader_epochs": _array([a.leader_epoch for a in advances]),
         }
         statement = self._advance_and_commit if commit else self._advance
-        cursor_on(connection).execute(statement % values, prepare=False)
+        send(connection, statement % values)
 
     def finish(self, advances: Sequence[Advance]) -> set[Partition]:
         """Move rows of ours from wherever they stand between ``expected`` and ``next_offset`` to the latter.
@@ -281,9 +282,15 @@ def _keys(partitions: Iterable[Partition]) -> dict[str, Any]:
     return {"topics": [p.topic for p in partitions], "partitions": [p.number for p in partitions]}
 
 
-def _array(values: Iterable[int | UUID | None]) -> bytes:
-    """Write numbers, ids and nulls as a literal array; none of them can contain a quote."""
-    return f"'{{{','.join('NULL' if value is None else str(value) for value in values)}}}'".encode()
+def _array(values: list[int] | list[int | None]) -> bytes:
+    """Write numbers and nulls as a literal array."""
+    return f"'{{{','.join(['NULL' if value is None else str(value) for value in values])}}}'".encode()
+
+
+@lru_cache(maxsize=64)
+def _token_array(tokens: tuple[UUID, ...]) -> bytes:
+    """Write tokens as a literal array. They stay the same for many units, and one takes as long as ten numbers."""
+    return f"'{{{','.join(map(str, tokens))}}}'".encode()
 
 
 @lru_cache(maxsize=64)

@@ -21,6 +21,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from .errors import ConfigurationError, OutcomeLost
+from .libpq import send, texts
 from .logs import about
 from .sql import query
 
@@ -114,8 +115,8 @@ class Session:
             self._server = self._ask_server(connection)
             self._connection = connection
         assert self._connection is not None
-        if self._connection.info.transaction_status is TransactionStatus.IDLE and not self._connection.autocommit:
-            self._connection.autocommit = True
+        if not self._connection.autocommit and self._connection.pgconn.transaction_status == TransactionStatus.IDLE:
+            self._connection._autocommit = True  # noqa: SLF001 - as begin() took it away, without asking the server
         return self._connection
 
     @property
@@ -134,12 +135,11 @@ class Session:
         """Open a transaction in one round trip and learn its id."""
         self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
         connection = self.connection
-        cursor = cursor_on(connection).execute(self._begin[isolation], prepare=False)
-        xid, pid = last_row(cursor)
+        xid, pid = texts(send(connection, self._begin[isolation])[-1])
         # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
         # way to say so inside a transaction.
         connection._autocommit = False  # noqa: SLF001
-        return Begun(xid, pid, self._server)
+        return Begun(xid, int(pid), self._server)
 
     def join(self, connection: Connection) -> Begun:
         """Learn the transaction that is open on somebody else's connection, and leave our mark on it."""
@@ -182,11 +182,14 @@ class Session:
         """End whatever transaction is open; a connection that cannot do even that is discarded."""
         if self._connection is None:
             return
+        status = self._connection.pgconn.transaction_status
+        if status == TransactionStatus.IDLE:
+            return
         try:
-            if self.lost or self._connection.info.transaction_status is TransactionStatus.ACTIVE:
+            if status in (TransactionStatus.UNKNOWN, TransactionStatus.ACTIVE):
                 self.discard()
-            elif self._connection.info.transaction_status is not TransactionStatus.IDLE:
-                self._connection.execute("ROLLBACK", prepare=False)
+            else:
+                send(self._connection, b"ROLLBACK")
         except psycopg.Error:
             self.discard()
 
@@ -270,7 +273,7 @@ def marker_of(instance: UUID, schema: str) -> str:
 
 def is_lost(connection: Connection) -> bool:
     """Tell whether a connection is closed, broken or in an unknown state."""
-    return connection.closed or connection.broken or connection.info.transaction_status is TransactionStatus.UNKNOWN
+    return bool(connection.pgconn.transaction_status == TransactionStatus.UNKNOWN)
 
 
 def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:

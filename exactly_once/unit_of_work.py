@@ -13,6 +13,7 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from .errors import ConfigurationError, TransactionAborted, TransactionBusy, TransactionEnded
 from .failpoints import failpoint, is_armed
 from .ledger import Ledger
+from .libpq import send
 from .model import Advance
 from .outcome import FOREIGN_TRANSACTION, driver_error
 from .session import Begun, Connection, is_lost
@@ -110,7 +111,7 @@ class UnitOfWork:
         if is_armed("advanced"):
             self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
             failpoint("advanced")
-            self.connection.execute("COMMIT", prepare=False)
+            send(self.connection, b"COMMIT")
         else:
             self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=True)
 
