@@ -36,7 +36,8 @@ class Units:
         self._ownership = ownership
         self._upkeep = upkeep
         self._is_left_idle = is_left_idle
-        self._until_end = until_end
+        self.until_end = until_end
+        """Whether the iteration ends where the logs end."""
         self._idle_seconds = idle_seconds
         self._ends: dict[Partition, int] = {}
         self._busy_at = time.monotonic()
@@ -63,7 +64,7 @@ class Units:
     def note_ends(self) -> None:
         """Ask where the logs of partitions that were placed since the last time end now."""
         holdings = self._ownership.holdings
-        new = [p for p, h in holdings.items() if h.placed and p not in self._ends] if self._until_end else []
+        new = [p for p, h in holdings.items() if h.placed and p not in self._ends] if self.until_end else []
         if not new:
             return
         try:
@@ -75,9 +76,17 @@ class Units:
     def has_reached_ends(self) -> bool:
         """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
         holdings = self._ownership.holdings
-        if not self._until_end or not holdings:
+        if not self.until_end or not holdings:
             return False
         return all(partition in self._ends and self._has_reached(partition, h) for partition, h in holdings.items())
+
+    def has_read_all(self) -> bool:
+        """Tell whether nothing more is to come before the ends, be it applied or not."""
+        holdings = self._ownership.holdings
+        return self.until_end and all(
+            holding.placed and p in self._ends and max(holding.fetched, self._upkeep.eof.get(p, 0)) >= self._ends[p]
+            for p, holding in holdings.items()
+        )
 
     def is_left_without(self) -> bool:
         """Judge, at a moment when a fetch brought nothing, whether nothing will come any more."""
@@ -85,7 +94,7 @@ class Units:
             return True
         self.note_ends()
         # Nothing held is also what a member has between two assignments; only the group can tell.
-        return self._until_end and not self._ownership.holdings and self._is_left_idle()
+        return self.until_end and not self._ownership.holdings and self._is_left_idle()
 
     def _has_reached(self, partition: Partition, holding: Holding) -> bool:
         if not holding.placed:

@@ -98,6 +98,7 @@ def options() -> None:
         isolation="SERIALIZABLE",
         max_messages=10_000,
         max_bytes=1_000_000,
+        linger_seconds=0.05,
         max_unit_seconds=2.5,
         startup_seconds=10,
         wait_for_topics=True,
