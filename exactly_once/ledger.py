@@ -56,7 +56,6 @@ class Ledger:
         self._take_over = take_over
         self._watch = watch
         self._advance = query("advance", session.schema).as_bytes(None)
-        self._advance_and_commit = self._advance + b"; COMMIT"
 
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
         """Return which partitions have rows, and which were ever given one."""
@@ -162,6 +161,11 @@ class Ledger:
 
         :raises psycopg.Error: with SQLSTATE EO001 for a short count, EO002 in a foreign transaction.
         """
+        statement = self.advance_statement(connection, advances, xid=xid)
+        send(connection, statement + b"; COMMIT" if commit else statement)
+
+    def advance_statement(self, connection: Connection, advances: Sequence[Advance], *, xid: str) -> bytes:
+        """Write the one statement that :meth:`advance` executes, for whoever sends others with it."""
         # Written out instead of bound: only without parameters may two statements share one message.
         values = {
             b"xid": b"'%d'" % int(xid),
@@ -175,8 +179,7 @@ class Ledger:
             b"next_offsets": _array([a.next_offset for a in advances]),
             b"leader_epochs": _array([a.leader_epoch for a in advances]),
         }
-        statement = self._advance_and_commit if commit else self._advance
-        send(connection, statement % values)
+        return self._advance % values
 
     def finish(self, advances: Sequence[Advance]) -> set[Partition]:
         """Move rows of ours from wherever they stand between ``expected`` and ``next_offset`` to the latter.

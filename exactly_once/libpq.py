@@ -8,14 +8,26 @@ signals, time-outs and a socket that another thread closes end it as they end a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg import generators
+from psycopg.abc import Params, PQGen, Query
+from psycopg.adapt import Transformer
 from psycopg.pq import ExecStatus
-from psycopg.pq.abc import PGresult
+from psycopg.pq.abc import PGconn, PGresult
 
 _GOOD = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK, ExecStatus.EMPTY_QUERY)
+_MAX_PARAMETERS = 65_535  # the protocol counts them in 16 bits
+
+
+class Bound(NamedTuple):
+    """One statement and its parameters as they go to the server."""
+
+    query: bytes
+    params: list[bytes | None] | None = None
+    types: tuple[int, ...] | None = None
+    formats: list[int] | None = None
 
 
 def send(connection: psycopg.Connection[Any], statements: bytes) -> list[PGresult]:
@@ -31,8 +43,68 @@ def send(connection: psycopg.Connection[Any], statements: bytes) -> list[PGresul
     return results
 
 
+def bind(connection: psycopg.Connection[Any], query: Query, params: Params | None) -> Bound:
+    """Convert a statement and its parameters as a cursor of the connection does; nothing is sent.
+
+    :raises psycopg.Error: for a value that no adapter takes, or parameters that do not fit the placeholders.
+    """
+    from psycopg._queries import PostgresQuery  # noqa: PLC0415 - nothing public does it without a round trip
+
+    converted = PostgresQuery(Transformer(connection))
+    converted.convert(query, params)
+    if b"\0" in converted.query:
+        raise psycopg.ProgrammingError("a statement cannot contain NUL (0x00) bytes")
+    if converted.params is None:
+        return Bound(converted.query)
+    if len(converted.params) > _MAX_PARAMETERS:
+        raise psycopg.ProgrammingError(f"{len(converted.params)} parameters are above {_MAX_PARAMETERS}, the limit")
+    # Copied: the caller may go on with a bytearray that it gave.
+    values = [None if value is None else bytes(value) for value in converted.params]
+    return Bound(converted.query, values, converted.types, list(map(int, converted.formats or ())))
+
+
+def send_together(connection: psycopg.Connection[Any], statements: Sequence[Bound]) -> list[PGresult]:
+    """Execute statements in one round trip; return a result for each, also for those that failed.
+
+    Nothing behind one that fails is executed: there is one Sync, at the end, up to which the server skips. Text of one
+    statement cannot reach into the next, because each has a message of its own.
+
+    :raises psycopg.Error: when the connection is lost. One that was interrupted, or is copying, is closed.
+    """
+    pgconn = connection.pgconn
+    with connection.lock:
+        pgconn.enter_pipeline_mode()
+        try:
+            for query, params, types, formats in statements:
+                pgconn.send_query_params(query, params, param_types=types, param_formats=formats)
+            pgconn.pipeline_sync()
+            results: list[PGresult] = connection.wait(_results(pgconn, len(statements)))
+        finally:
+            try:
+                pgconn.exit_pipeline_mode()
+            except psycopg.OperationalError:
+                pgconn.finish()
+    return results
+
+
+def _results(pgconn: PGconn, count: int) -> PQGen[list[PGresult]]:
+    results: list[PGresult] = []
+    try:
+        yield from generators.send(pgconn)
+        for _ in range(count + 1):  # the last one is that of the Sync
+            results += yield from generators.fetch_many(pgconn)
+    except psycopg.OperationalError:
+        # The server's own words, if there are any, say why the connection was lost.
+        if not any(result.status == ExecStatus.FATAL_ERROR for result in results):
+            raise
+    return results[:count]
+
+
 def check(connection: psycopg.Connection[Any], results: Sequence[PGresult]) -> None:
-    """Raise what the first result that is no success says."""
+    """Raise what the first result that is no success says.
+
+    :raises psycopg.Error: as the server says it.
+    """
     if not results:
         raise psycopg.InternalError("the server gave no result")
     for result in results:

@@ -75,9 +75,9 @@ def unit(
 ) -> Iterator[Unit]:
     """Give a real unit in a transaction on your connection, and roll it back afterwards.
 
-    Look at the effects inside the block. At its end everything is checked as before a real COMMIT, deferred
-    constraints too. What you did before in an open transaction of your own stays. ``schema`` is needed only by
-    handlers that set dead letters aside.
+    Look at the effects inside the block, through the unit, which then executes what was deferred. At its end everything
+    is checked as before a real COMMIT, deferred constraints too. What you did before in an open transaction of your own
+    stays. ``schema`` is needed only by handlers that set dead letters aside.
 
     :raises HandlerCommitted: when the handler committed by itself; your test database keeps its effects.
     :raises HandlerError: when it swallowed a SQL error, rolled back, or left a COPY or pipeline open.
@@ -147,6 +147,7 @@ class _Trial:
     def finish(self, unit: Unit) -> None:
         try:
             self.work.guard()
+            self.work.flush()
             if self._fate() == "aborted":
                 raise transaction_ended()
             self._execute("check_constraints")

@@ -349,8 +349,12 @@ INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_clus
 SELECT 'enrol', %(reason)s, group_id, topic, partition, cluster_id, topic_id FROM made
 
 -- name: savepoint
--- Mark where a unit begins in the open transaction of somebody's test.
+-- Mark where a unit begins in the open transaction of somebody's test; an error where no transaction is open.
 SAVEPOINT exactly_once
+
+-- name: release_savepoint
+-- Take the mark away and keep what was done since.
+RELEASE SAVEPOINT exactly_once
 
 -- name: to_savepoint
 -- Undo that unit, and nothing before it.

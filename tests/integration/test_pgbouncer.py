@@ -16,6 +16,7 @@ from exactly_once.schema import check, migrate
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, offsets
+from tests.support import journal
 from tests.support.pgbouncer import PgBouncer, pgbouncer_missing
 from tests.support.proxy import PostgresProxy
 from tests.support.require import skip_unless
@@ -84,6 +85,19 @@ def _nothing(unit: Unit) -> None:
 def test_the_loop_is_exact_behind_a_pooler(make_scene: MakeScene, consume: Consume) -> None:
     scene = make_scene(200, partitions=2)
     assert apply_until_done(consume(), _nothing) == []
+    scene.assert_exact()
+
+
+@pytest.mark.usefixtures("neighbours")
+def test_deferred_statements_are_exact_behind_a_pooler(make_scene: MakeScene, consume: Consume) -> None:
+    scene = make_scene(200, partitions=2)
+    for unit in consume().units(until_end=True):
+        with unit:
+            for each in unit.messages:
+                unit.defer(journal.APPEND, journal.entry(each, "test"))
+                if each.offset() == 50:
+                    unit.execute("SELECT 1")
+            unit.defer(journal.COUNT, (scene.topic, len(unit.messages)))
     scene.assert_exact()
 
 
