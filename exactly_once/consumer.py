@@ -421,7 +421,7 @@ class ExactlyOnceConsumer:
 
     def _linger_left(self, units: Units, limit: int) -> float:
         """Return for how long what was fetched should wait for more; what comes again does not."""
-        if self._delivery.repeats or units.has_read_all():
+        if not self._options.linger_seconds or self._delivery.repeats or units.has_read_all():
             return 0.0
         return self._linger.left(self._delivery.waiting, limit)
 

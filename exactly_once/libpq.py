@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 from psycopg import generators
-from psycopg.abc import Params, PQGen, Query
-from psycopg.adapt import Transformer
+from psycopg.abc import Params, PQGen, Query, Transformer
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
@@ -27,7 +26,7 @@ class Bound(NamedTuple):
     query: bytes
     params: list[bytes | None] | None = None
     types: tuple[int, ...] | None = None
-    formats: list[int] | None = None
+    formats: Sequence[int] | None = None
 
 
 def send(connection: psycopg.Connection[Any], statements: bytes) -> list[PGresult]:
@@ -43,14 +42,16 @@ def send(connection: psycopg.Connection[Any], statements: bytes) -> list[PGresul
     return results
 
 
-def bind(connection: psycopg.Connection[Any], query: Query, params: Params | None) -> Bound:
-    """Convert a statement and its parameters as a cursor of the connection does; nothing is sent.
+def bind(transformer: Transformer, query: Query, params: Params | None) -> Bound:
+    """Convert a statement and its parameters as a cursor of the transformer's connection does; nothing is sent.
+
+    The transformer remembers how types are converted: one for many statements spares most of the work.
 
     :raises psycopg.Error: for a value that no adapter takes, or parameters that do not fit the placeholders.
     """
     from psycopg._queries import PostgresQuery  # noqa: PLC0415 - nothing public does it without a round trip
 
-    converted = PostgresQuery(Transformer(connection))
+    converted = PostgresQuery(transformer)
     converted.convert(query, params)
     if b"\0" in converted.query:
         raise psycopg.ProgrammingError("a statement cannot contain NUL (0x00) bytes")
@@ -60,7 +61,7 @@ def bind(connection: psycopg.Connection[Any], query: Query, params: Params | Non
         raise psycopg.ProgrammingError(f"{len(converted.params)} parameters are above {_MAX_PARAMETERS}, the limit")
     # Copied: the caller may go on with a bytearray that it gave.
     values = [None if value is None else bytes(value) for value in converted.params]
-    return Bound(converted.query, values, converted.types, list(map(int, converted.formats or ())))
+    return Bound(converted.query, values, converted.types, converted.formats)
 
 
 def send_together(connection: psycopg.Connection[Any], statements: Sequence[Bound]) -> list[PGresult]:
@@ -75,19 +76,46 @@ def send_together(connection: psycopg.Connection[Any], statements: Sequence[Boun
     with connection.lock:
         pgconn.enter_pipeline_mode()
         try:
-            for query, params, types, formats in statements:
-                pgconn.send_query_params(query, params, param_types=types, param_formats=formats)
+            owners = _queue(pgconn, statements)
             pgconn.pipeline_sync()
-            results: list[PGresult] = connection.wait(_results(pgconn, len(statements)))
+            answers: list[PGresult] = connection.wait(_answers(pgconn, len(owners)))
         finally:
             try:
                 pgconn.exit_pipeline_mode()
             except psycopg.OperationalError:
                 pgconn.finish()
+    results: list[PGresult] = []
+    for owner, answer in zip(owners, answers, strict=False):
+        if owner == len(results):
+            results.append(answer)
+        elif results[-1].status in _GOOD:
+            results[-1] = answer
     return results
 
 
-def _results(pgconn: PGconn, count: int) -> PQGen[list[PGresult]]:
+def _queue(pgconn: PGconn, statements: Sequence[Bound]) -> list[int]:
+    """Queue statements; return for each answer that will come which of them it belongs to.
+
+    Equal ones in a row are parsed once, which is most of their cost: as the unnamed statement, which nobody else can
+    meet, also behind a pooler.
+    """
+    owners: list[int] = []
+    parsed: object = None
+    for number, (query, params, types, formats) in enumerate(statements):
+        if params is None:
+            pgconn.send_query_params(query, None)
+            parsed = None
+        else:
+            if parsed != (query, types):
+                pgconn.send_prepare(b"", query, param_types=types)
+                owners.append(number)
+                parsed = (query, types)
+            pgconn.send_query_prepared(b"", params, param_formats=formats)
+        owners.append(number)
+    return owners
+
+
+def _answers(pgconn: PGconn, count: int) -> PQGen[list[PGresult]]:
     results: list[PGresult] = []
     try:
         yield from generators.send(pgconn)

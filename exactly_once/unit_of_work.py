@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import psycopg
-from psycopg.abc import Params, Query
+from psycopg import abc, adapt
 from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
@@ -40,6 +40,8 @@ class UnitOfWork:
         """Whether the ledger was moved in a joined transaction."""
         self._deferred: list[Bound] = []
         """Statements that wait for the next flush, or for COMMIT."""
+        self._transformer: abc.Transformer | None = None
+        """What converts their parameters; a new one after a flush, behind which encoding or adapters may change."""
         self._is_refused = False
         """Whether the server refused a statement that went before COMMIT, so that COMMIT was not reached."""
 
@@ -94,9 +96,11 @@ class UnitOfWork:
         self.is_advanced = True
         failpoint("advanced")
 
-    def defer(self, statement: Query, params: Params | None) -> None:
+    def defer(self, statement: abc.Query, params: abc.Params | None) -> None:
         """Keep a statement until :meth:`flush` or :meth:`commit`, with its parameters as they are now."""
-        self._deferred.append(bind(self.connection, statement, params))
+        if self._transformer is None:
+            self._transformer = adapt.Transformer(self.connection)
+        self._deferred.append(bind(self._transformer, statement, params))
 
     def flush(self) -> None:
         """Execute what was deferred, in order and in one round trip.
@@ -104,7 +108,7 @@ class UnitOfWork:
         :raises TransactionEnded: when there is no transaction, or one of the statements ends it.
         :raises psycopg.Error: for one that fails.
         """
-        deferred, self._deferred = self._deferred, []
+        deferred, self._deferred, self._transformer = self._deferred, [], None
         if not deferred:
             return
         if self.connection.pgconn.transaction_status == TransactionStatus.IDLE:
