@@ -1,8 +1,8 @@
 """Libpq: statements that go to the server without a cursor of psycopg.
 
 A cursor costs the client as much as libpq does: for the two messages that open and end every unit, which bind no
-parameters and of whose answers hardly anything is read, that was half of its time. Waiting is psycopg's own, so
-signals, time-outs and a socket that another thread closes end it as they end a cursor's.
+parameters and of whose answers hardly anything is read, a quarter of a unit of one message. Waiting is psycopg's own,
+so signals, time-outs and a socket that another thread closes end it as they end a cursor's.
 """
 
 from __future__ import annotations
