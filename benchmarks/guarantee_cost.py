@@ -1,9 +1,10 @@
 """What the guarantee costs: the same topic into the same table with and without the library.
 
-    python benchmarks/guarantee_cost.py [--messages N] [--rounds N] [--latency-seconds N] [--only PART]
+    python benchmarks/guarantee_cost.py [--messages N] [--rounds N] [--latency-seconds N] [--only PART] [--against PATH]
 
 Every figure is a ratio or a difference of two programs that alternate in one process on the same
-servers, because absolute rates say more about the machine than about the library.
+servers, because absolute rates say more about the machine than about the library. With ``--against``, another
+checkout of the library, small units alternate with that one's, too.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -144,6 +149,129 @@ def row(pairs: list[tuple[Run, Run]]) -> str:
         f"{rate:,.0f} | {statistics.median(added) * 1000:.2f} ms "
         f"| {statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}] |"
     )
+
+
+INSERT = "INSERT INTO sink (p, o, v) VALUES (%s, %s, %s)"
+
+
+def values(message: Message) -> tuple[object, ...]:
+    """One row."""
+    return message.partition(), message.offset(), message.value()
+
+
+def insert_all(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
+    """A row for each message by the usual means: COPY where they are many."""
+    if len(messages) == 1:
+        connection.execute(INSERT, values(messages[0]))
+    elif len(messages) < 500:
+        connection.cursor().executemany(INSERT, [values(message) for message in messages])
+    else:
+        write(connection, messages)
+
+
+class Laps:
+    """The time of each unit, and the CPU time of this thread over all of them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.seconds: list[float] = []
+        self._last = self._cpu = 0.0
+
+    def is_over_after_one_more(self) -> bool:
+        """Take note that a unit has ended; the first one starts the clock."""
+        now = time.perf_counter()
+        if self._last:
+            self.seconds.append(now - self._last)
+        else:
+            self._cpu = time.thread_time()
+        self._last = now
+        return len(self.seconds) >= self.limit
+
+    def figures(self) -> list[float]:
+        """The tenth percentile and the median of a unit, and its CPU time."""
+        ordered = sorted(self.seconds)
+        cpu = (time.thread_time() - self._cpu) / len(ordered)
+        return [ordered[len(ordered) // 10], statistics.median(ordered), cpu]
+
+
+def by_hand(servers: Servers, size: int, laps: Laps) -> None:
+    """The plain client, the effect, COMMIT; no offset anywhere."""
+    client = Consumer({**settings(servers), "enable.auto.commit": False, "auto.offset.reset": "earliest"})
+    client.subscribe([servers.topic])
+    with psycopg.connect(servers.conninfo) as connection:
+        while True:
+            batch = client.consume(size, 30)
+            insert_all(connection, batch)
+            connection.commit()
+            if laps.is_over_after_one_more():
+                break
+    client.close()
+
+
+def by_library(servers: Servers, size: int, laps: Laps, *, defers: bool = False) -> None:
+    """The same through the library."""
+    with ExactlyOnceConsumer(settings(servers), conninfo=servers.conninfo, max_messages=size) as consumer:
+        consumer.subscribe([servers.topic])
+        for unit in consumer:
+            with unit:
+                if defers:
+                    for message in unit.messages:
+                        unit.defer(INSERT, values(message))
+                elif len(unit.messages) == 1:
+                    unit.execute(INSERT, values(unit.messages[0]))
+                else:
+                    insert_all(unit.connection, unit.messages)
+            if laps.is_over_after_one_more():
+                break
+
+
+def by_library_deferring(servers: Servers, size: int, laps: Laps) -> None:
+    """The same, with deferred statements."""
+    by_library(servers, size, laps, defers=True)
+
+
+PROGRAMS = {program.__name__: program for program in (by_hand, by_library, by_library_deferring)}
+
+
+def small(servers: Servers, rounds: int, against: str | None) -> Iterator[str]:
+    """Compare the time and the client's CPU time of small units, each program in a process of its own."""
+    yield "| messages a unit | program | p10 ms | median ms | client CPU ms | added, by p10 [min-max] | ratio by p10 |"
+    yield "|---|---|---|---|---|---|---|"
+    here = str(Path(__file__).parents[1])
+    for size, units in ((1, 1500), (100, 300), (1000, 100)):
+        programs = [("by hand", "by_hand", here), ("the library", "by_library", here)]
+        programs += [("the library, of before", "by_library", against)] if against else []
+        programs += [("the library, unit.defer", "by_library_deferring", here)] if size < 1000 else []
+        found: dict[str, list[list[float]]] = {name: [] for name, _, _ in programs}
+        for _ in range(rounds):
+            for name, program, path in programs:
+                truncate(servers)
+                found[name].append(in_child(servers, program, size, units, path))
+        for name, figures in found.items():
+            p10, median, cpu = (statistics.median(each) * 1000 for each in zip(*figures, strict=True))
+            added = [(f[0] - h[0]) * 1000 for f, h in zip(figures, found["by hand"], strict=True)]
+            ratio = statistics.median(f[0] / h[0] for f, h in zip(figures, found["by hand"], strict=True))
+            yield (
+                f"| {size:,} | {name} | {p10:.3f} | {median:.3f} | {cpu:.3f} "
+                f"| {statistics.median(added):+.3f} [{min(added):+.3f} to {max(added):+.3f}] | {ratio:.2f} |"
+            )
+
+
+def in_child(servers: Servers, program: str, size: int, units: int, path: str) -> list[float]:
+    """Run one program on the library of a checkout."""
+    words = [sys.executable, __file__, "--child", json.dumps([*servers, program, size, units])]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(words, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    figures: list[float] = json.loads(done.stdout)
+    return figures
+
+
+def child(order: str) -> None:
+    """Be one program for one measurement; print its figures."""
+    *where, program, size, units = json.loads(order)
+    laps = Laps(units)
+    PROGRAMS[program](Servers(*where), size, laps)
+    print(json.dumps(laps.figures()))
 
 
 def latency(servers: Servers, seconds: float, rounds: int) -> Iterator[str]:
@@ -284,8 +412,13 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--latency-seconds", type=float, default=60)
-    parser.add_argument("--only", choices=["throughput", "consuming", "latency"])
+    parser.add_argument("--only", choices=["throughput", "consuming", "small", "latency"])
+    parser.add_argument("--against", metavar="PATH", help="another checkout, for small units")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child:
+        child(args.child)
+        return
     with (
         embedded.Kafka() as kafka,
         embedded.Postgres(settings={"track_commit_timestamp": "on", "max_wal_size": "8GB"}) as postgres,
@@ -299,6 +432,7 @@ def main() -> None:
         parts = {
             "throughput": lambda: throughput(servers, args.messages, args.rounds),
             "consuming": lambda: consuming(servers, args.messages, args.rounds),
+            "small": lambda: small(servers, args.rounds, args.against),
             "latency": lambda: latency(servers, args.latency_seconds, args.rounds),
         }
         for name in [args.only] if args.only else parts:

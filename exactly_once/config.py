@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Options:
     isolation: Isolation
     max_messages: int
     max_bytes: int
+    linger_seconds: float
     max_unit_seconds: float
     startup_seconds: float
     stop_on_bad_partition: bool
@@ -79,6 +81,8 @@ def check_options(
     for name in ("max_messages", "max_bytes", "startup_seconds"):
         if getattr(options, name) <= 0:
             raise ConfigurationError(f"{name}={getattr(options, name)!r} must be positive")
+    if not 0 <= options.linger_seconds < math.inf:
+        raise ConfigurationError(f"linger_seconds={options.linger_seconds!r} must be 0 or more, and not infinite")
     if options.max_messages > _MAX_MESSAGES:
         raise ConfigurationError(f"max_messages={options.max_messages!r} is above {_MAX_MESSAGES}, the client's limit")
     check_schema_name(options.schema)

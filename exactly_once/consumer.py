@@ -45,7 +45,7 @@ from .errors import (
     WrongProcess,
 )
 from .failpoints import failpoint
-from .fetch import fetch
+from .fetch import Linger, fetch
 from .handler_thread import HandlerThread
 from .health import Health
 from .ledger import Ledger
@@ -126,6 +126,9 @@ class ExactlyOnceConsumer:
     row is changed, and the others are read on; :meth:`health` and the log say why. With ``stop_on_bad_partition`` the
     iteration raises that :class:`StartError` instead.
 
+    A unit takes what is there, up to ``max_messages`` and ``max_bytes``; with ``linger_seconds`` one that is not full
+    waits so long for more, counted from its first message, so that few messages a second are few transactions.
+
     One thread owns the consumer; only :meth:`stop` and :meth:`health` may be called from others, and only
     :meth:`stop` from signal handlers.
     """
@@ -141,6 +144,7 @@ class ExactlyOnceConsumer:
         isolation: Isolation = "READ COMMITTED",
         max_messages: int = 500,
         max_bytes: int = 64 * 1024 * 1024,
+        linger_seconds: float = 0.0,
         max_unit_seconds: float | None = None,
         startup_seconds: float = 30.0,
         wait_for_topics: bool = False,
@@ -160,6 +164,7 @@ class ExactlyOnceConsumer:
             isolation=isolation,
             max_messages=max_messages,
             max_bytes=max_bytes,
+            linger_seconds=linger_seconds,
             max_unit_seconds=max_unit_seconds,
             startup_seconds=startup_seconds,
             wait_for_topics=wait_for_topics,
@@ -200,7 +205,9 @@ class ExactlyOnceConsumer:
         self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
         self._ownership = Ownership()
         self._mirror = Mirror(group_id=options.group_id)
-        queue_bytes = int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024
+        self._linger = Linger(options.linger_seconds, max_bytes=options.max_bytes)
+        # A batch that waits for more can outgrow what the client holds at once.
+        queue_bytes = 0 if options.linger_seconds else int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024
         self._delivery = Delivery(self._ownership, on_error=self._on_error, queue_bytes=queue_bytes)
         self._settlement = Settlement(
             ledger=ledger,
@@ -449,9 +456,8 @@ class ExactlyOnceConsumer:
             if units.has_reached_ends():
                 return None
             limit = min(self._settlement.limit, units.max_messages or self._settlement.limit)
-            waiting = self._delivery.waiting
-            self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
-            if self._assignment.events:
+            self._fetch_batch(units, limit)
+            if self._assignment.events or self._linger_left(units, limit):
                 continue
             messages, spans = self._delivery.take(limit, self._options.max_bytes)
             if messages:
@@ -460,6 +466,20 @@ class ExactlyOnceConsumer:
             if units.is_left_without():
                 return None
         return None
+
+    def _fetch_batch(self, units: Units, limit: int) -> None:
+        waiting = self._delivery.waiting
+        if left := self._linger_left(units, limit):
+            # Where there is an end it must be seen at once; else nobody needs to wake up for each message.
+            self._fetch(min(left, POLL_SECONDS), limit - waiting, fill=not units.until_end)
+        else:
+            self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
+
+    def _linger_left(self, units: Units, limit: int) -> float:
+        """Return for how long what was fetched should wait for more; what comes again does not."""
+        if not self._options.linger_seconds or self._delivery.repeats or units.has_read_all():
+            return 0.0
+        return self._linger.left(self._delivery.waiting, limit)
 
     def _hand_out(self, messages: list[Message], spans: Mapping[Partition, Span], max_unit_seconds: float) -> Unit:
         advances = self._ownership.hand_out(spans)
@@ -487,9 +507,10 @@ class ExactlyOnceConsumer:
             raise
         self._observer.trouble = None
 
-    def _fetch(self, timeout_seconds: float, count: int) -> None:
+    def _fetch(self, timeout_seconds: float, count: int, *, fill: bool = False) -> None:
         self._observer.turned()
-        messages = fetch(self._client, timeout_seconds, count)
+        messages = fetch(self._client, timeout_seconds, count, fill=fill)
+        self._linger.weigh(messages)
         self._upkeep.take_events()
         self._delivery.accept(messages)
 

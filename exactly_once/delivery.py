@@ -100,6 +100,11 @@ class Delivery:
         """How many messages can be given out without fetching."""
         return len(self._again) + len(self._waiting)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the next batch comes again."""
+        return bool(self._again)
+
     def accept(self, messages: list[Message]) -> None:
         """Take in what the client returned, in order.
 

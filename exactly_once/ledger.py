@@ -18,6 +18,7 @@ import psycopg
 from psycopg import sql
 
 from .errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
+from .libpq import send
 from .model import Advance, OwnerKind, Partition, Row
 from .session import Connection, Session, cursor_on, last_row
 from .sql import query
@@ -57,7 +58,8 @@ class Ledger:
         self._advance = query("advance", session.schema).as_bytes(None)
         # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
         # short COMMIT's wait for a synchronous standby, after which it has committed all the same.
-        self._advance_and_commit = b"SET LOCAL statement_timeout = 0; " + self._advance + b"; COMMIT"
+        self.own_time = b"SET LOCAL statement_timeout = 0"
+        """What goes before the advance and the COMMIT of a unit."""
 
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
         """Return which partitions have rows, and which were ever given one."""
@@ -192,21 +194,25 @@ class Ledger:
 
         :raises psycopg.Error: with SQLSTATE EO001 for a short count, EO002 in a foreign transaction.
         """
+        statement = self.advance_statement(connection, advances, xid=xid)
+        send(connection, b"; ".join((self.own_time, statement, b"COMMIT")) if commit else statement)
+
+    def advance_statement(self, connection: Connection, advances: Sequence[Advance], *, xid: str) -> bytes:
+        """Write the one statement that :meth:`advance` executes, for whoever sends others with it."""
         # Written out instead of bound: only without parameters may two statements share one message.
         values = {
             b"xid": b"'%d'" % int(xid),
             b"group_id": sql.Literal(self.group_id).as_bytes(connection),
-            b"topics": _name_array(tuple(a.partition.topic for a in advances)),
-            b"partitions": _array(a.partition.number for a in advances),
-            b"tokens": _array(a.token for a in advances),
-            b"epochs": _array(a.epoch for a in advances),
-            b"topic_ids": _name_array(tuple(a.topic_id for a in advances)),
-            b"expected": _array(a.expected for a in advances),
-            b"next_offsets": _array(a.next_offset for a in advances),
-            b"leader_epochs": _array(a.leader_epoch for a in advances),
+            b"topics": _name_array(tuple([a.partition.topic for a in advances])),
+            b"partitions": _array([a.partition.number for a in advances]),
+            b"tokens": _token_array(tuple([a.token for a in advances])),
+            b"epochs": _array([a.epoch for a in advances]),
+            b"topic_ids": _name_array(tuple([a.topic_id for a in advances])),
+            b"expected": _array([a.expected for a in advances]),
+            b"next_offsets": _array([a.next_offset for a in advances]),
+            b"leader_epochs": _array([a.leader_epoch for a in advances]),
         }
-        statement = self._advance_and_commit if commit else self._advance
-        cursor_on(connection).execute(statement % values, prepare=False)
+        return self._advance % values
 
     def move_to_ends(self, advances: Sequence[Advance], *, lock_seconds: float) -> None:
         """Move rows to the ends of their logs, behind offsets without messages, in a transaction of its own.
@@ -332,9 +338,15 @@ def _keys(partitions: Iterable[Partition]) -> dict[str, Any]:
     return {"topics": [p.topic for p in partitions], "partitions": [p.number for p in partitions]}
 
 
-def _array(values: Iterable[int | UUID | None]) -> bytes:
-    """Write numbers, ids and nulls as a literal array; none of them can contain a quote."""
-    return f"'{{{','.join('NULL' if value is None else str(value) for value in values)}}}'".encode()
+def _array(values: list[int] | list[int | None]) -> bytes:
+    """Write numbers and nulls as a literal array."""
+    return f"'{{{','.join(['NULL' if value is None else str(value) for value in values])}}}'".encode()
+
+
+@lru_cache(maxsize=64)
+def _token_array(tokens: tuple[UUID, ...]) -> bytes:
+    """Write tokens as a literal array. They stay the same for many units, and one takes as long as ten numbers."""
+    return f"'{{{','.join(map(str, tokens))}}}'".encode()
 
 
 @lru_cache(maxsize=64)

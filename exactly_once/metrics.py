@@ -92,7 +92,7 @@ COMMIT_SECONDS = Metric(
     "exactly_once_commit_seconds",
     "histogram",
     "seconds",
-    "The message that moves the offsets and commits, until its answer. Joined transactions have none.",
+    "From sending the offsets and COMMIT, and what was deferred, until the answer. Joined transactions have none.",
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
 )
 FENCED = Metric(

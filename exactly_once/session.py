@@ -23,6 +23,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from .errors import ConfigurationError, OutcomeLost, TransactionNotYours
+from .libpq import send, texts
 from .logs import about
 from .sql import query
 
@@ -143,9 +144,9 @@ class Session:
                 raise
             self._connection = connection
         assert self._connection is not None
-        if self._connection.info.transaction_status is TransactionStatus.IDLE and not self._connection.autocommit:
+        if not self._connection.autocommit and self._connection.pgconn.transaction_status == TransactionStatus.IDLE:
             take_back(self._connection)  # an interruption may have left it lent
-            self._connection.autocommit = True
+            self._connection._autocommit = True  # noqa: SLF001 - as begin() took it away, without asking the server
         return self._connection
 
     @property
@@ -165,12 +166,11 @@ class Session:
         """Open a transaction in one round trip and learn its id; peers leave it alone for ``may_take`` seconds."""
         self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
         connection = self.connection
-        cursor = cursor_on(connection).execute(self._beginning(isolation, may_take), prepare=False)
-        begun = Begun(*last_row(cursor))
+        xid, pid, incarnation = texts(send(connection, self._beginning(isolation, may_take))[-1])
         # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
         # way to say so inside a transaction.
         connection._autocommit = False  # noqa: SLF001
-        return begun
+        return Begun(xid, int(pid), incarnation)
 
     def join(self, connection: Connection, *, may_take: float = math.inf) -> Begun:
         """Learn the transaction that is open on somebody else's connection, and leave our mark on it."""
@@ -220,11 +220,14 @@ class Session:
         if self._connection is None:
             return
         take_back(self._connection)
+        status = self._connection.pgconn.transaction_status
+        if status == TransactionStatus.IDLE:
+            return
         try:
-            if self.lost or self._connection.info.transaction_status is TransactionStatus.ACTIVE:
+            if status in (TransactionStatus.UNKNOWN, TransactionStatus.ACTIVE):
                 self.discard()
-            elif self._connection.info.transaction_status is not TransactionStatus.IDLE:
-                self._connection.execute("ROLLBACK", prepare=False)
+            else:
+                send(self._connection, b"ROLLBACK")
         except psycopg.Error:
             self.discard()
 
@@ -376,7 +379,7 @@ def marker_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:
 
 def is_lost(connection: Connection) -> bool:
     """Tell whether a connection is closed, broken or in an unknown state."""
-    return connection.closed or connection.broken or connection.info.transaction_status is TransactionStatus.UNKNOWN
+    return bool(connection.pgconn.transaction_status == TransactionStatus.UNKNOWN)
 
 
 def lend(connection: Connection, used: Callable[[], object]) -> None:

@@ -76,9 +76,9 @@ def unit(
 ) -> Iterator[Unit]:
     """Give a real unit in a transaction on your connection, and roll it back afterwards.
 
-    Look at the effects inside the block. At its end everything is checked as before a real COMMIT, deferred
-    constraints too. What you did before in an open transaction of your own stays. ``schema`` is needed only by
-    handlers that set dead letters aside.
+    Look at the effects inside the block, through the unit, which then executes what was deferred. At its end everything
+    is checked as before a real COMMIT, deferred constraints too. What you did before in an open transaction of your own
+    stays. ``schema`` is needed only by handlers that set dead letters aside.
 
     :raises HandlerCommitted: when the handler sent COMMIT by itself; your test database keeps its effects.
     :raises UnitNotUsed: when nobody used the unit, so that what the handler did went elsewhere; ``unused_ok`` allows
@@ -154,6 +154,7 @@ class _Trial:
     def finish(self, unit: Unit) -> None:
         try:
             self.work.guard()
+            self.work.flush()
             if self._fate() == "aborted":
                 raise transaction_ended()
             self._execute("check_constraints")

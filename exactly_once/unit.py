@@ -99,6 +99,8 @@ class Unit:
         """How often its only message was tried alone, where somebody counts."""
         self._settle = settle
         self._process = 0
+        self._is_lent = False
+        """Whether somebody else holds the connection too, so that the order of statements is not ours to keep."""
 
     def __repr__(self) -> str:
         span = ", ".join(f"{a.partition} {a.expected}..{a.next_offset - 1}" for a in self.advances)
@@ -161,6 +163,7 @@ class Unit:
         :raises Redelivered: when another owner has taken the partitions; roll back.
         """
         self._enter()
+        self._is_lent = True
         self._settle.join(self, connection)
         self.is_touched = True  # what is done in it goes past the unit
         self.stage = Stage.OPEN
@@ -180,20 +183,48 @@ class Unit:
         Savepoints (``with connection.transaction():``) are fine. Inside ``with unit:`` its ``commit()``,
         ``rollback()``, ``close()`` and ``autocommit`` raise :class:`~exactly_once.TransactionNotYours`.
 
+        What was deferred is executed first, and what is deferred from now on is executed at once.
+
         :raises UnitNotFinished: outside of the ``with`` block.
         """
+        connection = self._flushed()
+        self._is_lent = True
+        return connection
+
+    def _flushed(self) -> Connection:
+        """Return the connection after everything that was deferred."""
+        self._check_open()
+        self.work.flush()
+        return self.work.connection
+
+    def _check_open(self) -> None:
         if self.stage is not Stage.OPEN:
             raise UnitNotFinished(f"this unit is not open: {self!r}; use it inside `with unit:`")
         self.is_touched = True
-        return self.work.connection
 
     def execute(self, query: Statement, params: Params | None = None) -> psycopg.Cursor[Any]:
         """Execute one statement in the transaction and return its cursor."""
-        return self.connection.execute(query, params)
+        return self._flushed().execute(query, params)
 
     def executemany(self, query: Statement, params: Iterable[Params]) -> None:
         """Execute one statement for each set of parameters, in few round trips."""
-        self.connection.cursor().executemany(query, params)
+        self._flushed().cursor().executemany(query, params)
+
+    def defer(self, query: Statement, params: Params | None = None) -> None:
+        """Execute one statement later, without its results: with the offsets and COMMIT, in one round trip for all.
+
+        Parameters are converted now, by the server's types as :meth:`execute` does. Statements keep the order of the
+        calls: what was deferred goes before whatever the unit executes next, and at once where ``unit.connection``
+        was used before. Its error is the handler's error, raised then or on leaving the block.
+
+        :raises psycopg.Error: for a value that no adapter takes, or parameters that do not fit the placeholders.
+        :raises UnitNotFinished: outside of the ``with`` block.
+        """
+        self._check_open()
+        if self._is_lent:
+            self.work.connection.execute(query, params)
+        else:
+            self.work.defer(query, params)
 
     def dead_letter(self, message: Message, error: BaseException | str) -> None:
         """Set a message of this unit aside, in the transaction: it counts as applied once the unit commits.
@@ -204,7 +235,7 @@ class Unit:
         """
         message = self.sent.of(message)
         dead_letters.store(
-            self.connection,
+            self._flushed(),
             message,
             error,
             schema=self.work.schema,
@@ -252,7 +283,7 @@ class Unit:
         name = sql.Identifier(*table.split(".")) if isinstance(table, str) else table
         names = sql.SQL(", ").join(map(sql.Identifier, columns))
         statement = sql.SQL("COPY {} ({}) FROM STDIN").format(name, names)
-        with self.connection.cursor() as cursor, cursor.copy(statement) as copy:
+        with self._flushed().cursor() as cursor, cursor.copy(statement) as copy:
             for row in rows:
                 copy.write_row(row)
 

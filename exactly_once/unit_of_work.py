@@ -9,14 +9,20 @@ import math
 from collections.abc import Sequence
 
 import psycopg
-from psycopg.pq import PipelineStatus, TransactionStatus
+from psycopg import abc, adapt
+from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
+from psycopg.pq.abc import PGresult
 
 from .errors import ConfigurationError, TransactionAborted, TransactionBusy, TransactionEnded
 from .failpoints import failpoint, is_armed
 from .ledger import Ledger
+from .libpq import Bound, bind, check, send, send_together
 from .model import Advance
 from .outcome import FOREIGN_TRANSACTION, driver_error
 from .session import Begun, Connection, is_lost
+from .sql import query
+
+_COPYING = (ExecStatus.COPY_IN, ExecStatus.COPY_OUT, ExecStatus.COPY_BOTH)
 
 
 class UnitOfWork:
@@ -37,6 +43,12 @@ class UnitOfWork:
         """Whether the transaction is somebody else's."""
         self.is_advanced = False
         """Whether the ledger was moved in a joined transaction."""
+        self._deferred: list[Bound] = []
+        """Statements that wait for the next flush, or for COMMIT."""
+        self._transformer: abc.Transformer | None = None
+        """What converts their parameters; a new one after a flush, behind which encoding or adapters may change."""
+        self._is_refused = False
+        """Whether the server refused a statement that went before COMMIT, so that COMMIT was not reached."""
 
     @property
     def connection(self) -> Connection:
@@ -89,6 +101,30 @@ class UnitOfWork:
         self.is_advanced = True
         failpoint("advanced")
 
+    def defer(self, statement: abc.Query, params: abc.Params | None) -> None:
+        """Keep a statement until :meth:`flush` or :meth:`commit`, with its parameters as they are now."""
+        if self._transformer is None:
+            self._transformer = adapt.Transformer(self.connection)
+        self._deferred.append(bind(self._transformer, statement, params))
+
+    def flush(self) -> None:
+        """Execute what was deferred, in order and in one round trip.
+
+        :raises TransactionEnded: when there is no transaction, or one of the statements ends it.
+        :raises psycopg.Error: for one that fails.
+        """
+        deferred, self._deferred, self._transformer = self._deferred, [], None
+        if not deferred:
+            return
+        if self.connection.pgconn.transaction_status == TransactionStatus.IDLE:
+            raise transaction_ended()
+        # Outside of a transaction the Sync would commit what one of them did behind a ROLLBACK of its own.
+        still_open = [Bound(query(name, self.schema).as_bytes(None)) for name in ("savepoint", "release_savepoint")]
+        try:
+            self._check(deferred, send_together(self.connection, [*deferred, *still_open]))
+        except psycopg.errors.NoActiveSqlTransaction as error:
+            raise transaction_ended() from error
+
     def commit(self, advances: Sequence[Advance]) -> None:
         """Check that the transaction is still the one that began, advance the ledger, COMMIT.
 
@@ -104,7 +140,8 @@ class UnitOfWork:
             failpoint("committed")
         except BaseException as error:
             status = self.connection.info.transaction_status
-            self.is_unknown = status not in (TransactionStatus.INERROR, TransactionStatus.INTRANS)
+            is_open = status in (TransactionStatus.INERROR, TransactionStatus.INTRANS)
+            self.is_unknown = not is_open and not self._is_refused
             driver = driver_error(error)
             if driver is not None and driver.sqlstate == FOREIGN_TRANSACTION:
                 raise transaction_ended() from error
@@ -113,11 +150,34 @@ class UnitOfWork:
     def _advance_and_commit(self, advances: Sequence[Advance]) -> None:
         assert self.begun is not None
         if is_armed("advanced"):
+            self.flush()
             self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
             failpoint("advanced")
-            self.connection.execute("COMMIT", prepare=False)
+            send(self.connection, b"COMMIT")
+        elif self._deferred:
+            deferred, self._deferred = self._deferred, []
+            advance = self._ledger.advance_statement(self.connection, advances, xid=self.begun.xid)
+            own = [Bound(self._ledger.own_time), Bound(advance), Bound(b"COMMIT")]
+            results = send_together(self.connection, [*deferred, *own])
+            refused = any(result.status == ExecStatus.FATAL_ERROR for result in results[:-1])
+            # What a connection that is lost said last may be a pooler's word, who does not know.
+            self._is_refused = refused and not self.is_lost
+            self._check(deferred, results)
         else:
             self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=True)
+
+    def _check(self, deferred: Sequence[Bound], results: Sequence[PGresult]) -> None:
+        """Raise the error of the first statement that failed; one that was deferred is named in a note."""
+        if any(result.status in _COPYING for result in results):
+            raise TransactionBusy("a statement that was deferred is a COPY, which needs data; use unit.copy()")
+        try:
+            check(self.connection, results)
+        except psycopg.Error as error:
+            failed = next(n for n, result in enumerate(results) if result.status == ExecStatus.FATAL_ERROR)
+            if failed < len(deferred):
+                text = deferred[failed].query.decode(errors="replace")
+                error.add_note(f"statement {failed + 1} of {len(deferred)} that were deferred: {text}")
+            raise
 
     def roll_back(self) -> None:
         """End the transaction without effects; a connection that cannot do it is discarded."""

@@ -35,7 +35,8 @@ class Units:
         self._cluster = cluster
         self._ownership = ownership
         self._upkeep = upkeep
-        self._until_end = until_end
+        self.until_end = until_end
+        """Whether the iteration ends where the logs end."""
         self._idle_seconds = idle_seconds
         self._ends: dict[Partition, int] = {}
         self._busy_at = time.monotonic()
@@ -64,7 +65,7 @@ class Units:
     def note_ends(self) -> None:
         """Ask where the logs of partitions that were placed since the last time end now."""
         holdings = self._ownership.holdings
-        new = [p for p, h in holdings.items() if h.placed and p not in self._ends] if self._until_end else []
+        new = [p for p, h in holdings.items() if h.placed and p not in self._ends] if self.until_end else []
         if not new:
             return
         try:
@@ -76,7 +77,7 @@ class Units:
     def has_reached_ends(self) -> bool:
         """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
         holdings = self._ownership.holdings
-        if not self._until_end or not holdings:
+        if not self.until_end or not holdings:
             return False
         return all(self._has_reached(partition, h) for partition, h in holdings.items() if h.state is not State.BAD)
 
@@ -90,6 +91,15 @@ class Units:
             assert error is not None
             raise error
 
+    def has_read_all(self) -> bool:
+        """Tell whether nothing more is to come before the ends, be it applied or not."""
+        holdings = self._ownership.holdings
+        return self.until_end and all(
+            h.placed and p in self._ends and max(h.fetched, h.log_end) >= self._ends[p]
+            for p, h in holdings.items()
+            if h.state is not State.BAD
+        )
+
     def is_left_without(self) -> bool:
         """Judge, at a moment when a fetch brought nothing, whether nothing will come any more."""
         # Nothing held is also what a member has before and between assignments, and says nothing of what is to come.
@@ -100,7 +110,7 @@ class Units:
         elif self._idle_seconds is not None and time.monotonic() - self._busy_at >= self._idle_seconds:
             return True
         self.note_ends()
-        return self._until_end and self._upkeep.is_left_idle
+        return self.until_end and self._upkeep.is_left_idle
 
     def _has_reached(self, partition: Partition, holding: Holding) -> bool:
         return holding.placed and partition in self._ends and holding.applied >= self._ends[partition]

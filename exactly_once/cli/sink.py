@@ -19,7 +19,7 @@ from .problems import CommandError, UsageError
 from .sink_crew import Crew
 from .sink_flows import FORMATS, MODES, Flow, read_flows
 from .sink_sample import SAMPLE, add_columns, columns_of, create_table, first_messages
-from .sink_worker import Task, set_up_logs, work
+from .sink_worker import LINGER_SECONDS, Task, set_up_logs, work
 
 _DESCRIPTION = """\
 Copy the messages of topics into a table: one batch, one transaction, together with the offsets, so that each
@@ -59,6 +59,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     run_.add_argument("--workers", type=int, default=1, metavar="N", help="processes of the group (%(default)s)")
     run_.add_argument("--until-end", action="store_true", help="stop where the topics end now")
     run_.add_argument("--max-messages", type=int, default=10_000, metavar="N", help="in a transaction (%(default)s)")
+    run_.add_argument(
+        "--linger-seconds",
+        type=float,
+        default=LINGER_SECONDS,
+        metavar="S",
+        help="wait so long for a transaction to fill (%(default)s)",
+    )
     run_.add_argument("--on-poison", choices=("stop", "dead-letter"), default="stop", help="(%(default)s)")
     run_.add_argument("--dead-letter-limit", type=int, metavar="N", help="stop after so many in a row")
     run_.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics, /livez and /readyz")
@@ -100,6 +107,7 @@ def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[
         schema=settings.schema,
         start=_start(args.start),
         max_messages=args.max_messages,
+        linger_seconds=args.linger_seconds,
         until_end=args.until_end,
         on_poison=args.on_poison,
         dead_letter_limit=args.dead_letter_limit,

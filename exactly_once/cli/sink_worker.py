@@ -23,6 +23,8 @@ from .sink_progress import Both, Progress
 
 logger = logging.getLogger(__name__)
 
+LINGER_SECONDS = 0.05
+"""At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
@@ -37,6 +39,7 @@ class Task:
     schema: str
     start: Any = None
     max_messages: int = 10_000
+    linger_seconds: float = LINGER_SECONDS
     until_end: bool = False
     on_poison: Any = "stop"
     dead_letter_limit: int | None = None
@@ -67,6 +70,7 @@ def work(task: Task) -> None:
                 schema=task.schema,
                 start=task.start,
                 max_messages=task.max_messages,
+                linger_seconds=task.linger_seconds,
                 metrics=progress if served is None else Both(progress, served),
             )
         )

@@ -22,7 +22,9 @@ _DESCRIPTION = """\
 Show each partition in the ledger: the next offset to be applied, how far that is from the end of the log
 (in offsets, so gaps of compaction and transactions count), its owner, and what is wrong with it. All
 groups, unless --group-id is said. Without --bootstrap-servers it shows what the database knows. Spark
-queries follow with what each wrote last; COUNTED is for those that count batches, not offsets."""
+queries follow with what each wrote last; COUNTED is for those that count batches, not offsets. The last
+line tells what makes every advance slower: dead rows of the ledger, and who holds the oldest snapshot,
+for which they must stay (of other roles only with pg_read_all_stats)."""
 _HEADER = (
     "GROUP", "TOPIC", "PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "KIND", "ADVANCED", "PROBLEM",
 )  # fmt: skip
@@ -60,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     with open_database(settings) as session:
         rows = stored_rows(session, group_id=settings.group_id)
         queries = _spark_queries(session, settings.group_id)
+        health = _ledger_health(session)
     unreachable = None
     lines = [Line(row) for row in rows]
     if settings.bootstrap_servers:
@@ -68,9 +71,12 @@ def run(args: argparse.Namespace) -> int:
         except BrokerUnreachable as error:
             unreachable = error  # what the database knows is shown all the same
     if args.json:
-        output.print_json({"schema": settings.schema, "partitions": [*map(_document, lines)], "queries": queries})
+        document = {"schema": settings.schema, "partitions": [*map(_document, lines)], "queries": queries}
+        output.print_json({**document, "ledger": health})
     else:
         _print(lines, queries, settings.group_id)
+        if lines:
+            print(f"\n{_told(health)}")
     if unreachable is not None:
         raise unreachable
     return 0
@@ -91,6 +97,22 @@ def _spark_queries(session: Session, group_id: str | None) -> list[dict[str, Any
     """Read what Spark queries wrote last: a snapshot, for looking."""
     with session.connection.cursor(row_factory=dict_row) as cursor:
         return cursor.execute(query("spark_queries", session.schema), {"group_id": group_id}, prepare=False).fetchall()
+
+
+def _ledger_health(session: Session) -> dict[str, Any]:
+    """Ask the server's statistics what makes advances slow."""
+    with session.connection.cursor(row_factory=dict_row) as cursor:
+        statement = query("ledger_health", session.schema)
+        return cursor.execute(statement, {"schema": session.schema}, prepare=False).fetchone() or {}
+
+
+def _told(health: Mapping[str, Any]) -> str:
+    """Tell it in one line; some of it is hidden from a role that may not see others' sessions."""
+    snapshot = "no snapshot is held"
+    if (held := health.get("snapshot_held_by")) is not None:
+        since = output.ago(health["snapshot_seconds"]) or "unknown"
+        snapshot = f"oldest snapshot: {held}, since {since}, {health['snapshot_transactions']} transactions"
+    return output.printable(f"ledger: {health.get('dead_rows')} dead rows, {health.get('bytes')} bytes; {snapshot}")
 
 
 def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:

@@ -332,6 +332,24 @@ FROM {schema}.ledger
 WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
 ORDER BY group_id, topic, partition
 
+-- name: ledger_health
+-- What makes every advance slower: dead versions of rows, which stay while a snapshot is held that could see them.
+SELECT t.n_dead_tup AS dead_rows, pg_total_relation_size(t.relid) AS bytes, held.by AS snapshot_held_by,
+       held.transactions AS snapshot_transactions, extract(epoch FROM held.since)::float8 AS snapshot_seconds
+FROM pg_stat_all_tables t
+LEFT JOIN (
+    SELECT concat_ws(' ', 'backend', pid, nullif(application_name, '')) AS by, age(backend_xmin) AS transactions,
+           clock_timestamp() - xact_start AS since
+    FROM pg_stat_activity
+    WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid() AND (datname = current_database() OR datname IS NULL)
+    UNION ALL
+    SELECT 'prepared transaction ' || gid, age(transaction), clock_timestamp() - prepared
+    FROM pg_prepared_xacts WHERE database = current_database()
+    UNION ALL
+    SELECT 'replication slot ' || slot_name, age(xmin), NULL FROM pg_replication_slots WHERE xmin IS NOT NULL
+    ORDER BY transactions DESC LIMIT 1) AS held ON true
+WHERE t.schemaname = %(schema)s AND t.relname = 'ledger'
+
 -- name: spark_queries
 -- What an operator wants to see of Spark queries: what each wrote last, and where a group counts batches.
 SELECT group_id, query_id, q.name, q.run_id, q.batch_id, q.row_count AS rows, q.dropped, q.written_at,
@@ -449,8 +467,12 @@ INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_clus
 SELECT 'enrol', %(reason)s, group_id, topic, partition, cluster_id, topic_id FROM made
 
 -- name: savepoint
--- Mark where a unit begins in the open transaction of somebody's test.
+-- Mark where a unit begins in the open transaction of somebody's test; an error where no transaction is open.
 SAVEPOINT exactly_once
+
+-- name: release_savepoint
+-- Take the mark away and keep what was done since.
+RELEASE SAVEPOINT exactly_once
 
 -- name: to_savepoint
 -- Undo that unit, and nothing before it.

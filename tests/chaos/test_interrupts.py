@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import exactly_once
-from exactly_once import ExactlyOnceConsumer, Redelivered, UnitNotFinished
+from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, UnitNotFinished
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.seeds import seeds
@@ -69,11 +69,19 @@ class Interrupter:
         return self._line
 
 
+def _record_deferred(unit: Unit, worker: str) -> None:
+    for message in unit.messages:
+        unit.defer(journal.APPEND, journal.entry(message, worker))
+    unit.defer(journal.COUNT, (unit.messages[0].topic(), len(unit.messages)))
+
+
 @pytest.mark.slow
 @pytest.mark.fault("D2")
-@pytest.mark.parametrize("seed", seeds([1, 2, 3], new=1))
+@pytest.mark.parametrize(
+    ("seed", "effects"), [*((seed, record) for seed in seeds([1, 2, 3], new=1)), (4, _record_deferred)]
+)
 def test_interrupt_at_any_line_loses_and_doubles_nothing(
-    seed: int, make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str
+    seed: int, effects: Callable[[Unit, str], None], make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str
 ) -> None:
     """Caught by the loop of the user, who iterates on with the same consumer."""
     chance = random.Random(seed)
@@ -85,7 +93,7 @@ def test_interrupt_at_any_line_loses_and_doubles_nothing(
         produce(bootstrap_servers, topic, BATCH, 2, start=number * BATCH)
         try:
             with interrupter.after(chance.randrange(1, 1200)):
-                _go_on(consumer)
+                _go_on(consumer, effects)
         except UnitNotFinished as error:
             # Interrupted just between the library and the loop: nobody has the unit. That is said, not passed over.
             print(error)
@@ -104,11 +112,11 @@ def _subscribed(make_consumer: MakeConsumer, topic: str) -> ExactlyOnceConsumer:
     return consumer
 
 
-def _go_on(consumer: ExactlyOnceConsumer) -> None:
+def _go_on(consumer: ExactlyOnceConsumer, effects: Callable[[Unit, str], None]) -> None:
     try:
         for unit in consumer.units(idle_seconds=0.15):
             with unit:
-                record(unit, "test")
+                effects(unit, "test")
     except (Interrupt, Redelivered):
         pass
 

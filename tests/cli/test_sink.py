@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -222,3 +223,24 @@ def test_killed_workers_leave_the_table_as_the_topic_says(
     assert process.returncode == 0, errors
     assert errors.count("another takes its place") == 3
     assert rows(db, source) == sorted((n, v) for n, v in expected.items() if v is not None)
+
+
+@pytest.mark.parametrize("given", ["0", "30"])
+def test_lingering_does_not_hold_up_the_end(
+    operate: Command, bootstrap_servers: str, source: str, db: Database, given: str
+) -> None:
+    db.execute(f'CREATE TABLE "{source}" (id bigint)')
+    send(bootstrap_servers, source, [(None, {"id": i}) for i in range(20)])
+    began = time.monotonic()
+    options = ("--until-end", "--linger-seconds", given)
+    result = operate("sink", "--topic", source, "--table", f'"{source}"', *options)
+    assert result.code == 0, result.err
+    assert rows(db, f'"{source}"') == [(i,) for i in range(20)]
+    assert time.monotonic() - began < 30
+
+
+def test_a_linger_time_that_is_none_is_refused(operate: Command, source: str, db: Database) -> None:
+    db.execute(f'CREATE TABLE "{source}" (id bigint)')
+    result = operate("sink", "--topic", source, "--table", f'"{source}"', "--linger-seconds", "-1")
+    assert result.code != 0
+    assert "linger_seconds=-1.0 must be 0 or more" in result.err

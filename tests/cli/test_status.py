@@ -28,7 +28,7 @@ def test_the_document_has_stable_keys_and_the_lag_by_position(
     produce(bootstrap_servers, consumed, 3, 2, start=20)
     result = operate("status", "--json")
     assert (result.code, result.err) == (0, "")
-    assert set(result.json) == {"schema", "partitions", "queries"}
+    assert set(result.json) == {"schema", "partitions", "queries", "ledger"}
     assert all(set(p) == KEYS for p in result.partitions)
     found = [(p["group_id"], p["partition"], p["next_offset"], p["log_end"], p["lag"]) for p in result.partitions]
     assert found == [(name, 0, 10, 12, 2), (name, 1, 10, 11, 1)]
@@ -46,10 +46,24 @@ def test_the_owner_is_shown_while_it_owns(operate: Command, topic: str, name: st
     text = operate("status").out.splitlines()
     header = ["GROUP", "TOPIC", "PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "KIND", "ADVANCED", "PROBLEM"]
     assert re.split(r"  +", text[0]) == header
-    assert all(f"{name}-1  consumer" in line for line in text[1:])
+    assert all(f"{name}-1  consumer" in line for line in text[1:-2])
     assert " s ago" in "".join(text)
     consumer.close()
     assert {(p["owned"], p["owner"]) for p in operate("status", "--json").partitions} == {(False, None)}
+
+
+def test_who_makes_advances_slow_is_named(operate: Command, consumed: str, conninfo: str) -> None:
+    """Whoever holds an old snapshot keeps dead rows of the ledger from being removed."""
+    with psycopg.connect(conninfo, application_name="a nightly report") as reporter:
+        holder = f"backend {reporter.info.backend_pid} a nightly report"
+        reporter.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        reporter.execute("SELECT 1")
+        found = operate("status", "--json").json["ledger"]
+        assert found["snapshot_held_by"] == holder
+        assert min(found["snapshot_transactions"], found["snapshot_seconds"], found["dead_rows"]) >= 0
+        line = operate("status").out.splitlines()[-1]
+        assert re.fullmatch(rf"ledger: \d+ dead rows, \d+ bytes; oldest snapshot: {holder}, since .*", line)
+    assert holder not in operate("status").out
 
 
 def test_without_brokers_it_shows_what_the_database_knows(

@@ -95,6 +95,19 @@ def test_the_loop_is_exact_behind_a_pooler(make_scene: MakeScene, consume: Consu
 
 
 @pytest.mark.usefixtures("neighbours")
+def test_deferred_statements_are_exact_behind_a_pooler(make_scene: MakeScene, consume: Consume) -> None:
+    scene = make_scene(200, partitions=2)
+    for unit in consume().units(until_end=True):
+        with unit:
+            for each in unit.messages:
+                unit.defer(journal.APPEND, journal.entry(each, "test"))
+                if each.offset() == 50:
+                    unit.execute("SELECT 1")
+            unit.defer(journal.COUNT, (scene.topic, len(unit.messages)))
+    scene.assert_exact()
+
+
+@pytest.mark.usefixtures("neighbours")
 def test_a_connection_with_psycopgs_defaults_breaks_nothing_of_the_librarys(
     make_scene: MakeScene, consume: Consume, wire: PostgresProxy
 ) -> None:

@@ -63,6 +63,7 @@ class Member:
             start="earliest",
             startup_seconds=1e9,
             max_messages=world.rng.choice((1, 2, 3, 6)),
+            linger_seconds=world.rng.choice((0.0, 0.0, 0.5)),
         )
         self.client = self.consumer._client  # type: ignore[assignment]
 

@@ -64,6 +64,9 @@ def handler(unit: Unit) -> None:
     connection: psycopg.Connection[Any] = unit.connection
     with connection.transaction():
         cursor: psycopg.Cursor[Any] = unit.execute("SELECT %(offset)s", {"offset": first.offset()})
+    unit.defer("UPDATE account SET balance = balance + %s WHERE id = %s", (1, first.key()))
+    unit.defer("UPDATE account SET balance = 0 WHERE id = %(id)s", {"id": first.key()})
+    unit.defer(sql.SQL("DELETE FROM {}").format(sql.Identifier("stale")))
     unit.copy("bank.payment", ["id", "attempt"], ((row[0], attempt) for row in cursor))
     unit.copy(sql.Identifier("bank", "payment"), ("id",), [[1], [2]])
 
@@ -98,6 +101,7 @@ def options() -> None:
         isolation="SERIALIZABLE",
         max_messages=10_000,
         max_bytes=1_000_000,
+        linger_seconds=0.05,
         max_unit_seconds=2.5,
         startup_seconds=10,
         wait_for_topics=True,

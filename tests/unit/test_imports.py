@@ -13,7 +13,7 @@ from tests.support.findings import nothing
 PACKAGE = Path(exactly_once.__file__).parent
 
 LAYERS = (
-    {"errors", "failpoints", "fetch", "health", "identity", "metrics", "model", "outcome", "poison", "sql"},
+    {"errors", "failpoints", "fetch", "health", "identity", "libpq", "metrics", "model", "outcome", "poison", "sql"},
     {"logs"},
     {"ownership", "session", "retry"},
     {"assignment", "cluster", "config", "dead_letters", "delivery", "ledger", "mirror", "schema", "watcher"},
