@@ -3,24 +3,64 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+_GAP = "  "
+_LEAST = 8
+"""So many characters of a name are always shown."""
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print columns that are as wide as they must be, numbers to the right."""
+def width() -> int | None:
+    """Return how many columns a line may have; None where nobody counts them, as in a pipe."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, give: Sequence[int] = ()) -> None:
+    """Print columns that are as wide as they must be, numbers to the right.
+
+    Where a line would be longer than the terminal is wide, the columns in ``give`` are shortened, the first one first.
+    """
     lines = [list(header), *([printable(value) for value in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for column in give:
+        spare = (width() or sys.maxsize) - sum(widths) - len(_GAP) * (len(widths) - 1)
+        least = max(len(header[column]), _LEAST)
+        widths[column] = max(min(widths[column], least), widths[column] + min(spare, 0))
     right = [any(isinstance(row[i], int) for row in rows) for i in range(len(header))]
     for line in lines:
-        cells = (
-            cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(line, widths, right, strict=True)
-        )
-        print("  ".join(cells).rstrip())
+        cells = [shortened(cell, size) for cell, size in zip(line, widths, strict=True)]
+        cells = [
+            cell.rjust(size) if is_right else cell.ljust(size)
+            for cell, size, is_right in zip(cells, widths, right, strict=True)
+        ]
+        print(_GAP.join(cells).rstrip())
+
+
+def shortened(text: str, size: int) -> str:
+    """Leave out the middle of a text that is too long: names differ at their ends."""
+    if len(text) <= size:
+        return text
+    behind = (size - 1) // 2
+    return f"{text[: size - 1 - behind]}…{text[len(text) - behind :]}"
+
+
+def print_lines(text: str, *, indent: str = "") -> None:
+    """Print a sentence in as many lines as it takes."""
+    size = width()
+    if size is None:
+        print(indent + printable(text))
+        return
+    more = " " * len(indent)
+    print(*textwrap.wrap(printable(text), size, initial_indent=indent, subsequent_indent=more), sep="\n")
 
 
 def print_json(document: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 EXIT_CODES = """\
 exit codes:
   0    done (a dry run too)
-  1    not done: stderr says in one line why and what mends it
+  1    not done: stderr says in one line why and what mends it; status --check: something needs an operator
   2    the command line, an environment variable or the configuration file is wrong
   130  interrupted"""
 

@@ -46,3 +46,10 @@ LIMIT %(limit)s
 UPDATE {schema}.dead_letter SET status = %(status)s, settled_at = clock_timestamp(), settled_by = session_user
 WHERE id = %(id)s AND status = 'dead'
 RETURNING {columns}
+
+-- name: dead_letters_by_group
+-- How many messages of each group wait for an operator; other groups have no row.
+SELECT group_id, count(*)
+FROM {schema}.dead_letter
+WHERE status = 'dead' AND (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
+GROUP BY group_id

@@ -21,7 +21,7 @@ WHERE = ("--bootstrap-servers", "--group-id", "--conninfo", "--schema", "--confi
 TARGETS = ("--topic", "--partition", "--to-earliest", "--to-latest", "--to-offset", "--to-time", "--reason")
 OPTIONS = {
     "migrate": ("--sql", "--role"),
-    "status": (),
+    "status": ("--check", "--watch", "--max-lag", "--max-dead-letters"),
     "reset": (*TARGETS, "--to-current", "--execute", "--force"),
     "adopt": (*TARGETS, "--keep-offsets", "--execute", "--force"),
     "hand-over": ("--to", "--topic", "--reason", "--execute"),

@@ -151,7 +151,7 @@ def test_status_shows_what_spark_queries_wrote_last(operate: Command, consumed: 
     (found,) = operate("status", "--json").json["queries"]
     assert (found["query_id"], found["run_id"], found["batch_id"], found["rows"]) == ("q", "r", 7, 20)
     text = operate("status").out.splitlines()
-    assert all("spark query q  spark" in line for line in text[1:3])
+    assert all("  spark query q (Spark)  " in line for line in text[2:4])
     assert re.split(r"  +", text[-2])[:6] == ["GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED"]
     assert text[-1].split()[:6] == [name, "q", "r", "7", "20", "1"]
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import psycopg
+import pytest
 from confluent_kafka.admin import AdminClient
 
 from exactly_once.cli.output import ago
 from tests.cli.conftest import Command, read_to_end
 from tests.conftest import MakeConsumer
+from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 
@@ -28,7 +33,9 @@ def test_the_document_has_stable_keys_and_the_lag_by_position(
     produce(bootstrap_servers, consumed, 3, 2, start=20)
     result = operate("status", "--json")
     assert (result.code, result.err) == (0, "")
-    assert set(result.json) == {"schema", "partitions", "queries", "ledger"}
+    assert set(result.json) == {"schema", "groups", "partitions", "queries", "ledger"}
+    sums = {"partitions": 2, "lag": 3, "halted": 0, "problems": 0, "dead_letters": 0}
+    assert result.json["groups"] == [{"group_id": name, **sums}]
     assert all(set(p) == KEYS for p in result.partitions)
     found = [(p["group_id"], p["partition"], p["next_offset"], p["log_end"], p["lag"]) for p in result.partitions]
     assert found == [(name, 0, 10, 12, 2), (name, 1, 10, 11, 1)]
@@ -43,12 +50,13 @@ def test_the_owner_is_shown_while_it_owns(operate: Command, topic: str, name: st
         pass
     found = {(p["owned"], p["owner"], p["owner_kind"]) for p in operate("status", "--json").partitions}
     assert found == {(True, f"{name}-1", "consumer")}
-    text = operate("status").out.splitlines()
-    header = ["GROUP", "TOPIC", "PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "KIND", "ADVANCED", "PROBLEM"]
-    assert re.split(r"  +", text[0]) == header
-    assert all(f"{name}-1  consumer" in line for line in text[1:-2])
-    assert " s ago" in "".join(text)
+    title, header, *lines = operate("status").out.partition("\n\n")[0].splitlines()
+    assert title.startswith(f"group {name}: 2 partitions, lag ")
+    assert re.split(r"  +", header) == ["PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "ADVANCED"]
+    assert all(f"  {name}-1  " in line for line in lines)
+    assert " s ago" in "".join(lines)
     consumer.close()
+    assert operate("status").out.count("  released  ") == 2
     assert {(p["owned"], p["owner"]) for p in operate("status", "--json").partitions} == {(False, None)}
 
 
@@ -134,6 +142,177 @@ def test_a_name_with_control_characters_does_not_move_the_cursor(operate: Comman
         (name, "up\x1b[2A\nand away"),
     )
     assert "halted: up [2A and away" in operate("status").out
+
+
+@pytest.fixture
+def crowd(db: Db, name: str) -> str:
+    """A group of which everything is said that can be said of one."""
+    topic = "payments-of-the-european-customers"
+    owner = "22222222-3333-4444-8555-666666666666"
+    for partition, named, is_owned, halted in (
+        (0, "accounts-7f9c5d6b4-x2k4q", True, None),
+        (1, None, True, None),
+        (2, None, False, None),
+        (3, None, False, HALT),
+    ):
+        db.execute(
+            "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset, owner_token, owner_kind, "
+            "owner_name, owner_instance, halted, advanced_at) VALUES (%s, %s, %s, 1234567890, "
+            "CASE WHEN %s THEN gen_random_uuid() END, 'consumer', %s, %s, %s, now() - interval '90 minutes')",
+            (name, topic, partition, is_owned, named, owner, halted),
+        )
+    dead_letter(db, name, topic)
+    return name
+
+
+def dead_letter(db: Db, group_id: str, topic: str) -> None:
+    db.execute(
+        "INSERT INTO exactly_once.dead_letter (group_id, topic, partition, message_offset, timestamp_type, "
+        "timestamp_ms, error_class, error, attempts) VALUES (%s, %s, 0, 7, 0, -1, 'x', 'x', 1)",
+        (group_id, topic),
+    )
+
+
+HALT = "the handler committed by itself: effects of offsets 1234 to 1290 are durable, offsets are not"
+PICTURES = {
+    80: """\
+group GROUP: 4 partitions, 1 HALTED, 1 dead letter
+PARTITION                         NEXT OFFSET  LOG END  LAG  OWNER     ADVANCED
+payments-of-the-…an-customers[0]   1234567890  -        -    acco…k4q  1.5 h ago
+payments-of-the-…an-customers[1]   1234567890  -        -    22222222  1.5 h ago
+payments-of-the-…an-customers[2]   1234567890  -        -    released  1.5 h ago
+! payments-of-th…an-customers[3]   1234567890  -        -    released  1.5 h ago
+! payments-of-the-european-customers[3] halted: the handler committed by itself:
+  effects of offsets 1234 to 1290 are durable, offsets are not
+""",
+    100: """\
+group GROUP: 4 partitions, 1 HALTED, 1 dead letter
+PARTITION                                NEXT OFFSET  LOG END  LAG  OWNER                  ADVANCED
+payments-of-the-european-customers[0]     1234567890  -        -    accounts-7…d6b4-x2k4q  1.5 h ago
+payments-of-the-european-customers[1]     1234567890  -        -    22222222               1.5 h ago
+payments-of-the-european-customers[2]     1234567890  -        -    released               1.5 h ago
+! payments-of-the-european-customers[3]   1234567890  -        -    released               1.5 h ago
+! payments-of-the-european-customers[3] halted: the handler committed by itself: effects of offsets
+  1234 to 1290 are durable, offsets are not
+""",
+    160: f"""\
+group GROUP: 4 partitions, 1 HALTED, 1 dead letter
+PARTITION                                NEXT OFFSET  LOG END  LAG  OWNER                     ADVANCED
+payments-of-the-european-customers[0]     1234567890  -        -    accounts-7f9c5d6b4-x2k4q  1.5 h ago
+payments-of-the-european-customers[1]     1234567890  -        -    22222222                  1.5 h ago
+payments-of-the-european-customers[2]     1234567890  -        -    released                  1.5 h ago
+! payments-of-the-european-customers[3]   1234567890  -        -    released                  1.5 h ago
+! payments-of-the-european-customers[3] halted: {HALT}
+""",
+}
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_the_table_fits_the_terminal(
+    columns: int, command: Command, conninfo: str, crowd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = command("status", "--conninfo", conninfo, "--group-id", crowd).out
+    assert text.replace(crowd, "GROUP") == PICTURES[columns]
+    assert max(map(len, text.splitlines())) <= columns
+
+
+def test_spark_queries_fit_the_terminal_too(
+    command: Command, conninfo: str, db: Db, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    db.execute(
+        "INSERT INTO exactly_once.spark_query (group_id, query_id, run_id, batch_id, row_count, dropped, written_at) "
+        "VALUES (%s, gen_random_uuid()::text, gen_random_uuid()::text, 123456, 1000000, 0, now() - interval '1 hour')",
+        (name,),
+    )
+    header, row = command("status", "--conninfo", conninfo, "--group-id", name).out.splitlines()
+    assert len(row) <= 80
+    assert row.split()[3:] == ["123456", "1000000", "0", "1.0", "h", "ago", "-"]
+    assert re.split(r"  +", header)[:4] == ["GROUP", "SPARK QUERY", "RUN", "BATCH"]
+
+
+def test_a_line_in_a_pipe_is_as_long_as_it_must_be(command: Command, conninfo: str, crowd: str) -> None:
+    text = command("status", "--conninfo", conninfo, "--group-id", crowd).out
+    assert text.replace(crowd, "GROUP") == PICTURES[160]
+
+
+def test_a_check_says_what_needs_an_operator_and_exits_with_1(
+    command: Command, conninfo: str, crowd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    where = ("--conninfo", conninfo, "--group-id", crowd)
+    result = command("status", "--check", *where)
+    halted = f"group {crowd}, payments-of-the-european-customers[3]: halted: {HALT}"
+    assert (result.code, result.out, result.err) == (1, f"{halted}\n", "")
+    many = command("status", "--check", "--max-dead-letters", 0, "--json", *where)
+    assert (many.code, many.json["troubles"]) == (1, [halted, f"group {crowd}: 1 dead letter, above 0"])
+    assert command("status", *where).code == 0, "only a check judges"
+
+
+def test_a_check_of_a_group_that_is_well_exits_with_0(
+    operate: Command, consumed: str, bootstrap_servers: str, db: Db, name: str
+) -> None:
+    produce(bootstrap_servers, consumed, 5, 2, start=20)
+    dead_letter(db, name, consumed)
+    well = operate("status", "--check", "--max-lag", 3, "--max-dead-letters", 1)
+    assert (well.code, well.out) == (0, f"ok: group {name}: 2 partitions, lag 5, 1 dead letter\n")
+    behind = operate("status", "--check", "--max-lag", 2)
+    assert (behind.code, behind.out) == (1, f"group {name}, {consumed}[0]: lag 3 is above 2\n")
+    assert operate("status", "--check", "--json").json["troubles"] == []
+
+
+def test_a_check_finds_offsets_that_no_consumer_would_take_and_groups_that_are_not_there(
+    operate: Command, consumed: str, db: Db, name: str
+) -> None:
+    db.execute("UPDATE exactly_once.ledger SET next_offset = 99 WHERE group_id = %s AND partition = 0", (name,))
+    result = operate("status", "--check")
+    assert (result.code, result.out) == (1, f"group {name}, {consumed}[0]: beyond the log end\n")
+    db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s", (name,))
+    assert operate("status", "--check").out == f"the ledger has no rows of group {name}\n"
+
+
+def test_a_check_without_its_servers_is_not_passed(command: Command, consumed: str, conninfo: str, name: str) -> None:
+    where = ("--bootstrap-servers", "127.0.0.1:1", "--group-id", name)
+    away = command("status", "--check", "--conninfo", conninfo, *where)
+    assert (away.code, "127.0.0.1:1" in away.err) == (1, True)
+    assert away.out == ""
+    assert command("status", "--check", "--conninfo", "host=127.0.0.1 port=1", *where).code == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--max-lag", "5"], "say --check"),
+        (["--check", "--max-lag", "5"], "--bootstrap-servers"),
+        (["--check", "--watch"], "not allowed with"),
+        (["--check", "--max-lag", "-1"], "0 or more"),
+        (["--watch", "0"], "seconds from 0.1"),
+        (["--watch", "--json"], "leave out --json"),
+    ],
+)
+def test_a_check_or_watch_that_means_nothing_is_refused(command: Command, args: list[str], said: str) -> None:
+    result = command("status", "--conninfo", "host=127.0.0.1 port=1", *args)
+    assert result.code == 2
+    assert said in result.err
+
+
+def test_watching_shows_what_changes_and_outlives_the_database(conninfo: str, consumed: str, db: Db, name: str) -> None:
+    with PostgresProxy(conninfo) as proxy:
+        command = [sys.executable, "-m", "exactly_once", "status", "--watch", "0.1", "--group-id", name]
+        with subprocess.Popen(
+            [*command, "--conninfo", proxy.conninfo], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"group {name}: 2 partitions\n"
+            proxy.cut_all()
+            db.execute("UPDATE exactly_once.ledger SET halted = 'why' WHERE group_id = %s AND partition = 0", (name,))
+            for line in process.stdout:
+                if line == f"group {name}: 2 partitions, 1 HALTED\n":
+                    break
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "")
 
 
 def test_ages_are_told_in_their_largest_unit() -> None:
