@@ -56,6 +56,25 @@ class Move:
         return self.old_offset if self.new_offset is None else self.new_offset
 
     @property
+    def again(self) -> int:
+        """How many offsets of the log would be applied a second time."""
+        return self._in_log(self.result, self.old_offset)
+
+    @property
+    def left_out(self) -> int:
+        """How many offsets of the log would never be applied; without an offset before, of all that are there."""
+        start = self.log.start if self.log and self.old_offset is None else self.old_offset
+        return self._in_log(start, self.result)
+
+    def _in_log(self, start: int | None, end: int | None) -> int:
+        """Count the offsets from one to another that the log has; without a log, all."""
+        if start is None or end is None:
+            return 0
+        if self.log is not None:
+            start, end = max(start, self.log.start), min(end, self.log.end)
+        return max(0, end - start)
+
+    @property
     def is_outside(self) -> bool:
         """Whether the offset afterwards is none of the log's."""
         return self.log is not None and self.result is not None and not self.log.start <= self.result <= self.log.end

@@ -11,13 +11,36 @@ from .plan import Move, Plan
 
 
 def tell(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Print a plan; ``more`` are lines for people between title and table."""
+    """Print a plan; ``more`` are lines for people between title and table.
+
+    Messages that come again or are left out are counted where offsets before and after are of one topic.
+    """
     if args.json:
         output.print_json(_document(plan, executed=args.execute))
         return
     print(f"group {plan.group_id}, topic {plan.topic}, to {plan.target}", *more, sep="\n")
     output.print_table(*_table(plan))
+    if _is_one_topic(plan):
+        output.print_lines(_effect(plan, executed=args.execute))
     print("done" if args.execute else "dry run: nothing was changed; --execute does it")
+
+
+def _is_one_topic(plan: Plan) -> bool:
+    """Tell whether the offsets before are of the topic that Kafka has now."""
+    ids = {move.stored.topic_id for move in plan.moves if move.stored} | {plan.topic_id}
+    clusters = {move.stored.cluster_id for move in plan.moves if move.stored} | {plan.cluster_id}
+    return len(ids - {None}) <= 1 and len(clusters - {None}) <= 1
+
+
+def _effect(plan: Plan, *, executed: bool) -> str:
+    """Say what becomes of messages; an owner that lives goes on meanwhile, so a dry run shows this moment."""
+    again, left_out = sum(m.again for m in plan.moves), sum(m.left_out for m in plan.moves)
+    if not again and not left_out:
+        return "no message comes again, none is left out"
+    verb, other = ("come", "are left out") if executed else ("would come", "would be left out")
+    said = [f"{again} {verb} again, their effects a second time"] if again else []
+    said += [f"{left_out} {other}, without effects"] if left_out else []
+    return f"messages: {'; '.join(said)} (counted in offsets, so gaps of compaction and transactions count)"
 
 
 def _document(plan: Plan, *, executed: bool) -> dict[str, Any]:
@@ -33,6 +56,8 @@ def _document(plan: Plan, *, executed: bool) -> dict[str, Any]:
                 "partition": m.partition.number,
                 "old_offset": m.old_offset,
                 "new_offset": m.result,
+                "again": m.again if _is_one_topic(plan) else None,
+                "left_out": m.left_out if _is_one_topic(plan) else None,
                 "log_start": m.log.start if m.log else None,
                 "log_end": m.log.end if m.log else None,
                 "is_new": m.stored is None,

@@ -39,6 +39,7 @@ def test_a_recreated_topic_is_read_from_where_the_operator_says(
     assert shown.code == 0
     # The third partition got no row: it looks as if it had been added, and belongs to the new topic.
     assert [(p["old_offset"], p["new_offset"]) for p in shown.partitions] == [(10, 0), (10, 0), (None, 0)]
+    assert {(p["again"], p["left_out"]) for p in shown.partitions} == {(None, None)}, "offsets of two topics"
     assert shown.partitions[0]["old_topic_id"] == before[0][4] != shown.json["topic_id"]
     assert ledger(db, name) == before, "that was a dry run"
     assert operate(*mend, "--reason", "new topic", "--execute").code == 0

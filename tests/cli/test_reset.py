@@ -1,5 +1,7 @@
 """``exactly-once reset``: offsets move in one transaction, owners are fenced, halted partitions go on."""
 
+# ruff: noqa: PLR0917 - fixtures and parameters are positional
+
 from __future__ import annotations
 
 from datetime import UTC, datetime
@@ -31,6 +33,52 @@ def test_a_dry_run_shows_old_and_new_and_changes_nothing(operate: Command, consu
     text = operate("reset", "--topic", consumed, "--to-earliest")
     assert "dry run: nothing was changed" in text.out
     assert text.out.splitlines()[2].split() == ["0", "10", "->", "0", "0", "10", "-"]
+
+
+@pytest.mark.parametrize(
+    ("target", "again", "left_out", "said"),
+    [
+        (["--to-offset", 4], [6, 6], [0, 0], "messages: 12 would come again, their effects a second time (counted"),
+        (["--to-latest"], [0, 0], [3, 3], "messages: 6 would be left out, without effects (counted in offsets"),
+        (["--to-offset", 12, "--partition", 0], [0], [2], "messages: 2 would be left out"),
+        (["--to-offset", 10], [0, 0], [0, 0], "no message comes again, none is left out"),
+        (["--to-current"], [0, 0], [0, 0], "no message comes again, none is left out"),
+        (["--to-offset", 500, "--force"], [0, 0], [3, 3], "messages: 6 would be left out"),
+    ],
+)
+def test_a_dry_run_says_how_many_messages_come_again_or_are_left_out(
+    operate: Command,
+    consumed: str,
+    bootstrap_servers: str,
+    target: list[object],
+    again: list[int],
+    left_out: list[int],
+    said: str,
+) -> None:
+    produce(bootstrap_servers, consumed, 6, 2, start=20)
+    shown = operate("reset", "--topic", consumed, *target, "--json").partitions
+    assert ([p["again"] for p in shown], [p["left_out"] for p in shown]) == (again, left_out)
+    assert f"\n{said}" in operate("reset", "--topic", consumed, *target).out
+
+
+def test_what_was_done_says_it_of_the_offsets_that_were_there(operate: Command, consumed: str) -> None:
+    assert "\nmessages: 20 come again, their" in operate("reset", "--topic", consumed, "--to-earliest", "--execute").out
+    assert "\nmessages: 20 are left out, w" in operate("reset", "--topic", consumed, "--to-latest", "--execute").out
+
+
+def test_one_that_moves_both_ways_says_both_and_counts_only_what_the_log_has(
+    operate: Command, consumed: str, db: Db, name: str, bootstrap_servers: str
+) -> None:
+    db.execute("UPDATE exactly_once.ledger SET next_offset = 6 WHERE group_id = %s AND partition = 0", (name,))
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    for future in admin.delete_records([TopicPartition(consumed, p, 7) for p in range(2)]).values():
+        future.result(30)
+    both = operate("reset", "--topic", consumed, "--to-offset", 8).out
+    assert "\nmessages: 2 would come again, their effects a second time; 1 would be left out, without effects" in both
+
+
+def test_a_new_group_is_told_what_it_leaves_out(operate: Command, topic: str) -> None:
+    assert "\nmessages: 16 would be left out" in operate("reset", "--topic", topic, "--to-offset", 8).out
 
 
 def test_execute_moves_all_partitions_and_leaves_audit_rows(
