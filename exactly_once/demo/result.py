@@ -22,26 +22,33 @@ class Result:
     published: int
 
     @property
+    def is_cut_short(self) -> bool:
+        """Whether it did not come to its end: what was not applied by then is not lost, so no figure means anything."""
+        return not self.tally.drained
+
+    @property
     def failures(self) -> list[str]:
-        """What went wrong, in words; nothing if every message took effect once, in a run that came to its end."""
+        """What went wrong, in words; of a run that was cut short only what must not happen at any time."""
         tally, verdict = self.tally, self.verdict
-        wrong = {
-            f"{self.published - verdict.messages:,} payments not published": verdict.messages != self.published,
-            "not everything was applied in time": not tally.drained,
-            f"{verdict.lost:,} lost": verdict.lost,
+        never = {
             f"{verdict.duplicated:,} duplicated": verdict.duplicated,
             f"{verdict.foreign:,} effects of aborted messages": verdict.foreign,
-            f"{verdict.wrong_balances:,} wrong balances": verdict.wrong_balances,
             f"{verdict.balance - TOTAL:+,} in the sum of balances": verdict.balance != TOTAL,
             f"{tally.landed} zombies not fenced": tally.landed,
             f"{tally.errors} workers ended by themselves": tally.errors,
         }
+        at_the_end = {
+            f"{self.published - verdict.messages:,} payments not published": verdict.messages != self.published,
+            f"{verdict.lost:,} lost": verdict.lost,
+            f"{verdict.wrong_balances:,} wrong balances": verdict.wrong_balances,
+        }
+        wrong = never if self.is_cut_short else at_the_end | never
         return [what for what, is_so in wrong.items() if is_so]
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing went wrong."""
-        return not self.failures
+        """Whether every message took effect once, in a run that came to its end."""
+        return not self.failures and not self.is_cut_short
 
     def as_dict(self) -> dict[str, Any]:
         """Return the side's part of the JSON."""
@@ -66,17 +73,21 @@ class Result:
 
 def as_json(results: Mapping[str, Result], *, seed: int) -> dict[str, Any]:
     """Return everything, for programs."""
-    sides = {loop: {**result.as_dict(), "seed": seed} for loop, result in results.items()}
+    sides = {
+        loop: {**({"cut_short": side.tally.waited_for} if side.is_cut_short else side.as_dict()), "seed": seed}
+        for loop, side in results.items()
+    }
     return {**sides, "seed": seed, "ok": results["exactly_once"].is_exact}
 
 
 def rows(results: Mapping[str, Result]) -> list[Row]:
-    """Return the table without its head."""
+    """Return the table without its head; a side that was cut short has no figures."""
+    sides = [results["exactly_once"], results["at_least_once"]]
 
     def row(name: str, texts: list[str]) -> Row:
-        return (name, *texts)  # type: ignore[return-value]
+        shown = ["cut short" if side.is_cut_short else text for side, text in zip(sides, texts, strict=True)]
+        return (name, *shown)  # type: ignore[return-value]
 
-    sides = [results["exactly_once"], results["at_least_once"]]
     return [
         row("messages in the topic", [f"{s.verdict.messages:,}" for s in sides]),
         row("crashes (kill -9)", [f"{s.tally.crashes}" for s in sides]),
@@ -91,14 +102,22 @@ def rows(results: Mapping[str, Result]) -> list[Row]:
 
 def conclusion(results: Mapping[str, Result], *, seed: int) -> str:
     """Say what was shown."""
-    exact, ordinary = results["exactly_once"], results["at_least_once"]
-    if not exact.is_exact:
+    exact = results["exactly_once"]
+    if exact.failures:
         return f"FAILED: {', '.join(exact.failures)}. That must not happen; please report it with --seed {seed}."
+    if exact.is_cut_short:
+        return (
+            f"Nothing is shown: the run with the library was cut short, waiting for {exact.tally.waited_for}. "
+            f"Either this machine is too busy, or something hangs: try it again with --seed {seed}."
+        )
+    ordinary = results["at_least_once"]
     shown = (
         f"Shown with --seed {seed}: {exact.verdict.messages:,} payments took effect exactly once through "
         f"{exact.tally.crashes} crashes and {exact.tally.frozen} zombies"
     )
-    if ordinary.verdict.duplicated:
+    if ordinary.is_cut_short:
+        end = f". The ordinary loop was cut short, waiting for {ordinary.tally.waited_for}: nothing is said of it."
+    elif ordinary.verdict.duplicated:
         end = f"; the ordinary loop applied {ordinary.verdict.duplicated:,} of them more than once."
     else:
         end = ". The ordinary loop ended without a duplicate this time: luck; try another --seed."

@@ -21,10 +21,10 @@ from .order import Order
 
 WORKERS = (1, 2)
 _LOOK_SECONDS = 0.25
-_STUCK_SECONDS = 60.0
+_PATIENCE_SECONDS = 180.0
+"""How long nothing may happen at all: a machine that is busy enough takes a minute to start a process."""
 _IDLE_SECONDS = 1.5
 """Longer than any failpoint stays unpassed while there is work."""
-_STILL_SECONDS = 20.0
 _MOST_ERRORS = 5
 
 
@@ -62,6 +62,8 @@ class Tally:
     """Workers that ended by themselves."""
     drained: bool = False
     """Whether everything was applied and the workers stopped when they were told to."""
+    waited_for: str = ""
+    """What it was cut short waiting for, if it was."""
     seconds: float = 0.0
 
 
@@ -85,6 +87,9 @@ class Trial:
         self._applied = 0
         self._reached: dict[int, int] = {}
         self._moved_at = time.monotonic()
+        """When the journal last grew, or had more to come."""
+        self._alive_at = time.monotonic()
+        """When anything happened last: a worker said something, or the journal grew."""
 
     def run(self) -> Tally:
         """Inflict every fault, publish every payment, wait until all is applied, stop the workers."""
@@ -100,6 +105,7 @@ class Trial:
                 self._stop()
                 self.tally.drained = True
             except Stuck as trouble:
+                self.tally.waited_for = str(trouble)
                 self._display.say(f"gave up waiting for {trouble}", style="bold red")
         self._display.no_progress()
         self.tally.seconds = round(time.monotonic() - began_at, 1)
@@ -207,8 +213,7 @@ class Trial:
         self._display.say("no more faults; applying what is left")
         while not self._is_drained():
             self._listen()
-            if time.monotonic() - self._moved_at > _STILL_SECONDS:
-                raise Stuck("the last payments to be applied")
+            self._be_patient("the last payments to be applied", self._moved_at)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -221,16 +226,23 @@ class Trial:
     def _until(self, condition: Callable[[], bool], what: str, *, feeding: bool = False) -> bool:
         """Listen until ``condition`` holds. With ``feeding``, workers get more work when they have none.
 
-        :raises Stuck: after a minute. Returns False when there is no more work to give.
+        :raises Stuck: when nothing happens any more. Returns False when there is no more work to give.
         """
-        deadline = time.monotonic() + _STUCK_SECONDS
+        began_at = time.monotonic()
         while not condition():
             self._listen()
-            if time.monotonic() > deadline:
-                raise Stuck(what)
+            self._be_patient(what, max(began_at, self._alive_at))
             if feeding and self._is_idle() and not self._publish():
                 return False
         return True
+
+    def _be_patient(self, what: str, since: float) -> None:
+        """Give up when nothing has happened for so long.
+
+        :raises Stuck: naming what was waited for.
+        """
+        if time.monotonic() - since > _PATIENCE_SECONDS:
+            raise Stuck(what)
 
     def _listen(self) -> None:
         """Take in what workers report, waiting for a moment; look how far they are."""
@@ -242,6 +254,7 @@ class Trial:
             self._look()
 
     def _take(self, worker: Worker, event: Event) -> None:
+        self._alive_at = time.monotonic()
         worker.heard(event)
         if event["event"] != "ended":
             return
@@ -266,7 +279,7 @@ class Trial:
         rows = self._connection.execute(sql.SQL(statement).format(sql.Identifier(self.schema))).fetchall()
         applied = sum(count for _, count, _ in rows)
         if applied != self._applied:
-            self._moved_at = time.monotonic()
+            self._moved_at = self._alive_at = time.monotonic()
         self._applied = applied
         self._reached = {partition: last for partition, _, last in rows}
         self._display.progress(min(applied, self._setting.messages), self._setting.messages)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import os
 import pty
+import re
 import subprocess
 import sys
+import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pytest
 
+from exactly_once.cli import main
 from exactly_once.demo import nemesis, payments
 from exactly_once.demo.checker import TOTAL, Verdict, check, compare
 from exactly_once.demo.display import Display, open_display
 from exactly_once.demo.result import HEAD, Result, as_json, conclusion, rows
-from exactly_once.demo.trial import Tally
+from exactly_once.demo.trial import Setting, Stuck, Tally, Trial
 from exactly_once.failpoints import OF_A_UNIT
 
 PAYMENT = b'{"from": 1, "to": 2, "amount": 30}'
@@ -121,9 +127,9 @@ def test_result_is_not_exact_if_the_check_found_something(wrong: str) -> None:
     assert not result.is_exact
 
 
-@pytest.mark.parametrize("wrong", [{"drained": False}, {"landed": 1}, {"errors": 1}])
+@pytest.mark.parametrize("wrong", [{"landed": 1}, {"errors": 1}])
 def test_result_is_not_exact_if_the_run_was_not_clean(wrong: dict[str, Any]) -> None:
-    """It was not drained, a zombie's batch was stored, a worker ended by itself."""
+    """A zombie's batch was stored, a worker ended by itself."""
     result = Result(replace(CALM, **wrong), EXACT, published=10)
     assert len(result.failures) == 1
     assert not result.is_exact
@@ -135,6 +141,91 @@ def test_conclusion_admits_that_the_ordinary_loop_was_lucky() -> None:
     assert "without a duplicate" in conclusion({"exactly_once": exact, "at_least_once": exact}, seed=1)
     assert "4 of them more than once" in conclusion({"exactly_once": exact, "at_least_once": doubled}, seed=1)
     assert "FAILED: 4 duplicated." in conclusion({"exactly_once": doubled, "at_least_once": doubled}, seed=1)
+
+
+SHORT = replace(CALM, drained=False, waited_for="a miracle")
+
+
+def test_what_was_not_applied_when_a_run_was_cut_short_is_not_lost() -> None:
+    """The ordinary loop was shown with 2,198 lost payments that it would have applied."""
+    result = Result(SHORT, replace(EXACT, messages=7, lost=5, wrong_balances=3), published=10)
+    assert (result.failures, result.is_exact) == ([], False)
+    doubled = Result(SHORT, replace(EXACT, duplicated=1), published=10)
+    assert doubled.failures == ["1 duplicated"], "that is wrong at any time"
+
+
+@dataclass
+class Demo:
+    """The command with both runs, and their servers, left out: what they would have said is given."""
+
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, **sides: Result) -> tuple[int, str]:
+        self.monkeypatch.setattr("exactly_once.cli.demo._side", lambda loop, *_: sides[loop])
+        servers = SimpleNamespace(bootstrap_servers="", conninfo="")
+        self.monkeypatch.setattr("exactly_once.embedded.start", lambda: contextlib.nullcontext(servers))
+        code = main(["demo", "--json", "--seed", "7"])
+        return code, self.capsys.readouterr().out
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Demo:
+    return Demo(monkeypatch, capsys)
+
+
+LOST = replace(EXACT, lost=2_198, messages=3_638)
+
+
+def test_a_run_that_was_cut_short_is_never_tabulated_and_the_exit_code_says_so(demo: Demo) -> None:
+    exact = Result(CALM, EXACT, published=10)
+    code, said = demo(exactly_once=exact, at_least_once=Result(SHORT, LOST, published=10))
+    assert code == 3
+    assert "2,198" not in said
+    assert "2198" not in said
+    assert "The ordinary loop was cut short, waiting for a miracle: nothing is said of it." in said
+    assert "luck" not in said
+    assert re.search(r"^ *lost +0 +cut short$", said, re.MULTILINE)
+    assert json.loads(said.splitlines()[-1])["at_least_once"] == {"cut_short": "a miracle", "seed": 7}
+
+
+def test_where_the_library_was_cut_short_there_is_no_table_at_all(demo: Demo) -> None:
+    code, said = demo(exactly_once=Result(SHORT, LOST, published=10))
+    assert code == 3
+    assert "Nothing is shown: the run with the library was cut short, waiting for a miracle." in said
+    assert "lost" not in said
+    assert json.loads(said.splitlines()[-1])["ok"] is False
+    code, said = demo(exactly_once=Result(SHORT, replace(EXACT, duplicated=1), published=10))
+    assert code == 1, "what is doubled stays doubled"
+    assert "FAILED: 1 duplicated" in said
+
+
+def test_runs_that_came_to_their_ends_are_told_by_the_exit_code(demo: Demo) -> None:
+    exact, doubled = Result(CALM, EXACT, published=10), Result(CALM, replace(EXACT, duplicated=4), published=10)
+    assert demo(exactly_once=exact, at_least_once=doubled)[0] == 0
+    assert demo(exactly_once=doubled, at_least_once=doubled)[0] == 1
+
+
+def test_patience_lasts_as_long_as_anything_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands for a machine on which everything takes a minute."""
+    setting = Setting(bootstrap_servers="", conninfo="", seed=1, messages=1, faults=(), session_ms=1)
+    trial = Trial("at_least_once", setting, Display(io.StringIO()))
+    now = time.monotonic()
+    steps: list[bool] = []
+
+    def listen() -> None:
+        nonlocal now
+        now += 60
+        if len(steps) < 20:
+            trial._alive_at = now
+        steps.append(True)
+
+    monkeypatch.setattr("exactly_once.demo.trial.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(trial, "_listen", listen)
+    assert trial._until(lambda: len(steps) > 15, "a quarter of an hour")
+    with pytest.raises(Stuck, match="the end"):
+        trial._until(lambda: False, "the end")
+    assert 20 < len(steps) < 30
 
 
 def test_json_has_both_sides_with_the_same_keys() -> None:
