@@ -13,6 +13,8 @@ from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
+import hypothesis
+import hypothesis.core
 import pytest
 
 VARIABLE = "EXACTLY_ONCE_SEED"
@@ -39,6 +41,15 @@ def drawn(count: int = 1) -> range:
 def seeds(fixed: range | list[int], *, new: int) -> list[int]:
     """Return the seeds that stay, and as many new ones as wanted; only new ones where the first was chosen."""
     return list(drawn(new or 1)) if VARIABLE in os.environ else [*fixed, *drawn(new)]
+
+
+def pytest_configure() -> None:
+    """Let Hypothesis draw from this seed where it would try the same examples for ever, as it does in CI."""
+    if hypothesis.settings().derandomize:
+        hypothesis.settings.register_profile("seeded", hypothesis.settings(), derandomize=False)
+        hypothesis.settings.load_profile("seeded")
+        # What --hypothesis-seed sets.
+        hypothesis.core.global_force_seed = first_seed()  # type: ignore[assignment]
 
 
 def pytest_report_header() -> str:

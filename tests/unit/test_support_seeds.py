@@ -8,9 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
+import hypothesis.core
 import pytest
 
-from tests.support.seeds import VARIABLE, drawn, first_seed, pytest_report_header, seeds
+from tests.support.seeds import VARIABLE, drawn, first_seed, pytest_configure, pytest_report_header, seeds
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +52,28 @@ def test_a_run_shows_its_seed_and_so_does_a_failure(tmp_path: Path) -> None:
     (tmp_path / "test_luck.py").write_text("def test_luck(): assert False")
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.seeds", "-p", "no:cacheprovider", str(tmp_path)]
     environment = {**os.environ, VARIABLE: "31337"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
     assert f"seed: 31337 ({VARIABLE} repeats it)" in run.stdout
     assert f"\n{VARIABLE}=31337\n" in run.stdout
+
+
+def test_hypothesis_draws_from_the_seed_where_it_would_repeat_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own profile for CI tries the same examples in every run of every commit."""
+    monkeypatch.setattr(hypothesis.core, "global_force_seed", None)
+    before = hypothesis.settings.get_current_profile_name()
+    found: list[list[int]] = []
+
+    def draw(number: int) -> None:
+        found[-1].append(number)
+
+    try:
+        for seed in ("1", "1", "2"):
+            first_seed.cache_clear()
+            monkeypatch.setenv(VARIABLE, seed)
+            hypothesis.settings.load_profile("ci")
+            pytest_configure()
+            found.append([])
+            hypothesis.given(hypothesis.strategies.integers())(draw)()
+    finally:
+        hypothesis.settings.load_profile(before)
+    assert found[0] == found[1] != found[2]
