@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,11 +22,15 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from exactly_once import BrokerUnreachable, ExactlyOnceConsumer
 from exactly_once.embedded import Kafka
 from tests.cli.conftest import Command
+from tests.conftest import MakeConsumer
 from tests.support.waiting import until
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "managed_services"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "managed_services"
+HOW_TO = ROOT / "docs" / "how-to" / "managed-services.md"
 LOGIN = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule"
 TOKEN_SECONDS = 5.0
 """Shorter than some of the tests, and than the time after which the broker asks again who is there."""
@@ -32,11 +38,22 @@ TOKEN_SECONDS = 5.0
 
 def token(config: str) -> tuple[str, float]:
     """Make an unsigned token, which Kafka takes where no keys are configured."""
-    expires = time.time() + TOKEN_SECONDS
+    return token_for(TOKEN_SECONDS)
+
+
+def token_for(seconds: float) -> tuple[str, float]:
+    expires = time.time() + seconds
     parts = ({"alg": "none"}, {"sub": "bank", "iat": time.time(), "exp": expires})
     return ".".join(
         [*(base64.urlsafe_b64encode(json.dumps(p).encode()).decode().rstrip("=") for p in parts), ""]
     ), expires
+
+
+LOGIN_SETTINGS: dict[str, Any] = {
+    "security.protocol": "SASL_PLAINTEXT",
+    "sasl.mechanism": "OAUTHBEARER",
+    "log_level": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +69,7 @@ def oauth_servers() -> Iterator[str]:
     }
     with closing(Kafka(properties=properties)) as kafka:
         kafka.start(wait=False)  # how it waits has no token
-        settings: dict[str, Any] = {
-            "bootstrap.servers": kafka.bootstrap_servers,
-            "security.protocol": "SASL_PLAINTEXT",
-            "sasl.mechanism": "OAUTHBEARER",
-            "oauth_cb": token,
-            "log_level": 0,
-        }
+        settings = {**LOGIN_SETTINGS, "bootstrap.servers": kafka.bootstrap_servers, "oauth_cb": token}
         admin = AdminClient(settings)
         until(lambda: _answers(admin), 60, "the broker")
         admin.create_topics([NewTopic("letters", 2, 1)])["letters"].result(30)
@@ -73,6 +84,14 @@ def _answers(admin: AdminClient) -> bool:
     try:
         return bool(admin.list_topics(timeout=2).brokers)
     except KafkaException:
+        return False
+
+
+def _describes(consumer: ExactlyOnceConsumer, topic: str) -> bool:
+    """Ask once: a connection that the broker has just closed is an error, which the consumer waits out."""
+    try:
+        return topic in consumer._cluster.describe([topic])
+    except BrokerUnreachable:
         return False
 
 
@@ -125,7 +144,7 @@ def test_the_sink_and_what_looks_at_its_group_need_no_password(
     workers: int, command: Command, file: Path, name: str, db: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers are processes of their own: the functions get there by their names."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     db.execute(f"CREATE TABLE {name} (id int)")
     sink = ["sink", "--config", file, "--topic", "letters", "--table", name, "--workers", workers]
     result = command(*sink, "--start", "earliest", "--until-end")
@@ -139,6 +158,33 @@ def test_the_sink_and_what_looks_at_its_group_need_no_password(
     assert "there is nothing to adopt" in command("adopt", "--config", file, "--topic", "letters", "--to-latest").err
     assert command("hand-over", "--config", file, "--to", "spark").code == 0
     assert [p["lag"] for p in command("status", "--config", file, "--json").partitions] == [15, 15]
+
+
+def test_a_consumer_outlives_its_tokens(oauth_servers: str, make_consumer: MakeConsumer, name: str) -> None:
+    """The broker asks again every four seconds who is there, and closes connections whose token has expired."""
+    made: list[float] = []
+
+    def short_lived(config: str) -> tuple[str, float]:
+        made.append(time.time())
+        return token_for(1.5)
+
+    settings = {**LOGIN_SETTINGS, "bootstrap.servers": oauth_servers, "oauth_cb": short_lived}
+    admin = AdminClient(settings)
+    admin.create_topics([NewTopic(name, 1, 1)])[name].result(30)
+    consumer = make_consumer(settings, start="earliest")
+    consumer.subscribe([name])
+    producer = Producer(settings)
+    for _ in range(2):
+        before = len(made)
+        # Several clients, whose tokens live for a second and a half: each has had another one by then.
+        for unit in consumer.units(idle_seconds=3):
+            pytest.fail(f"there is no message yet: {unit}")
+        assert len(made) >= before + 4
+        producer.produce(name, b"late")
+        assert producer.flush(30) == 0
+        with next(consumer.units()) as unit:
+            assert [m.value() for m in unit.messages] == [b"late"]
+    until(lambda: _describes(consumer, name), 30, "the consumer's own questions to be answered")
 
 
 def test_commands_that_need_the_database_only_connect_by_the_function(command: Command, file: Path) -> None:
@@ -201,7 +247,7 @@ GOOGLE = {
     "google.auth": """
         class Credentials:
             token = None
-            def refresh(self, request): self.token = "of this moment"
+            def refresh(self, request): self.token = "now"
         def default(scopes): return Credentials(), "project"
         """,
     "google.auth.transport.requests": "class Request: pass",
@@ -216,21 +262,34 @@ def stand_in(place: Path, modules: dict[str, str]) -> None:
         (path / "__init__.py").write_text(dedent(text))
 
 
-@pytest.mark.parametrize(("example", "modules"), [("aws", AWS), ("google_cloud", GOOGLE)])
-def test_the_functions_of_the_how_to_connect(
-    example: str,
-    modules: dict[str, str],
-    command: Command,
-    file: Path,
-    tmp_path: Path,
-    conninfo: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand_in(tmp_path, modules)
+@pytest.fixture
+def clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conninfo: str) -> Iterator[None]:
+    """The packages and the environment that the how-to's functions need."""
+    stand_in(tmp_path, AWS | GOOGLE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     monkeypatch.setenv("BANK_DATABASE", make_conninfo("", **conninfo_to_dict(conninfo)))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name in {"aws", "google_cloud", *AWS} or name.startswith("google."):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("module", "password"), [("aws", "token of {user} for {host}:{port}"), ("google_cloud", "now")]
+)
+def test_the_file_and_the_functions_of_the_how_to_connect(
+    module: str,
+    password: str,
+    clouds: None,
+    command: Command,
+    file: Path,
+    oauth_servers: str,
+    conninfo: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[object] = []
     connect = psycopg.connect
 
@@ -239,14 +298,11 @@ def test_the_functions_of_the_how_to_connect(
         return connect(conninfo, **options)
 
     monkeypatch.setattr(psycopg, "connect", noting)
-    text = file.read_text()
-    text = text.replace(text.split('"')[1], f"{example}:connect")
-    if example == "aws":
-        oauth = next(line for line in text.splitlines() if line.startswith("oauth_cb"))
-        text = text.replace(oauth, 'oauth_cb = "aws:oauth_token"')
-    file.write_text(text)
+    shown = re.search(r"^```toml\n(.*?)^```", HOW_TO.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    text = re.sub(r"b-1[\w.:-]+", oauth_servers, shown[1]).replace("aws:connect", f"{module}:connect")
+    file.write_text(text.replace("SASL_SSL", "SASL_PLAINTEXT"))
     result = command("reset", "--config", file, "--topic", "letters", "--to-earliest")
-    assert result.code == 0, result.err
-    where = conninfo_to_dict(conninfo)
-    expected = f"token of {where['user']} for {where['host']}:{where['port']}"
-    assert given == [expected if example == "aws" else "of this moment"]
+    assert (result.code, result.err) == (0, "")
+    assert "group accounts, topic letters" in result.out
+    assert given == [password.format(**conninfo_to_dict(conninfo))]
