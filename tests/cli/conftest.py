@@ -50,6 +50,7 @@ def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             "EXACTLY_ONCE_BOOTSTRAP_SERVERS",
             "EXACTLY_ONCE_GROUP_ID",
             "EXACTLY_ONCE_CONNINFO",
+            "COLUMNS",
         ):
             monkeypatch.delenv(key)
 

