@@ -116,6 +116,11 @@ class Report:
         """The partitions of all groups."""
         return [line for group in self.groups for line in group.lines]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the database knows nothing of what was asked for."""
+        return not self.groups and not self.queries
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's options."""
@@ -220,31 +225,45 @@ def _watch(session: Session, settings: options.Settings, args: argparse.Namespac
 
 
 def _print(report: Report) -> None:
-    if not report.groups and not report.queries:
-        print(f"the ledger has no rows{f' of group {report.group_id}' if report.group_id else ''}")
+    if report.is_empty:
+        print(_no_rows(report))
     for number, group in enumerate(report.groups):
         if number:
             print()
-        output.print_lines(str(group))
-        if group.lines:
-            output.print_table(_HEADER, [_cells(line) for line in group.lines], give=(_OWNER, _PARTITION))
-        for line in group.lines:
-            if line.complaint:
-                output.print_lines(f"{line.stored.place} {line.complaint}", indent="! ")
+        _print_group(group)
     if report.queries:
         if report.groups:
             print()
         output.print_table(_QUERY_HEADER, [_query_cells(each) for each in report.queries], give=(1, 2, 0))
+    for complaint in _complaints(report.queries):
+        output.print_lines(complaint, indent="! ")
     if report.lines:
         print()
         output.print_lines(_told(report.ledger))
 
 
+def _print_group(group: Group) -> None:
+    output.print_lines(str(group))
+    if group.lines:
+        output.print_table(_HEADER, [_cells(line) for line in group.lines], give=(_OWNER, _PARTITION))
+    for line in group.lines:
+        if line.complaint:
+            output.print_lines(f"{line.stored.place} {line.complaint}", indent="! ")
+
+
+def _no_rows(report: Report) -> str:
+    return f"the ledger has no rows{f' of group {report.group_id}' if report.group_id else ''}"
+
+
+def _complaints(queries: list[dict[str, Any]]) -> list[str]:
+    """Say which Spark queries that count batches are halted."""
+    names = ((f"group {each['group_id']}, Spark query {each['query_id']}", each["halted"]) for each in queries)
+    return [f"{name} halted: {halted}" for name, halted in names if halted]
+
+
 def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
     """Return what needs an operator, in words."""
-    found = []
-    if not report.groups and not report.queries:
-        found.append(f"the ledger has no rows{f' of group {report.group_id}' if report.group_id else ''}")
+    found = [_no_rows(report)] if report.is_empty else []
     max_lag = math.inf if args.max_lag is None else args.max_lag
     max_dead_letters = math.inf if args.max_dead_letters is None else args.max_dead_letters
     for group in report.groups:
@@ -255,10 +274,9 @@ def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
             if (line.lag or 0) > max_lag:
                 found.append(f"{place}: lag {line.lag} is above {max_lag}")
         if group.dead_letters > max_dead_letters:
-            found.append(
-                f"group {group.group_id}: {_count(group.dead_letters, 'dead letter')}, above {max_dead_letters}"
-            )
-    return found
+            dead = _count(group.dead_letters, "dead letter")
+            found.append(f"group {group.group_id}: {dead}, above {max_dead_letters}")
+    return found + _complaints(report.queries)
 
 
 def _print_check(report: Report, troubles: Iterable[str]) -> None:

@@ -354,7 +354,7 @@ WHERE t.schemaname = %(schema)s AND t.relname = 'ledger'
 -- What an operator wants to see of Spark queries: what each wrote last, and where a group counts batches.
 SELECT group_id, query_id, q.name, q.run_id, q.batch_id, q.row_count AS rows, q.dropped, q.written_at,
        extract(epoch FROM clock_timestamp() - q.written_at)::float8 AS written_seconds_ago,
-       nullif(b.batch_id, -1) AS counted_batch_id
+       nullif(b.batch_id, -1) AS counted_batch_id, b.halted
 FROM {schema}.spark_query q FULL JOIN {schema}.spark_batch b USING (group_id, query_id)
 WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
 ORDER BY group_id, q.written_at, query_id

@@ -160,3 +160,14 @@ def test_status_shows_a_group_that_counts_batches_and_has_no_offsets(operate: Co
     db.execute("INSERT INTO exactly_once.spark_batch (group_id, query_id, batch_id) VALUES (%s, 'q', 3)", (name,))
     assert operate("status", "--json").json["queries"][0]["counted_batch_id"] == 3
     assert "no rows" not in operate("status").out
+    assert operate("status", "--check").code == 0
+
+
+def test_a_query_that_is_halted_is_seen(operate: Command, db: Db, name: str) -> None:
+    db.execute(
+        "INSERT INTO exactly_once.spark_batch (group_id, query_id, batch_id, halted) VALUES (%s, 'q', 3, 'why')",
+        (name,),
+    )
+    assert operate("status").out.endswith(f"\n! group {name}, Spark query q halted: why\n")
+    checked = operate("status", "--check")
+    assert (checked.code, checked.out) == (1, f"group {name}, Spark query q halted: why\n")
