@@ -20,7 +20,7 @@ ODD = "-c TimeZone=America/Chicago -c DateStyle=SQL,DMY -c extra_float_digits=-1
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Postgres]:
+def server(own_servers: None) -> Iterator[Postgres]:
     """A server of these tests' own, in a time zone that is not UTC."""
     # Nothing but the tests takes ids, nor writes the next one into the log.
     quiet = {"autovacuum": "off", "wal_level": "minimal", "max_wal_senders": "0"}

@@ -143,3 +143,4 @@ def test_trouble_with_brokers_costs_no_description_of_the_whole_cluster(monkeypa
     with pytest.raises(BrokerUnreachable):
         cluster.describe(["ours"])
     assert asked == ["ours"]
+    cluster.close()

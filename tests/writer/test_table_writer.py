@@ -215,7 +215,7 @@ def test_keys_that_postgres_finds_equal_are_one_key(
 
 
 @pytest.fixture(scope="module")
-def icu_conninfo() -> Iterator[str]:
+def icu_conninfo(own_servers: None) -> Iterator[str]:
     """A Postgres with collations of ICU, without which there is none that is not deterministic."""
     directory = programs_with("--with-icu")
     skip_unless("icu", None if directory else "no Postgres with ICU is installed; Debian's postgresql has it")
