@@ -23,10 +23,10 @@ def _journal(conninfo: str) -> None:
 @pytest.fixture
 def producer(bootstrap_servers: str, name: str) -> Iterator[Producer]:
     """A transactional producer; an open transaction of it is aborted at the end."""
-    producer = _transactional(bootstrap_servers, name)
-    yield producer
-    producer.purge()
-    producer.abort_transaction(10)
+    with _transactional(bootstrap_servers, name) as producer:
+        yield producer
+        producer.purge()
+        producer.abort_transaction(10)
 
 
 @pytest.mark.fault("C7")
