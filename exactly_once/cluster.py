@@ -24,6 +24,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from .errors import BrokerUnreachable, ConfigurationError, UnknownTopic
 from .logs import about
 from .model import MIRRORED, Partition
+from .origin import Origin, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class Committed(NamedTuple):
     offset: int
     leader_epoch: int | None
     is_mirrored: bool
+    origin: Origin | None = None
+    """Which database it was mirrored from."""
 
 
 class Cluster:
@@ -66,7 +69,7 @@ class Cluster:
             self._admin = AdminClient(self._settings)
         except KafkaException as error:
             raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
-        self._servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
+        self.servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
         self._said: set[str] = set()
         self._reasons: list[str] = []
         self.cluster_id: str | None = None
@@ -93,6 +96,7 @@ class Cluster:
 
     def ask(self, topics: Iterable[str]) -> dict[str, Future[Any]]:
         """Start to describe topics; :meth:`described` reads each answer."""
+        self._admin.poll(0)  # for its log lines, which wait for that
         names = list(topics)
         if not names:
             return {}
@@ -158,7 +162,10 @@ class Cluster:
             client.close()
         return {
             Partition(tp.topic, tp.partition): Committed(
-                tp.offset, known_epoch(tp.leader_epoch), (tp.metadata or "").startswith(MIRRORED)
+                tp.offset,
+                known_epoch(tp.leader_epoch),
+                (tp.metadata or "").startswith(MIRRORED),
+                origin_of(tp.metadata),
             )
             for tp in answer
             if tp.offset >= 0
@@ -216,7 +223,7 @@ class Cluster:
         code = error.args[0].code() if isinstance(error, KafkaException) else None
         if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
             raise UnknownTopic(
-                f"there is no topic {name!r} on {self._servers}; create it, or pass wait_for_topics=True"
+                f"there is no topic {name!r} on {self.servers}; create it, or pass wait_for_topics=True"
             ) from error
         if code not in _NO_IDS:
             raise self._unreachable(error) from error
@@ -244,7 +251,7 @@ class Cluster:
             self._admin.list_topics(timeout=_REFRESH_SECONDS)
         self._admin.poll(0)
         reasons, self._reasons = self._reasons, []
-        return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {reasons[0] if reasons else error}")
+        return BrokerUnreachable(f"no answer from Kafka at {self.servers}: {reasons[0] if reasons else error}")
 
 
 def known_epoch(leader_epoch: int | None) -> int | None:

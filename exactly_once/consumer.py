@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-import psycopg
 import tenacity
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from . import schema as schemas
 from .assignment import Assignment, Change
+from .client_log import client_logger
 from .cluster import Cluster
 from .config import (
     Isolation,
@@ -25,10 +24,12 @@ from .config import (
     RangePolicy,
     StartPolicy,
     admin_settings,
+    application_of,
     callbacks,
     check_options,
     check_run,
     check_topics,
+    client_id,
     client_settings,
     is_incremental,
 )
@@ -37,10 +38,8 @@ from .delivery import Delivery
 from .errors import (
     ClientFailed,
     ConfigurationError,
-    DatabaseUnreachable,
     InstanceFenced,
     UnitNotFinished,
-    UnknownTopic,
     WrongProcess,
 )
 from .failpoints import failpoint
@@ -54,11 +53,12 @@ from .mirror import Mirror
 from .model import Partition
 from .observer import Observer
 from .ownership import Ownership
-from .retry import BACKOFF, Stop, briefly, patiently
+from .retry import BACKOFF, Stop, patiently
 from .service import OnPoison, Service, stopping_on_signals
 from .session import Connection, Session
 from .settlement import Counters, Settlement
 from .start import Starter
+from .startup import look_at_database, look_at_topics
 from .unit import Stage, Unit
 from .unit_of_work import UnitOfWork
 from .units import Units
@@ -69,6 +69,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 """How long one fetch waits, and so how late a stop is noticed."""
+CLOSE_SECONDS = 8.0
+"""How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`."""
 _GOODBYE_SECONDS = 2.0
 _REOPEN_SECONDS = 1.0
 _FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
@@ -76,6 +78,11 @@ _FATAL_CODES = (
     _FATAL,
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.GROUP_AUTHORIZATION_FAILED,
+)
+
+_IN_ASYNCIO = (
+    "one thread polls Kafka and commits. Run it in a thread of its own, and call your coroutines from its handler with "
+    "asyncio.run_coroutine_threadsafe; docs/how-to/fastapi.md shows it"
 )
 
 OnRebalance = Callable[["ExactlyOnceConsumer", list[TopicPartition]], object]
@@ -96,6 +103,13 @@ class ExactlyOnceConsumer:
     ``kafka`` is the configuration that confluent-kafka's ``Consumer`` takes. Give ``conninfo``, or
     ``connect``, a callable that returns a psycopg connection. All checks of options happen here and
     raise :class:`ConfigurationError`; servers are first contacted by :meth:`subscribe`.
+
+    ``name`` names this member to operators, ``application`` the program that all members of the group run; where
+    another one applied messages of the group before, a warning says so. Its default is the handler's name under
+    :meth:`run`, else what the names of members have in common, or the program's file.
+
+    What librdkafka logs goes to the logger ``exactly_once.kafka``, each line once; ``logger`` in ``kafka``
+    names another.
 
     One thread owns the consumer; only :meth:`stop` and :meth:`health` may be called from others, and only
     :meth:`stop` from signal handlers.
@@ -119,6 +133,7 @@ class ExactlyOnceConsumer:
         schema: str = "exactly_once",
         migrate: bool = False,
         name: str | None = None,
+        application: str | None = None,
         metrics: Metrics | None = None,
     ) -> None:
         self._options = check_options(
@@ -137,11 +152,12 @@ class ExactlyOnceConsumer:
             schema=schema,
             migrate=migrate,
             name=name,
+            application=application,
         )
         self._about = partial(about, group=self._options.group_id)
-        self._kafka = dict(kafka)
+        self._kafka = {"logger": client_logger(), "client.id": client_id(name), **kafka}
         self._process = os.getpid()
-        self._thread: int | None = None
+        self._thread: threading.Thread | None = None
         self._topics: list[str] = []
         self._callbacks: dict[Change, OnRebalance | None] = {}
         self._unit: Unit | None = None
@@ -163,6 +179,7 @@ class ExactlyOnceConsumer:
             owner_kind="consumer",
             owner_name=options.name,
             take_over=options.take_over,
+            application=options.application or application_of(None, options.name),
             watch=self._watcher.acquiring,
         )
         self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
@@ -218,10 +235,22 @@ class ExactlyOnceConsumer:
     def __iter__(self) -> Units:
         return self.units()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in _INSTEAD:
-            raise AttributeError(f"ExactlyOnceConsumer has no {name}(): {_INSTEAD[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if not TYPE_CHECKING:  # else a type checker takes every misspelt method for one that exists and never returns
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in _INSTEAD:
+                raise AttributeError(f"ExactlyOnceConsumer has no {name}(): {_INSTEAD[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        # Looked up on the class: without them `async for` and `async with` fail without naming the way out.
+        def __aiter__(self) -> NoReturn:
+            raise TypeError(f"`async for` over a consumer is not possible: {_IN_ASYNCIO}")
+
+        async def __aenter__(self) -> NoReturn:
+            raise TypeError(f"`async with` on a consumer is not possible: {_IN_ASYNCIO}")
+
+        async def __aexit__(self, *_: object) -> NoReturn:
+            raise TypeError(f"`async with` on a consumer is not possible: {_IN_ASYNCIO}")
 
     @property
     def counters(self) -> Counters:
@@ -241,14 +270,18 @@ class ExactlyOnceConsumer:
         The callbacks are called by the loop, ``on_assign`` after acquisition and with the real
         offsets; what they raise is raised by the iteration.
 
-        :raises DatabaseUnreachable: or :raises BrokerUnreachable: after ``startup_seconds``.
+        A server that is away is waited for and told about, for ``startup_seconds`` each.
+
+        :raises DatabaseUnreachable: or :raises BrokerUnreachable: after that; for a wrong password, database, host
+            name or certificate at once.
+        :raises ReadOnly: when the database server still takes no writes after that.
         :raises UnknownTopic: unless ``wait_for_topics`` was given.
         :raises SchemaTooOld: when ``exactly-once migrate`` has not been run.
         """
         self._check_use()
         check_topics(topics)
-        self._look_at_database()
-        self._look_at_topics([t for t in topics if not t.startswith("^")])
+        look_at_database(self._session, self._options)
+        look_at_topics(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
         if not self._topics:
             self._delivery.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
         elif self._topics != list(topics):
@@ -309,13 +342,15 @@ class ExactlyOnceConsumer:
         paused, for handlers that take longer than ``max.poll.interval.ms``. When Kafka takes a partition of
         its unit away, it may finish for ``revoke_seconds``, then its transaction is ended.
 
-        On a signal the unit in hand may finish for ``stop_seconds``, then it is rolled back and
+        On a signal the unit in hand may finish for ``stop_seconds``, or until the second signal. Then whatever goes on,
+        a wait for a server that stands still too, is given up, the unit is rolled back, and
         ``SystemExit(128 + signal)`` is raised. ``until_end`` and ``idle_seconds`` are those of :meth:`units`.
 
         :raises PoisonMessage: naming topic, partition and offset.
         :raises TooManyDeadLetters: beyond ``dead_letter_limit``.
         """
-        check_run(on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
+        check_run(handler, on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
+        self._ledger.application = self._options.application or application_of(handler, self._options.name)
         if in_thread:
             self._settlement.max_unit_seconds = math.inf  # Kafka does not wait for this handler
             handler = HandlerThread(handler, self._poll_aside, self._session.end, revoke_seconds=revoke_seconds)
@@ -328,7 +363,7 @@ class ExactlyOnceConsumer:
             attempts=attempts,
             limit=dead_letter_limit or DeadLetterLimit(),
         )
-        with stopping_on_signals(self.stop, lambda: self._unit, stop_seconds):
+        with stopping_on_signals(self.stop, stop_seconds):
             service.run()
 
     def health(self) -> Health:
@@ -342,24 +377,31 @@ class ExactlyOnceConsumer:
         self._stopping.set()
 
     def close(self) -> None:
-        """Release the rows and leave the group. Idempotent; trouble on the way is logged, not raised."""
+        """Release the rows and leave the group. Idempotent; trouble on the way is logged, not raised.
+
+        What Postgres has to be asked for gets :data:`CLOSE_SECONDS`: rows that are not released keep nobody out.
+
+        :raises WrongProcess: in another thread, while the one that subscribed is alive; nothing has happened then.
+        """
         if self._closed or os.getpid() != self._process:
             return
+        if self._thread not in (None, threading.current_thread()) and self._thread.is_alive():
+            raise WrongProcess(
+                f"this consumer belongs to the thread {self._thread.name!r}, which may be inside of a unit: call "
+                "stop() and have that thread close the consumer, or wait until it has ended"
+            )
         self._closed = True
-        for step in (
-            self._watcher.close,
-            self._end_unit,
-            self._say_goodbye,
-            self._release,
-            self._leave,
-            self._client.close,
-            self._session.close,
-            self._observer.close,
-        ):
-            try:
-                step()
-            except Exception as error:  # noqa: BLE001 - the next steps matter more
-                logger.warning("while closing: %s", error, extra=self._about("close_failed"))
+        with self._session.cut_after(CLOSE_SECONDS):
+            for step in (self._watcher.close, self._end_unit, self._say_goodbye, self._release):
+                self._try_to_close(step)
+        for step in (self._leave, self._client.close, self._session.close, self._observer.close):
+            self._try_to_close(step)
+
+    def _try_to_close(self, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - the next steps matter more
+            logger.warning("while closing: %s", error, extra=self._about("close_failed"))
 
     # The loop.
 
@@ -521,35 +563,13 @@ class ExactlyOnceConsumer:
     def _check_use(self) -> None:
         if os.getpid() != self._process:
             raise WrongProcess("this consumer was made in another process; make one after the fork")
-        self._thread = self._thread or threading.get_ident()
-        if self._thread != threading.get_ident():
+        self._thread = self._thread or threading.current_thread()
+        if self._thread is not threading.current_thread():
             raise WrongProcess(
                 "this consumer belongs to the thread that subscribed; only stop() may be called from others"
             )
         if self._closed:
             raise ConfigurationError("this consumer is closed; make a new one")
-
-    def _look_at_database(self) -> None:
-        try:
-            briefly(self._options.startup_seconds)(lambda: self._session.connection)
-        except psycopg.OperationalError as error:
-            raise DatabaseUnreachable(f"no connection to Postgres: {str(error).strip()}") from error
-        if self._session.connection.info.encoding == "ascii":
-            raise ConfigurationError(
-                "the connection has client_encoding SQL_ASCII, which gives no text; set client_encoding=UTF8"
-            )
-        if self._options.migrate:
-            schemas.migrate(self._session.connection, self._options.schema)
-        schemas.check(self._session.connection, self._options.schema)
-
-    def _look_at_topics(self, topics: list[str]) -> None:
-        seconds = self._options.startup_seconds
-        briefly(seconds)(self._cluster.identify)
-        try:
-            briefly(seconds)(self._cluster.describe, topics)
-        except UnknownTopic:
-            if not self._options.wait_for_topics:
-                raise
 
     def _end_unit(self) -> None:
         if self._unit is not None and self._unit.stage is Stage.OPEN:

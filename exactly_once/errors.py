@@ -20,6 +20,7 @@ ExactlyOnceError
 │   │   ├── OffsetBeyondLogEnd          the log is shorter than the stored offset
 │   │   └── LogTruncated                the log was rewritten below the stored offset
 │   ├── LedgerRowMissing                somebody deleted a row of the ledger
+│   ├── ReadOnly                        the database server is a standby, or takes no writes
 │   ├── PartitionHalted                 a handler committed by itself; an operator must decide
 │   ├── OwnedBySpark                    the row belongs to a Spark job
 │   └── OwnedByConsumer                 the row belongs to a plain consumer
@@ -124,6 +125,10 @@ class LogTruncated(OffsetOutOfRange):
 
 class LedgerRowMissing(StartError):
     """A partition of a known topic has no row: somebody deleted it."""
+
+
+class ReadOnly(StartError):
+    """The database server takes no writes: a standby, most likely."""
 
 
 class PartitionHalted(StartError):

@@ -7,6 +7,7 @@ bounded; a lock time-out surfaces as ``psycopg.errors.LockNotAvailable``.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -18,9 +19,13 @@ import psycopg
 from psycopg import sql
 
 from .errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
+from .logs import about
 from .model import Advance, OwnerKind, Partition, Row
-from .session import Connection, Session, cursor_on
+from .origin import Origin
+from .session import Connection, Session, cursor_on, last_row
 from .sql import query
+
+logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 4.0
 """How long a change of the ledger waits for rows that another transaction has locked."""
@@ -46,6 +51,7 @@ class Ledger:
         owner_kind: OwnerKind,
         owner_name: str | None = None,
         take_over: bool = False,
+        application: str | None = None,
         watch: Watch = _unwatched,
     ) -> None:
         self.session = session
@@ -53,6 +59,9 @@ class Ledger:
         self._owner_kind = owner_kind
         self._owner_name = owner_name
         self._take_over = take_over
+        self.application = application
+        """Which program applies the messages: written into each row that is acquired."""
+        self._can_identify = True
         self._watch = watch
         self._advance = query("advance", session.schema).as_bytes(None)
         self._advance_and_commit = self._advance + b"; COMMIT"
@@ -63,6 +72,29 @@ class Ledger:
             self._run(cursor, "known", topics=list(topics))
             found = [(Partition(topic, number), has_row) for topic, number, has_row in cursor]
         return {p for p, has_row in found if has_row}, {p for p, _ in found}
+
+    def origin(self) -> Origin:
+        """Ask which database this is. Behind a pooler it may be another server from one question to the next."""
+        cursor = cursor_on(self.session.connection)
+        try:
+            cursor.execute(query("origin" if self._can_identify else "ledger_id", self.session.schema), prepare=False)
+        except (psycopg.errors.InsufficientPrivilege, psycopg.errors.FeatureNotSupported) as error:
+            self._can_identify = False
+            logger.warning(
+                "copies of this database and its old primaries cannot be told from it: %s. GRANT EXECUTE ON FUNCTION "
+                "pg_control_system, pg_walfile_name, pg_current_wal_lsn TO the role of the workers",
+                error,
+                extra=about("origin_unknown", group=self.group_id),
+            )
+            return self.origin()
+        ledger_id, server, timeline = last_row(cursor)
+        return Origin(ledger_id, server, None if timeline is None else int(timeline, 16))
+
+    def offsets(self, topics: Iterable[str]) -> dict[Partition, tuple[int | None, bool]]:
+        """Look at the offsets of topics, and whether an operator has moved each since it was last advanced."""
+        with self._changing([], is_durable=False) as cursor:
+            self._run(cursor, "offsets", topics=list(topics))
+            return {Partition(topic, number): (offset, is_moved) for topic, number, offset, is_moved in cursor}
 
     def enrol(
         self,
@@ -100,6 +132,7 @@ class Ledger:
                 owner_kind=self._owner_kind,
                 owner_instance=self.session.instance,
                 owner_name=self._owner_name,
+                application=self.application,
                 take_over=self._take_over,
             )
             if len(rows) < len(partitions):

@@ -24,6 +24,7 @@ from .ledger import Ledger
 from .logs import about
 from .mirror import MIRROR_SECONDS, Mirror
 from .model import Partition, Row
+from .origin import Origin, origin_of
 from .ownership import Holding, Ownership, Verdict
 from .settlement import Settlement
 from .start import Starter
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 5.0
 """How often topic ids are asked for again; what a recreated topic delivers in between is not noticed."""
+COMPARE_SECONDS = 10.0
+"""How often what Kafka holds of the group is compared with the ledger: each time is a request to its coordinator."""
+_COMMITTED_SECONDS = 0.5
+"""How long that request may take, for which the loop stands still."""
 _BUSY_SECONDS = 1.0
 _FREE_SECONDS = 0.1
 _AGAIN_SECONDS = 0.05
@@ -76,6 +81,10 @@ class Upkeep:
         self._next_look = 0.0
         self._not_before = 0.0
         self._ask_from = 0.0
+        self._next_comparison = 0.0
+        self._compare_new_from = 0.0
+        self._compared: dict[Partition, int] = {}
+        """Owned partitions, by owner epoch, whose ledger was compared with what Kafka holds."""
         self.eof: dict[Partition, int] = {}
         self.is_member = False
         """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
@@ -106,6 +115,7 @@ class Upkeep:
         self._settlement.settle()
         self._release()
         self._acquire()
+        self._compare_origins(client)
         self._look_at_rows()
         self._examine_suspects()
         self._place(client)
@@ -302,6 +312,42 @@ class Upkeep:
             self._ask_from = time.monotonic() + _BUSY_SECONDS
             return False
         return True
+
+    def _compare_origins(self, client: Consumer) -> None:
+        """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""
+        owned = {p: self._ownership.holdings[p].epoch for p in self._ownership.owned()}
+        self._compared = {p: epoch for p, epoch in self._compared.items() if owned.get(p) == epoch}
+        new = owned.keys() - self._compared.keys()
+        if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
+            return
+        # Kafka first: what this database has told it, it had stored before.
+        held = self._held_by_kafka(client, {p.topic for p in owned})
+        self._mirror.origin = own = self._ledger.origin()
+        if held is None:
+            self._compare_new_from = time.monotonic() + _BUSY_SECONDS
+            return
+        for partition in self._starter.compare(new, held, own):
+            self._settlement.tell_rewound(partition, mirrored=held[partition][0])
+        self._next_comparison = time.monotonic() + COMPARE_SECONDS
+        self._compared.update(owned)
+        for partition in new & held.keys():
+            holding = self._ownership.holdings[partition]
+            if held[partition] != (holding.expected, own):
+                self._mirror.applied(partition, holding.expected, holding.leader_epoch)
+
+    def _held_by_kafka(self, client: Consumer, topics: set[str]) -> dict[Partition, tuple[int, Origin | None]] | None:
+        asked = [TopicPartition(*p) for p in self._starter.partitions(topics)]
+        try:
+            answer = client.committed(asked, timeout=_COMMITTED_SECONDS)
+        except KafkaException as error:
+            extra = self._about("origin_unchecked")
+            logger.info("what Kafka holds is compared with the ledger later: %s", error, extra=extra)
+            return None
+        return {
+            Partition(tp.topic, tp.partition): (tp.offset, origin_of(tp.metadata))
+            for tp in answer
+            if tp.offset >= 0 and tp.error is None
+        }
 
     def _look_at_rows(self) -> None:
         """Notice a reset or a failover also where no message comes to tell of it."""

@@ -18,7 +18,7 @@ import psycopg
 
 from .logs import about
 from .model import Partition
-from .session import Connection, cursor_on, marker_of
+from .session import Connection, cursor_on, hiding, marker_of
 from .sql import query
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Watcher:
     """One daemon thread with a connection of its own, opened only when something waits."""
 
     def __init__(self, connect: Callable[[], Connection], *, schema: str, group_id: str, instance: UUID) -> None:
-        self._connect = connect
+        self._connect = hiding(connect)
         self._statement = query("end_stale_blockers", schema)
         self._parameters: dict[str, Any] = {
             "group_id": group_id,

@@ -14,7 +14,9 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
-from .problems import EXIT_CODES, CommandParser, UsageError, one_line, other_distribution, without_secrets
+from exactly_once.redaction import without_secrets
+
+from .problems import EXIT_CODES, CommandParser, UsageError, one_line, other_distribution
 
 COMMANDS = ("migrate", "status", "reset", "adopt", "hand-over", "dead-letters", "sink", "demo")
 _DEMO_EXTRA = "pip install 'kafka-exactly-once[demo]'"

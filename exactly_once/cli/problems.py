@@ -1,12 +1,13 @@
-"""Problems: what a command cannot do, told in one line that holds no secret. Standard library only."""
+"""Problems: what a command cannot do, told in one line that holds no secret."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
+
+from exactly_once.redaction import without_secrets
 
 EXIT_CODES = """\
 exit codes:
@@ -15,11 +16,6 @@ exit codes:
   2    the command line, an environment variable or the configuration file is wrong
   130  interrupted"""
 
-HIDDEN = "***"
-_IN_URI = re.compile(r"(\w+://[^\s:/@]*:)\S*@")
-_IN_PAIRS = re.compile(
-    r"((?:password|passphrase|secret)[\w.]*\s*[=:]\s*)('(?:[^'\\]|\\.)*'|\"[^\"]*\"|[^\s,;)]+)", re.IGNORECASE
-)
 _HINTS = {
     "InsufficientPrivilege": "`exactly-once migrate --sql --role NAME` prints the grants that a role needs",
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
@@ -70,13 +66,6 @@ def one_line(error: BaseException, secrets: Iterable[str] = ()) -> str:
     if not _is_ours(error):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
     return without_secrets(f"{text}; {hint}" if hint else text, secrets)
-
-
-def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
-    """Hide what is known to be secret, and what looks like the password of a connection string."""
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
-    return _IN_PAIRS.sub(rf"\1{HIDDEN}", _IN_URI.sub(rf"\1{HIDDEN}@", text))
 
 
 def _is_ours(error: BaseException) -> bool:

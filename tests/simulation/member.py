@@ -23,6 +23,7 @@ from confluent_kafka import Message
 from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, Redelivered, Rewound, StartError, consumer
 from exactly_once.cluster import Committed, Topic
 from exactly_once.model import Advance, Partition, Row
+from exactly_once.origin import Origin
 from exactly_once.session import Begun
 
 from .database import Connection, Database, Transaction, Violation
@@ -215,6 +216,9 @@ class Session:
         self.member.world.database.abort(transaction)
         return transaction.status
 
+    def cut_after(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # no server stands still here, they only fail
+
     def close(self) -> None:
         self.discard()
 
@@ -241,6 +245,14 @@ class Ledger:
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
         have = self._change("known", [], lambda _: set(self._database.rows))
         return have, have
+
+    def origin(self) -> Origin:
+        return Origin("simulated")
+
+    def offsets(self, topics: Iterable[str]) -> dict[Partition, tuple[int | None, bool]]:
+        return self._change(
+            "offsets", [], lambda _: {p: (r.next_offset, False) for p, r in self._database.rows.items()}
+        )
 
     def enrol(self, next_offsets: Mapping[Partition, int | None], **ids: Any) -> None:
         def body(transaction: Transaction) -> None:
@@ -467,7 +479,8 @@ def simulated(clock: Clock, seed: int) -> Iterator[None]:
                 Watcher=Watcher,
                 Cluster=Cluster,
                 Consumer=Client,
-                schemas=_schemas,
+                look_at_database=_nothing_to_see,
+                look_at_topics=_nothing_to_see,
             ),
             mock.patch.object(time, "monotonic", clock.monotonic),
             mock.patch.object(time, "sleep", clock.sleep),
@@ -477,4 +490,5 @@ def simulated(clock: Clock, seed: int) -> Iterator[None]:
         logging.disable(level)
 
 
-_schemas = mock.Mock()
+def _nothing_to_see(*_: object) -> None:
+    """Stand for the first contact, which happens before anything that a schedule varies."""

@@ -32,6 +32,7 @@ REST: dict[str, Any] = {
     "schema": "exactly_once",
     "migrate": False,
     "name": None,
+    "application": None,
 }
 
 

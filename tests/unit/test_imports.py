@@ -14,11 +14,24 @@ import exactly_once
 PACKAGE = Path(exactly_once.__file__).parent
 
 LAYERS = (
-    {"errors", "failpoints", "fetch", "health", "identity", "metrics", "model", "outcome", "poison", "sql"},
-    {"logs"},
+    {
+        "client_log",
+        "errors",
+        "failpoints",
+        "fetch",
+        "health",
+        "identity",
+        "metrics",
+        "model",
+        "outcome",
+        "poison",
+        "redaction",
+        "sql",
+    },
+    {"logs", "origin"},
     {"ownership", "session", "retry"},
     {"assignment", "cluster", "config", "dead_letters", "delivery", "ledger", "mirror", "schema", "watcher"},
-    {"start", "unit_of_work"},
+    {"start", "startup", "unit_of_work"},
     {"unit"},
     {"handler_thread", "replay", "settlement", "testing"},
     {"upkeep"},
@@ -37,10 +50,12 @@ PURE = {
     "logs": set[str](),
     "metrics": set[str](),
     "model": set[str](),
+    "origin": set[str](),
     "ownership": set[str](),
     "delivery": {"confluent_kafka"},
-    "outcome": {"psycopg"},
+    "outcome": {"psycopg", "re"},
     "poison": set[str](),
+    "redaction": {"re"},
 }
 """Modules without I/O, and the package whose types they need nevertheless."""
 HARMLESS = {"__future__", "collections", "collections.abc", "contextlib", "dataclasses", "enum", "itertools"}
