@@ -12,11 +12,11 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import psycopg
 import tenacity
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from .assignment import Assignment, Change
-from .client_log import client_logger
 from .cluster import Cluster
 from .config import (
     Isolation,
@@ -46,6 +46,7 @@ from .failpoints import failpoint
 from .fetch import fetch
 from .handler_thread import HandlerThread
 from .health import Health
+from .kafka_log import kafka_logger
 from .ledger import Ledger
 from .logs import about
 from .metrics import Metrics
@@ -53,6 +54,7 @@ from .mirror import Mirror
 from .model import Partition
 from .observer import Observer
 from .ownership import Ownership
+from .read_only import ReadOnlyGuard
 from .retry import BACKOFF, Stop, patiently
 from .service import OnPoison, Service, stopping_on_signals
 from .session import Connection, Session
@@ -155,7 +157,7 @@ class ExactlyOnceConsumer:
             application=application,
         )
         self._about = partial(about, group=self._options.group_id)
-        self._kafka = {"logger": client_logger(), "client.id": client_id(name), **kafka}
+        self._kafka = {"logger": kafka_logger(), "client.id": client_id(name), **kafka}
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._topics: list[str] = []
@@ -217,6 +219,12 @@ class ExactlyOnceConsumer:
             settlement=self._settlement,
             upkeep=self._upkeep,
             cluster=self._cluster,
+        )
+        self._read_only = ReadOnlyGuard(
+            session,
+            group_id=options.group_id,
+            leave=self._leave_group,
+            join=self._join_group,
         )
         self._patiently = patiently(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
 
@@ -293,7 +301,7 @@ class ExactlyOnceConsumer:
             Change.REVOKED: on_revoke,
             Change.LOST: on_lost or on_revoke,
         }
-        self._assignment.subscribe(self._client, self._topics)
+        self._join_group()
         self._observer.turned()
 
     def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
@@ -467,11 +475,19 @@ class ExactlyOnceConsumer:
 
     def _step(self) -> None:
         try:
-            self._upkeep.step(self._client)
+            self._read_only.check()
+            self._step_unless_read_only()
         except Exception as error:
             self._observer.trouble = error
             raise
         self._observer.trouble = None
+
+    def _step_unless_read_only(self) -> None:
+        try:
+            self._upkeep.step(self._client)
+        except psycopg.errors.ReadOnlySqlTransaction:
+            self._read_only.met()
+            raise
 
     def _fetch(self, timeout_seconds: float, count: int) -> None:
         self._observer.turned()
@@ -529,8 +545,14 @@ class ExactlyOnceConsumer:
         self._assignment.fetching.clear()
         time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
-        self._assignment.subscribe(self._client, self._topics)
+        self._join_group()
         self._must_reopen = False
+
+    def _join_group(self) -> None:
+        self._assignment.subscribe(self._client, self._topics)
+
+    def _leave_group(self) -> None:
+        self._client.unsubscribe()
 
     def _is_left_idle(self) -> bool:
         member_id, cooperative = self._client.memberid(), is_incremental(self._kafka)

@@ -39,7 +39,7 @@ class Stop:
 
 def is_passing(error: BaseException) -> bool:
     """Tell whether the loop goes on after an error: a server is away or busy, or messages come again."""
-    return isinstance(error, Redelivered) or is_away(error)
+    return isinstance(error, (Redelivered, ReadOnly)) or is_away(error)
 
 
 def is_away(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ PACKAGE = Path(exactly_once.__file__).parent
 
 LAYERS = (
     {
-        "client_log",
+        "kafka_log",
         "errors",
         "failpoints",
         "fetch",
@@ -30,9 +30,10 @@ LAYERS = (
     },
     {"logs", "origin"},
     {"ownership", "session", "retry"},
-    {"assignment", "cluster", "config", "dead_letters", "delivery", "ledger", "mirror", "schema", "watcher"},
+    {"config"},
+    {"assignment", "cluster", "dead_letters", "delivery", "ledger", "mirror", "schema", "watcher"},
     {"start", "startup", "unit_of_work"},
-    {"unit"},
+    {"read_only", "unit"},
     {"handler_thread", "replay", "settlement", "testing"},
     {"upkeep"},
     {"observer", "units"},
