@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from datetime import datetime
@@ -21,6 +22,7 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
+from .config import OUR_CLIENTS
 from .errors import BrokerUnreachable, ConfigurationError, UnknownTopic
 from .logs import about
 from .model import MIRRORED, Partition
@@ -170,6 +172,29 @@ class Cluster:
             for tp in answer
             if tp.offset >= 0
         }
+
+    def foreign_members(self, group_id: str) -> list[str]:
+        """Return the client ids and hosts of members of a group that are not ours, as far as the broker tells.
+
+        It does for the classic protocols only. ListGroups is old, but describing a group by the newer call aborts the
+        process where its coordinator goes away meanwhile (librdkafka, issue 4605).
+
+        :raises BrokerUnreachable: when no broker answers.
+        """
+        ours = self._settings.get("client.id", OUR_CLIENTS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                groups = self._admin.list_groups(group=group_id, timeout=REQUEST_SECONDS)
+        except KafkaException as error:
+            raise self._unreachable(error) from error
+        members = [member for group in groups for member in group.members]
+        # A client.id of the user's own is that of all members; ours has the member's name behind it.
+        return sorted(
+            f"{m.client_id} at {str(m.client_host).lstrip('/')}"
+            for m in members
+            if m.client_id != ours and not str(m.client_id).startswith(OUR_CLIENTS)
+        )
 
     def ask_group(self, group_id: str) -> Future[Any]:
         """Start to describe a group; :meth:`leaves_idle` reads the answer."""

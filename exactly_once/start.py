@@ -151,7 +151,11 @@ class Starter:
         committed = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
         mirrored = any(found.is_mirrored for found in committed.values())
         # Asked again, because a member that started a moment ago mirrors its offsets to Kafka.
-        if not (mirrored or (committed and self._start is None)) or self._ledger.known([topic])[0]:
+        if self._ledger.known([topic])[0]:
+            return
+        if committed and not mirrored and self._start == "committed":
+            self._refuse_company(topic)
+        if not (mirrored or (committed and self._start is None)):
             return
         if mirrored:
             origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}
@@ -167,6 +171,16 @@ class Starter:
             f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
             'start="committed" to go on from there, or start="earliest" to read everything again'
         )
+
+    def _refuse_company(self, topic: str) -> None:
+        """Refuse to adopt a group that a consumer of another kind still is a member of: it would go on applying."""
+        others = self._cluster.foreign_members(self._group_id)
+        if others:
+            raise StartRefused(
+                f'start="committed" adopts group {self._group_id!r} for topic {topic!r}, but members that are none of '
+                f"this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka counts one "
+                "that was killed for its session.timeout.ms more. Ours are known by their client.id"
+            )
 
     def _tell_collision(self, rows: Sequence[Row]) -> None:
         """Tell, once for each, of programs that applied messages of this group before us."""

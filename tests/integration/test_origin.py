@@ -87,35 +87,38 @@ def reset(conninfo: str, topic: str) -> None:
 
 
 def test_two_fresh_databases_notice_each_other(
+    *,
     make_consumer: MakeConsumer,
     databases: Callable[..., str],
-    topic: str,
+    bootstrap_servers: str,
+    name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each has a part of the partitions, and none of them moves."""
+    """Each has a partition before there is a message, and none of them moves."""
     monkeypatch.setattr(upkeep, "COMPARE_SECONDS", 0.3)
+    create_topic(bootstrap_servers, PARTITIONS, name=name)
     refused: list[StartRefused] = []
-    held = threading.Barrier(2)
+    consumers = [make_consumer(conninfo=databases()) for _ in range(2)]
 
-    def work(conninfo: str) -> None:
+    def work(consumer: ExactlyOnceConsumer) -> None:
         try:
-            with make_consumer(conninfo=conninfo, max_messages=5) as consumer:
-                consumer.subscribe([topic])
-                held.wait(30)
-                for unit in consumer.units(idle_seconds=30):
-                    with unit:
-                        pass
+            with consumer:
+                consumer.subscribe([name])
+                consumer.run(lambda unit: None)
         except StartRefused as error:
             refused.append(error)
 
-    threads = [threading.Thread(target=work, args=[databases()]) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=[consumer]) for consumer in consumers]
     for thread in threads:
         thread.start()
-    for thread in threads:
+    until(lambda: all(len(c.health().owned) == 1 for c in consumers), 60, "a partition for each")
+    produce(bootstrap_servers, name, MESSAGES, PARTITIONS)
+    until(lambda: refused, 60, "a refusal")
+    for consumer, thread in zip(consumers, threads, strict=True):
+        consumer.stop()
         thread.join(60)
-    assert refused
-    assert "another database" in str(refused[0])
-    assert f"reset --topic {topic} --to-current" in str(refused[0])
+    assert "another database: the messages of one group go to two" in str(refused[0])
+    assert f"reset --topic {name} --to-current" in str(refused[0])
 
 
 def test_copy_is_refused_once_its_original_has_gone_on(

@@ -1,4 +1,4 @@
-"""Client log: the lines that librdkafka would write to stderr, in Python's logging and without their repetitions."""
+"""Kafka log: the lines that librdkafka would write to stderr, in Python's logging and without their repetitions."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Unrepeated(logging.Filter):
         self._seen[key] = now + 2 * pause, 2 * pause, 0
         if left_out:
             record.msg, record.args = f"{text} ({left_out} more like this since)", ()
-        record.action = "client_log"
+        record.action = "kafka_log"
         return True
 
 
-def client_logger() -> logging.Logger:
+def kafka_logger() -> logging.Logger:
     """Return the logger for Kafka clients."""
     logger = logging.getLogger(NAME)
     if not logger.filters:
