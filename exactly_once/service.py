@@ -176,14 +176,16 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
-        yield
-    except _Stopped:
-        raise SystemExit(128 + received[0]) from None
+        with contextlib.suppress(_Stopped):
+            yield
     finally:
         for alarm in alarms:
             alarm.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+    # Also where the driver has made another error of it, which is waited for or ends the service as a stop does.
+    if len(received) > 1:
+        raise SystemExit(128 + received[0])
 
 
 def _is_consequence(error: Exception) -> bool:

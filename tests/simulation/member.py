@@ -250,9 +250,8 @@ class Ledger:
         return Origin("simulated")
 
     def offsets(self, topics: Iterable[str]) -> dict[Partition, tuple[int | None, bool]]:
-        return self._change(
-            "offsets", [], lambda _: {p: (r.next_offset, False) for p, r in self._database.rows.items()}
-        )
+        # Looked at as it is: with the one origin that there is here, the comparison only tells, and decides nothing.
+        return {p: (row.next_offset, False) for p, row in self._database.rows.items()}
 
     def enrol(self, next_offsets: Mapping[Partition, int | None], **ids: Any) -> None:
         def body(transaction: Transaction) -> None:
