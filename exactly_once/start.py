@@ -151,11 +151,11 @@ class Starter:
         committed = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
         mirrored = any(found.is_mirrored for found in committed.values())
         # Asked again, because a member that started a moment ago mirrors its offsets to Kafka.
-        if self._ledger.known([topic])[0]:
+        if not committed or self._ledger.known([topic])[0]:
             return
-        if committed and not mirrored and self._start == "committed":
+        if not mirrored and self._start == "committed":
             self._refuse_company(topic)
-        if not (mirrored or (committed and self._start is None)):
+        if not mirrored and self._start is not None:
             return
         if mirrored:
             origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}

@@ -22,8 +22,10 @@ from confluent_kafka import Message
 
 from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, Redelivered, Rewound, StartError, consumer
 from exactly_once.cluster import Committed, Topic
+from exactly_once.config import Options
 from exactly_once.model import Advance, Partition, Row
 from exactly_once.origin import Origin
+from exactly_once.retry import briefly
 from exactly_once.session import Begun
 
 from .database import Connection, Database, Transaction, Violation
@@ -478,8 +480,8 @@ def simulated(clock: Clock, seed: int) -> Iterator[None]:
                 Watcher=Watcher,
                 Cluster=Cluster,
                 Consumer=Client,
-                look_at_database=_nothing_to_see,
-                look_at_topics=_nothing_to_see,
+                look_at_database=_look_at_database,
+                look_at_topics=_look_at_topics,
             ),
             mock.patch.object(time, "monotonic", clock.monotonic),
             mock.patch.object(time, "sleep", clock.sleep),
@@ -489,5 +491,10 @@ def simulated(clock: Clock, seed: int) -> Iterator[None]:
         logging.disable(level)
 
 
-def _nothing_to_see(*_: object) -> None:
-    """Stand for the first contact, which happens before anything that a schedule varies."""
+def _look_at_database(session: Session, options: Options) -> None:
+    """Stand for the first contact: a connection, however long it takes."""
+    briefly(options.startup_seconds)(lambda: session.connection)
+
+
+def _look_at_topics(*_: object) -> None:
+    """Stand for the first contact with Kafka, which never fails here."""
