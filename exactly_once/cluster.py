@@ -265,6 +265,12 @@ class Cluster:
                 extra=about("topic_without_id") | {"topic": name},
             )
 
+    def reason(self) -> str | None:
+        """Tell what the client says of its trouble so far, if it does. Safe from any thread."""
+        self._admin.poll(0)
+        reasons = self._reasons
+        return reasons[0] if reasons else None
+
     def _note(self, error: KafkaError) -> None:
         """Keep the client's own reason: a refused login is else only a time-out."""
         if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - that is its public name

@@ -43,7 +43,7 @@ class Unrepeated(logging.Filter):
 
 def kafka_logger() -> logging.Logger:
     """Return the logger for Kafka clients."""
-    logger = logging.getLogger(NAME)
-    if not logger.filters:
-        logger.addFilter(Unrepeated())
-    return logger
+    found = logging.getLogger(NAME)
+    if not found.filters:
+        found.addFilter(Unrepeated())
+    return found

@@ -82,12 +82,15 @@ def briefly(seconds: float) -> tenacity.Retrying:
     )
 
 
-def at_start(ask: Callable[[], T], *, seconds: float, what: str, group_id: str) -> T:
+def at_start(
+    ask: Callable[[], T], *, seconds: float, what: str, group_id: str, reason: Callable[[], str | None] = lambda: None
+) -> T:
     """Return what ``ask`` returns, waiting so long for a server as :func:`briefly` does, and tell what is waited for.
 
-    What waiting does not mend, a wrong password or name, is raised at once.
+    What waiting does not mend, a wrong password or name, is raised at once. ``reason`` is called from another thread,
+    while one try lasts, for what is known by then.
     """
-    with _Telling(what, group_id) as telling:
+    with _Telling(what, group_id, reason) as telling:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_start_later),
             wait=BACKOFF,
@@ -104,8 +107,9 @@ def _may_start_later(error: BaseException) -> bool:
 class _Telling:
     """Tells from a thread of its own, because one question may take long: after a second, then less and less often."""
 
-    def __init__(self, what: str, group_id: str) -> None:
+    def __init__(self, what: str, group_id: str, look: Callable[[], str | None]) -> None:
         self._what = what
+        self._look = look
         self._extra = about("waiting", group=group_id)
         self._reason = "no answer yet"
         self._over = threading.Event()
@@ -127,7 +131,8 @@ class _Telling:
         waited, pause = 0.0, TOLD_SECONDS
         while not self._over.wait(pause):
             waited += pause
-            logger.warning("waiting for %s for %.0f s: %s", self._what, waited, self._reason, extra=self._extra)
+            reason = self._look() or self._reason
+            logger.warning("waiting for %s for %.0f s: %s", self._what, waited, reason, extra=self._extra)
             pause = waited  # told after 1, 2, 4, 8, ... seconds
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import re
@@ -85,12 +86,21 @@ def hiding(connect: Callable[[], Connection]) -> Callable[[], Connection]:
     @functools.wraps(connect)
     def hidden() -> Connection:
         try:
-            return connect()
+            connection: Any = connect()
         except psycopg.Error as error:
             text = without_secrets(str(error))
             if text == str(error):
                 raise
             raise type(error)(text) from None
+        if isinstance(connection, psycopg.AsyncConnection) or inspect.isawaitable(connection):
+            if inspect.iscoroutine(connection):
+                connection.close()
+            raise ConfigurationError(
+                f"connect= gave {type(connection).__name__}: the consumer needs psycopg.Connection, not the "
+                "asynchronous one; docs/how-to/fastapi.md shows how both work side by side"
+            )
+        made: Connection = connection
+        return made
 
     return hidden
 

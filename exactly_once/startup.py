@@ -58,7 +58,13 @@ def look_at_topics(cluster: Cluster, topics: Sequence[str], options: Options) ->
             if not options.wait_for_topics:
                 raise
 
-    at_start(look, seconds=options.startup_seconds, what=f"Kafka at {cluster.servers}", group_id=options.group_id)
+    at_start(
+        look,
+        seconds=options.startup_seconds,
+        what=f"Kafka at {cluster.servers}",
+        group_id=options.group_id,
+        reason=cluster.reason,
+    )
 
 
 def refuse_read_only(session: Session) -> None:

@@ -14,9 +14,7 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
-from exactly_once.redaction import without_secrets
-
-from .problems import EXIT_CODES, CommandParser, UsageError, one_line, other_distribution
+from .problems import EXIT_CODES, CommandParser, UsageError, one_line, other_distribution, without_secrets
 
 COMMANDS = ("migrate", "status", "reset", "adopt", "hand-over", "dead-letters", "sink", "demo")
 _DEMO_EXTRA = "pip install 'kafka-exactly-once[demo]'"

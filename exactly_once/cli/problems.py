@@ -1,4 +1,4 @@
-"""Problems: what a command cannot do, told in one line that holds no secret."""
+"""Problems: what a command cannot do, told in one line that holds no secret. Imports the library when it must."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import argparse
 import importlib
 from collections.abc import Iterable
 from typing import Any, NoReturn
-
-from exactly_once.redaction import without_secrets
 
 EXIT_CODES = """\
 exit codes:
@@ -66,6 +64,13 @@ def one_line(error: BaseException, secrets: Iterable[str] = ()) -> str:
     if not _is_ours(error):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
     return without_secrets(f"{text}; {hint}" if hint else text, secrets)
+
+
+def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
+    """Hide what is known to be secret, and what looks like the password of a connection string."""
+    # Not before :func:`other_distribution` was asked: somebody else's package has no such module.
+    hidden: str = importlib.import_module("exactly_once.redaction").without_secrets(text, secrets)
+    return hidden
 
 
 def _is_ours(error: BaseException) -> bool:

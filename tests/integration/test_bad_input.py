@@ -226,6 +226,16 @@ def test_password_is_in_no_message_of_a_callable_that_connects(written: str, cap
     assert SECRET not in said + caplog.text
 
 
+def test_asynchronous_connection_is_refused(conninfo: str) -> None:
+    def connect() -> Any:
+        return psycopg.AsyncConnection.connect(conninfo)
+
+    consumer = ExactlyOnceConsumer(KAFKA, connect=connect)
+    with pytest.raises(ConfigurationError, match=r"connect= gave coroutine.*fastapi\.md"):
+        consumer.subscribe(["t"])
+    consumer.close()
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -250,7 +260,7 @@ def test_start_says_what_it_waits_for_and_why(caplog: pytest.LogCaptureFixture) 
     consumer = ExactlyOnceConsumer(KAFKA, conninfo=f"postgresql://somebody:{SECRET}@{NOBODY}/bank", startup_seconds=2.5)
     with pytest.raises(DatabaseUnreachable):
         consumer.subscribe(["t"])
-    first, second = (r.getMessage() for r in caplog.records if getattr(r, "action", "") == "waiting")
+    first, second, *_ = (r.getMessage() for r in caplog.records if getattr(r, "action", "") == "waiting")
     assert first.startswith(f"waiting for Postgres at {NOBODY}/bank for 1 s: ")
     assert "Connection refused" in first
     assert "for 2 s" in second
@@ -266,6 +276,7 @@ def test_start_says_once_that_the_brokers_are_away(
     consumer.close()
     waited = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "waiting"]
     assert waited[0].startswith(f"waiting for Kafka at {NOBODY} for 1 s: ")
+    assert "Connection refused" in waited[0]
     client = [r.getMessage() for r in caplog.records if r.name == "exactly_once.kafka"]
     assert 1 <= len(client) <= 4
     assert all("exactly_once.billing-1#" in line for line in client if line.startswith("FAIL"))
