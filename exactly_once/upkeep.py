@@ -7,8 +7,9 @@ consumer then keeps polling and calls it again.
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -37,6 +38,8 @@ COMPARE_SECONDS = 10.0
 """How often what Kafka holds of the group is compared with the ledger: each time is a request to its coordinator."""
 _COMMITTED_SECONDS = 0.5
 """How long that request may take, for which the loop stands still."""
+_COMPARED_AT_MOST = 200
+"""How many partitions beside the new ones are compared at once: many members may each ask about many partitions."""
 _BUSY_SECONDS = 1.0
 _FREE_SECONDS = 0.1
 _AGAIN_SECONDS = 0.05
@@ -321,7 +324,7 @@ class Upkeep:
         if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
             return
         # Kafka first: what this database has told it, it had stored before.
-        held = self._held_by_kafka(client, {p.topic for p in owned})
+        held = self._held_by_kafka(client, new, {p.topic for p in owned})
         self._mirror.origin = own = self._ledger.origin()
         if held is None:
             self._compare_new_from = time.monotonic() + _BUSY_SECONDS
@@ -335,8 +338,14 @@ class Upkeep:
             if held[partition] != (holding.expected, own):
                 self._mirror.applied(partition, holding.expected, holding.leader_epoch)
 
-    def _held_by_kafka(self, client: Consumer, topics: set[str]) -> dict[Partition, tuple[int, Origin | None]] | None:
-        asked = [TopicPartition(*p) for p in self._starter.partitions(topics)]
+    def _held_by_kafka(
+        self, client: Consumer, new: Set[Partition], topics: set[str]
+    ) -> dict[Partition, tuple[int, Origin | None]] | None:
+        """Ask Kafka what it holds; None where its coordinator does not answer in time."""
+        others = [p for p in self._starter.partitions(topics) if p not in new]
+        if len(others) > _COMPARED_AT_MOST:
+            others = random.sample(others, _COMPARED_AT_MOST)  # another one each time
+        asked = [TopicPartition(*p) for p in (*sorted(new), *others)]
         try:
             answer = client.committed(asked, timeout=_COMMITTED_SECONDS)
         except KafkaException as error:

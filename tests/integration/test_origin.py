@@ -121,6 +121,19 @@ def test_two_fresh_databases_notice_each_other(
     assert f"reset --topic {name} --to-current" in str(refused[0])
 
 
+def test_of_many_partitions_a_part_is_compared_each_time(
+    make_consumer: MakeConsumer, databases: Callable[..., str], topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new ones always: a copy is refused at the start, however few of the others are looked at."""
+    monkeypatch.setattr(upkeep, "_COMPARED_AT_MOST", 0)
+    original = databases()
+    assert apply(make_consumer(conninfo=original, max_messages=5), topic, 10) == 10
+    copy = databases(original)
+    assert apply(make_consumer(conninfo=original), topic) == MESSAGES - 10
+    with pytest.raises(StartRefused, match="a copy of this database that went on"):
+        apply(make_consumer(conninfo=copy), topic)
+
+
 def test_copy_is_refused_once_its_original_has_gone_on(
     *, make_consumer: MakeConsumer, databases: Callable[..., str], bootstrap_servers: str, topic: str
 ) -> None:
