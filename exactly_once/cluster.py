@@ -24,6 +24,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 
 from .config import OUR_CLIENTS
 from .errors import BrokerUnreachable, ConfigurationError, UnknownTopic
+from .kafka_log import kafka_logger
 from .logs import about
 from .model import MIRRORED, Partition
 from .origin import Origin, origin_of
@@ -66,7 +67,7 @@ class Cluster:
     """Asks the brokers, with bounded waiting. Made from the consumer's own connection settings."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings: dict[str, Any] = {**settings, "error_cb": self._note}
+        self._settings: dict[str, Any] = {"logger": kafka_logger(), **settings, "error_cb": self._note}
         try:
             self._admin = AdminClient(self._settings)
         except KafkaException as error:
