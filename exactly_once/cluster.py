@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from datetime import datetime
@@ -22,9 +23,12 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
+from .config import OUR_CLIENTS
 from .errors import BrokerUnreachable, ConfigurationError, UnknownTopic
+from .kafka_log import kafka_logger
 from .logs import about
 from .model import MIRRORED, Partition
+from .origin import Origin, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,8 @@ class Committed(NamedTuple):
     offset: int
     leader_epoch: int | None
     is_mirrored: bool
+    origin: Origin | None = None
+    """Which database it was mirrored from."""
 
 
 class Cluster:
@@ -67,12 +73,16 @@ class Cluster:
         # The client's own reasons: a refused login is else only a time-out. Its callback holds this list and not us,
         # so that a cluster which nobody closes ends with its last reference, not with a garbage collection.
         self._reasons: list[str] = []
-        self._settings: dict[str, Any] = {**settings, "error_cb": partial(_note, self._reasons)}
+        self._settings: dict[str, Any] = {
+            "logger": kafka_logger(),
+            **settings,
+            "error_cb": partial(_note, self._reasons),
+        }
         # Made by the first question, which may come from any thread: it has threads and connections of its own.
         self._client: AdminClient | None = None
         self._opening = threading.Lock()
         self._closed = False
-        self._servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
+        self.servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
         self._said: set[str] = set()
         self._topic: str | None = None
         self.cluster_id: str | None = None
@@ -87,7 +97,7 @@ class Cluster:
     def _admin(self) -> AdminClient:
         with self._opening:
             if self._closed:
-                raise BrokerUnreachable(f"the connection to Kafka at {self._servers} was closed")
+                raise BrokerUnreachable(f"the connection to Kafka at {self.servers} was closed")
             if self._client is None:
                 try:
                     self._client = AdminClient(self._settings)
@@ -135,6 +145,7 @@ class Cluster:
 
     def ask(self, topics: Iterable[str]) -> dict[str, Future[Any]]:
         """Start to describe topics; :meth:`described` reads each answer."""
+        self._admin.poll(0)  # for its log lines, which wait for that
         names = list(topics)
         if not names:
             return {}
@@ -211,11 +222,37 @@ class Cluster:
             client.close()
         return {
             Partition(tp.topic, tp.partition): Committed(
-                tp.offset, known_epoch(tp.leader_epoch), (tp.metadata or "").startswith(MIRRORED)
+                tp.offset,
+                known_epoch(tp.leader_epoch),
+                (tp.metadata or "").startswith(MIRRORED),
+                origin_of(tp.metadata),
             )
             for tp in answer
             if tp.offset >= 0
         }
+
+    def foreign_members(self, group_id: str) -> list[str]:
+        """Return the client ids and hosts of members of a group that are not ours, as far as the broker tells.
+
+        It does for the classic protocols only. ListGroups is old, but describing a group by the newer call aborts the
+        process where its coordinator goes away meanwhile (librdkafka, issue 4605).
+
+        :raises BrokerUnreachable: when no broker answers.
+        """
+        ours = self._settings.get("client.id", OUR_CLIENTS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                groups = self._admin.list_groups(group=group_id, timeout=REQUEST_SECONDS)
+        except KafkaException as error:
+            raise self._unreachable(error) from error
+        members = [member for group in groups for member in group.members]
+        # A client.id of the user's own is that of all members; ours has the member's name behind it.
+        return sorted(
+            f"{m.client_id} at {str(m.client_host).lstrip('/')}"
+            for m in members
+            if m.client_id != ours and not str(m.client_id).startswith(OUR_CLIENTS)
+        )
 
     def _offsets(
         self, partitions: list[Partition], spec: OffsetSpec, *, read_committed: bool = False
@@ -247,7 +284,7 @@ class Cluster:
         code = error.args[0].code() if isinstance(error, KafkaException) else None
         if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
             raise UnknownTopic(
-                f"there is no topic {name!r} on {self._servers}; create it, or pass wait_for_topics=True"
+                f"there is no topic {name!r} on {self.servers}; create it, or pass wait_for_topics=True"
             ) from error
         if code not in _NO_IDS:
             raise self._unreachable(error) from error
@@ -264,6 +301,13 @@ class Cluster:
                 extra=about("topic_without_id") | {"topic": name},
             )
 
+    def reason(self) -> str | None:
+        """Tell what the client says of its trouble so far, if it does. Safe from any thread."""
+        with self._opening:
+            if self._client is not None:
+                self._client.poll(0)
+        return self._reasons[0] if self._reasons else None
+
     def _unreachable(self, error: Exception) -> BrokerUnreachable:
         if self._topic is not None:
             with contextlib.suppress(KafkaException):
@@ -273,7 +317,7 @@ class Cluster:
         self._admin.poll(0)
         reason = self._reasons[0] if self._reasons else error
         self._reasons.clear()
-        return BrokerUnreachable(f"no answer from Kafka at {self._servers}: {reason}")
+        return BrokerUnreachable(f"no answer from Kafka at {self.servers}: {reason}")
 
 
 def _note(reasons: list[str], error: KafkaError) -> None:

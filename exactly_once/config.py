@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .errors import ConfigurationError
-from .session import Connection, connector
+from .session import Connection, connector, server_of
 
 StartPolicy = Literal["earliest", "latest", "committed"] | datetime
 RangePolicy = Literal["fail", "earliest", "latest"]
@@ -19,6 +23,12 @@ Isolation = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 _POLL_INTERVAL_MS = 300_000
 _UNIT_SECONDS = 60.0
 _MAX_MESSAGES = 1_000_000
+
+_INSTANCE = re.compile(r"(-[bcdfghjklmnpqrstvwxz0-9]{5,10}){1,2}$|[-_.]?\d+$")
+"""What tells one instance from the next: the random ends of a pod's name, or a number."""
+
+OUR_CLIENTS = "exactly_once"
+"""How the ``client.id`` of our clients begins."""
 
 _FORCED = {"enable.auto.commit": False, "enable.auto.offset.store": False, "enable.partition.eof": True}
 _DEFAULTS = {"isolation.level": "read_committed", "fetch.queue.backoff.ms": 10}
@@ -36,6 +46,8 @@ class Options:
 
     group_id: str
     connect: Callable[[], Connection]
+    database: str
+    """Host, port and database, for messages."""
     start: StartPolicy | None
     on_out_of_range: RangePolicy
     isolation: Isolation
@@ -50,6 +62,7 @@ class Options:
     schema: str
     migrate: bool
     name: str | None
+    application: str | None
 
 
 def check_options(
@@ -69,6 +82,7 @@ def check_options(
     options = Options(
         group_id=_group_id(kafka),
         connect=connect or connector(conninfo or ""),
+        database=server_of(conninfo or "") if connect is None else "the server that connect= connects to",
         max_unit_seconds=_unit_seconds(kafka, max_unit_seconds),
         **rest,
     )
@@ -129,6 +143,11 @@ def client_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
     return {**_DEFAULTS, **settings, **_FORCED, "auto.offset.reset": "error"}
 
 
+def client_id(name: str | None) -> str:
+    """Return the ``client.id`` that brokers and librdkafka's log lines show where the settings have none."""
+    return f"{OUR_CLIENTS}.{name}" if name else OUR_CLIENTS
+
+
 def callbacks(kafka: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return the caller's own callbacks."""
     return {name: kafka[name] for name in _CALLBACKS if callable(kafka.get(name))}
@@ -156,17 +175,49 @@ def reads_committed(kafka: Mapping[str, Any]) -> bool:
     return str(kafka.get("isolation.level", _DEFAULTS["isolation.level"])) == "read_committed"
 
 
-def check_run(*, on_poison: object, attempts: int, revoke_seconds: float) -> None:
+def check_run(handler: object, *, on_poison: object, attempts: int, revoke_seconds: float) -> None:
     """Check what ``run`` is given.
 
     :raises ConfigurationError: naming the option, what was given and what is possible.
     """
+    if not callable(handler):
+        raise ConfigurationError(f"handler={handler!r} is not possible; give a callable that takes a unit")
+    for name, function in (("handler", handler), ("on_poison", on_poison)):
+        if _is_lazy(function):
+            raise ConfigurationError(
+                f"{name}={function!r} is async or has a yield, so calling it has no effects yet: write it with def. "
+                "docs/how-to/fastapi.md shows how a plain handler calls coroutines of a running loop"
+            )
     if not callable(on_poison):
         _check_choice("on_poison", on_poison, ("stop", "dead-letter", "a callable(unit, message, error)"))
     if attempts < 1:
         raise ConfigurationError(f"attempts={attempts!r} must be 1 or more")
     if revoke_seconds < 0:
         raise ConfigurationError(f"revoke_seconds={revoke_seconds!r} must be 0 or more")
+
+
+def application_of(handler: Callable[..., object] | None, name: str | None) -> str:
+    """Name the program that applies messages, so that another one in the same group can be told from it.
+
+    By ``run`` it is the handler, as ``module:qualified name``; for a loop what the owners' names have in common
+    (``accounts-0`` and ``accounts-7d9f8b6c5-x2v9z`` are ``accounts``), or the program's file.
+    """
+    program = Path(sys.argv[0] if sys.argv else "").name or "python"
+    if handler is None:
+        return _INSTANCE.sub("", name) or name if name else program
+    while isinstance(handler, partial):
+        handler = handler.func
+    named = handler if hasattr(handler, "__qualname__") else type(handler)
+    module = program if named.__module__ == "__main__" else named.__module__
+    return f"{module}:{named.__qualname__}"
+
+
+def _is_lazy(function: object) -> bool:
+    """Tell whether a call only makes a coroutine or a generator."""
+    while isinstance(function, partial):
+        function = function.func
+    tests = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(test(f) for test in tests for f in (function, getattr(type(function), "__call__", None)))  # noqa: B004
 
 
 def _group_id(kafka: Mapping[str, Any]) -> str:

@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import psycopg
 import tenacity
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from . import schema as schemas
 from .assignment import Assignment, Change
 from .cluster import Cluster
 from .config import (
@@ -25,11 +24,13 @@ from .config import (
     RangePolicy,
     StartPolicy,
     admin_settings,
+    application_of,
     callbacks,
     calls_back_for_nothing,
     check_options,
     check_run,
     check_topics,
+    client_id,
     client_settings,
     is_incremental,
 )
@@ -38,16 +39,15 @@ from .delivery import Delivery
 from .errors import (
     ClientFailed,
     ConfigurationError,
-    DatabaseUnreachable,
     InstanceFenced,
     UnitNotFinished,
-    UnknownTopic,
     WrongProcess,
 )
 from .failpoints import failpoint
 from .fetch import Linger, fetch
 from .handler_thread import HandlerThread
 from .health import Health
+from .kafka_log import kafka_logger
 from .ledger import Ledger
 from .logs import about
 from .metrics import Metrics
@@ -55,11 +55,13 @@ from .mirror import Mirror
 from .model import Partition, Span
 from .observer import Observer
 from .ownership import Ownership
+from .read_only import ReadOnlyGuard
 from .retry import BACKOFF, Stop, briefly, patiently
 from .service import OnPoison, Service, stopping_on_signals
 from .session import Connection, Session
 from .settlement import Counters, Settlement
 from .start import Starter
+from .startup import look_at_database, look_at_topics
 from .unit import Stage, Unit
 from .unit_of_work import UnitOfWork
 from .units import Units
@@ -70,9 +72,9 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 """How long one fetch waits, and so how late a stop is noticed."""
+CLOSE_SECONDS = 8.0
+"""How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`."""
 _GOODBYE_SECONDS = 2.0
-_LAGGING_SECONDS = 3.0
-"""How long brokers may take to hear of a new topic; seconds, where a cluster is busy."""
 _REOPEN_SECONDS = 1.0
 _FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
 _ONE_ASSIGNOR = (
@@ -102,6 +104,11 @@ _UNREADABLE = (
 )
 """What the client says of a batch that it can check, decompress or parse no better the next time."""
 
+_IN_ASYNCIO = (
+    "one thread polls Kafka and commits. Run it in a thread of its own, and call your coroutines from its handler with "
+    "asyncio.run_coroutine_threadsafe; docs/how-to/fastapi.md shows it"
+)
+
 OnRebalance = Callable[["ExactlyOnceConsumer", list[TopicPartition]], object]
 
 _INSTEAD = {
@@ -129,6 +136,13 @@ class ExactlyOnceConsumer:
     A unit takes what is there, up to ``max_messages`` and ``max_bytes``; with ``linger_seconds`` one that is not full
     waits so long for more, counted from its first message, so that few messages a second are few transactions.
 
+    ``name`` names this member to operators, ``application`` the program that all members of the group run; where
+    another one applied messages of the group before, a warning says so. Its default is the handler's name under
+    :meth:`run`, else what the names of members have in common, or the program's file.
+
+    What librdkafka logs goes to the logger ``exactly_once.kafka``, each line once; ``logger`` in ``kafka``
+    names another.
+
     One thread owns the consumer; only :meth:`stop` and :meth:`health` may be called from others, and only
     :meth:`stop` from signal handlers.
     """
@@ -153,6 +167,7 @@ class ExactlyOnceConsumer:
         schema: str = "exactly_once",
         migrate: bool = False,
         name: str | None = None,
+        application: str | None = None,
         metrics: Metrics | None = None,
     ) -> None:
         self._options = check_options(
@@ -173,11 +188,12 @@ class ExactlyOnceConsumer:
             schema=schema,
             migrate=migrate,
             name=name,
+            application=application,
         )
         self._about = partial(about, group=self._options.group_id)
-        self._kafka = dict(kafka)
+        self._kafka = {"logger": kafka_logger(), "client.id": client_id(name), **kafka}
         self._process = os.getpid()
-        self._thread: int | None = None
+        self._thread: threading.Thread | None = None
         self._topics: list[str] = []
         self._callbacks: dict[Change, OnRebalance | None] = {}
         self._unit: Unit | None = None
@@ -200,6 +216,7 @@ class ExactlyOnceConsumer:
             owner_kind="consumer",
             owner_name=options.name,
             take_over=options.take_over,
+            application=options.application or application_of(None, options.name),
             watch=self._watcher.acquiring,
         )
         self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
@@ -244,6 +261,12 @@ class ExactlyOnceConsumer:
             upkeep=self._upkeep,
             cluster=self._cluster,
         )
+        self._read_only = ReadOnlyGuard(
+            session,
+            group_id=options.group_id,
+            leave=self._leave_group,
+            join=self._join_group,
+        )
         self._patiently = patiently(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
 
     def __repr__(self) -> str:
@@ -261,10 +284,22 @@ class ExactlyOnceConsumer:
     def __iter__(self) -> Units:
         return self.units()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in _INSTEAD:
-            raise AttributeError(f"ExactlyOnceConsumer has no {name}(): {_INSTEAD[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if not TYPE_CHECKING:  # else a type checker takes every misspelt method for one that exists and never returns
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in _INSTEAD:
+                raise AttributeError(f"ExactlyOnceConsumer has no {name}(): {_INSTEAD[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        # Looked up on the class: without them `async for` and `async with` fail without naming the way out.
+        def __aiter__(self) -> NoReturn:
+            raise TypeError(f"`async for` over a consumer is not possible: {_IN_ASYNCIO}")
+
+        async def __aenter__(self) -> NoReturn:
+            raise TypeError(f"`async with` on a consumer is not possible: {_IN_ASYNCIO}")
+
+        async def __aexit__(self, *_: object) -> NoReturn:
+            raise TypeError(f"`async with` on a consumer is not possible: {_IN_ASYNCIO}")
 
     @property
     def counters(self) -> Counters:
@@ -284,14 +319,18 @@ class ExactlyOnceConsumer:
         The callbacks are called by the loop, ``on_assign`` after acquisition and with the real
         offsets; what they raise is raised by the iteration.
 
-        :raises DatabaseUnreachable: or :raises BrokerUnreachable: after ``startup_seconds``.
+        A server that is away is waited for and told about, for ``startup_seconds`` each.
+
+        :raises DatabaseUnreachable: or :raises BrokerUnreachable: after that; for a wrong password, database, host
+            name or certificate at once.
+        :raises ReadOnly: when the database server still takes no writes after that.
         :raises UnknownTopic: unless ``wait_for_topics`` was given.
         :raises SchemaTooOld: when ``exactly-once migrate`` has not been run.
         """
         self._check_use()
         check_topics(topics)
-        self._look_at_database()
-        self._look_at_topics([t for t in topics if not t.startswith("^")])
+        look_at_database(self._session, self._options)
+        look_at_topics(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
         if self._options.start not in (None, "earliest"):
             self._note_first_topics(topics)
         if not self._topics:
@@ -305,7 +344,7 @@ class ExactlyOnceConsumer:
             Change.REVOKED: on_revoke,
             Change.LOST: on_lost or on_revoke,
         }
-        self._assignment.subscribe(self._client, self._topics)
+        self._join_group()
         self._observer.turned()
 
     def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
@@ -363,13 +402,15 @@ class ExactlyOnceConsumer:
         paused, for handlers that take longer than ``max.poll.interval.ms``. When Kafka takes a partition of
         its unit away, it may finish for ``revoke_seconds``, then its transaction is ended.
 
-        On a signal the unit in hand may finish for ``stop_seconds``, then it is rolled back and
+        On a signal the unit in hand may finish for ``stop_seconds``, or until the second signal. Then whatever goes on,
+        a wait for a server that stands still too, is given up, the unit is rolled back, and
         ``SystemExit(128 + signal)`` is raised. ``until_end`` and ``idle_seconds`` are those of :meth:`units`.
 
         :raises PoisonMessage: naming topic, partition and offset.
         :raises TooManyDeadLetters: beyond ``dead_letter_limit``.
         """
-        check_run(on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
+        check_run(handler, on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
+        self._ledger.application = self._options.application or application_of(handler, self._options.name)
         max_unit_seconds = self._options.max_unit_seconds
         if in_thread:
             max_unit_seconds = math.inf  # Kafka does not wait for this handler
@@ -383,7 +424,7 @@ class ExactlyOnceConsumer:
             attempts=attempts,
             limit=dead_letter_limit or DeadLetterLimit(),
         )
-        with stopping_on_signals(self.stop, lambda: self._unit, stop_seconds):
+        with stopping_on_signals(self.stop, stop_seconds):
             service.run()
 
     def health(self) -> Health:
@@ -397,30 +438,47 @@ class ExactlyOnceConsumer:
         self._stopping.set()
 
     def close(self) -> None:
-        """Release the rows and leave the group. Idempotent; trouble on the way is logged, not raised."""
+        """Release the rows and leave the group. Idempotent; trouble on the way is logged, not raised.
+
+        What Postgres has to be asked for gets :data:`CLOSE_SECONDS`: rows that are not released keep nobody out.
+
+        :raises WrongProcess: in another thread, while the one that subscribed is alive; nothing has happened then.
+        """
         if self._closed or os.getpid() != self._process:
             return
+        if self._thread not in (None, threading.current_thread()) and self._thread.is_alive():
+            raise WrongProcess(
+                f"this consumer belongs to the thread {self._thread.name!r}, which may be inside of a unit: call "
+                "stop() and have that thread close the consumer, or wait until it has ended"
+            )
         self._closed = True
+        with self._session.cut_after(CLOSE_SECONDS):
+            for step in (
+                self._watcher.close,
+                self._end_unit,
+                self._settlement.tell_unused,
+                self._move_to_ends,
+                self._say_goodbye,
+                self._release,
+            ):
+                self._try_to_close(step)
         for step in (
-            self._watcher.close,
-            self._end_unit,
-            self._settlement.tell_unused,
-            self._move_to_ends,
-            self._say_goodbye,
-            self._release,
             self._leave,
             self._client.close,
             self._cluster.close,
             self._session.close,
             self._observer.close,
         ):
-            try:
-                step()
-            except Exception as error:  # noqa: BLE001 - the next steps matter more
-                logger.warning("while closing: %s", error, extra=self._about("close_failed"))
+            self._try_to_close(step)
         # It holds our callbacks, which hold us: nothing but the garbage collector would free it, and until then it
         # keeps one of the 1,024 thread-local keys of the process.
         del self._client
+
+    def _try_to_close(self, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - the next steps matter more
+            logger.warning("while closing: %s", error, extra=self._about("close_failed"))
 
     # The loop.
 
@@ -501,11 +559,19 @@ class ExactlyOnceConsumer:
 
     def _step(self) -> None:
         try:
-            self._upkeep.step(self._client)
+            self._read_only.check()
+            self._step_unless_read_only()
         except Exception as error:
             self._observer.trouble = error
             raise
         self._observer.trouble = None
+
+    def _step_unless_read_only(self) -> None:
+        try:
+            self._upkeep.step(self._client)
+        except psycopg.errors.ReadOnlySqlTransaction:
+            self._read_only.met()
+            raise
 
     def _fetch(self, timeout_seconds: float, count: int, *, fill: bool = False) -> None:
         self._observer.turned()
@@ -577,8 +643,14 @@ class ExactlyOnceConsumer:
         self._assignment.fetching.clear()
         time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
-        self._assignment.subscribe(self._client, self._topics)
+        self._join_group()
         self._must_reopen = False
+
+    def _join_group(self) -> None:
+        self._assignment.subscribe(self._client, self._topics)
+
+    def _leave_group(self) -> None:
+        self._client.unsubscribe()
 
     def _notify(self, change: Change, partitions: list[TopicPartition]) -> None:
         callback = self._callbacks.get(change)
@@ -606,40 +678,13 @@ class ExactlyOnceConsumer:
     def _check_use(self) -> None:
         if os.getpid() != self._process:
             raise WrongProcess("this consumer was made in another process; make one after the fork")
-        self._thread = self._thread or threading.get_ident()
-        if self._thread != threading.get_ident():
+        self._thread = self._thread or threading.current_thread()
+        if self._thread is not threading.current_thread():
             raise WrongProcess(
                 "this consumer belongs to the thread that subscribed; only stop() may be called from others"
             )
         if self._closed:
             raise ConfigurationError("this consumer is closed; make a new one")
-
-    def _look_at_database(self) -> None:
-        try:
-            briefly(self._options.startup_seconds)(lambda: self._session.connection)
-        except psycopg.OperationalError as error:
-            raise DatabaseUnreachable(f"no connection to Postgres: {str(error).strip()}") from error
-        if self._session.connection.info.encoding == "ascii":
-            raise ConfigurationError(
-                "the connection has client_encoding SQL_ASCII, which gives no text; set client_encoding=UTF8"
-            )
-        if self._options.migrate:
-            schemas.migrate(self._session.connection, self._options.schema)
-        schemas.check(self._session.connection, self._options.schema)
-
-    def _look_at_topics(self, topics: list[str]) -> None:
-        seconds = self._options.startup_seconds
-        briefly(seconds)(self._cluster.identify)
-        deadline = time.monotonic() + min(seconds, _LAGGING_SECONDS)
-        while not self._options.wait_for_topics:
-            try:
-                briefly(seconds)(self._cluster.describe, topics)
-                return
-            except UnknownTopic:
-                # The broker that answers may be behind the one that has made the topic a moment ago.
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(POLL_SECONDS)
 
     def _note_first_topics(self, topics: list[str]) -> None:
         """Let ``start`` choose for topics that are named, and for those that a pattern finds in a group without rows.

@@ -21,6 +21,7 @@ ExactlyOnceError
 │   │   └── LogTruncated                the log was rewritten below the stored offset
 │   ├── BatchUnreadable                 the client cannot make messages of what is in the log
 │   ├── LedgerRowMissing                somebody deleted a row of the ledger
+│   ├── ReadOnly                        the database server is a standby, or takes no writes
 │   ├── PartitionHalted                 a handler committed by itself; an operator must decide
 │   ├── OwnedBySpark                    the row belongs to a Spark job
 │   └── OwnedByConsumer                 the row belongs to a plain consumer
@@ -132,6 +133,10 @@ class BatchUnreadable(StartError):
 
 class LedgerRowMissing(StartError):
     """A partition of a known topic has no row: somebody deleted it."""
+
+
+class ReadOnly(StartError):
+    """The database server takes no writes: a standby, most likely."""
 
 
 class PartitionHalted(StartError):

@@ -7,6 +7,7 @@ bounded; a lock time-out surfaces as ``psycopg.errors.LockNotAvailable``.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -19,9 +20,13 @@ from psycopg import sql
 
 from .errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
 from .libpq import send
+from .logs import about
 from .model import Advance, OwnerKind, Partition, Row
+from .origin import Origin
 from .session import Connection, Session, cursor_on, last_row
 from .sql import query
+
+logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 4.0
 """How long a change of the ledger waits for rows that another transaction has locked."""
@@ -47,6 +52,7 @@ class Ledger:
         owner_kind: OwnerKind,
         owner_name: str | None = None,
         take_over: bool = False,
+        application: str | None = None,
         watch: Watch = _unwatched,
     ) -> None:
         self.session = session
@@ -54,6 +60,9 @@ class Ledger:
         self._owner_kind = owner_kind
         self._owner_name = owner_name
         self._take_over = take_over
+        self.application = application
+        """Which program applies the messages: written into each row that is acquired."""
+        self._can_identify = True
         self._watch = watch
         self._advance = query("advance", session.schema).as_bytes(None)
         # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
@@ -88,6 +97,29 @@ class Ledger:
             for topic, topic_id in cursor:
                 found.setdefault(topic, set()).add(topic_id)
         return found
+
+    def origin(self) -> Origin:
+        """Ask which database this is. Behind a pooler it may be another server from one question to the next."""
+        cursor = cursor_on(self.session.connection)
+        try:
+            cursor.execute(query("origin" if self._can_identify else "ledger_id", self.session.schema), prepare=False)
+        except (psycopg.errors.InsufficientPrivilege, psycopg.errors.FeatureNotSupported) as error:
+            self._can_identify = False
+            logger.warning(
+                "copies of this database and its old primaries cannot be told from it: %s. GRANT EXECUTE ON FUNCTION "
+                "pg_control_system, pg_walfile_name, pg_current_wal_lsn TO the role of the workers",
+                error,
+                extra=about("origin_unknown", group=self.group_id),
+            )
+            return self.origin()
+        ledger_id, server, timeline = last_row(cursor)
+        return Origin(ledger_id, server, None if timeline is None else int(timeline, 16))
+
+    def offsets(self, topics: Iterable[str]) -> dict[Partition, tuple[int | None, bool]]:
+        """Look at the offsets of topics, and whether an operator has moved each since it was last advanced."""
+        with self._changing([], is_durable=False) as cursor:
+            self._run(cursor, "offsets", topics=list(topics))
+            return {Partition(topic, number): (offset, is_moved) for topic, number, offset, is_moved in cursor}
 
     def enrol(
         self,
@@ -125,6 +157,7 @@ class Ledger:
                 owner_kind=self._owner_kind,
                 owner_instance=self.session.instance,
                 owner_name=self._owner_name,
+                application=self.application,
                 take_over=self._take_over,
             )
             if len(rows) < len(partitions):

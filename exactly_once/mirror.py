@@ -1,7 +1,7 @@
 """Mirror: what is told to Kafka after the fact, for lag dashboards and as a proof of membership.
 
-Commits to Kafka are asynchronous and best effort. Nothing of it is ever read back, except once when
-an existing group is adopted.
+Commits to Kafka are asynchronous and best effort. No offset of it is ever started from; but what Kafka holds is
+compared with the ledger, because another database may have told it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from .failpoints import failpoint
 from .logs import about
 from .model import MIRRORED, Partition
+from .origin import Origin
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ class Mirror:
 
     def __init__(self, *, group_id: str) -> None:
         self._group_id = group_id
+        self.origin: Origin | None = None
+        """Which database the offsets are from, once that is known; others read it."""
         self._due: Offsets = {}
         self._sent_at = 0.0
         self._in_flight = 0
@@ -56,7 +59,7 @@ class Mirror:
         due, self._due = {p: offset for p, offset in self._due.items() if p in owned}, {}
         if due:
             self._sent_at = time.monotonic()
-            self._commit(client, due, metadata=MIRRORED)
+            self._commit(client, due, metadata=self._metadata)
             failpoint("mirrored")
 
     @property
@@ -72,7 +75,7 @@ class Mirror:
         """
         proof = self._proof
         if proof is None or time.monotonic() > proof.deadline:
-            metadata, deadline = f"{MIRRORED}:{uuid4()}", time.monotonic() + _PROOF_SECONDS
+            metadata, deadline = f"{self._metadata} {uuid4()}", time.monotonic() + _PROOF_SECONDS
             self._proof = proof = Proof(metadata, deadline, frozenset(offsets))
             if not self._commit(client, offsets, metadata=proof.metadata):
                 self._proof = None
@@ -81,6 +84,10 @@ class Mirror:
             return None
         self._proof = None
         return set() if proof.error else set(proof.partitions)
+
+    @property
+    def _metadata(self) -> str:
+        return MIRRORED if self.origin is None else str(self.origin)
 
     @property
     def is_proving(self) -> bool:

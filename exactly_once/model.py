@@ -45,7 +45,9 @@ class Row:
     owner_instance: UUID | None = None
     owner_name: str | None = None
     halted: str | None = None
+    application: str | None = None
     previous_instance: UUID | None = None
+    previous_application: str | None = None
     acquired_seconds_ago: float | None = None
     advanced_seconds_ago: float | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from enum import Enum
 
@@ -11,6 +12,18 @@ SHORT_COUNT = "EO001"
 """SQLSTATE of the advance: fewer rows matched than the unit has partitions."""
 FOREIGN_TRANSACTION = "EO002"
 """SQLSTATE of the advance: it did not run in the transaction that the unit began."""
+
+
+_MISTAKES = re.compile(
+    # By PgBouncer, too. The server's own texts are those of an English one; others are waited for.
+    r"authentication failed|no pg_hba\.conf entry|(?:role|database) \S+ does not exist|no such (?:database|user)"
+    r"|is not permitted to log in|permission denied for database|no password supplied"
+    r"|server does not support SSL|certificate|SSL error(?!: unexpected eof)|sslmode value|definition of service"
+    r"|service file|invalid (?:\S+ value|port number|connection option)"
+    r"|(?:resolve host|host name) .*(?:not known|nor servname|No address associated|does not resolve)",
+    re.IGNORECASE,
+)
+_ATTEMPT = re.compile(r"^- host: (.*?), hostaddr: .*?: ", re.MULTILINE)
 
 
 class Fault(Enum):
@@ -122,6 +135,24 @@ def is_by_statement(error: BaseException, *, connection_lost: bool) -> bool:
     """Tell whether an environment's error may be a statement's own doing: it ended its own backend, say."""
     driver = driver_error(error)
     return connection_lost or (driver is not None and (driver.sqlstate or "").startswith(_BY_STATEMENT))
+
+
+def is_mistaken(error: BaseException) -> bool:
+    """Tell whether a connection failed for what waiting does not mend: a name, a password, a certificate.
+
+    libpq gives no SQLSTATE for a connection that it could not make, so its text is read. Of several hosts all must be
+    mistaken, but one of the addresses of a name is enough: ``localhost`` is two, and a server may listen at one.
+    """
+    driver = driver_error(error)
+    if driver is None or not isinstance(driver, psycopg.OperationalError):
+        return False
+    if driver.sqlstate is not None:
+        return driver.sqlstate.startswith(("28", "3D"))
+    _, *attempts = _ATTEMPT.split(str(driver))
+    by_host: dict[str, bool] = {}
+    for host, text in zip(attempts[::2], attempts[1::2], strict=True):
+        by_host[host] = by_host.get(host, False) or _MISTAKES.search(text) is not None
+    return all(by_host.values()) if by_host else _MISTAKES.search(str(driver)) is not None
 
 
 def driver_error(error: BaseException) -> psycopg.Error | None:

@@ -21,7 +21,7 @@ from .model import Partition
 from .outcome import Fault, driver_error, may_be_data
 from .poison import Search
 from .retry import Stop
-from .unit import Stage, Unit, apply, call
+from .unit import Unit, apply, call
 from .units import Units
 
 logger = logging.getLogger(__name__)
@@ -260,11 +260,16 @@ class Service:
         logger.error("%s was set aside: %s: %s", suspect.place, type(error).__name__, error, extra=extra)
 
 
+class _Stopped(BaseException):
+    """Becomes SystemExit, at which psycopg would ask the server for 10 seconds to cancel a statement."""
+
+
 @contextlib.contextmanager
-def stopping_on_signals(
-    stop: Callable[[], None], current: Callable[[], Unit | None], stop_seconds: float
-) -> Iterator[None]:
-    """Stop on the first SIGTERM or SIGINT; roll the unit in hand back after ``stop_seconds`` or on the second.
+def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterator[None]:
+    """Stop on the first SIGTERM or SIGINT; raise SystemExit after ``stop_seconds`` or on the second.
+
+    Wherever the second finds the loop: what waits for a server that stands still would wait for ever, and everything
+    is made to be interrupted between any two lines.
 
     Does nothing outside of the main thread, where Python allows no signal handlers.
     """
@@ -276,7 +281,6 @@ def stopping_on_signals(
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        unit = current()
         if len(received) == 1:
             stop()
             name = signal.Signals(number).name
@@ -285,17 +289,23 @@ def stopping_on_signals(
             alarm.daemon = True
             alarm.start()
             alarms.append(alarm)
-        elif unit is not None and unit.stage in (Stage.OPEN, Stage.FINISHING):
-            raise SystemExit(128 + received[0])
+        else:
+            for alarm in alarms:
+                alarm.cancel()  # what is undone now is not to be interrupted by the clock, too
+            raise _Stopped
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
-        yield
+        with contextlib.suppress(_Stopped):
+            yield
     finally:
         for alarm in alarms:
             alarm.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+    # Also where the driver has made another error of it, which is waited for or ends the service as a stop does.
+    if len(received) > 1:
+        raise SystemExit(128 + received[0])
 
 
 def _is_doubtful(unit: Unit, error: Exception) -> bool:

@@ -6,11 +6,16 @@ Nothing is ever set for longer than a transaction, so a transaction pooler may s
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import math
 import os
+import re
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 from uuid import UUID, uuid4
@@ -25,6 +30,7 @@ from psycopg.rows import tuple_row
 from .errors import ConfigurationError, OutcomeLost, TransactionNotYours
 from .libpq import send, texts
 from .logs import about
+from .redaction import without_secrets
 from .sql import query
 
 logger = logging.getLogger(__name__)
@@ -81,17 +87,67 @@ def connector(conninfo: str) -> Callable[[], Connection]:
             "conninfo is not a connection string that libpq understands; "
             "expected postgresql://user@host:port/database or key=value pairs"
         ) from None
+    _refuse_misread(conninfo, given)
     complete = make_conninfo("", **{**_DEFAULTS, **given})
 
     def connect() -> Connection:
         try:
             return psycopg.connect(complete, autocommit=True, prepare_threshold=None)
         except psycopg.errors.ConnectionTimeout as error:  # the only one that does not say which server
-            host = given.get("host") or given.get("hostaddr") or os.environ.get("PGHOST") or "the local server"
-            place = f"{host}:{given.get('port') or os.environ.get('PGPORT') or 5432}"
-            raise psycopg.errors.ConnectionTimeout(f"{place}: {error}") from None
+            raise psycopg.errors.ConnectionTimeout(f"{server_of(conninfo)}: {error}") from None
 
-    return connect
+    return hiding(connect)
+
+
+def hiding(connect: Callable[[], Connection]) -> Callable[[], Connection]:
+    """Return ``connect`` with errors that repeat nothing of a password, not even of one that was written wrongly."""
+
+    @functools.wraps(connect)
+    def hidden() -> Connection:
+        try:
+            connection: Any = connect()
+        except psycopg.Error as error:
+            text = without_secrets(str(error))
+            if text == str(error):
+                raise
+            raise type(error)(text) from None
+        if isinstance(connection, psycopg.AsyncConnection) or inspect.isawaitable(connection):
+            if inspect.iscoroutine(connection):
+                connection.close()
+            raise ConfigurationError(
+                f"connect= gave {type(connection).__name__}: the consumer needs psycopg.Connection, not the "
+                "asynchronous one; docs/how-to/fastapi.md shows how both work side by side"
+            )
+        made: Connection = connection
+        return made
+
+    return hidden
+
+
+def server_of(conninfo: str) -> str:
+    """Name host, port and database of a connection string as libpq would fill them in, and nothing else."""
+    defaults = {o.keyword.decode(): o.val.decode() for o in psycopg.pq.Conninfo.get_defaults() if o.val}
+    given = {**defaults, **{k: str(v) for k, v in conninfo_to_dict(conninfo).items() if v}}
+    if "service" in given and "host" not in given:
+        return f"service {given['service']}"
+    hosts = (given.get("host") or given.get("hostaddr") or "(local socket)").split(",")
+    ports = given.get("port", "").split(",")
+    ports = ports * len(hosts) if len(ports) == 1 else ports
+    places = [f"{host}:{port or 5432}" for host, port in zip(hosts, ports, strict=False)]
+    return f"{','.join(places)}/{given.get('dbname') or given.get('user') or ''}"
+
+
+def _refuse_misread(conninfo: str, given: Mapping[str, Any]) -> None:
+    """Refuse what libpq would take for another part than was meant, before an error repeats a piece of a password."""
+    in_uri = re.match(r"postgres(?:ql)?://[^?/]*/([^?]*)", conninfo)
+    names = [name for name in str(given.get("host") or "").split(",") if not name.startswith(("/", "@"))]
+    ports = [port for port in str(given.get("port") or "").split(",") if port]
+    if any("@" in name for name in [*names, in_uri[1] if in_uri else ""]) or not all(p.isdecimal() for p in ports):
+        raise ConfigurationError(
+            "conninfo: the host, the port or the database would contain an '@' or a piece of the password. Write "
+            "characters of a password that mean something in a URI as %40 (@), %3A (:), %2F (/), %3F (?), %23 (#), or "
+            "give it by PGPASSWORD or a password file"
+        )
 
 
 def address(connection: Connection) -> str:
@@ -114,7 +170,7 @@ class Session:
         """``owns_rows`` is False for sessions that own no rows by nature: peers must not take that for a fence."""
         self.schema = schema
         self.instance = instance or uuid4()
-        self.connect = connect
+        self.connect = hiding(connect)
         self._owns_rows = owns_rows
         # Of short changes of the ledger, which the server itself ends if their process freezes.
         self._marker = sql.Literal(marker_of(self.instance, schema, None))
@@ -294,6 +350,28 @@ class Session:
                 error,
                 extra=about("end_failed"),
             )
+
+    @contextlib.contextmanager
+    def cut_after(self, seconds: float) -> Iterator[None]:
+        """Cut the connection if the block takes longer: what waits in it for a server that stands still fails then."""
+        timer = threading.Timer(seconds, self._cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _cut(self) -> None:
+        connection = self._connection
+        if connection is None or connection.closed:
+            return
+        logger.warning("Postgres stands still; the connection is cut", extra=about("connection_cut"))
+        # The socket and not the connection, which the thread that waits has locked. It may be closed at this moment.
+        with contextlib.suppress(OSError, psycopg.Error):
+            duplicate = socket.socket(fileno=os.dup(connection.fileno()))
+            with duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection for good."""

@@ -383,6 +383,19 @@ class Settlement:
                 extra = self._about("rewound", partition=advance.partition, offset=offset)
                 logger.warning(text, advance.partition, advance.expected, offset, extra=extra)
 
+    def tell_rewound(self, partition: Partition, *, mirrored: int) -> None:
+        """Tell of commits that were lost while nobody held the partition: Kafka was told a later offset."""
+        offset = self._ownership.holdings[partition].expected
+        self.counters.rewound += 1
+        logger.warning(
+            "%s: Kafka was told offset %s, the ledger is at %s: the database lost commits in a failover or a restore, "
+            "effects and offsets together; going on from the ledger",
+            partition,
+            mirrored,
+            offset,
+            extra=self._about("rewound", partition=partition, offset=offset),
+        )
+
     def _judge(self, unit: Unit, error: BaseException) -> NoReturn:
         """Read the rows of a unit that could not advance, and raise what is wrong with them."""
         try:

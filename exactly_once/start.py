@@ -27,6 +27,8 @@ from .errors import (
 from .ledger import Ledger, row_missing
 from .logs import about
 from .model import Partition, Row
+from .origin import Origin, Relation, relate
+from .session import address
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class Starter:
         self._topics: dict[str, Topic] = {}
         self.first_topics: frozenset[str] | None = None
         """The topics that ``start`` is about, or None for all; others were found later, and are read from the start."""
+        self._told: set[str] = set()
+        """Programs that were told of as applying messages of this group, too."""
 
     def close(self) -> None:
         """End the connections to Kafka."""
@@ -121,6 +125,7 @@ class Starter:
 
         :raises StartError: for what is wrong with the group, and not with one partition alone.
         """
+        self._tell_collision(rows)
         checked: list[Row] = []
         bad: dict[Partition, StartError] = {}
         for row in rows:
@@ -163,6 +168,31 @@ class Starter:
         logger.error("%s; on_out_of_range=%r has moved it to %s", error, self._on_out_of_range, offset, extra=extra)
         return replace(row, next_offset=offset, leader_epoch=None)
 
+    def compare(
+        self, partitions: Iterable[Partition], held: Mapping[Partition, tuple[int, Origin | None]], own: Origin
+    ) -> set[Partition]:
+        """Compare what Kafka holds, read before, with the ledger; return those of ``partitions`` that lost commits.
+
+        :raises StartRefused: when another database, a copy or a later life of this one, has told Kafka an offset of
+            the topics, and no operator has decided since.
+        """
+        stored = self._ledger.offsets({p.topic for p in held})
+        rewound = set()
+        for partition, (offset, origin) in sorted(held.items()):
+            next_offset, is_moved = stored.get(partition, (None, False))
+            relation = relate(own, origin, mirrored=offset, stored=next_offset)
+            if is_moved or partition not in stored or relation is Relation.OURS:
+                continue
+            if relation is not Relation.REWOUND:
+                assert origin is not None
+                raise StartRefused(_foreign(self._ledger, partition, relation, (own, origin), (next_offset, offset)))
+            rewound.add(partition)
+        return rewound.intersection(partitions)
+
+    def partitions(self, topics: Iterable[str]) -> list[Partition]:
+        """Return all partitions of topics that were described."""
+        return [Partition(topic, number) for topic in topics for number in range(self._topics[topic].partitions)]
+
     def recheck(self, topic: str, found: Topic, held: Mapping[Partition, str | None]) -> None:
         """Compare a topic's id, asked for again, with what its partitions were started with.
 
@@ -199,12 +229,19 @@ class Starter:
         committed = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
         mirrored = any(found.is_mirrored for found in committed.values())
         # Asked again, because a member that started a moment ago mirrors its offsets to Kafka.
-        if not (mirrored or (committed and self._start is None)) or self._ledger.known([topic])[0]:
+        if not committed or self._ledger.known([topic])[0]:
+            return
+        if not mirrored and self._start == "committed":
+            self._refuse_company(topic)
+        if not mirrored and self._start is not None:
             return
         if mirrored:
+            origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}
             raise StartRefused(
                 f"Kafka holds offsets that this library mirrored for group {self._group_id!r} and topic {topic!r}, but "
-                "the ledger has no rows: it was lost, or this is another database or schema. Find out which messages "
+                "the ledger has no rows: it was lost, or this is another database or schema (here is ledger "
+                f"{self._ledger.origin().ledger_id} in {address(self._ledger.session.connection)}, Kafka was told by "
+                f"ledger {', '.join(sorted(origins)) or 'of an unknown id'}). Find out which messages "
                 f"took effect here, then: exactly-once reset --topic {topic} --to-earliest (or --to-latest, --to-time)"
             )
         raise StartRefused(
@@ -212,6 +249,34 @@ class Starter:
             f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
             'start="committed" to go on from there, or start="earliest" to read everything again'
         )
+
+    def _refuse_company(self, topic: str) -> None:
+        """Refuse to adopt a group that a consumer of another kind still is a member of: it would go on applying."""
+        others = self._cluster.foreign_members(self._group_id)
+        if others:
+            raise StartRefused(
+                f'start="committed" adopts group {self._group_id!r} for topic {topic!r}, but members that are none of '
+                f"this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka counts one "
+                "that was killed for its session.timeout.ms more. Ours are known by their client.id"
+            )
+
+    def _tell_collision(self, rows: Sequence[Row]) -> None:
+        """Tell, once for each, of programs that applied messages of this group before us."""
+        others: dict[str, list[Partition]] = {}
+        for row in rows:
+            if row.previous_application not in (None, row.application, *self._told):
+                others.setdefault(str(row.previous_application), []).append(row.partition)
+        for other, partitions in others.items():
+            self._told.add(other)
+            logger.warning(
+                "rows of group %r (%s) were applied by the program %r before, now %r applies them: if both run, each "
+                "lacks messages, and needs a group.id of its own. If it was renamed, application= keeps a name",
+                self._group_id,
+                ", ".join(map(str, partitions)),
+                other,
+                rows[0].application,
+                extra=about("group_collision", group=self._group_id, several=partitions),
+            )
 
     def _make(self, next_offsets: Mapping[Partition, int | None]) -> None:
         ids = {topic: found.topic_id for topic, found in self._topics.items()}
@@ -294,6 +359,31 @@ def _out_of_range(group_id: str, row: Row, log: Range, *, truncated: bool) -> Of
             f"election; effects of messages that are gone stay. {mend}"
         )
     return None
+
+
+def _foreign(
+    ledger: Ledger,
+    partition: Partition,
+    relation: Relation,
+    origins: tuple[Origin, Origin],
+    offsets: tuple[int | None, int],
+) -> str:
+    own, found = origins
+    here = (
+        f"{address(ledger.session.connection)} (ledger {own.ledger_id}, server {own.server}, timeline {own.timeline})"
+    )
+    there = f"ledger {found.ledger_id}, server {found.server}, timeline {found.timeline}"
+    what = {
+        Relation.OTHER: "another database: the messages of one group go to two, and each lacks what the other has",
+        Relation.COPY: "a copy of this database that went on: this one lacks what was applied there",
+        Relation.OUTLIVED: "this database after a failover: the server here is the old primary",
+    }[relation]
+    return (
+        f"{partition} of group {ledger.group_id!r}: the ledger in {here} is at offset {offsets[0]}; Kafka was told "
+        f"offset {offsets[1]} by {what} ({there}). Look at the connection string and the schema, and stop the workers "
+        "of one of the two or give them another group.id. If this database is to go on from its own offsets: "
+        f"exactly-once reset --topic {partition.topic} --to-current --execute"
+    )
 
 
 def refuse_halted(group_id: str, row: Row) -> None:

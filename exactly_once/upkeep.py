@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import psycopg
-from confluent_kafka import Consumer, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
 from .assignment import Assignment, Change, generation
 from .cluster import Cluster
@@ -34,6 +34,7 @@ from .ledger import LOCK_SECONDS, Ledger
 from .logs import about
 from .mirror import MIRROR_SECONDS, Mirror
 from .model import Advance, Partition, Row
+from .origin import Origin, origin_of
 from .ownership import Ownership, Verdict
 from .settlement import Settlement
 from .start import Starter
@@ -54,6 +55,12 @@ _BAD_MOST_SECONDS = 3600.0
 SETTLE_SECONDS = 10.0
 """How long a member without partitions waits until it believes that: longer than two heartbeats, in which others are
 told to give up and do it. Only under the eager protocol does Kafka say it once and for all."""
+COMPARE_SECONDS = 10.0
+"""How often what Kafka holds of the group is compared with the ledger: each time is a request to its coordinator."""
+_COMMITTED_SECONDS = 0.5
+"""How long that request may take, for which the loop stands still."""
+_COMPARED_AT_MOST = 200
+"""How many partitions beside the new ones are compared at once: many members may each ask about many partitions."""
 _BUSY_SECONDS = 1.0
 _FREE_SECONDS = 0.1
 _AGAIN_SECONDS = 0.05
@@ -114,6 +121,10 @@ class Upkeep:
         self._not_before = 0.0
         self._told_at = 0.0
         self._generation = -1
+        self._next_comparison = 0.0
+        self._compare_new_from = 0.0
+        self._compared: dict[Partition, int] = {}
+        """Owned partitions, by owner epoch, whose ledger was compared with what Kafka holds."""
         self.is_member = False
         """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
         self.unreachable: str | None = None
@@ -145,6 +156,7 @@ class Upkeep:
         self._release()
         self._retry_bad()
         self._acquire()
+        self._compare_origins(client)
         self._look_at_rows()
         self._examine_suspects()
         self._reject_unreadable()
@@ -474,6 +486,48 @@ class Upkeep:
         self.is_member = self._generation > 0 and (self.is_member or not self._is_told_of_nothing)
         if self._generation != before:
             self._told_at = time.monotonic()  # the group has changed, and what is meant for whom
+
+    def _compare_origins(self, client: Consumer) -> None:
+        """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""
+        owned = {p: self._ownership.holdings[p].epoch for p in self._ownership.owned()}
+        self._compared = {p: epoch for p, epoch in self._compared.items() if owned.get(p) == epoch}
+        new = owned.keys() - self._compared.keys()
+        if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
+            return
+        # Kafka first: what this database has told it, it had stored before.
+        held = self._held_by_kafka(client, new, {p.topic for p in owned})
+        self._mirror.origin = own = self._ledger.origin()
+        if held is None:
+            self._compare_new_from = time.monotonic() + _BUSY_SECONDS
+            return
+        for partition in self._starter.compare(new, held, own):
+            self._settlement.tell_rewound(partition, mirrored=held[partition][0])
+        self._next_comparison = time.monotonic() + COMPARE_SECONDS
+        self._compared.update(owned)
+        for partition in new & held.keys():
+            holding = self._ownership.holdings[partition]
+            if held[partition] != (holding.expected, own):
+                self._mirror.applied(partition, holding.expected, holding.leader_epoch)
+
+    def _held_by_kafka(
+        self, client: Consumer, new: Set[Partition], topics: set[str]
+    ) -> dict[Partition, tuple[int, Origin | None]] | None:
+        """Ask Kafka what it holds; None where its coordinator does not answer in time."""
+        others = [p for p in self._starter.partitions(topics) if p not in new]
+        if len(others) > _COMPARED_AT_MOST:
+            others = random.sample(others, _COMPARED_AT_MOST)  # another one each time
+        asked = [TopicPartition(*p) for p in (*sorted(new), *others)]
+        try:
+            answer = client.committed(asked, timeout=_COMMITTED_SECONDS)
+        except KafkaException as error:
+            extra = self._about("origin_unchecked")
+            logger.info("what Kafka holds is compared with the ledger later: %s", error, extra=extra)
+            return None
+        return {
+            Partition(tp.topic, tp.partition): (tp.offset, origin_of(tp.metadata))
+            for tp in answer
+            if tp.offset >= 0 and tp.error is None
+        }
 
     def _look_at_rows(self) -> None:
         """Notice a reset or a failover also where no message comes to tell of it, without writing anything."""

@@ -24,7 +24,7 @@ from psycopg.pq import TransactionStatus
 
 from .logs import about
 from .model import Partition
-from .session import Connection, cursor_on, dispose, is_lost, marker_of
+from .session import Connection, cursor_on, dispose, hiding, is_lost, marker_of
 from .sql import query
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Watcher:
     """One daemon thread with a connection of its own, opened when something waits or takes long, and kept meanwhile."""
 
     def __init__(self, connect: Callable[[], Connection], *, schema: str, group_id: str, instance: UUID) -> None:
-        self._connect = connect
+        self._connect = hiding(connect)
         self._statement = query("end_stale_blockers", schema)
         self._schema = schema
         self._parameters: dict[str, Any] = {

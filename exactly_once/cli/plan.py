@@ -103,6 +103,13 @@ def add_targets(
     to = parser.add_mutually_exclusive_group(required=True)
     for kind, text in (("earliest", "where the log starts"), ("latest", "where the log ends now")):
         to.add_argument(f"--to-{kind}", dest="target", action="store_const", const=Target(kind), help=text)
+    to.add_argument(
+        "--to-committed",
+        dest="target",
+        action="store_const",
+        const=Target("committed"),
+        help="what another consumer has committed to Kafka since; partitions where none did stay",
+    )
     to.add_argument("--to-offset", dest="target", type=_offset, metavar="N", help="the first offset not yet applied")
     to.add_argument(
         "--to-time",
@@ -138,11 +145,14 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
             raise CommandError(
                 f"the ledger has no row of {new[0]} for group {group_id!r}: say where it starts, --to-offset N"
             )
+    committed = _committed(cluster, group_id, topic, found) if cluster and found and target.kind == "committed" else {}
+    if target.kind == "committed":
+        partitions = [p for p in partitions if p in committed]
     return Plan(
         group_id=group_id,
         topic=topic,
         target=target,
-        moves=_moves(partitions, target, stored, cluster),
+        moves=_moves(partitions, target, stored, cluster, committed),
         topic_id=found.topic_id if found else None,
         cluster_id=cluster.cluster_id if cluster else None,
     )
@@ -234,10 +244,14 @@ def _partitions(
 
 
 def _moves(
-    partitions: list[Partition], target: Target, stored: dict[Partition, Stored], cluster: CommandCluster | None
+    partitions: list[Partition],
+    target: Target,
+    stored: dict[Partition, Stored],
+    cluster: CommandCluster | None,
+    committed: dict[Partition, int],
 ) -> list[Move]:
     logs = cluster.logs(partitions) if cluster else {}
-    chosen: dict[Partition, int] = {}
+    chosen = dict(committed)
     if target.kind == "offset" and target.offset is not None:
         chosen = dict.fromkeys(partitions, target.offset)
     elif target.kind == "earliest":
@@ -247,6 +261,24 @@ def _moves(
     elif target.kind == "time" and cluster and target.time:
         chosen = cluster.at(partitions, target.time)
     return [Move(partition=p, stored=stored.get(p), new_offset=chosen.get(p), log=logs.get(p)) for p in partitions]
+
+
+def _committed(cluster: CommandCluster, group_id: str, topic: str, found: Topic) -> dict[Partition, int]:
+    """Return what Kafka was told by others than this library; what we told it is where the ledger was, or is."""
+    others = cluster.foreign_members(group_id)
+    if others:
+        raise CommandError(
+            f"members that are none of this library's are still in group {group_id!r}: {', '.join(others)}. "
+            "Stop every one of them first, or what they commit next is applied again"
+        )
+    held = cluster.committed(group_id, topic, found.partitions)
+    committed = {partition: c.offset for partition, c in held.items() if not c.is_mirrored}
+    if not committed:
+        raise CommandError(
+            f"Kafka holds no offset of group {group_id!r} for {topic!r} that another consumer has committed: the "
+            "ledger is where it should be"
+        )
+    return committed
 
 
 def _done(plan: Plan, offsets: dict[Partition, tuple[int | None, int | None]]) -> Plan:

@@ -13,7 +13,8 @@ Move the offsets of one topic of a group, or with --to-current only fence, relea
 partitions. A dry run unless --execute is said; then everything happens in one transaction, is kept in
 the audit table, and a row that somebody deleted is made again. A live owner is fenced: what it has not
 committed is rolled back, and it goes on from the new offset within seconds. Effects stay: moving
-back applies messages a second time, moving on leaves messages out. --to-batch is for a group whose
+back applies messages a second time, moving on leaves messages out. --to-committed is for going on after
+an ordinary consumer has worked for the group. --to-batch is for a group whose
 Spark query counts batches (ledger="batch-id"): it has no topics."""
 
 

@@ -9,14 +9,13 @@ from datetime import datetime
 from typing import NamedTuple
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import class_row
 
 from exactly_once import schema as schemas
 from exactly_once.cluster import Cluster, Topic
 from exactly_once.errors import ConfigurationError, DatabaseUnreachable, UnknownTopic
 from exactly_once.model import Partition
-from exactly_once.session import Session
+from exactly_once.session import Session, server_of
 from exactly_once.sql import query
 
 from .options import Settings
@@ -89,7 +88,7 @@ def open_database(settings: Settings, *, check: bool = True) -> Iterator[Session
         try:
             connection = session.connection
         except psycopg.OperationalError as error:
-            where = f"by {settings.connect}" if settings.connect else f"at {_address(settings.required('conninfo'))}"
+            where = f"by {settings.connect}" if settings.connect else f"at {server_of(settings.required('conninfo'))}"
             raise DatabaseUnreachable(f"no connection to Postgres {where}: {error}") from error
         if check:
             schemas.check(connection, settings.schema)
@@ -116,15 +115,3 @@ def stored_rows(session: Session, *, group_id: str | None, topic: str | None = N
     with session.connection.cursor(row_factory=class_row(Stored)) as cursor:
         cursor.execute(query("status", session.schema), {"group_id": group_id}, prepare=False)
         return [row for row in cursor if topic in (None, row.topic)]
-
-
-def _address(conninfo: str) -> str:
-    """Name host, port and database as libpq would fill them in, and nothing else."""
-    given = {**_libpq_defaults(), **{k: v for k, v in conninfo_to_dict(conninfo).items() if v}}
-    host = given.get("host") or given.get("hostaddr") or "(local socket)"
-    return f"{host}:{given.get('port') or 5432}/{given.get('dbname') or given.get('user') or ''}"
-
-
-def _libpq_defaults() -> dict[str, str]:
-    names = ((option.keyword.decode(), option.val) for option in psycopg.pq.Conninfo.get_defaults())
-    return {name: value.decode() for name, value in names if value}

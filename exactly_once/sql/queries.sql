@@ -81,6 +81,27 @@ WHERE group_id = %(group_id)s AND topic = ANY(%(topics)s::text[]) AND topic_id I
 -- Whether the group was ever started.
 SELECT EXISTS (SELECT FROM {schema}.ledger WHERE group_id = %(group_id)s)
 
+-- name: is_read_only
+-- Tell whether this server, or this role here, cannot write.
+SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::boolean
+
+-- name: origin
+-- Tell this ledger and this server from every other: see Origin.
+SELECT v.ledger_id::text,
+       (SELECT c.system_identifier FROM pg_control_system() c) || '.' || d.oid,
+       CASE WHEN NOT pg_is_in_recovery() THEN left(pg_walfile_name(pg_current_wal_lsn()), 8) END
+FROM {schema}.version v JOIN pg_database d ON d.datname = current_database()
+
+-- name: ledger_id
+-- Tell this ledger from others, by a role that may not ask more.
+SELECT ledger_id::text, NULL, NULL FROM {schema}.version
+
+-- name: offsets
+-- A snapshot of offsets, to compare with what Kafka holds; and whether an operator moved one since it was last advanced.
+SELECT topic, partition, next_offset, coalesce(moved_at > coalesce(advanced_at, '-infinity'), false) AS is_moved
+FROM {schema}.ledger
+WHERE group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
+
 -- name: known
 -- Which partitions have rows, and which had one once. Never used to learn an offset.
 SELECT topic, partition, true AS has_row FROM {schema}.ledger
@@ -109,7 +130,8 @@ FROM made
 WITH held AS (
     SELECT l.topic, l.partition,
            -- Whoever released the row is well; only what is taken from somebody may be held up by him.
-           CASE WHEN l.owner_token IS NOT NULL THEN l.owner_instance END AS previous_instance
+           CASE WHEN l.owner_token IS NOT NULL THEN l.owner_instance END AS previous_instance,
+           l.application AS previous_application
     FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
     JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
     WHERE l.owner_token IS NULL OR l.owner_kind = %(owner_kind)s OR %(take_over)s
@@ -117,12 +139,13 @@ WITH held AS (
     FOR UPDATE OF l)
 UPDATE {schema}.ledger l
 SET owner_epoch = l.owner_epoch + 1, owner_token = %(token)s, owner_kind = %(owner_kind)s,
-    owner_instance = %(owner_instance)s, owner_name = %(owner_name)s, acquired_at = clock_timestamp()
+    owner_instance = %(owner_instance)s, owner_name = %(owner_name)s, acquired_at = clock_timestamp(),
+    application = coalesce(%(application)s, l.application)
 FROM held
 WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
 RETURNING l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
           l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted,
-          held.previous_instance
+          l.application, held.previous_instance, held.previous_application
 
 -- name: look
 -- Read rows as the last transactions have left them. It only raises a suspicion; offsets are learnt under lock.
@@ -168,7 +191,7 @@ WITH before AS (
       AND owner_token = %(token)s AND next_offset = %(old_offset)s
     FOR UPDATE),
 after AS (
-    UPDATE {schema}.ledger l SET next_offset = %(new_offset)s, leader_epoch = NULL
+    UPDATE {schema}.ledger l SET next_offset = %(new_offset)s, leader_epoch = NULL, moved_at = clock_timestamp()
     FROM before
     WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
     RETURNING l.group_id, l.topic, l.partition)
@@ -394,7 +417,7 @@ after AS (
     UPDATE {schema}.ledger l
     SET next_offset = coalesce(before.new_offset, before.next_offset), halted = NULL,
         leader_epoch = CASE WHEN before.new_offset IS NULL THEN l.leader_epoch END,
-        owner_epoch = l.owner_epoch + 1, owner_token = NULL
+        owner_epoch = l.owner_epoch + 1, owner_token = NULL, moved_at = clock_timestamp()
     FROM before
     WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
     RETURNING l.topic, l.partition)
@@ -419,7 +442,7 @@ after AS (
     UPDATE {schema}.ledger l
     SET next_offset = coalesce(before.new_offset, before.next_offset), leader_epoch = NULL, halted = NULL,
         topic_id = before.new_topic_id, cluster_id = %(cluster_id)s,
-        owner_epoch = l.owner_epoch + 1, owner_token = NULL
+        owner_epoch = l.owner_epoch + 1, owner_token = NULL, moved_at = clock_timestamp()
     FROM before
     WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
     RETURNING l.topic, l.partition)

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import Fenced, HandlerCommitted, LedgerRowMissing, OffsetBelowLogStart, OwnedBySpark, PartitionHalted
@@ -17,6 +17,7 @@ from exactly_once.upkeep import RECHECK_SECONDS
 from tests.cli.conftest import Command, audit, ledger, offsets, read_to_end, suggested
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
 
 Db = psycopg.Connection[Any]
 EVERYTHING = [(p, o) for p in range(2) for o in range(10)]
@@ -347,3 +348,24 @@ def test_what_is_not_there_is_named(operate: Command, consumed: str, args: list[
     assert complaint in result.err
     assert result.err.startswith("exactly-once: error: ")
     assert result.err.count("\n") == 1
+
+
+def test_to_committed_goes_on_from_what_another_consumer_has_committed(
+    operate: Command, consumed: str, db: Db, name: str, bootstrap_servers: str
+) -> None:
+    """Back to the old code and forward again. What this library told Kafka moves nothing."""
+    result = operate("reset", "--topic", consumed, "--to-committed")
+    assert result.code == 1
+    assert "that another consumer has committed" in result.err
+    old = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": name, "enable.auto.commit": False})
+    old.commit(offsets=[TopicPartition(consumed, 1, 7)], asynchronous=False)
+    result = operate("reset", "--topic", consumed, "--to-committed", "--json")
+    assert [(p["partition"], p["old_offset"], p["new_offset"]) for p in result.partitions] == [(1, 10, 7)]
+    old.subscribe([consumed])
+    until(lambda: old.poll(0.2) is None and old.assignment(), 30, "the old consumer's assignment")
+    result = operate("reset", "--topic", consumed, "--to-committed", "--execute")
+    assert result.code == 1
+    assert "Stop every one of them first" in result.err
+    old.close()
+    assert operate("reset", "--topic", consumed, "--to-committed", "--execute").code == 0
+    assert offsets(db, name) == [10, 7]

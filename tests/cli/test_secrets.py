@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 from exactly_once.cli import options
-from exactly_once.cli.problems import without_secrets
 from exactly_once.embedded import Postgres
+from exactly_once.redaction import without_secrets
 from tests.cli.conftest import Command, Result
 
 SECRET = "Xq7!geheim"
@@ -198,6 +198,12 @@ def test_the_settings_show_no_secret_in_their_repr(tmp_path: Path) -> None:
         ("password=p host=h", "password=*** host=h"),
         ("sslpassword = 'a b\\' c' host=h", "sslpassword = *** host=h"),
         ("password authentication failed", "password authentication failed"),
+        ("failed to resolve host 'a@h'", "failed to resolve host '***@h'"),
+        ('database "a@h:1/b" does not exist', 'database "***@h:1/b" does not exist'),
+        (
+            'invalid integer value "p" for connection option "port"',
+            'invalid integer value "***" for connection option "port"',
+        ),
         ("127.0.0.1:5432/db", "127.0.0.1:5432/db"),
     ],
 )

@@ -20,8 +20,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from confluent_kafka import Consumer, TopicPartition
 
+from exactly_once import embedded
 from exactly_once.cli import main
+from exactly_once.schema import migrate
 from tests.support.findings import nothing
 from tests.support.topics import create_topic, delete_topic, produce
 from tests.support.waiting import until
@@ -42,6 +45,14 @@ def blocks(language: str, documents: list[Path] = DOCUMENTS) -> Iterator[Any]:
 def is_program(block: Any) -> bool:
     """Tell whether a block can be run as it is, but for the addresses of its servers."""
     return "localhost:9092" in block.values[0]
+
+
+def is_consumer(block: Any) -> bool:
+    """Tell whether a program applies payments, and does not end by itself."""
+    return is_program(block) and "ExactlyOnceConsumer" in block.values[0]
+
+
+README = [block.values[0] for block in blocks("python", DOCUMENTS[:1])]
 
 
 def commands() -> Iterator[str]:
@@ -68,11 +79,16 @@ def bank(db: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
     db.execute("DROP TABLE account")
 
 
-@pytest.mark.parametrize("block", [each for each in blocks("python") if is_program(each)])
+def placed(block: str, bootstrap_servers: str, conninfo: str) -> str:
+    """Give a program the addresses of the tests' servers."""
+    return block.replace("localhost:9092", bootstrap_servers).replace("postgresql://localhost/bank", conninfo)
+
+
+@pytest.mark.parametrize("block", [each for each in blocks("python") if is_consumer(each)])
 def test_code_block_applies_every_payment_once(
     block: str, payments: str, bank: psycopg.Connection[Any], bootstrap_servers: str, conninfo: str
 ) -> None:
-    program = block.replace("localhost:9092", bootstrap_servers).replace("postgresql://localhost/bank", conninfo)
+    program = placed(block, bootstrap_servers, conninfo)
     total = sum(range(MESSAGES))
 
     def balance() -> int:
@@ -88,6 +104,68 @@ def test_code_block_applies_every_payment_once(
         finally:
             process.kill()
     assert balance() == total, errors
+
+
+def test_first_program_survives_restarts_of_the_database(bootstrap_servers: str) -> None:
+    """Under load, as it stands in the README; what it has no code for is what `run` is for."""
+    with embedded.Postgres() as postgres:
+        with psycopg.connect(postgres.conninfo, autocommit=True) as connection:
+            migrate(connection)
+            connection.execute("CREATE TABLE account (id int PRIMARY KEY, balance bigint NOT NULL)")
+            connection.execute("INSERT INTO account VALUES (1, 0)")
+        topic = create_topic(bootstrap_servers, 3)
+        program = placed(README[0], bootstrap_servers, postgres.conninfo).replace('"payments"', repr(topic))
+        program = program.replace('"accounts"', repr(topic))
+        with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
+            try:
+                until(lambda: _balance(postgres.conninfo) is not None, 10, "a table")
+                for number in range(3):
+                    produce(bootstrap_servers, topic, MESSAGES, 3, start=number * MESSAGES)
+                    goal = sum(range(number * MESSAGES + 1))
+                    until(lambda goal=goal: _balance(postgres.conninfo) >= goal, 60, "a beginning")  # type: ignore[misc]
+                    postgres.restart("immediate" if number % 2 else "fast")
+                until(lambda: _balance(postgres.conninfo) == sum(range(3 * MESSAGES)), 60, "every payment")
+                process.send_signal(signal.SIGINT)
+                _, errors = process.communicate(timeout=30)
+            finally:
+                process.kill()
+        assert process.returncode == 0, errors
+
+
+def _balance(conninfo: str) -> int:
+    with psycopg.connect(conninfo) as connection:
+        (balance,) = connection.execute("SELECT balance FROM account WHERE id = 1").fetchone() or (-1,)
+    return int(balance)
+
+
+def test_readme_makes_what_its_first_program_needs(
+    payments: str, db: psycopg.Connection[Any], bootstrap_servers: str, conninfo: str
+) -> None:
+    (block,) = [block for block in README if "produce(" in block]
+    before = log_end(bootstrap_servers, payments)
+    try:
+        exec(placed(block, bootstrap_servers, conninfo), {})
+        assert db.execute("SELECT * FROM account").fetchall() == [(1, 0)]
+    finally:
+        db.execute("DROP TABLE IF EXISTS account")
+    assert log_end(bootstrap_servers, payments) == before + 1
+
+
+def test_code_of_the_readme_is_typed(tmp_path: Path) -> None:
+    """As its readers' own checker sees it, at its strictest."""
+    for number, block in enumerate(README):
+        (tmp_path / f"readme_{number}.py").write_text(block)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", *map(str, tmp_path.glob("*.py"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def log_end(bootstrap_servers: str, topic: str) -> int:
+    """Count the messages that a topic was ever given."""
+    consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": "documents"})
+    ends = [consumer.get_watermark_offsets(TopicPartition(topic, number), timeout=10) for number in range(3)]
+    consumer.close()
+    return sum(high for _, high in ends)
 
 
 def test_excerpts_are_parts_of_tested_programs() -> None:

@@ -21,6 +21,7 @@ from exactly_once import (
     UnknownTopic,
 )
 from tests.conftest import MakeConsumer
+from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic
 
 SECRET = "correct-horse-battery-staple"
@@ -193,6 +194,12 @@ def test_schema_of_a_later_release_is_refused(
         f"postgresql://somebody:{SECRET}@127.0.0.1:notaport/bank",
         f"postgresql://somebody:{SECRET}%zz@127.0.0.1/bank",
         f"postgresql://{NOBODY}/bank?nosuchoption=1&password={SECRET}",
+        f"postgresql://somebody:x@{SECRET}@{NOBODY}/bank",
+        f"postgresql://somebody:{SECRET}/x@{NOBODY}/bank",
+        f"postgresql://somebody:{SECRET}@[::1]:1/bank",
+        f"postgresql://somebody:{SECRET}@127.0.0.1:1,127.0.0.1:2/bank",
+        f"postgresql://somebody:{SECRET}/bank",
+        f"service=nosuch password={SECRET}",
     ],
 )
 def test_password_is_in_no_message_repr_or_log(conninfo: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,6 +212,110 @@ def test_password_is_in_no_message_repr_or_log(conninfo: str, caplog: pytest.Log
         consumer.close()
     assert any(said)
     assert SECRET not in "\n".join([*said, caplog.text])
+
+
+@pytest.mark.parametrize("written", [f"somebody:x@{SECRET}@{NOBODY}/bank", f"somebody:{SECRET}/x@{NOBODY}/bank"])
+def test_password_is_in_no_message_of_a_callable_that_connects(written: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not looked at beforehand, so what psycopg says of it is cleaned."""
+    caplog.set_level(logging.INFO)
+    consumer = ExactlyOnceConsumer(
+        KAFKA, connect=lambda: psycopg.connect(f"postgresql://{written}"), startup_seconds=1.5
+    )
+    said = _said(lambda: consumer.subscribe(["t"]))
+    consumer.close()
+    assert "DatabaseUnreachable" in said
+    assert SECRET not in said + caplog.text
+
+
+def test_asynchronous_connection_is_refused(conninfo: str) -> None:
+    def connect() -> Any:
+        return psycopg.AsyncConnection.connect(conninfo)
+
+    consumer = ExactlyOnceConsumer(KAFKA, connect=connect)
+    with pytest.raises(ConfigurationError, match=r"connect= gave coroutine.*fastapi\.md"):
+        consumer.subscribe(["t"])
+    consumer.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"dbname": "nosuch"}, 'database "nosuch" does not exist'),
+        ({"user": "nosuch"}, 'role "nosuch" does not exist'),
+        ({"sslmode": "require"}, "server does not support SSL"),
+        ({"host": "nosuch.invalid"}, r"nosuch\.invalid"),
+        ({"service": "nosuch"}, 'service "nosuch" not found'),
+    ],
+)
+def test_setting_of_the_database_that_is_wrong_is_an_error_at_once(
+    change: dict[str, str], told: str, conninfo: str, make_consumer: MakeConsumer
+) -> None:
+    """Without waiting for startup_seconds, for which the test has no time."""
+    consumer = make_consumer(conninfo=psycopg.conninfo.make_conninfo(conninfo, **change), startup_seconds=1000)
+    with pytest.raises(DatabaseUnreachable, match=told):
+        consumer.subscribe(["t"])
+
+
+def test_start_says_what_it_waits_for_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    """The database by host, port and name; then the brokers, about which the client itself says no more than once."""
+    consumer = ExactlyOnceConsumer(KAFKA, conninfo=f"postgresql://somebody:{SECRET}@{NOBODY}/bank", startup_seconds=2.5)
+    with pytest.raises(DatabaseUnreachable):
+        consumer.subscribe(["t"])
+    first, second, *_ = (r.getMessage() for r in caplog.records if getattr(r, "action", "") == "waiting")
+    assert first.startswith(f"waiting for Postgres at {NOBODY}/bank for 1 s: ")
+    assert "Connection refused" in first
+    assert "for 2 s" in second
+    consumer.close()
+
+
+def test_start_says_once_that_the_brokers_are_away(
+    make_consumer: MakeConsumer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    consumer = make_consumer({"bootstrap.servers": NOBODY}, name="billing-1", startup_seconds=4)
+    with pytest.raises(BrokerUnreachable, match=NOBODY):
+        consumer.subscribe(["t"])
+    consumer.close()
+    waited = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "waiting"]
+    assert waited[0].startswith(f"waiting for Kafka at {NOBODY} for 1 s: ")
+    assert "Connection refused" in waited[0]
+    client = [r.getMessage() for r in caplog.records if r.name == "exactly_once.kafka"]
+    assert 1 <= len(client) <= 4
+    assert all("exactly_once.billing-1#" in line for line in client if line.startswith("FAIL"))
+    assert "rdkafka" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("statement", ["has_schema", "SELECT version, oldest_reader", "pg_is_in_recovery"])
+def test_connection_that_is_lost_during_the_first_look_is_made_again(
+    statement: str, make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str
+) -> None:
+    """A pooler that restarts, just then."""
+    topic = create_topic(bootstrap_servers, 1)
+    match = {"has_schema": "to_regclass"}.get(statement, statement)
+    with PostgresProxy(conninfo) as proxy:
+        fault = proxy.cut_before(match)
+        consumer = make_consumer(conninfo=proxy.conninfo, migrate=True, startup_seconds=60)
+        consumer.subscribe([topic])
+        fault.wait(1)
+        consumer.close()
+
+
+def test_database_that_goes_away_during_the_first_look_is_unreachable(
+    make_consumer: MakeConsumer, conninfo: str
+) -> None:
+    with PostgresProxy(conninfo) as proxy:
+        proxy.cut_before("to_regclass")
+        consumer = make_consumer(conninfo=proxy.conninfo, startup_seconds=1.5)
+        real = consumer._session.connect
+
+        def connect() -> psycopg.Connection[Any]:
+            connection = real()
+            proxy.refuse()
+            return connection
+
+        consumer._session.connect = connect
+        with pytest.raises(DatabaseUnreachable, match="no connection to Postgres at"):
+            consumer.subscribe(["t"])
+        proxy.heal()
 
 
 def _said(action: Callable[[], object]) -> str:

@@ -416,3 +416,54 @@ def _apply(units: Units) -> int:
             record(unit, "test")
         done += len(unit.messages)
     return done
+
+
+def test_group_that_an_old_consumer_still_works_for_is_not_adopted(
+    consume: Callable[..., int], bootstrap_servers: str, topic: str, name: str
+) -> None:
+    """It would go on applying beside us; once it has left, adoption works."""
+    commit_to_kafka(bootstrap_servers, name, topic, {0: 4, 1: 10, 2: 0})
+    settings = {"group.id": name, "client.id": "billing", "enable.auto.commit": False}
+    old = Consumer({"bootstrap.servers": bootstrap_servers, **settings})
+    old.subscribe([topic])
+    until(lambda: old.poll(0.2) or old.assignment(), 30, "the old consumer's assignment")
+    stop = threading.Event()
+
+    def poll() -> None:
+        while not stop.is_set():
+            old.poll(0.1)
+
+    # Or Kafka would wait for it with the rebalance.
+    polling = threading.Thread(target=poll)
+    polling.start()
+    try:
+        with pytest.raises(StartRefused, match=r"still in it: billing at \S+\. Stop every one"):
+            consume(start="committed")
+    finally:
+        stop.set()
+        polling.join()
+        old.close()
+    assert consume(start="committed") == 16
+
+
+def test_rows_that_another_program_applied_before_are_told_of_once(
+    make_consumer: MakeConsumer, topic: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two applications in one group: each lacks what the other has, and nothing else tells."""
+
+    def said(application: str | None) -> list[str]:
+        caplog.clear()
+        with make_consumer(application=application) as consumer:
+            consumer.subscribe([topic])
+            consumer.run(lambda unit: None, until_end=True)
+        return [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "group_collision"]
+
+    assert said("billing") == []
+    assert said("billing") == []
+    (text,) = said("reports")
+    assert "'billing'" in text
+    assert "'reports'" in text
+    assert name in text
+    assert said("reports") == []
+    (text,) = said(None)
+    assert "test_start:test_rows_that_another_program_applied" in text

@@ -16,10 +16,11 @@ from confluent_kafka.admin import AdminClient
 
 from exactly_once import ConfigurationError, ExactlyOnceConsumer, WrongProcess
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
-from tests.support.worker import FAILED, Crew, drain, ensure_journal
+from tests.support.worker import FAILED, Crew, drain, ensure_journal, record
 
 PARTITIONS = 2
 MESSAGES = 200
@@ -207,6 +208,41 @@ def test_use_from_another_thread_is_refused(make_consumer: MakeConsumer, topic: 
         thread.join(20)
         assert "thread" in str(errors[0])
         assert drain(consumer) == MESSAGES
+
+
+def test_closing_from_another_thread_is_refused_and_undoes_nothing(
+    make_consumer: MakeConsumer, topic: str, conninfo: str, bootstrap_servers: str
+) -> None:
+    """The unit that is open goes on; a consumer whose thread has ended may be closed by whoever is left."""
+    errors: list[WrongProcess] = []
+
+    def close() -> None:
+        try:
+            consumer.close()
+        except WrongProcess as error:
+            errors.append(error)
+
+    def work() -> None:
+        consumer.subscribe([topic])
+        for unit in consumer.units(until_end=True):
+            with unit:
+                record(unit, "test")
+                closing = threading.Thread(target=close)
+                closing.start()
+                closing.join(20)
+
+    consumer = make_consumer()
+    owner = threading.Thread(target=work, name="owner")
+    owner.start()
+    owner.join(60)
+    assert errors
+    assert "'owner'" in str(errors[0])
+    assert "stop()" in str(errors[0])
+    assert consumer.counters.messages == MESSAGES
+    verdict = journal.check(conninfo, bootstrap_servers, topic)
+    assert verdict.exact, verdict
+    consumer.close()
+    assert consumer.health().reasons == ("it is stopping or has ended",)
 
 
 def test_close_is_idempotent_and_final(make_consumer: MakeConsumer, topic: str) -> None:

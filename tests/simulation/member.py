@@ -22,7 +22,10 @@ from confluent_kafka import Message
 
 from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, Redelivered, Rewound, StartError, consumer
 from exactly_once.cluster import Committed, Topic
+from exactly_once.config import Options
 from exactly_once.model import Advance, Partition, Row
+from exactly_once.origin import Origin
+from exactly_once.retry import briefly
 from exactly_once.session import Begun
 
 from .database import Connection, Database, Transaction, Violation
@@ -229,6 +232,9 @@ class Session:
         self.member.world.database.abort(transaction)
         return transaction.status
 
+    def cut_after(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # no server stands still here, they only fail
+
     def close(self) -> None:
         self.discard()
 
@@ -255,6 +261,13 @@ class Ledger:
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
         have = self._change("known", [], lambda _: set(self._database.rows))
         return have, have
+
+    def origin(self) -> Origin:
+        return Origin("simulated")
+
+    def offsets(self, topics: Iterable[str]) -> dict[Partition, tuple[int | None, bool]]:
+        # Looked at as it is: with the one origin that there is here, the comparison only tells, and decides nothing.
+        return {p: (row.next_offset, False) for p, row in self._database.rows.items()}
 
     def enrol(self, next_offsets: Mapping[Partition, int | None], **ids: Any) -> None:
         def body(transaction: Transaction) -> None:
@@ -503,7 +516,8 @@ def simulated(clock: Clock, seed: int) -> Iterator[None]:
                 Watcher=Watcher,
                 Cluster=Cluster,
                 Consumer=Client,
-                schemas=_schemas,
+                look_at_database=_look_at_database,
+                look_at_topics=_look_at_topics,
             ),
             mock.patch.object(time, "monotonic", clock.monotonic),
             mock.patch.object(time, "sleep", clock.sleep),
@@ -513,4 +527,10 @@ def simulated(clock: Clock, seed: int) -> Iterator[None]:
         logging.disable(level)
 
 
-_schemas = mock.Mock()
+def _look_at_database(session: Session, options: Options) -> None:
+    """Stand for the first contact: a connection, however long it takes."""
+    briefly(options.startup_seconds)(lambda: session.connection)
+
+
+def _look_at_topics(*_: object) -> None:
+    """Stand for the first contact with Kafka, which never fails here."""

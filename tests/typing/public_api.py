@@ -157,5 +157,16 @@ def tests_of_a_handler(own: psycopg.Connection[Any]) -> None:
 
 
 def what_is_not_offered(consumer: ExactlyOnceConsumer) -> None:
-    consumer.commit()
-    consumer.seek(TopicPartition("payments", 0, 0))
+    consumer.commit()  # type: ignore[attr-defined]
+    consumer.seek(TopicPartition("payments", 0, 0))  # type: ignore[attr-defined]
+    consumer.subscrbe(["payments"])  # type: ignore[attr-defined]
+    consumer.run_forever(handler)  # type: ignore[attr-defined]
+    # What comes after a misspelt call is checked, too.
+    number: int = "text"  # type: ignore[assignment]
+    print(number)
+
+
+async def in_asyncio(consumer: ExactlyOnceConsumer) -> None:
+    async with consumer:  # type: ignore[attr-defined]
+        async for unit in consumer:  # type: ignore[attr-defined]
+            print(unit)

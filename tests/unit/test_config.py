@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ from exactly_once import ConfigurationError, ExactlyOnceConsumer
 from exactly_once.config import (
     Options,
     admin_settings,
+    application_of,
     callbacks,
     check_options,
+    check_run,
     client_settings,
     is_incremental,
 )
@@ -34,6 +39,7 @@ REST: dict[str, Any] = {
     "schema": "exactly_once",
     "migrate": False,
     "name": None,
+    "application": None,
 }
 
 
@@ -264,3 +270,109 @@ def test_the_defaults_are_those_that_the_documents_tell() -> None:
         False,
         False,
     )
+
+
+@pytest.mark.parametrize(
+    "conninfo",
+    [
+        "postgresql://u:Xq7@geheim@127.0.0.1:1/db",
+        "postgresql://u:Xq7@geheim@[::1]:5432/db",
+        "postgresql://u:Xq7@geheim@h1:1,h2:2/db",
+        "postgresql://u:Xq7/geheim@127.0.0.1:1/db",
+        "postgresql://u:geheim/db",
+        "postgresql://u:geheim?host=h",
+        "postgres://u@x:geheim@h/db",
+        "host=geheim@h port=5432",
+        "host=h port=geheim",
+    ],
+)
+def test_password_that_libpq_would_misread_is_refused_without_repeating_it(conninfo: str) -> None:
+    with pytest.raises(ConfigurationError, match="%40") as caught:
+        checked(conninfo=conninfo)
+    assert "geheim" not in str(caught.value)
+    assert "Xq7" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("conninfo", "server"),
+    [
+        ("postgresql://u:a%40b%2Fc@h:1/db", "h:1/db"),
+        ("postgresql://u@[::1]:5/db", "::1:5/db"),
+        ("postgresql://u@h1,h2:2/db?target_session_attrs=read-write", "h1:5432,h2:2/db"),
+        ("host=/run/postgresql dbname=bank", "/run/postgresql:5432/bank"),
+        ("host=h1,h2 port=7 dbname=bank password='a@b'", "h1:7,h2:7/bank"),
+        ("service=bank", "service bank"),
+        ("postgresql://%2Frun%2Fpostgresql/bank?user=a%40b", "/run/postgresql:5432/bank"),
+    ],
+)
+def test_server_is_named_without_secrets(conninfo: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("PGHOST", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE", "PGHOSTADDR"):
+        monkeypatch.delenv(variable, raising=False)
+    assert checked(conninfo=conninfo).database == server
+
+
+async def coroutine(unit: object) -> None: ...
+
+
+def generator(unit: object) -> Iterator[None]:
+    yield
+
+
+class Handler:
+    async def __call__(self, unit: object) -> None: ...
+
+
+@pytest.mark.parametrize("lazy", [coroutine, generator, partial(coroutine), Handler(), Handler().__call__])
+def test_handler_that_would_only_make_a_coroutine_is_refused(lazy: Any) -> None:
+    rest: dict[str, Any] = {"attempts": 1, "revoke_seconds": 1}
+    with pytest.raises(ConfigurationError, match=r"handler=.*write it with def.*fastapi\.md"):
+        check_run(lazy, on_poison="stop", **rest)
+    with pytest.raises(ConfigurationError, match="on_poison="):
+        check_run(print, on_poison=lazy, **rest)
+    with pytest.raises(ConfigurationError, match="handler=None"):
+        check_run(None, on_poison="stop", **rest)
+
+
+def test_consumer_in_asyncio_says_what_to_do_instead() -> None:
+    consumer: Any = ExactlyOnceConsumer(KAFKA, conninfo="dbname=x")
+
+    async def loop() -> None:
+        async for _ in consumer:
+            pass
+
+    async def block() -> None:
+        async with consumer:
+            pass
+
+    for misuse in (loop, block):
+        with pytest.raises(TypeError, match=r"thread of its own.*run_coroutine_threadsafe.*fastapi\.md"):
+            asyncio.run(misuse())
+    with pytest.raises(ConfigurationError, match="async"):
+        consumer.run(coroutine)
+    with pytest.raises(AttributeError, match="no attribute 'subscrbe'"):
+        consumer.subscrbe(["t"])
+    consumer.close()
+
+
+@pytest.mark.parametrize(
+    ("handler", "name", "application"),
+    [
+        (checked, "accounts-0", f"{__name__}:checked"),
+        (partial(checked, None), None, f"{__name__}:checked"),
+        (Handler(), None, f"{__name__}:Handler"),
+        (None, "accounts-0", "accounts"),
+        (None, "accounts-7d9f8b6c5-x2v9z", "accounts"),
+        (None, "app-a", "app-a"),
+        (None, "42", "42"),
+    ],
+)
+def test_program_is_named_by_its_handler_or_its_members(handler: Any, name: str | None, application: str) -> None:
+    assert application_of(handler, name) == application
+
+
+def test_program_without_names_is_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/srv/billing/worker.py", "--fast"])
+    assert application_of(None, None) == "worker.py"
+    own = lambda unit: None  # noqa: E731
+    own.__module__ = "__main__"
+    assert application_of(own, None).startswith("worker.py:")

@@ -13,12 +13,27 @@ from tests.support.findings import nothing
 PACKAGE = Path(exactly_once.__file__).parent
 
 LAYERS = (
-    {"errors", "failpoints", "fetch", "health", "identity", "libpq", "metrics", "model", "outcome", "poison", "sql"},
-    {"logs"},
+    {
+        "errors",
+        "failpoints",
+        "fetch",
+        "health",
+        "identity",
+        "kafka_log",
+        "libpq",
+        "metrics",
+        "model",
+        "outcome",
+        "poison",
+        "redaction",
+        "sql",
+    },
+    {"logs", "origin"},
     {"ownership", "session", "retry"},
-    {"assignment", "cluster", "config", "dead_letters", "delivery", "ledger", "mirror", "schema", "watcher"},
-    {"start", "unit_of_work"},
-    {"unit"},
+    {"config"},
+    {"assignment", "cluster", "dead_letters", "delivery", "ledger", "mirror", "schema", "watcher"},
+    {"start", "startup", "unit_of_work"},
+    {"read_only", "unit"},
     {"handler_thread", "replay", "settlement", "testing"},
     {"upkeep"},
     {"observer", "units"},
@@ -36,10 +51,12 @@ PURE = {
     "logs": set[str](),
     "metrics": set[str](),
     "model": set[str](),
+    "origin": set[str](),
     "ownership": set[str](),
     "delivery": {"confluent_kafka"},
-    "outcome": {"psycopg"},
+    "outcome": {"psycopg", "re"},
     "poison": set[str](),
+    "redaction": {"re"},
 }
 """Modules without I/O, and the package whose types they need nevertheless."""
 HARMLESS = {"__future__", "collections", "collections.abc", "contextlib", "dataclasses", "enum", "itertools"}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import psycopg
 import pytest
+import tenacity
 from confluent_kafka import KafkaError, KafkaException
 
-from exactly_once.errors import Ahead, DatabaseUnreachable, Fenced, LedgerRowMissing, Rewound
-from exactly_once.retry import briefly, is_away, is_passing
+from exactly_once.errors import Ahead, DatabaseUnreachable, ExactlyOnceError, Fenced, LedgerRowMissing, Rewound
+from exactly_once.outcome import is_mistaken
+from exactly_once.retry import Stop, at_start, briefly, is_away, is_passing, patiently
 from exactly_once.writer import TableChanged
 
 AWAY = [
@@ -58,3 +62,100 @@ def test_who_asks_briefly_hears_at_once_that_it_is_fenced(error: Exception) -> N
     with pytest.raises(type(error)):
         briefly(5)(ask)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("told_always", REDELIVERED)
+def test_what_happens_once_is_told_each_time_and_what_lasts_less_and_less_often(
+    told_always: ExactlyOnceError, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The third try in a row is none of those at which a wait is told."""
+    away = DatabaseUnreachable("no answer")
+    errors: list[Exception] = [away, away, told_always, away, away, away, away]
+
+    def ask() -> None:
+        if errors:
+            raise errors.pop(0)
+
+    patiently(sleep=lambda _: None, stop=Stop(), group_id="g", wait=tenacity.wait_none())(ask)
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [
+        "waiting (try 1): no answer",
+        "waiting (try 2): no answer",
+        f"{type(told_always).__name__}: {told_always}",
+        "waiting (try 4): no answer",
+    ]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+REFUSED = 'connection failed: connection to server at "10.0.0.1", port 5432 failed: '
+MISTAKES = [
+    'FATAL:  password authentication failed for user "bank"',
+    'FATAL:  database "bnak" does not exist',
+    'FATAL:  role "bnak" does not exist',
+    'FATAL:  no pg_hba.conf entry for host "10.0.0.2", user "bank", database "bank", no encryption',
+    "FATAL:  no such database: bnak",
+    "fe_sendauth: no password supplied",
+    "server does not support SSL, but SSL was required",
+    "SSL error: certificate verify failed",
+    'server certificate for "db" does not match host name "10.0.0.1"',
+    'root certificate file "/root/.postgresql/root.crt" does not exist',
+]
+PASSING = [
+    "Connection refused",
+    "timeout expired",
+    "FATAL:  the database system is starting up",
+    "FATAL:  sorry, too many clients already",
+    "SSL error: unexpected eof while reading",
+    "SSL SYSCALL error: Connection reset by peer",
+    "server closed the connection unexpectedly",
+]
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_what_waiting_does_not_mend_is_raised_at_once(text: str) -> None:
+    error = psycopg.OperationalError(REFUSED + text)
+    assert is_mistaken(error)
+    calls = []
+
+    def ask() -> None:
+        calls.append(1)
+        raise error
+
+    with pytest.raises(psycopg.OperationalError):
+        at_start(ask, seconds=60, what="Postgres", group_id="g")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("text", PASSING)
+def test_what_goes_away_is_waited_for_at_the_start(text: str) -> None:
+    assert not is_mistaken(psycopg.OperationalError(REFUSED + text))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("failed to resolve host 'db.exmaple': [Errno -2] Name or service not known", True),
+        ("failed to resolve host 'db.exmaple': [Errno 8] nodename nor servname provided, or not known", True),
+        ("failed to resolve host 'db.example': [Errno -3] Temporary failure in name resolution", False),
+        ('definition of service "bank" not found', True),
+    ],
+)
+def test_unknown_name_is_a_mistake_and_a_name_server_that_is_away_is_not(text: str, is_one: bool) -> None:  # noqa: FBT001
+    assert is_mistaken(psycopg.OperationalError(text)) is is_one
+
+
+def several(*attempts: tuple[str, str, str]) -> psycopg.OperationalError:
+    """What psycopg raises where it tried several addresses."""
+    lines = [
+        f"- host: '{host}', port: '5432', hostaddr: '{address}': {REFUSED}{text}" for host, address, text in attempts
+    ]
+    head = f"{REFUSED}{attempts[-1][2]}\nMultiple connection attempts failed. All failures were:"
+    return psycopg.OperationalError("\n".join([head, *lines]))
+
+
+def test_of_several_hosts_all_must_be_mistaken_and_of_a_host_one_address() -> None:
+    assert is_mistaken(several(("localhost", "::1", PASSING[0]), ("localhost", "127.0.0.1", MISTAKES[0])))
+    assert is_mistaken(several(("localhost", "::1", MISTAKES[0]), ("localhost", "127.0.0.1", PASSING[0])))
+    assert is_mistaken(several(("a", "10.0.0.1", MISTAKES[0]), ("b", "10.0.0.2", MISTAKES[0])))
+    assert not is_mistaken(several(("a", "10.0.0.1", PASSING[0]), ("b", "10.0.0.2", MISTAKES[0])))
+    assert not is_mistaken(several(("a", "10.0.0.1", MISTAKES[0]), ("b", "10.0.0.2", PASSING[0])))

@@ -12,14 +12,18 @@ CREATE TABLE {schema}.ledger (
     owner_kind     text        CHECK (owner_kind IN ('consumer', 'spark')),
     owner_instance uuid,
     owner_name     text,
+    application    text,
     halted         text,
     acquired_at    timestamptz,
+    moved_at       timestamptz,
     advanced_at    timestamptz,
     PRIMARY KEY (group_id, topic, partition)
 ) WITH (fillfactor = 20);
 
 COMMENT ON COLUMN {schema}.ledger.next_offset IS 'first offset not yet applied; null until the start was chosen';
 COMMENT ON COLUMN {schema}.ledger.owner_token IS 'drawn by the owner at each acquisition; null when released';
+COMMENT ON COLUMN {schema}.ledger.application IS 'which program applies the messages, or did so the last time';
+COMMENT ON COLUMN {schema}.ledger.moved_at IS 'when the offset was set otherwise than by applying messages';
 COMMENT ON COLUMN {schema}.ledger.halted IS 'why nobody may acquire the partition until an operator resets it';
 
 -- Every change of an offset that was not an advance.
@@ -94,6 +98,7 @@ CREATE TABLE {schema}.version (
     only_row       boolean     PRIMARY KEY DEFAULT true CHECK (only_row),
     version        int         NOT NULL,
     oldest_reader  int         NOT NULL,
+    ledger_id      uuid        NOT NULL DEFAULT gen_random_uuid(),
     migrated_at    timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 INSERT INTO {schema}.version (version, oldest_reader) VALUES (1, 1);
