@@ -365,6 +365,8 @@ class ExactlyOnceConsumer:
     def _units(self, *, until_end: bool, idle_seconds: float | None, max_unit_seconds: float) -> Units:
         if not self._topics:
             raise ConfigurationError("subscribe() first: there is nothing to iterate over")
+        if self._ownership.bad():
+            self._upkeep.look_anew()  # or it ends with an error that somebody has mended since
         return Units(
             self._next,
             self._cluster,

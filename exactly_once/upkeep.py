@@ -529,6 +529,10 @@ class Upkeep:
             if tp.offset >= 0 and tp.error is None
         }
 
+    def look_anew(self) -> None:
+        """Have the rows looked at by the next step: a partition that was bad may have been mended."""
+        self._next_rows = self._next_look = 0.0
+
     def _look_at_rows(self) -> None:
         """Notice a reset or a failover also where no message comes to tell of it, without writing anything."""
         if time.monotonic() < self._next_rows:
