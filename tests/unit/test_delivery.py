@@ -82,9 +82,9 @@ def test_nothing_is_taken_behind_what_cannot_be_read_and_everything_before_it() 
     damaged = error(KafkaError._BAD_MSG)
     delivery.accept([message(A0, 0), message(A0, 1), damaged, message(A0, 4), message(A1, 0)])
     delivery.accept([message(A0, 5), message(A1, 1)])
-    batch, ends = delivery.take(MANY, MANY)
+    batch, spans = delivery.take(MANY, MANY)
     assert at(batch) == [("a", 0, 0), ("a", 0, 1), ("a", 1, 0), ("a", 1, 1)]
-    assert ends[A0][0] == 2
+    assert spans[A0].end == 2
     assert ownership.holdings[A0].fetched == 2
 
 
