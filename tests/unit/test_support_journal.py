@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import psycopg
@@ -31,12 +32,12 @@ def empty_journal(postgres_conninfo: str) -> str:
 
 
 @pytest.fixture
-def transaction(bootstrap_servers: str, name: str) -> Producer:
+def transaction(bootstrap_servers: str, name: str) -> Iterator[Producer]:
     """A transactional producer with a transaction begun."""
-    producer = Producer({"bootstrap.servers": bootstrap_servers, "transactional.id": name})
-    producer.init_transactions(30)
-    producer.begin_transaction()
-    return producer
+    with Producer({"bootstrap.servers": bootstrap_servers, "transactional.id": name}) as producer:
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        yield producer
 
 
 def apply(conninfo: str, records: list[Record], worker: str, count: int) -> None:
