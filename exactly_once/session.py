@@ -261,7 +261,9 @@ class Session:
             lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),
         )
         try:
-            (pid,) = last_row(cursor_on(connection).execute(opening, prepare=False))
+            pid, is_read_only = last_row(cursor_on(connection).execute(opening, prepare=False))
+            if is_read_only:  # said at once, because what only looks would never be refused
+                raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes")
             yield connection, pid
             connection.execute("COMMIT", prepare=False)
         except psycopg.errors.ReadOnlySqlTransaction:

@@ -35,7 +35,7 @@ SET LOCAL statement_timeout = 0;
 SET LOCAL idle_in_transaction_session_timeout = '10s';
 SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', true) END;
-SELECT pg_backend_pid()
+SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean
 
 -- name: begin_not_durable
 -- Open the same for what may be lost, and for what only locks rows to look at them: neither waits for the disk.
@@ -47,7 +47,7 @@ SET LOCAL idle_in_transaction_session_timeout = '10s';
 SET LOCAL synchronous_commit = off;
 SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', true) END;
-SELECT pg_backend_pid()
+SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean
 
 -- name: xact_status
 -- What became of a transaction; null when the server no longer knows. One statement, so that the life of the server and
