@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
@@ -78,9 +77,9 @@ class Cluster:
             **settings,
             "error_cb": partial(_note, self._reasons),
         }
-        # Made by the first question, which may come from any thread: it has threads and connections of its own.
-        self._client: AdminClient | None = None
-        self._opening = threading.Lock()
+        # Made by the first question, because it has threads and connections of its own. That may come from any thread,
+        # and a signal handler may raise anywhere: no lock, which would stay locked then, but a change in one step.
+        self._clients: dict[str, AdminClient] = {}
         self._closed = False
         self.servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
         self._said: set[str] = set()
@@ -95,21 +94,17 @@ class Cluster:
 
     @property
     def _admin(self) -> AdminClient:
-        with self._opening:
-            if self._closed:
-                raise BrokerUnreachable(f"the connection to Kafka at {self.servers} was closed")
-            if self._client is None:
-                try:
-                    self._client = AdminClient(self._settings)
-                except KafkaException as error:
-                    text = f"confluent-kafka refuses the configuration: {error.args[0].str()}"
-                    raise ConfigurationError(text) from None
-            return self._client
+        if self._closed:
+            raise BrokerUnreachable(f"the connection to Kafka at {self.servers} was closed")
+        try:
+            return self._clients.get("admin") or self._clients.setdefault("admin", AdminClient(self._settings))
+        except KafkaException as error:
+            raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
 
     def close(self) -> None:
         """End the connections; may be called again. Questions raise :class:`BrokerUnreachable` from then on."""
-        with self._opening:
-            client, self._client, self._closed = self._client, None, True
+        self._closed = True
+        client = self._clients.pop("admin", None)
         if client is not None:
             client.__exit__(None, None, None)  # its only way to be closed
 
@@ -303,9 +298,9 @@ class Cluster:
 
     def reason(self) -> str | None:
         """Tell what the client says of its trouble so far, if it does. Safe from any thread."""
-        with self._opening:
-            if self._client is not None:
-                self._client.poll(0)
+        client = self._clients.get("admin")
+        if client is not None:
+            client.poll(0)
         return self._reasons[0] if self._reasons else None
 
     def _unreachable(self, error: Exception) -> BrokerUnreachable:

@@ -139,7 +139,7 @@ def test_trouble_with_brokers_costs_no_description_of_the_whole_cluster(monkeypa
             asked.append(topic)
             return admin.list_topics(topic=topic, timeout=timeout)
 
-    cluster._client = Noting()  # type: ignore[assignment]
+    cluster._clients["admin"] = Noting()  # type: ignore[assignment]
     with cluster, pytest.raises(BrokerUnreachable):
         cluster.describe(["ours"])
     assert asked == ["ours"]
