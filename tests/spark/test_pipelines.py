@@ -15,12 +15,12 @@ from exactly_once.embedded import spark
 from exactly_once.embedded.errors import package_directory
 from tests.support.require import lacking, skip_unless
 
+pytestmark = pytest.mark.slow
+
 PIPELINE = """
 from pyspark import pipelines
 from pyspark.sql import SparkSession
 from spark_sink import ExactlyOncePostgres
-
-pytestmark = pytest.mark.slow
 
 session = SparkSession.active()
 session.dataSource.register(ExactlyOncePostgres)
