@@ -287,8 +287,8 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
             logger.info("%s: stopping after the unit in hand", name, extra=about("stopping"))
             alarm = threading.Timer(stop_seconds, signal.pthread_kill, [threading.get_ident(), number])
             alarm.daemon = True
+            alarms.append(alarm)  # before it starts: the second signal may come at any line
             alarm.start()
-            alarms.append(alarm)
         else:
             for alarm in alarms:
                 alarm.cancel()  # what is undone now is not to be interrupted by the clock, too

@@ -358,8 +358,8 @@ class Session:
         """Cut the connection if the block takes longer: what waits in it for a server that stands still fails then."""
         timer = threading.Timer(seconds, self._cut)
         timer.daemon = True
-        timer.start()
         try:
+            timer.start()
             yield
         finally:
             timer.cancel()

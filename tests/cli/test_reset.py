@@ -251,7 +251,7 @@ def test_a_halted_partition_goes_on_after_the_command_that_the_error_names(
     consumer.subscribe([topic])
     unit = next(consumer.units())
     with pytest.raises(HandlerCommitted) as committed, unit:
-        unit.connection.commit()
+        unit.connection.execute("COMMIT")
     consumer.close()
     halted = {p["partition"] for p in operate("status", "--json").partitions if p["halted"]}
     assert halted == {m.partition() for m in unit.messages}
@@ -310,9 +310,9 @@ def test_an_offset_that_retention_has_passed_is_mended_by_the_command_that_the_e
 ) -> None:
     read_to_end(make_consumer, topic)
     assert operate("reset", "--topic", topic, "--to-offset", 3, "--execute").code == 0
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    for future in admin.delete_records([TopicPartition(topic, p, 5) for p in range(2)]).values():
-        future.result(30)
+    with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
+        for future in admin.delete_records([TopicPartition(topic, p, 5) for p in range(2)]).values():
+            future.result(30)
     with pytest.raises(OffsetBelowLogStart) as refused:
         read_to_end(make_consumer, topic)
     assert "below the log start 5" in operate("status").out
