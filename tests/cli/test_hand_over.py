@@ -152,8 +152,9 @@ def test_status_shows_what_spark_queries_wrote_last(operate: Command, consumed: 
     assert (found["query_id"], found["run_id"], found["batch_id"], found["rows"]) == ("q", "r", 7, 20)
     text = operate("status").out.splitlines()
     assert all("  spark query q (Spark)  " in line for line in text[2:4])
-    assert re.split(r"  +", text[-2])[:6] == ["GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED"]
-    assert text[-1].split()[:6] == [name, "q", "r", "7", "20", "1"]
+    header = next(number for number, line in enumerate(text) if line.startswith("GROUP"))
+    assert re.split(r"  +", text[header])[:6] == ["GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED"]
+    assert text[header + 1].split()[:6] == [name, "q", "r", "7", "20", "1"]
 
 
 def test_status_shows_a_group_that_counts_batches_and_has_no_offsets(operate: Command, db: Db, name: str) -> None:

@@ -224,7 +224,7 @@ def test_exit_in_a_handler_ends_the_service_and_stores_nothing(scene: Scene, *, 
 def test_commit_in_a_handler_is_one_clear_error(scene: Scene) -> None:
     def handler(unit: Unit) -> None:
         record(unit, "test")
-        unit.connection.commit()
+        unit.execute("COMMIT")
 
     with pytest.raises(HandlerCommitted, match="Take COMMIT"):
         run(scene, handler)

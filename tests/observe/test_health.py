@@ -164,7 +164,7 @@ def test_a_member_that_has_nothing_to_do_is_ready(
 
 def test_a_halted_partition_is_the_reason(scene: Scene, run: Run) -> None:
     def commits(unit: Unit) -> None:
-        unit.connection.commit()
+        unit.execute("COMMIT")
 
     consumer = scene.consumer()
     background = run(consumer, lambda: consumer.run(commits))
