@@ -30,16 +30,19 @@ def _soon(conninfo: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def produce_in_transactions(bootstrap_servers: str, topic: str, messages: int, *, aborted: int = 0) -> None:
-    """Commit messages to partition 0, and then abort others."""
+    """Commit messages to partition 0, and then abort others; their markers are in the log, too."""
+    end = end_of(bootstrap_servers, topic)
     producer = Producer({"bootstrap.servers": bootstrap_servers, "transactional.id": topic})
     producer.init_transactions()
-    for count, end in ((messages, producer.commit_transaction), (aborted, producer.abort_transaction)):
+    for count, finish in ((messages, producer.commit_transaction), (aborted, producer.abort_transaction)):
         if count:
             producer.begin_transaction()
             for number in range(count):
                 producer.produce(topic, str(number).encode(), partition=0)
             producer.flush()
-            end()
+            finish()
+            end += count + 1
+            until(lambda end=end: end_of(bootstrap_servers, topic) == end, 10, "the marker")  # type: ignore[misc]
 
 
 def end_of(bootstrap_servers: str, topic: str) -> int:
