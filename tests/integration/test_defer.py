@@ -31,6 +31,7 @@ from exactly_once import (
     TransactionAborted,
     TransactionBusy,
     TransactionEnded,
+    TransactionNotYours,
     Unit,
     UnitNotFinished,
 )
@@ -79,7 +80,7 @@ def test_effects_offsets_and_commit_are_one_round_trip(scene: Scene) -> None:
     apply(unit)
     assert scene.proxy.round_trips - before == 2, "BEGIN, and all the rest"
     _, *sent = scene.proxy.statements
-    assert [statement.split()[0] for statement in sent] == ["INSERT"] * 2 + ["SELECT", "COMMIT"], "equal ones are one"
+    assert [statement.split()[0] for statement in sent] == ["INSERT"] * 2 + ["SET", "SELECT", "COMMIT"], "equal ones are one"
     assert ".advance(" in sent[-2]
     assert scene.applied() == offsets(unit)
     drain(scene, consumer)
@@ -201,7 +202,7 @@ TRICKS: dict[str, tuple[Break, type[Exception]]] = {
     "ROLLBACK and BEGIN, sent early": (_deferred("ROLLBACK", "BEGIN", "*", "!SELECT 1"), TransactionEnded),
     "deferred behind a ROLLBACK": (_deferred("!ROLLBACK", "*"), TransactionEnded),
     "deferred behind a ROLLBACK, sent early": (_deferred("!ROLLBACK", "*", "!SELECT 1"), TransactionEnded),
-    "ROLLBACK by the connection": (_roll_back_by_the_connection, TransactionEnded),
+    "ROLLBACK by the connection": (_roll_back_by_the_connection, TransactionNotYours),
     "several statements": (_deferred("SELECT 1; COMMIT"), psycopg.errors.SyntaxError),
     "an open quote": (_deferred("*", "SELECT '", "'"), psycopg.errors.SyntaxError),
     "an open comment": (_deferred("*", "SELECT 1 /*"), psycopg.errors.SyntaxError),

@@ -439,5 +439,6 @@ def test_a_handler_that_uses_some_of_its_units_is_not_told(scene: Scene, caplog:
             with own.transaction(), unit.join(own):
                 pass
     with scene.consumer({"group.id": f"{scene.topic}-none"}) as consumer:
-        consumer.run(lambda _: None, idle_seconds=0, wait=AT_ONCE)
+        consumer.stop()  # so that it gets no unit
+        consumer.run(lambda _: None, wait=AT_ONCE)
     assert unused(caplog) == 0
