@@ -26,9 +26,9 @@ INSTALL = {
     "demo": ["--editable", ".[demo]"],
     "test": ["--editable", ".[demo,memcached,prometheus,sink,spark]", "--group", "dev"],
 }
-# Most tests wait most of the time: four processes keep two cores busy. Each starts servers of its own when it
-# needs them, which takes up to 3 GB of memory.
-BESIDE_EACH_OTHER = ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
+# How many processes run tests for each core. Those with servers wait most of the time; each process starts servers of
+# its own, which takes up to 3 GB of memory, so there are at most eight.
+PURE, WITH_SERVERS, MOST = 1, 3, 8
 
 
 def main(arguments: list[str]) -> None:
@@ -44,13 +44,19 @@ def main(arguments: list[str]) -> None:
         become("-m", "exactly_once.cli", "demo", *rest)
     if command == "check":
         lint()
-        become("-m", "pytest", "--tier=pure", *BESIDE_EACH_OTHER, *rest)
+        become("-m", "pytest", "--tier=pure", *beside_each_other(PURE), *rest)
     if not rest:
-        become("-m", "pytest", "--tier=short", *BESIDE_EACH_OTHER)
+        become("-m", "pytest", "--tier=short", *beside_each_other(WITH_SERVERS))
     if "--all" in rest:
         rest.remove("--all")
-        become("-m", "pytest", "--tier=all", *BESIDE_EACH_OTHER, *rest)
+        become("-m", "pytest", "--tier=all", *beside_each_other(WITH_SERVERS), *rest)
     become("-m", "pytest", *rest)
+
+
+def beside_each_other(per_core: int) -> list[str]:
+    """Return pytest's arguments for running files of tests in several processes, in the order of their collection."""
+    processes = min(MOST, per_core * (os.cpu_count() or 1))
+    return [f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder"]
 
 
 def lint() -> None:

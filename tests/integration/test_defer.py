@@ -80,7 +80,8 @@ def test_effects_offsets_and_commit_are_one_round_trip(scene: Scene) -> None:
     apply(unit)
     assert scene.proxy.round_trips - before == 2, "BEGIN, and all the rest"
     _, *sent = scene.proxy.statements
-    assert [statement.split()[0] for statement in sent] == ["INSERT"] * 2 + ["SET", "SELECT", "COMMIT"], "equal ones are one"
+    words = [statement.split()[0] for statement in sent]
+    assert words == ["INSERT"] * 2 + ["SET", "SELECT", "COMMIT"], "equal ones are one"
     assert ".advance(" in sent[-2]
     assert scene.applied() == offsets(unit)
     drain(scene, consumer)
