@@ -98,7 +98,7 @@ MISTAKES = [
     "server does not support SSL, but SSL was required",
     "SSL error: certificate verify failed",
     'server certificate for "db" does not match host name "10.0.0.1"',
-    'root certificate file "/root/.postgresql/root.crt" does not exist',
+    'root certificate file "/etc/ssl/missing.crt" does not exist',
 ]
 PASSING = [
     "Connection refused",
