@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, asked in _FIXTURES.items():
             if fixtures & asked:
                 item.add_marker(name)
-    _put_the_longest_first(items)
+    _order_files(items)
     tier = config.getoption("tier")
     if tier is None:
         return
@@ -80,14 +80,28 @@ def _belongs(item: pytest.Item, tier: str, seen: set[str]) -> bool:
     return is_first
 
 
-def _put_the_longest_first(items: list[pytest.Item]) -> None:
-    """Order the files so that none with minutes of work is begun when the others are done."""
+def _order_files(items: list[pytest.Item]) -> None:
+    """Order the files so that all processes are busy to the end, and no two more than needed with Spark.
+
+    Those with minutes of work come first; pure tests are short, and last. Spark works where others wait, so its files
+    are spread among the others: one of three.
+    """
     names = ["slow", *_FIXTURES]
     ranks: dict[Path, int] = {}
+    with_spark: set[Path] = set()
     for item in items:
         rank = next((n for n, name in enumerate(names) if item.get_closest_marker(name)), len(names))
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
-    items.sort(key=lambda item: ranks[item.path])
+        if item.get_closest_marker("spark"):
+            with_spark.add(item.path)
+    in_order = sorted(ranks, key=lambda path: ranks[path])
+    heavy = iter([path for path in in_order if path in with_spark])
+    places: list[Path] = []
+    for number, path in enumerate(path for path in in_order if path not in with_spark):
+        places += [path, *([next(heavy, path)] if number % 2 else [])]
+    places += heavy
+    place = {path: number for number, path in reversed([*enumerate(places)])}
+    items.sort(key=lambda item: place[item.path])
 
 
 def _needs(item: pytest.Item) -> str:
