@@ -381,7 +381,8 @@ def test_two_workers_that_hold_one_row_for_long_take_turns(
             return work(consumer)
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(subscribed, consumers)) == [0, 0]
+        redelivered = sum(pool.map(subscribed, consumers))
+    assert redelivered <= 1, "the second member's arrival may cost the first one a unit, and nothing else does"
     assert [consumer._watcher.ended for consumer in consumers] == [0, 0]
     assert scene.query(f"SELECT n FROM {table}") == [(6,)]
 
