@@ -12,6 +12,7 @@ from exactly_once import Unit, UnitTooSlow, upkeep
 from exactly_once.session import Session, connector
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply
+from tests.support.topics import produce
 from tests.support.waiting import until
 from tests.support.worker import record
 
@@ -33,6 +34,7 @@ def test_one_locked_row_keeps_nobody_from_the_others(
     scene = make_scene(20, partitions=2)
     with scene.consumer() as first:
         apply(next(iter(first)))
+    produce(scene.bootstrap_servers, scene.topic, 2, 2, start=20)  # whichever partition the first unit has emptied
     before = len(scene.applied())
     monkeypatch.setattr(upkeep, "LOCK_SECONDS", 60.0 if is_cancelled else 1.0)
     with psycopg.connect(scene.conninfo) as blocker:
