@@ -125,6 +125,11 @@ class Member:
                 break
             except (Killed, Violation):
                 raise
+            except psycopg.OperationalError as error:
+                # A connection that is lost in every try, while the server answers, is the handler's doing in the end.
+                if not self.consumer._settlement._patience.is_out:
+                    raise Violation(f"{self.name} was blamed too early: {error!r}") from error
+                self.world.note(self.name, "blamed")
             except BaseException as error:
                 raise Violation(f"{self.name} broke: {error!r}") from error
         self.consumer.close()
