@@ -33,7 +33,7 @@ from .database import Connection, Violation
 from .test_simulation import SCHEDULES
 from .world import FAULTS, Plan, World
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 _QUIET = frozenset({"failover", "reset"})
 _TABLE = os.environ.get("EXACTLY_ONCE_MUTANTS")

@@ -17,7 +17,7 @@ from .world import FAULTS, Plan, World
 
 SCHEDULES = int(os.environ.get("EXACTLY_ONCE_SCHEDULES", "1000"))
 
-pytestmark = pytest.mark.timeout(0 if SCHEDULES > 10_000 else 600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if SCHEDULES > 10_000 else 600)]
 
 
 def test_every_message_is_applied_once_under_any_schedule_of_faults() -> None:

@@ -40,7 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in _FIXTURES:
         config.addinivalue_line("markers", f"{name}: needs it; follows from the fixtures")
     config.addinivalue_line("markers", "fault(*ids): provokes these rows of the catalogue of faults")
-    config.addinivalue_line("markers", "slow: takes more than 20 s on an idle machine; not in the short tier")
+    config.addinivalue_line(
+        "markers", "slow: takes 20 s and more; comes first, and is not in the short tier with servers"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks for the markers
