@@ -119,7 +119,7 @@ def test_leader_without_the_end_of_the_log_is_detected(
     follower.until_ready()
     produce(bootstrap_servers, name, written_since, 1, start=2 * BATCH)
 
-    worker = crew.start(ready=False, options=OPTIONS)
+    worker = crew.start(ready=False, options={**OPTIONS, "stop_on_bad_partition": True})
     assert worker.wait("failed", LONG)["error"] == error
     verdict = crew.verdict(name)
     gone = [identity.offset for identity in verdict.altered] + [entry.offset for entry in verdict.foreign]
