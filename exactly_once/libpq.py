@@ -34,10 +34,10 @@ def send(connection: psycopg.Connection[Any], statements: bytes) -> list[PGresul
 
     :raises psycopg.Error: for the first that fails; the server executes none of those behind it.
     """
+    # Without the lock of the connection: one thread owns a unit, and an interrupt could leave it locked.
     pgconn = connection.pgconn
-    with connection.lock:
-        pgconn.send_query(statements)
-        results: list[PGresult] = connection.wait(generators.execute(pgconn))
+    pgconn.send_query(statements)
+    results: list[PGresult] = connection.wait(generators.execute(pgconn))
     check(connection, results)
     return results
 
@@ -73,17 +73,16 @@ def send_together(connection: psycopg.Connection[Any], statements: Sequence[Boun
     :raises psycopg.Error: when the connection is lost. One that was interrupted, or is copying, is closed.
     """
     pgconn = connection.pgconn
-    with connection.lock:
-        pgconn.enter_pipeline_mode()
+    pgconn.enter_pipeline_mode()  # without the connection's lock, as above
+    try:
+        owners = _queue(pgconn, statements)
+        pgconn.pipeline_sync()
+        answers: list[PGresult] = connection.wait(_answers(pgconn, len(owners)))
+    finally:
         try:
-            owners = _queue(pgconn, statements)
-            pgconn.pipeline_sync()
-            answers: list[PGresult] = connection.wait(_answers(pgconn, len(owners)))
-        finally:
-            try:
-                pgconn.exit_pipeline_mode()
-            except psycopg.OperationalError:
-                pgconn.finish()
+            pgconn.exit_pipeline_mode()
+        except psycopg.OperationalError:
+            pgconn.finish()
     results: list[PGresult] = []
     for owner, answer in zip(owners, answers, strict=False):
         if owner == len(results):
