@@ -96,8 +96,11 @@ class Cluster:
     def _admin(self) -> AdminClient:
         if self._closed:
             raise BrokerUnreachable(f"the connection to Kafka at {self.servers} was closed")
+        client = self._clients.get("admin")
+        if client is not None:  # not by its truth: a client that waits for no answer has length 0
+            return client
         try:
-            return self._clients.get("admin") or self._clients.setdefault("admin", AdminClient(self._settings))
+            return self._clients.setdefault("admin", AdminClient(self._settings))
         except KafkaException as error:
             raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
 
