@@ -143,9 +143,7 @@ class Ownership:
     def assigned(self, partitions: Iterable[Partition]) -> None:
         """Take note of new partitions; they are pending until their rows are acquired."""
         for partition in partitions:
-            self._forget(partition)
-            self.holdings[partition] = Holding()
-            self.is_unsettled = True
+            self._replace(partition, Holding())
 
     def revoked(self, partitions: Iterable[Partition]) -> None:
         """Forget partitions that were revoked or lost; their rows are to be released."""
@@ -181,8 +179,7 @@ class Ownership:
         for partition in partitions:
             holding = self.holdings.get(partition)
             if holding is not None and holding.state is State.STARTING:
-                self._forget(partition)
-                self.holdings[partition] = Holding()
+                self._replace(partition, Holding())
 
     def proved(self, partitions: Iterable[Partition]) -> None:
         """Allow fenced partitions to be acquired again: Kafka still counts us as their member."""
@@ -210,8 +207,7 @@ class Ownership:
         if left is None and holding.state is State.OWNED:
             left = Left(holding.epoch, holding.expected, holding.topic_id, is_halted=False)
         holding.placed = False
-        self._forget(partition)
-        self.holdings[partition] = Holding(state=State.BAD, error=error, left=left)
+        self._replace(partition, Holding(state=State.BAD, error=error, left=left))
 
     def retried(self, partitions: Iterable[Partition]) -> None:
         """Acquire bad partitions again, in spite of their error."""
@@ -244,10 +240,12 @@ class Ownership:
             holding.gaps.clear()
 
     def misplaced(self) -> None:
-        """Distrust every position of the client, after an exception out of poll or consume."""
+        """Distrust every position of the client, after an exception out of poll or consume, or between two lines."""
         self.is_unsettled = True
         for holding in self.holdings.values():
             holding.placed, holding.log_end = False, -1
+        # Nobody goes on with a start that was cut short: what was acquired for it is acquired again.
+        self.not_started(list(self.holdings))
         self.is_sound = True
 
     # What becomes of units.
@@ -429,7 +427,14 @@ class Ownership:
         return sorted(p for p, h in self.holdings.items() if h.state is state)
 
     def _forget(self, partition: Partition) -> None:
-        holding = self.holdings.pop(partition, None)
+        self._let_go(partition, self.holdings.pop(partition, None))
+
+    def _replace(self, partition: Partition, new: Holding) -> None:
+        """Begin anew with a partition. In one step: one that an exception left without a holding is read by nobody."""
+        old, self.holdings[partition] = self.holdings.get(partition), new
+        self._let_go(partition, old)
+
+    def _let_go(self, partition: Partition, holding: Holding | None) -> None:
         self.is_unsettled = True
         if holding is not None and holding.token is not None:
             if holding.is_at_end and self.doubt is None:

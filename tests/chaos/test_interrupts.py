@@ -9,64 +9,21 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 
-import exactly_once
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, UnitNotFinished
 from tests.conftest import MakeConsumer
 from tests.support import journal
+from tests.support.interrupts import Interrupt, Interrupter
 from tests.support.seeds import seeds
 from tests.support.topics import create_topic, produce
 from tests.support.worker import drain, ensure_journal, record
 
 BATCH = 24
 INTERRUPTS = int(os.environ.get("EXACTLY_ONCE_INTERRUPTS", "40"))
-CALLBACKS = ("callback", "contained", "_hold_back", "_let_go", "_either")
-LIBRARY = str(Path(exactly_once.__file__).parent)
-
-
-class Interrupt(BaseException):
-    """What the signal handler raises; like KeyboardInterrupt it is no Exception."""
-
-
-class Interrupter:
-    """Raises at the n-th line that the library executes in this thread."""
-
-    def __init__(self) -> None:
-        self.left = 0
-        self.where: list[str] = []
-
-    @contextmanager
-    def after(self, lines: int) -> Iterator[None]:
-        """Interrupt the block after so many lines of the library, once."""
-        self.left = lines
-        sys.settrace(self._enter)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-
-    def _enter(self, frame: FrameType, event: str, _: object) -> Any:
-        # Rebalance callbacks are called by librdkafka and contain whatever is raised in them.
-        if not frame.f_code.co_filename.startswith(LIBRARY) or frame.f_code.co_name in CALLBACKS:
-            return None
-        return self._line
-
-    def _line(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line" and self.left > 0:
-            self.left -= 1
-            if self.left == 0:
-                name = Path(frame.f_code.co_filename).name
-                self.where.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
-                raise Interrupt(self.where[-1])
-        return self._line
 
 
 def _record_deferred(unit: Unit, worker: str) -> None:
@@ -89,11 +46,14 @@ def test_interrupt_at_any_line_loses_and_doubles_nothing(
     topic = create_topic(bootstrap_servers, 2)
     interrupter = Interrupter()
     consumer = _subscribed(make_consumer, topic)
-    for number in range(INTERRUPTS):
+    for number in range(INTERRUPTS + 1):
         produce(bootstrap_servers, topic, BATCH, 2, start=number * BATCH)
         try:
-            with interrupter.after(chance.randrange(1, 1200)):
-                _go_on(consumer, effects)
+            if number < INTERRUPTS:
+                with interrupter.after(chance.randrange(1, 1200)):
+                    _go_on(consumer, effects)
+            else:
+                drain(consumer)
         except UnitNotFinished as error:
             # Interrupted just between the library and the loop: nobody has the unit. That is said, not passed over.
             print(error)

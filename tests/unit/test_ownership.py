@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from uuid import UUID, uuid4
@@ -13,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from exactly_once.model import Advance, Partition, Row, Span
 from exactly_once.ownership import Ownership, Resolution, State, Verdict, verdict_on
+from tests.support.interrupts import Interrupt, Interrupter
 
 PARTITIONS = [Partition("a", 0), Partition("a", 1), Partition("b", 0)]
 P, Q = PARTITIONS[:2]
@@ -561,3 +564,42 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
+
+
+# What a signal handler may cut short.
+
+
+def told_by_kafka(ownership: Ownership) -> None:
+    ownership.revoked([Q])
+    ownership.assigned([Q])
+
+
+def told_by_the_ledger(ownership: Ownership) -> None:
+    ownership.seen([P], [row(P, 7)])
+    ownership.proved([P])
+    rows = [row(P, 7), row(Q, 3)]
+    ownership.acquired(rows)
+    ownership.rejected(P, ValueError("it cannot be read"), rows[0])
+    ownership.started(Q, rows[1])
+    ownership.not_started([P, Q])
+    ownership.placed(ownership.to_place())
+    ownership.retried([P])
+    ownership.acquired([row(P, 9)])
+    ownership.not_started([P])
+
+
+@pytest.mark.parametrize("change", [told_by_kafka, told_by_the_ledger])
+def test_a_partition_is_left_to_nobody_by_an_interrupt_at_any_line(change: Callable[[Ownership], None]) -> None:
+    for line in itertools.count(1):
+        ownership, _ = owning(P, Q)
+        interrupter = Interrupter()
+        with contextlib.suppress(Interrupt), interrupter.after(line):
+            change(ownership)
+        if not interrupter.where:
+            break
+        if change is told_by_kafka:
+            ownership.assigned([Q])  # an event stays until it was applied to its end
+        ownership.misplaced()
+        expected = {*ownership.to_acquire(), *ownership.to_prove(), *ownership.to_place(), *ownership.bad()}
+        assert expected == {P, Q}, interrupter.where
+    assert line > 10, "interrupts at too few lines to mean anything"

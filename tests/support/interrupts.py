@@ -1,0 +1,54 @@
+"""Interrupts: an exception at a chosen line of the library, as a signal handler may raise it at any line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import exactly_once
+
+CALLBACKS = ("callback", "contained", "_hold_back", "_let_go", "_either")
+"""What is called by librdkafka, and contains whatever is raised in it."""
+LIBRARY = str(Path(exactly_once.__file__).parent)
+
+
+class Interrupt(BaseException):
+    """What the signal handler raises; like KeyboardInterrupt it is no Exception."""
+
+
+class Interrupter:
+    """Raises at the n-th line that the library executes in this thread."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.where: list[str] = []
+
+    @contextmanager
+    def after(self, lines: int) -> Iterator[None]:
+        """Interrupt the block after so many lines of the library, once."""
+        self.left = lines
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        is_callback = code.co_name in CALLBACKS and code.co_filename.endswith("assignment.py")
+        if not code.co_filename.startswith(LIBRARY) or is_callback:
+            return None
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and self.left > 0:
+            self.left -= 1
+            if self.left == 0:
+                name = Path(frame.f_code.co_filename).name
+                self.where.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
+                raise Interrupt(self.where[-1])
+        return self._line
