@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import signal
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
     "consumer": {"group.protocol": "consumer"},
 }
 """The three rebalance protocols, as settings of the client."""
+
+_LOGGERS = (None, "exactly_once", "spark_sink")
 
 MakeConsumer = Callable[..., ExactlyOnceConsumer]
 
@@ -120,3 +123,13 @@ def make_consumer(bootstrap_servers: str, conninfo: str, name: str) -> Iterator[
 def _nothing_stays_armed() -> Iterator[None]:
     yield
     failpoints.disarm()
+
+
+@pytest.fixture(autouse=True)
+def _logging_stays_as_it_was() -> Iterator[None]:
+    """A command that is run in this process sets up the log of a process that is its own."""
+    before = [(log, log.level, log.propagate, log.handlers[:]) for log in map(logging.getLogger, _LOGGERS)]
+    yield
+    for log, level, propagate, handlers in before:
+        log.setLevel(level)
+        log.propagate, log.handlers[:] = propagate, handlers
