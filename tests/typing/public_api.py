@@ -1,4 +1,4 @@
-"""The public API as a user writes against it; ``mypy --strict`` reads this file, nobody runs it."""
+"""The public API as a user writes against it; strict type checkers read this file, nobody runs it."""
 
 from __future__ import annotations
 
@@ -168,5 +168,5 @@ def what_is_not_offered(consumer: ExactlyOnceConsumer) -> None:
 
 async def in_asyncio(consumer: ExactlyOnceConsumer) -> None:
     async with consumer:  # type: ignore[attr-defined]
-        async for unit in consumer:  # type: ignore[attr-defined]
-            print(unit)
+        async for _ in consumer:  # type: ignore[attr-defined]
+            return
