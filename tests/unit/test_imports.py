@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import exactly_once
@@ -114,6 +115,7 @@ def test_subpackages_are_not_imported_by_the_library() -> None:
 
 _FRESH = """
 import sys
+import tomllib
 before = set(sys.modules)
 import exactly_once
 print(*sorted({name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names}))
@@ -140,3 +142,14 @@ def test_only_commands_describe_groups() -> None:
     sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "spark_sink").rglob("*.py")]
     asking = {path for path in sources if "describe_consumer_groups" in path.read_text("utf-8")}
     assert not [path for path in asking if "cli" not in path.relative_to(PACKAGE.parent).parts]
+
+
+def test_the_lowest_versions_that_are_tested_are_those_that_are_promised() -> None:
+    root = PACKAGE.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    promised = dict(each.split(">=") for each in project["dependencies"])
+    lines = (root / "constraints-lowest.txt").read_text("utf-8").splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert tested.pop("psycopg-binary") == tested["psycopg"]
+    assert promised.keys() == tested.keys()
+    assert [name for name, version in promised.items() if not f"{tested[name]}.0".startswith(f"{version}.")] == []
