@@ -20,7 +20,7 @@ _MISTAKES = re.compile(
     r"|is not permitted to log in|permission denied for database|no password supplied"
     r"|server does not support SSL|certificate|SSL error(?!: unexpected eof)|sslmode value|definition of service"
     r"|service file|invalid (?:\S+ value|port number|connection option)"
-    r"|(?:resolve host|host name) .*(?:not known|nor servname|No address associated|does not resolve)",
+    r"|(?:resolve host|host name|\[Errno) .*(?:not known|nor servname|No address associated|does not resolve)",
     re.IGNORECASE,
 )
 _ATTEMPT = re.compile(r"^- host: (.*?), hostaddr: .*?: ", re.MULTILINE)
