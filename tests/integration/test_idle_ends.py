@@ -31,7 +31,7 @@ def test_idle_time_begins_when_kafka_has_given_partitions(
         produce(kafka.bootstrap_servers, name, 10, 1)
         with make_consumer({"bootstrap.servers": kafka.bootstrap_servers}) as consumer:
             consumer.subscribe([name])
-            consumer.run(handler, idle_seconds=0.3)
+            consumer.run(handler, idle_seconds=1.5)  # less than that delay, and more than a busy machine takes
             assert consumer.counters.messages == 10
 
 
@@ -46,7 +46,7 @@ def test_idle_time_begins_when_every_partition_is_read(make_scene: MakeScene, mo
         )
         threading.Timer(4, blocker.rollback).start()
         consumer = scene.consumer()
-        consumer.run(handler, idle_seconds=0.3)
+        consumer.run(handler, idle_seconds=1.5)  # less than that delay, and more than a busy machine takes
     scene.assert_exact()
 
 
