@@ -338,6 +338,8 @@ def _leave_a_pipeline_open(unit: Unit) -> object:
     return pipeline
 
 
+# psycopg before 3.3 tells Python so when its copy is collected.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object Cursor.copy")
 @pytest.mark.parametrize("leave_open", [_leave_a_copy_open, _leave_a_stream_open, _leave_a_pipeline_open])
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 def test_what_a_handler_leaves_open_is_told_and_stops_nothing(
