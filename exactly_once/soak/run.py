@@ -259,8 +259,8 @@ class Soak:
             self._ended(worker)
 
     def _ended(self, worker: Worker) -> None:
-        asked = worker in self._leaving and worker.status in _STOPPED
-        if not asked and worker not in self._killed:
+        is_expected = worker in self._leaving and worker.status in _STOPPED
+        if not (is_expected or worker in self._killed or "instance fenced" in worker.reports):
             self._found("ended", f"worker {worker.number} ({self._orders[worker.number]})", worker.last_words())
         self._leaving.pop(worker, None)
         self._frozen.discard(worker)
@@ -495,6 +495,7 @@ class Soak:
             "faults_total": self._faults.total(),
             "workers": self._workers,
             "fenced": self._reports["fenced"],
+            "instances_fenced": self._reports["instance fenced"],
             "redelivered": self._reports["redelivered"],
             "snapshots": self._observer.snapshots,
             "longest_standstill_seconds": round(self._longest_standstill, 1),
