@@ -38,7 +38,7 @@ _END_SECONDS = 90.0
 _TURN_SECONDS = 0.05
 _LOOK_SECONDS = 0.5
 _TELL_SECONDS = 10.0
-_MOST_WAITING = 3_000
+_MOST_WAITING = 1_500
 """Messages that a group may be behind before sources pause."""
 _MOST_ARMED = 4
 """Faults that wait for a COMMIT at a time."""
@@ -235,6 +235,7 @@ class Soak:
     def _dismiss(self, worker: Worker) -> None:
         """Ask one to end; nobody takes its place."""
         self._wanted.discard(worker.number)
+        self._frozen.discard(worker)
         self._leaving.setdefault(worker, self._up)
         worker.send(signal.SIGTERM)
         worker.send(signal.SIGCONT)
@@ -329,6 +330,7 @@ class Soak:
         present = self._crew.workers.get(newcomer.number)
         if present is not None:
             self._dismiss(present)
+            self._count("leave")
         self._wanted.discard(newcomer.number)
 
     def _leave(self) -> bool:

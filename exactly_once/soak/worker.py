@@ -55,8 +55,8 @@ def _work(line: str, _: Injury) -> None:
     try:
         _apply(Order.from_line(line))
     except InstanceFenced as error:
-        # A join that a predecessor sent before it was killed may arrive late, and Kafka takes it for the newer member.
-        # Whoever has the place next goes on.
+        # A coordinator that is killed during a rebalance forgets which process had the id last, and Kafka leaves no other
+        # way than a new process.
         report("instance fenced", why=str(error))
 
 
