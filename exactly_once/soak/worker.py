@@ -55,8 +55,7 @@ def _work(line: str, _: Injury) -> None:
     try:
         _apply(Order.from_line(line))
     except InstanceFenced as error:
-        # A coordinator that is killed during a rebalance forgets which process had the id last, and Kafka leaves no other
-        # way than a new process.
+        # A coordinator that is killed during a rebalance forgets which process had the id last. Only a new one helps.
         report("instance fenced", why=str(error))
 
 
