@@ -62,13 +62,17 @@ class Source(threading.Thread):
         self._stopping.set()
 
     def run(self) -> None:
-        """Publish until it is stopped."""
-        while not self._stopping.is_set():
+        """Publish until it is stopped, and leave no transaction open."""
+        is_over = False
+        while not is_over:
             try:
+                # Once more after the stop: a new producer ends what the last one may have left open.
+                is_over = self._stopping.is_set()
                 self._serve()
             except (KafkaException, BufferError) as error:
                 # What became of the last round is nobody's business: the log is what counts.
                 logger.info("%s: %s; another producer goes on", self.name, error)
+                is_over = False
                 self._stopping.wait(_PAUSE_SECONDS)
 
     def _serve(self) -> None:
