@@ -319,7 +319,9 @@ class Soak:
     def _join(self) -> bool:
         """One more joins a group, and leaves it some time later."""
         group = self._chance.randrange(len(GROUPS))
-        number = next(n for n in range(group * PLACES, (group + 1) * PLACES) if n not in self._crew.workers)
+        # Not in a place whose member left for a moment: nobody would come back there.
+        places = range(group * PLACES + list(MEMBERS.values())[group], (group + 1) * PLACES)
+        number = next(number for number in places if number not in self._crew.workers)
         self._hire(number)
         newcomer = self._crew.workers[number]
         self._later(self._chance.uniform(3, 15), lambda: self._resign(newcomer))
