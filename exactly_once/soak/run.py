@@ -256,6 +256,8 @@ class Soak:
         elif name == "frozen":
             self._count("freeze at a failpoint")
             self._thaw_later(worker)
+        elif name == "instance fenced":
+            self._display.say(f"worker {worker.number} ends: {event['why']}", style="yellow")
         elif name == "ended":
             self._ended(worker)
 

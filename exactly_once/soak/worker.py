@@ -55,7 +55,8 @@ def _work(line: str, _: Injury) -> None:
     try:
         _apply(Order.from_line(line))
     except InstanceFenced as error:
-        # A coordinator that is killed during a rebalance forgets which process had the id last. Only a new one helps.
+        # Met shortly after a kill of the coordinator, which may not have stored yet who has the id. A supervisor would
+        # start another process, and so does the soak.
         report("instance fenced", why=str(error))
 
 
