@@ -16,7 +16,8 @@ from types import ModuleType
 
 from .problems import EXIT_CODES, CommandParser, UsageError, one_line, other_distribution, without_secrets
 
-COMMANDS = ("migrate", "status", "reset", "adopt", "hand-over", "dead-letters", "sink", "demo")
+COMMANDS = ("migrate", "status", "reset", "adopt", "hand-over", "dead-letters", "sink", "demo", "soak")
+_NEED_EXTRA = ("demo", "soak")
 _DEMO_EXTRA = "pip install 'kafka-exactly-once[demo]'"
 
 
@@ -72,25 +73,26 @@ def _run(args: argparse.Namespace) -> int:
 def _module(name: str) -> ModuleType:
     """Import a command's module.
 
-    :raises ImportError: naming the extra that the demo needs.
+    :raises ImportError: naming the extra that the demo and the soak need.
     """
-    if name != "demo":
-        return importlib.import_module(f".{name.replace('-', '_')}", __name__)
     try:
-        return importlib.import_module(".demo", __name__)
+        return importlib.import_module(f".{name.replace('-', '_')}", __name__)
     except ImportError as error:
-        raise _lacking(error) from error
+        if name not in _NEED_EXTRA:
+            raise
+        raise _lacking(error, name) from error
 
 
-def _lacking(error: ImportError) -> ImportError:
-    return ImportError(f"the demo needs packages that are not installed ({error}): {_DEMO_EXTRA}")
+def _lacking(error: ImportError, name: str) -> ImportError:
+    return ImportError(f"the {name} needs packages that are not installed ({error}): {_DEMO_EXTRA}")
 
 
 def _told(error: Exception, args: argparse.Namespace) -> int:
     """Tell an error in one line on stderr, behind its traceback if that was asked for."""
     secrets = getattr(args, "secrets", ())
-    if isinstance(error, ImportError) and getattr(args, "command", None) == "demo":
-        error = error if _DEMO_EXTRA in str(error) else _lacking(error)
+    command = getattr(args, "command", None)
+    if isinstance(error, ImportError) and command in _NEED_EXTRA:
+        error = error if _DEMO_EXTRA in str(error) else _lacking(error, command)
     if getattr(args, "debug", False):
         sys.stderr.write(without_secrets("".join(traceback.format_exception(error)), secrets))
     return _fail(one_line(error, secrets), code=2 if isinstance(error, UsageError) else 1)

@@ -39,7 +39,8 @@ exit codes:
   0    both ran to their ends, and with the library nothing was lost or doubled
   1    with the library something was
   3    a run was cut short, on a machine that is too busy for instance: nothing is said of it"""
-_CUT_SHORT = 3
+CUT_SHORT = 3
+"""The exit code of a run of which nothing is said."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "demo", help="see it survive kill -9 and zombies, in about a minute", description=_DESCRIPTION
     )
-    parser.add_argument("--messages", type=_positive, metavar="N", help=f"how many payments ({_MESSAGES})")
+    parser.add_argument("--messages", type=positive, metavar="N", help=f"how many payments ({_MESSAGES})")
     parser.add_argument("--seed", type=int, metavar="N", help="repeat the payments and faults of another run")
     parser.add_argument(
         "--quick", action="store_true", help=f"half the time: {_QUICK_MESSAGES} payments and fewer faults"
@@ -91,7 +92,7 @@ def _demo(args: argparse.Namespace) -> int:
         print(json.dumps(result.as_json(results, seed=seed)), flush=True)
     if results["exactly_once"].failures:
         return 1
-    return _CUT_SHORT if any(side.is_cut_short for side in results.values()) else 0
+    return CUT_SHORT if any(side.is_cut_short for side in results.values()) else 0
 
 
 def _sides(setting: Setting, display: Display) -> dict[str, result.Result]:
@@ -131,7 +132,8 @@ def _keep(setting: Setting, display: Display) -> None:
         display.line("")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Read a number that makes sense only above 0."""
     number = int(text)
     if number <= 0:
         raise argparse.ArgumentTypeError("must be positive")

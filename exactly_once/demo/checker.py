@@ -5,16 +5,14 @@ The topic is read anew, from its beginning, by a consumer of its own; the ledger
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psycopg
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 from psycopg import sql
 
+from .journal import scan
 from .payments import ACCOUNTS, BRANCHES, OPENING_BALANCE, changes
 
 Place = tuple[int, int]
@@ -45,7 +43,8 @@ TOTAL = BRANCHES * ACCOUNTS * OPENING_BALANCE
 
 def check(bootstrap_servers: str, conninfo: str, topic: str, schema: str) -> Verdict:
     """Scan the topic and compare it with the journal and the accounts."""
-    return compare(scan(bootstrap_servers, topic), *_effects(conninfo, schema))
+    messages = {(record.partition, record.offset): record.value for record in scan(bootstrap_servers, topic)}
+    return compare(messages, *_effects(conninfo, schema))
 
 
 def compare(
@@ -63,60 +62,6 @@ def compare(
         foreign=sum(place not in messages for place in journal),
         wrong_balances=sum(balance != expected[account] for account, balance in balances.items()),
         balance=sum(balances.values()),
-    )
-
-
-def scan(bootstrap_servers: str, topic: str, *, timeout_seconds: float = 60.0) -> dict[Place, bytes | None]:
-    """Read every committed message, up to the end that the log has now.
-
-    :raises TimeoutError: when the end is not reached, because a transaction in the log stays open.
-    """
-    ends = _log_ends(bootstrap_servers, topic)
-    consumer = _consumer(bootstrap_servers, "read_committed")
-    found: dict[Place, bytes | None] = {}
-    deadline = time.monotonic() + timeout_seconds
-    try:
-        consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in ends])
-        while ends:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{topic} could not be read to its end; still missing: {ends}")
-            for message in consumer.consume(10_000, 0.1):
-                partition, offset, error = message.partition() or 0, message.offset() or 0, message.error()
-                if error is None:
-                    found[partition, offset] = message.value()
-                elif error.code() != KafkaError._PARTITION_EOF:
-                    raise KafkaException(error)
-                elif offset >= ends.get(partition, 0):
-                    ends.pop(partition, None)
-    finally:
-        consumer.close()
-    return found
-
-
-def _log_ends(bootstrap_servers: str, topic: str) -> dict[int, int]:
-    # A read_committed consumer would be told where the first open transaction begins.
-    consumer = _consumer(bootstrap_servers, "read_uncommitted")
-    try:
-        ends = {}
-        for partition in range(BRANCHES):
-            _, ends[partition] = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=30)
-        return ends
-    finally:
-        consumer.close()
-
-
-def _consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
-    return Consumer(
-        {
-            "bootstrap.servers": bootstrap_servers,
-            "group.id": f"checker-{uuid.uuid4()}",
-            "isolation.level": isolation_level,
-            "auto.offset.reset": "error",
-            "enable.auto.commit": False,
-            "enable.partition.eof": True,
-            "fetch.wait.max.ms": 10,
-            "log_level": 2,
-        }
     )
 
 

@@ -17,19 +17,28 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from exactly_once.embedded.process import is_frozen
 
-from .order import Order
-
 Event = Mapping[str, Any]
+
+
+class Order(Protocol):
+    """What a worker is told to do."""
+
+    @property
+    def number(self) -> int:
+        """Whose place the worker takes."""
+
+    def to_line(self) -> str:
+        """Write it as one line."""
 
 
 class Worker:
     """One process. It waits until it gets an order."""
 
-    def __init__(self, events: queue.Queue[tuple[Worker, Event]]) -> None:
+    def __init__(self, events: queue.Queue[tuple[Worker, Event]], module: str) -> None:
         self.number = 0
         self.partitions: dict[int, float] = {}
         """Those that it has, as far as it has told, and since when."""
@@ -39,7 +48,7 @@ class Worker:
         # Without a name: nothing of it stays, however the parent ends.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long-lived as the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "exactly_once.demo.worker"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -124,8 +133,9 @@ class Worker:
 class Crew:
     """The workers of one side, by number. Leaving the ``with`` statement ends every process."""
 
-    def __init__(self, orders: Mapping[int, Order]) -> None:
+    def __init__(self, orders: Mapping[int, Order], module: str = "exactly_once.demo.worker") -> None:
         self._orders = orders
+        self._module = module
         self._processes: list[Worker] = []
         self._spares: list[Worker] = []
         self.events: queue.Queue[tuple[Worker, Event]] = queue.Queue()
@@ -140,11 +150,11 @@ class Crew:
 
     def warm_up(self) -> None:
         """Start a process that waits for its order, with everything imported."""
-        worker = Worker(self.events)
+        worker = Worker(self.events, self._module)
         self._processes.append(worker)
         self._spares.append(worker)
 
-    def start(self, number: int) -> None:
+    def start(self, number: int) -> Worker:
         """Give place ``number`` to a process that is warm, and warm up the next one."""
         if not self._spares:
             self.warm_up()
@@ -152,6 +162,14 @@ class Crew:
         worker.begin(self._orders[number])
         self.workers[number] = worker
         self.warm_up()
+        return worker
+
+    def dismiss(self, worker: Worker) -> None:
+        """End a process, if it has not ended, and give back what it holds; its place may have been taken."""
+        worker.end()
+        self._processes.remove(worker)
+        if self.workers.get(worker.number) is worker:
+            del self.workers[worker.number]
 
     def other(self, worker: Worker) -> Worker:
         """Return the other worker of two."""

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 from . import loops
 from .injury import Injury
@@ -20,12 +21,22 @@ from .order import Order
 
 def main() -> None:
     """Wait for the order and carry it out."""
+    serve(_apply_payments)
+
+
+def serve(work: Callable[[str, Injury], None]) -> None:
+    """Wait for an order, the first line of standard input, and do the work; without an order there is none."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     line = sys.stdin.readline()
     if not line:
         return
-    order, injury = Order.from_line(line), Injury()
+    injury = Injury()
     threading.Thread(target=_listen, args=[injury], daemon=True).start()
+    work(line, injury)
+
+
+def _apply_payments(line: str, injury: Injury) -> None:
+    order = Order.from_line(line)
     loop = {"exactly_once": loops.exactly_once, "at_least_once": loops.at_least_once}[order.loop]
     loop(order, injury)
 

@@ -109,7 +109,7 @@ def test_pure_modules_import_no_io() -> None:
 
 
 def test_subpackages_are_not_imported_by_the_library() -> None:
-    apart = {"cli", "demo", "embedded", "publish", "writer"}
+    apart = {"cli", "demo", "embedded", "publish", "soak", "writer"}
     nothing({module: imports_of(module)[0] & apart for module in modules()}, "imports a subpackage")
 
 

@@ -1,0 +1,134 @@
+"""Observer: takes snapshots of ledger and effects while the soak runs, and says where they disagree."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import psycopg
+from psycopg import sql
+
+from .tail import Place, Tail
+from .worker import table
+
+_LEDGER = "SELECT group_id, topic, partition, coalesce(next_offset, 0), owner_epoch, halted FROM exactly_once.ledger"
+_EFFECTS = """
+    SELECT e.topic, e.partition, e."offset"
+    FROM unnest(%s::text[], %s::int[], %s::bigint[]) AS s(topic, partition, settled),
+         LATERAL (SELECT * FROM {table} e
+                  WHERE e.topic = s.topic AND e.partition = s.partition AND e."offset" >= s.settled) e
+"""
+_PAUSE_SECONDS = 1.0
+
+
+class Anomaly(NamedTuple):
+    """One thing that must not be."""
+
+    kind: str
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.where}: {self.what}"
+
+
+class Row(NamedTuple):
+    """A row of the ledger."""
+
+    next_offset: int
+    epoch: int
+    halted: str | None = None
+
+
+@dataclass(slots=True)
+class View:
+    """One partition of one group, as the last snapshot had it."""
+
+    row: Row = field(default_factory=lambda: Row(0, 0))
+    settled: int = 0
+    """Below this offset everything was compared."""
+
+
+def judge(view: View, row: Row, effects: Sequence[int], known: Sequence[int], upto: int) -> Iterator[tuple[str, str]]:
+    """Compare one snapshot of one partition with the log, from ``view.settled`` on; yield kinds and what is wrong.
+
+    ``known`` has the offsets of the messages that count, complete below ``upto``.
+    """
+    if row.next_offset < view.row.next_offset or row.epoch < view.row.epoch:
+        yield "non_monotonic", f"{view.row} became {row}"
+    times = Counter(effects)
+    for offset in sorted(times):
+        if times[offset] > 1:
+            yield "doubled", f"offset {offset} has {times[offset]} effects"
+        if offset >= row.next_offset:
+            yield "offset_behind", f"offset {offset} has an effect and the ledger stands at {row.next_offset}"
+    horizon = min(row.next_offset, upto)
+    counts = set(known)
+    for offset in known:
+        if offset < horizon and offset not in times:
+            yield "offset_ahead", f"offset {offset} has no effect and the ledger stands at {row.next_offset}"
+    for offset in times:
+        if offset < horizon and offset not in counts:
+            yield "foreign", f"offset {offset} has an effect and is no message that counts"
+
+
+class Observer(threading.Thread):
+    """Looks once a second; while the database is away it waits."""
+
+    def __init__(self, conninfo: str, groups: Sequence[str], tail: Tail) -> None:
+        super().__init__(name="observer", daemon=True)
+        self._conninfo = conninfo
+        self._groups = groups
+        self._tail = tail
+        self._stopping = threading.Event()
+        self.views = {(group, place): View() for group in groups for place in tail.places}
+        self.snapshots = 0
+        self.anomalies: set[Anomaly] = set()
+
+    def run(self) -> None:
+        """Look until it is stopped."""
+        while not self._stopping.wait(_PAUSE_SECONDS):
+            with contextlib.suppress(psycopg.OperationalError), psycopg.connect(self._conninfo) as connection:
+                connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+                connection.read_only = True
+                while not self._stopping.wait(_PAUSE_SECONDS):
+                    self._look(connection)
+
+    def stop(self) -> None:
+        """End it."""
+        self._stopping.set()
+        self.join()
+
+    def _look(self, connection: psycopg.Connection[Any]) -> None:
+        """Take one snapshot of everything, then judge."""
+        with connection.transaction():
+            ledger = connection.execute(_LEDGER).fetchall()
+            effects = {group: self._effects(connection, group) for group in self._groups}
+        for group, topic, partition, *row in ledger:
+            self._compare(group, (topic, partition), Row(*row), effects[group].get((topic, partition), []))
+        self.snapshots += 1
+
+    def _effects(self, connection: psycopg.Connection[Any], group: str) -> dict[Place, list[int]]:
+        places = self._tail.places
+        settled = [self.views[group, place].settled for place in places]
+        parameters = ([topic for topic, _ in places], [number for _, number in places], settled)
+        found: dict[Place, list[int]] = {}
+        for topic, partition, offset in connection.execute(sql.SQL(_EFFECTS).format(table=table(group)), parameters):
+            found.setdefault((topic, partition), []).append(offset)
+        return found
+
+    def _compare(self, group: str, place: Place, row: Row, effects: list[int]) -> None:
+        view = self.views[group, place]
+        # First how far it is complete, then what is there: the tail goes on meanwhile.
+        upto = self._tail.upto(place)
+        known = self._tail.between(place, view.settled, max(upto, row.next_offset))
+        where = f"group {group}, {place[0]} [{place[1]}]"
+        if row.halted:
+            self.anomalies.add(Anomaly("halted", where, row.halted))
+        self.anomalies |= {Anomaly(kind, where, what) for kind, what in judge(view, row, effects, known, upto)}
+        view.settled = max(view.settled, min(upto, row.next_offset))
+        view.row = row

@@ -1,0 +1,106 @@
+"""Order: what a worker of the soak is told to do, and the groups that they form."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+SCHEMA = "soak"
+TOPICS = {"soak-transactions": 6, "soak-singles": 3}
+"""Topics and how many partitions each has; every group reads all of them."""
+GROUPS: Mapping[str, Mapping[str, Any]] = {
+    "eager": {"partition.assignment.strategy": "range"},
+    "cooperative": {"partition.assignment.strategy": "cooperative-sticky"},
+    "consumer": {"group.protocol": "consumer"},
+    "sink": {"partition.assignment.strategy": "cooperative-sticky"},
+}
+"""The groups, each with its rebalance protocol and a table of its own; the last one is the sink command's."""
+MEMBERS = {"eager": 2, "cooperative": 2, "consumer": 2, "sink": 1}
+"""How many members a group has when nothing is wrong; one more joins and leaves."""
+PLACES = 10
+"""Numbers of workers for each group."""
+
+# A frozen owner is ended after this long; with less, a busy machine would look like one.
+_MAX_UNIT_SECONDS = 8.0
+# More than an outage, with which many starts coincide.
+_STARTUP_SECONDS = 180.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One life of a worker."""
+
+    number: int
+    group: str
+    kafka: Mapping[str, Any]
+    conninfo: str
+    mode: str
+    """``loop`` over units, ``run`` with a handler, ``thread`` with the handler in its own, or ``sink``."""
+    write: str
+    """How effects are written: ``execute``, ``defer`` or ``copy``."""
+    options: Mapping[str, Any]
+    """Options of the consumer."""
+    seed: str
+
+    @classmethod
+    def from_line(cls, line: str) -> Self:
+        """Read an order."""
+        return cls(**json.loads(line))
+
+    def to_line(self) -> str:
+        """Write an order."""
+        return json.dumps(asdict(self))
+
+    @property
+    def name(self) -> str:
+        """The name of the member."""
+        return f"{self.group}-{self.number % PLACES}"
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.mode}, {self.write}, {self.options}"
+
+    @property
+    def topics(self) -> Sequence[str]:
+        """What it reads."""
+        return list(TOPICS)
+
+
+def draw(number: int, bootstrap_servers: str, conninfo: str, chance: random.Random) -> Order:
+    """Draw how the next worker in a place goes about its work."""
+    group = list(GROUPS)[number // PLACES]
+    is_sink = group == "sink"
+    options = {
+        "max_messages": chance.choice((1, 20, 200, 200)),
+        "linger_seconds": chance.choice((0.0, 0.0, 0.05)),
+    }
+    if not is_sink:
+        options |= {"max_unit_seconds": _MAX_UNIT_SECONDS, "startup_seconds": _STARTUP_SECONDS}
+    return Order(
+        number=number,
+        group=group,
+        kafka=_kafka(group, number, bootstrap_servers),
+        conninfo=conninfo,
+        mode="sink" if is_sink else chance.choice(("loop", "run", "thread")),
+        write=chance.choice(("execute", "defer", "copy")),
+        options=options,
+        seed=str(chance.random()),
+    )
+
+
+def _kafka(group: str, number: int, bootstrap_servers: str) -> dict[str, Any]:
+    settings = {
+        "bootstrap.servers": bootstrap_servers,
+        "group.id": group,
+        "isolation.level": "read_committed",
+        "fetch.wait.max.ms": 50,
+        "max.poll.interval.ms": 20_000,
+        **GROUPS[group],
+    }
+    if settings.get("group.protocol") != "consumer":  # there the broker decides
+        settings |= {"session.timeout.ms": 6_000, "heartbeat.interval.ms": 500}
+    if number % PLACES == 0:  # static membership, next to members without
+        settings["group.instance.id"] = f"{group}-{number}"
+    return settings

@@ -1,0 +1,117 @@
+"""Verdict: what took effect against what is in the logs, read anew, and all that was counted, for programs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import confluent_kafka
+import psycopg
+from psycopg import sql
+
+from exactly_once import __version__
+from exactly_once.demo.journal import Entry, Record, compare, scan
+
+from .observer import Anomaly
+from .tail import Place
+from .worker import table
+
+KINDS = (
+    "lost",
+    "doubled",
+    "foreign",
+    "altered",
+    "offset_behind",
+    "offset_ahead",
+    "non_monotonic",
+    "halted",
+    "wedged",
+    "ended",
+)
+"""What can be wrong. ``ended``: a worker by itself; ``halted``: a partition; ``foreign``: the effect of no message."""
+_SHOWN = 5
+"""Anomalies of one kind, group and topic that are told one by one."""
+_LONGEST = 1_000
+"""Characters of one of them; the whole of it was told when it was found."""
+_ENTRIES = 'SELECT topic, partition, "offset", number, worker, xid::text::bigint FROM {table} WHERE topic = %s'
+_BACKWARD = """
+    SELECT topic, partition, "offset", before FROM (
+        SELECT topic, partition, "offset", lag("offset") OVER (PARTITION BY topic, partition ORDER BY id) AS before
+        FROM {table}) e
+    WHERE "offset" < before ORDER BY topic, partition, "offset"
+"""
+_LEDGER = "SELECT topic, partition, coalesce(next_offset, 0) FROM exactly_once.ledger WHERE group_id = %s"
+
+
+def check(
+    bootstrap_servers: str, conninfo: str, topics: Sequence[str], groups: Sequence[str], *, is_drained: bool
+) -> tuple[int, list[Anomaly]]:
+    """Read every topic from its beginning, compare it with each group's table; return messages and anomalies."""
+    messages = 0
+    anomalies: list[Anomaly] = []
+    with psycopg.connect(conninfo) as connection:
+        for topic in topics:
+            records = [r._replace(value=_number(r.value)) for r in scan(bootstrap_servers, topic, 180)]
+            messages += len(records)
+            for group in groups:
+                anomalies += _compare(connection, group, topic, records, is_drained=is_drained)
+        for group in groups:
+            for name, partition, offset, before in connection.execute(sql.SQL(_BACKWARD).format(table=table(group))):
+                what = f"offset {offset} took effect after {before}"
+                anomalies.append(Anomaly("non_monotonic", f"group {group}, {name} [{partition}]", what))
+    return messages, anomalies
+
+
+def _compare(
+    connection: psycopg.Connection[Any], group: str, topic: str, records: Sequence[Record], *, is_drained: bool
+) -> Iterator[Anomaly]:
+    rows = connection.execute(sql.SQL(_ENTRIES).format(table=table(group)), (topic,))
+    effects = [Entry(name, n, offset, str(number).encode(), who, xid) for name, n, offset, number, who, xid in rows]
+    found = compare(records, effects, None)
+    ends: dict[Place, int] = {(name, number): end for name, number, end in connection.execute(_LEDGER, (group,))}
+    for kind, places in (
+        ("lost", [i for i in found.lost if is_drained or i.offset < ends.get((i.topic, i.partition), 0)]),
+        ("doubled", list(found.duplicated)),
+        ("foreign", [effect.identity for effect in found.foreign]),
+        ("altered", found.altered),
+        ("offset_behind", [e.identity for e in effects if e.offset >= ends.get((e.topic, e.partition), 0)]),
+    ):
+        for place in places:
+            yield Anomaly(kind, f"group {group}, {place.topic} [{place.partition}]", f"offset {place.offset}")
+
+
+def _number(value: bytes | None) -> bytes:
+    return str(json.loads(value or b"{}").get("number")).encode()
+
+
+def counts(anomalies: Sequence[Anomaly]) -> dict[str, int]:
+    """Count the anomalies of each kind, those that are none as well."""
+    return {kind: sum(anomaly.kind == kind for anomaly in anomalies) for kind in KINDS}
+
+
+def shown(anomalies: Sequence[Anomaly]) -> list[str]:
+    """Write out the first ones of each kind and place."""
+    told: dict[tuple[str, str], int] = {}
+    texts = []
+    for anomaly in sorted(anomalies):
+        told[anomaly.kind, anomaly.where] = told.get((anomaly.kind, anomaly.where), 0) + 1
+        if told[anomaly.kind, anomaly.where] <= _SHOWN:
+            text = str(anomaly)
+            texts.append(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
+    return texts
+
+
+def versions(*, postgres: str, kafka: str) -> Mapping[str, str]:
+    """Name what the soak was run with."""
+    return {
+        "kafka-exactly-once": __version__,
+        "python": platform.python_version(),
+        "confluent-kafka": importlib.metadata.version("confluent-kafka"),
+        "librdkafka": confluent_kafka.libversion()[0],
+        "psycopg": psycopg.__version__,
+        "postgres": postgres,
+        "kafka": kafka,
+    }

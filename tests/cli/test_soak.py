@@ -1,0 +1,104 @@
+"""``exactly-once soak`` as a user starts it, and that its checker finds what is there to find."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Producer
+from psycopg import sql
+
+from exactly_once.demo.journal import Record, scan
+from exactly_once.soak import verdict
+from exactly_once.soak.worker import COLUMNS, create_tables, table
+from tests.support.seeds import first_seed
+from tests.support.topics import create_topic
+
+MESSAGES = 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # half a minute on an idle machine
+@pytest.mark.usefixtures("own_servers")
+def test_a_few_seconds_of_faults_lose_and_double_nothing() -> None:
+    seed = first_seed()
+    command = [sys.executable, "-m", "exactly_once.cli", "soak", "--minutes", "0.15", "--seed", str(seed), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    print(done.stderr)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["ok"], found["anomalies"]) == (0, True, [])
+    assert {kind: found[kind] for kind in verdict.KINDS} == dict.fromkeys(verdict.KINDS, 0)
+    assert found["seed"] == seed
+    assert found["effects"] == found["messages"] * len(found["groups"]) > 0
+    assert found["faults_total"] == sum(found["faults"].values()) > 0
+    assert found["snapshots"] > 0
+    assert found["versions"].keys() >= {"kafka-exactly-once", "confluent-kafka", "librdkafka", "postgres", "kafka"}
+
+
+@pytest.fixture
+def applied(bootstrap_servers: str, db: psycopg.Connection[Any], name: str) -> Iterator[tuple[str, str]]:
+    """A topic whose messages took effect once, in order, by a group whose row says so."""
+    topic = create_topic(bootstrap_servers, 1)
+    producer = Producer({"bootstrap.servers": bootstrap_servers})
+    for number in range(MESSAGES):
+        producer.produce(topic, json.dumps({"number": number}))
+    assert producer.flush(30) == 0
+    records = scan(bootstrap_servers, topic)
+    create_tables(db, [name])
+    _append(db, name, records)
+    db.execute(
+        "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset) VALUES (%s, %s, 0, %s)",
+        (name, topic, MESSAGES),
+    )
+    yield name, topic
+    db.execute("DROP SCHEMA soak CASCADE")
+
+
+def _append(db: psycopg.Connection[Any], group: str, records: list[Record]) -> None:
+    with (
+        db.cursor() as cursor,
+        cursor.copy(
+            sql.SQL("COPY {} ({}) FROM STDIN").format(table(group), sql.SQL(", ").join(map(sql.Identifier, COLUMNS)))
+        ) as copy,
+    ):
+        for record in records:
+            number = json.loads(record.value or b"")["number"]
+            copy.write_row((record.topic, record.partition, record.offset, number, "worker"))
+
+
+_AGAIN = """
+    INSERT INTO {0} (topic, partition, "offset", number)
+    SELECT topic, partition, "offset", number FROM {0} WHERE "offset" = 11
+"""
+
+
+@pytest.mark.parametrize(
+    ("injury", "found"),
+    [
+        ("SELECT", {}),
+        ('DELETE FROM {0} WHERE "offset" = 5', {"lost": 1}),
+        (_AGAIN, {"doubled": 1}),
+        ('UPDATE {0} SET "offset" = 100 WHERE "offset" = 11', {"lost": 1, "foreign": 1, "offset_behind": 1}),
+        ('UPDATE {0} SET number = 100 WHERE "offset" = 11', {"altered": 1}),
+        ('UPDATE {0} SET id = DEFAULT WHERE "offset" = 3', {"non_monotonic": 1}),
+        ("UPDATE exactly_once.ledger SET next_offset = 10 WHERE group_id = {1}", {"offset_behind": 2}),
+    ],
+)
+def test_checker_names_what_is_wrong(
+    applied: tuple[str, str],
+    db: psycopg.Connection[Any],
+    request: pytest.FixtureRequest,
+    injury: str,
+    found: dict[str, int],
+) -> None:
+    group, topic = applied
+    bootstrap_servers, conninfo = map(request.getfixturevalue, ("bootstrap_servers", "conninfo"))
+    db.execute(sql.SQL(injury).format(table(group), group))
+    messages, anomalies = verdict.check(bootstrap_servers, conninfo, [topic], [group], is_drained=True)
+    assert messages == MESSAGES
+    assert verdict.counts(anomalies) == dict.fromkeys(verdict.KINDS, 0) | found
