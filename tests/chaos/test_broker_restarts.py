@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from exactly_once.embedded import Kafka
 from tests.conftest import PROTOCOLS
 from tests.support.topics import create_topic, produce
@@ -14,6 +16,7 @@ AWAY_SECONDS = 2.0
 """Long enough that members lose their coordinator, and ask for it again and again."""
 
 
+@pytest.mark.fault("C10")
 def test_no_worker_is_aborted_by_its_client(conninfo: str, name: str) -> None:
     """More members than partitions, so that some have nothing: whoever then asks for its group is aborted."""
     crews: list[Crew] = []

@@ -35,6 +35,7 @@ def _brokers_come_back(cluster: Stack) -> Iterator[None]:
     cluster.until_ready(*BROKERS)
 
 
+@pytest.mark.fault("C10")
 @pytest.mark.parametrize("fault", ["killed", "restarted"])
 def test_brokers_one_after_the_other(
     fault: str, topic: str, cluster: Stack, bootstrap_servers: str, make_crew: MakeCrew
@@ -80,6 +81,7 @@ def test_frozen_coordinator_is_replaced_and_forgotten(
     crew.assert_exact()
 
 
+@pytest.mark.fault("C10")
 def test_all_brokers_killed_at_once(topic: str, cluster: Stack, bootstrap_servers: str, make_crew: MakeCrew) -> None:
     """What they had acknowledged is on their disks; the workers wait for them and go on."""
     crew = make_crew(topic)
@@ -95,6 +97,7 @@ def test_all_brokers_killed_at_once(topic: str, cluster: Stack, bootstrap_server
     crew.assert_exact()
 
 
+@pytest.mark.fault("C3")
 @pytest.mark.parametrize(("written_since", "error"), [(BATCH // 3, "OffsetBeyondLogEnd"), (2 * BATCH, "LogTruncated")])
 def test_leader_without_the_end_of_the_log_is_detected(
     written_since: int, error: str, cluster: Stack, make_crew: MakeCrew, name: str

@@ -57,6 +57,7 @@ class Load:
             self.total += 60
 
 
+@pytest.mark.fault("A10")
 def test_members_that_join_and_leave_lose_and_double_nothing(crew: Crew, topic: str, bootstrap_servers: str) -> None:
     """One, two, three members, then two and one again, all in good order, under load."""
     with Load(bootstrap_servers, topic, PARTITIONS) as load:
