@@ -31,7 +31,7 @@ LAYERS = (
     {"logs", "origin"},
     {"ownership", "session", "retry"},
     {"config"},
-    {"assignment", "cluster", "dead_letters", "delivery", "ledger", "mirror", "schema", "watcher"},
+    {"assignment", "cluster", "dead_letters", "delivery", "ledger", "mirror", "replication", "schema", "watcher"},
     {"start", "startup", "unit_of_work"},
     {"read_only", "unit"},
     {"handler_thread", "replay", "settlement", "testing"},
