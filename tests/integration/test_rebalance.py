@@ -150,6 +150,28 @@ def test_partitions_added_later_are_read_from_their_beginning(crew: Crew, topic:
     crew.assert_exact()
 
 
+@pytest.mark.fault("A11")
+def test_partitions_added_under_running_members_are_read_from_their_beginning(
+    crew: Crew, topic: str, bootstrap_servers: str
+) -> None:
+    """What is there before the first of the members hears of them is not missed, and the old ones go on meanwhile."""
+    # Only the client's own search for new partitions makes it join again, where the broker does not tell it.
+    kafka = crew.kafka | {"topic.metadata.refresh.interval.ms": 300}
+    workers = [crew.start(options=OPTIONS | {"start": "latest"}, kafka=kafka) for _ in range(2)]
+    placed = "SELECT count(next_offset) FROM exactly_once.ledger WHERE group_id = %s AND owner_token IS NOT NULL"
+    until(lambda: crew.look(placed) == [(PARTITIONS,)], 30, "every row to be owned, and to say where it starts")
+    with Load(bootstrap_servers, topic, PARTITIONS) as load:
+        crew.until_applied(60)
+        add_partitions(bootstrap_servers, topic, PARTITIONS + 2)
+        produce(bootstrap_servers, topic, 400, PARTITIONS + 2, start=1_000_000)
+        until(lambda: sum(crew.owners().values()) == PARTITIONS + 2, 60, "the new rows to be owned, too")
+        total = load.total
+        until(lambda: load.total > total, 10, "more load")
+    crew.until_applied(load.total + 400)
+    crew.end_well(*workers)
+    crew.assert_exact()
+
+
 def test_until_end_does_not_take_a_rebalance_for_the_end(crew: Crew, topic: str, bootstrap_servers: str) -> None:
     """Between two assignments a member holds nothing, which is not the same as having read all of it."""
     produce(bootstrap_servers, topic, 1200, PARTITIONS)
