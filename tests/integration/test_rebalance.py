@@ -17,7 +17,7 @@ from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.topics import add_partitions, create_topic, produce
 from tests.support.waiting import until
-from tests.support.worker import Crew, drain, ensure_journal, record, turn
+from tests.support.worker import Crew, drain, ensure_journal, record, turn, turn_until
 
 PARTITIONS = 6
 OPTIONS = {"max_messages": 50}
@@ -138,7 +138,7 @@ def test_messages_of_a_partition_that_was_revoked_behind_them_are_dropped(
             """Tell whether the client has said so in this very call; it is taken note of only after it."""
             return any(event.change is Change.REVOKED for event in consumer._assignment.events)
 
-        until(lambda: turn(consumer) or len(consumer._ownership.owned()) == PARTITIONS, 30, "every partition")
+        turn_until(consumer, lambda: len(consumer._ownership.owned()) == PARTITIONS, 30, "every partition")
         start = partial(crew.start, options=OPTIONS)
         consumer._client = LateClient(consumer._client, start, is_revoked)  # type: ignore[assignment]
         produce(bootstrap_servers, topic, 600, PARTITIONS)
