@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import exactly_once
 from tests.support.findings import nothing
 
@@ -140,3 +142,22 @@ def test_only_commands_describe_groups() -> None:
     sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "spark_sink").rglob("*.py")]
     asking = {path for path in sources if "describe_consumer_groups" in path.read_text("utf-8")}
     assert not [path for path in asking if "cli" not in path.relative_to(PACKAGE.parent).parts]
+
+
+def _clock_readings(path: Path) -> set[str]:
+    wall = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow"}
+    wall |= {"datetime.today", "date.today", "datetime.datetime.now", "datetime.datetime.utcnow", "datetime.date.today"}
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Attribute):
+            found |= {ast.unparse(node)} & wall
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            found |= {f"time.{alias.name}" for alias in node.names} & wall
+    return found
+
+
+@pytest.mark.fault("D10")
+def test_no_module_reads_the_wall_clock() -> None:
+    """Waits are monotonic, and times that are stored are those of the server: ours may jump."""
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "spark_sink").rglob("*.py")]
+    nothing({str(path.relative_to(PACKAGE.parent)): _clock_readings(path) for path in sources}, "reads the wall clock")
