@@ -17,7 +17,7 @@ AWAY_SECONDS = 2.0
 """Long enough that members lose their coordinator, and ask for it again and again."""
 
 
-@pytest.mark.fault("C10")
+@pytest.mark.fault("C10", more=True)
 def test_no_worker_is_aborted_by_its_client(conninfo: str, name: str) -> None:
     """More members than partitions, so that some have nothing: whoever then asks for its group is aborted."""
     crews: list[Crew] = []

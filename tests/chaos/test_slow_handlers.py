@@ -29,7 +29,7 @@ def topic(bootstrap_servers: str, conninfo: str) -> str:
     return topic
 
 
-@pytest.mark.fault("A7")
+@pytest.mark.fault("A7", more=True)
 def test_handler_that_outlasts_the_poll_interval_commits_at_its_first_attempt(
     topic: str, make_consumer: MakeConsumer
 ) -> None:

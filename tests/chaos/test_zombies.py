@@ -71,7 +71,7 @@ def test_frozen_transaction_does_not_hold_up_the_heir(make_crew: MakeCrew, boots
     crew.assert_exact()
 
 
-@pytest.mark.fault("A4")
+@pytest.mark.fault("A4", more=True)
 def test_frozen_transaction_does_not_hold_up_a_member_that_owns_other_partitions(
     make_crew: MakeCrew, bootstrap_servers: str
 ) -> None:
@@ -88,7 +88,7 @@ def test_frozen_transaction_does_not_hold_up_a_member_that_owns_other_partitions
     crew.assert_exact()
 
 
-@pytest.mark.fault("A1")
+@pytest.mark.fault("A1", more=True)
 def test_members_frozen_in_turn_both_work_on(
     protocol: dict[str, Any], make_crew: MakeCrew, bootstrap_servers: str
 ) -> None:

@@ -114,7 +114,7 @@ def copy(source: str, target: str, topic: str, *, without: int) -> None:
     assert producer.flush(30) == 0
 
 
-@pytest.mark.fault("C6")
+@pytest.mark.fault("C6", more=True)
 def test_a_mirror_with_other_offsets_is_adopted_at_those_that_the_mirroring_has_translated(
     *,
     command: Command,

@@ -104,7 +104,7 @@ def apply(consumer: ExactlyOnceConsumer, topic: str, messages: int) -> int:
     return done
 
 
-@pytest.mark.fault("B11", "B12")
+@pytest.mark.fault("B11", "B12", more=True)
 def test_lost_commits_are_told_and_the_old_primary_is_refused(
     *,
     make_consumer: MakeConsumer,
@@ -137,7 +137,7 @@ def test_lost_commits_are_told_and_the_old_primary_is_refused(
     assert apply(make_consumer(conninfo=standby.conninfo), name, MESSAGES) == MESSAGES - 20
 
 
-@pytest.mark.fault("B13")
+@pytest.mark.fault("B13", more=True)
 def test_worker_at_a_standby_does_not_start_and_at_both_hosts_finds_the_primary(
     make_consumer: MakeConsumer, pair: Pair, bootstrap_servers: str, name: str
 ) -> None:

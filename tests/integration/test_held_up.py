@@ -129,7 +129,7 @@ def test_a_prepared_transaction_keeps_its_partition_and_no_other(
     assert_exact(server, scene.bootstrap_servers, scene.topic)
 
 
-@pytest.mark.fault("B17")
+@pytest.mark.fault("B17", more=True)
 def test_a_unit_whose_row_is_prepared_by_another_commits_when_that_has_ended(
     make_scene: MakeScene, server: Postgres, admin: Db
 ) -> None:

@@ -188,7 +188,7 @@ def test_old_primary_is_refused(
         apply(make_consumer(conninfo=conninfo), topic)
 
 
-@pytest.mark.fault("B11")
+@pytest.mark.fault("B11", more=True)
 def test_commits_that_were_lost_while_the_group_was_down_are_told(
     *,
     make_consumer: MakeConsumer,

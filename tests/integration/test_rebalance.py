@@ -60,7 +60,7 @@ class Load:
             self.total += 60
 
 
-@pytest.mark.fault("A10")
+@pytest.mark.fault("A10", more=True)
 def test_members_that_join_and_leave_lose_and_double_nothing(crew: Crew, topic: str, bootstrap_servers: str) -> None:
     """One, two, three members, then two and one again, all in good order, under load."""
     with Load(bootstrap_servers, topic, PARTITIONS) as load:
@@ -193,7 +193,7 @@ def test_locked_rows_do_not_keep_a_member_from_polling(
         assert [partition.number for partition, _ in second._ownership.tokens()] == [29]
 
 
-@pytest.mark.fault("A11")
+@pytest.mark.fault("A11", more=True)
 def test_partitions_added_later_are_read_from_their_beginning(crew: Crew, topic: str, bootstrap_servers: str) -> None:
     """Under ``latest``, too: what arrived before anybody was assigned to the new partition is not missed."""
     options = OPTIONS | {"start": "latest"}

@@ -92,7 +92,7 @@ def test_a_dead_owner_is_fenced_and_its_committed_messages_are_found_behind_an_o
         assert asking.result(60) == [DUPLICATE, NEW, NEW, NEW]
 
 
-@pytest.mark.fault("E2")
+@pytest.mark.fault("E2", more=True)
 def test_without_a_transactional_id_what_is_not_there_is_unknown(
     make_owner: MakeOwner, db: psycopg.Connection[Any], kafka: dict[str, Any], topic: str
 ) -> None:
