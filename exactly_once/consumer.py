@@ -56,6 +56,7 @@ from .model import Partition, Span
 from .observer import Observer
 from .ownership import Ownership
 from .read_only import ReadOnlyGuard
+from .replication import watched
 from .retry import BACKOFF, Stop, briefly, patiently
 from .service import OnPoison, Service, stopping_on_signals
 from .session import Connection, Session
@@ -206,7 +207,7 @@ class ExactlyOnceConsumer:
 
     def _assemble(self, options: Options, metrics: Metrics | None) -> None:
         """Make the parts and connect them; nothing is contacted yet."""
-        session = self._session = Session(options.connect, schema=options.schema)
+        session = self._session = Session(watched(options.connect), schema=options.schema)
         self._watcher = Watcher(
             options.connect, schema=options.schema, group_id=options.group_id, instance=session.instance
         )

@@ -90,6 +90,7 @@ def _consume_for_ever(consumer: ExactlyOnceConsumer, topic: str, interruption: A
                     record(unit, "test")
 
 
+@pytest.mark.fault("D2", more=True)
 @pytest.mark.parametrize("seed", seeds([11, 12], new=1))
 def test_interrupt_that_ends_the_consumer_loses_and_doubles_nothing(
     seed: int, make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str

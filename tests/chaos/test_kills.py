@@ -38,6 +38,7 @@ def test_killed_at_a_failpoint_the_next_worker_finishes(
     _kill_and_finish(make_crew(topic), failpoint, nth)
 
 
+@pytest.mark.fault("B15", "D8", more=True)
 @pytest.mark.parametrize("failpoint", ["begun", "advanced", "committed"])
 def test_killed_behind_a_pooler_the_next_worker_finishes(
     failpoint: str, topic: str, make_crew: MakeCrew, pooled_conninfo: str
@@ -56,6 +57,7 @@ def test_killed_again_and_again_the_work_gets_done(topic: str, make_crew: MakeCr
     crew.assert_exact()
 
 
+@pytest.mark.fault("C11", "D8", more=True)
 @pytest.mark.parametrize("failpoint", ["begun", "dead_lettered", "guarded", "advanced", "committed"])
 def test_killed_while_setting_messages_aside_the_next_worker_finishes(
     failpoint: str, topic: str, make_crew: MakeCrew

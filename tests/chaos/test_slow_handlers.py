@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from exactly_once import PoisonMessage, Unit
+from exactly_once import Fenced, PoisonMessage, Unit
 from tests.chaos.conftest import MakeCrew
 from tests.conftest import PROTOCOLS, MakeConsumer
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
-from tests.support.worker import ensure_journal, record
+from tests.support.worker import drain, ensure_journal, record
 
 PARTITIONS = 4
 MESSAGES = 40
@@ -29,7 +29,7 @@ def topic(bootstrap_servers: str, conninfo: str) -> str:
     return topic
 
 
-@pytest.mark.fault("A7")
+@pytest.mark.fault("A7", more=True)
 def test_handler_that_outlasts_the_poll_interval_commits_at_its_first_attempt(
     topic: str, make_consumer: MakeConsumer
 ) -> None:
@@ -45,6 +45,35 @@ def test_handler_that_outlasts_the_poll_interval_commits_at_its_first_attempt(
         consumer.run(handler, in_thread=True, until_end=True)
         assert attempts == [1] * consumer.counters.committed
         assert consumer.counters.messages == MESSAGES
+
+
+@pytest.mark.fault("A7", "D4")
+def test_loop_whose_handler_outlasts_the_poll_interval_is_fenced_and_works_on(
+    *,
+    protocol: dict[str, Any],
+    make_consumer: MakeConsumer,
+    make_crew: MakeCrew,
+    bootstrap_servers: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It lives, and heartbeats go on; but Kafka is not polled, so another member gets the partition."""
+    topic = create_topic(bootstrap_servers, 1)
+    produce(bootstrap_servers, topic, MESSAGES, 1)
+    crew = make_crew(topic, kafka=protocol)
+    with make_consumer(crew.kafka | {"max.poll.interval.ms": 6000}, max_messages=10) as slow:
+        slow.subscribe([topic])
+        units = iter(slow)
+        with next(units) as unit:
+            record(unit, "slow", counts=False)
+        with pytest.raises(Fenced), next(units) as unit:  # noqa: PT012
+            record(unit, "slow", counts=False)
+            heir = crew.start(counts=False)
+            crew.until_applied(MESSAGES)
+        crew.end_well(heir)
+        produce(bootstrap_servers, topic, MESSAGES, 1, start=MESSAGES)
+        drain(slow, "slow", counts=False)
+    assert "_MAX_POLL_EXCEEDED" in caplog.text
+    crew.assert_exact(counts=False)
 
 
 @pytest.mark.fault("A2", "A13")

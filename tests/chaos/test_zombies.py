@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from exactly_once import Fenced
 from tests.chaos.conftest import MakeCrew
+from tests.conftest import PROTOCOLS, MakeConsumer
+from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
-from tests.support.worker import Crew
+from tests.support.worker import Crew, drain, record, turn_until
 
 MESSAGES = 600
 OPTIONS = {"max_messages": 50}
@@ -68,6 +71,7 @@ def test_frozen_transaction_does_not_hold_up_the_heir(make_crew: MakeCrew, boots
     crew.assert_exact()
 
 
+@pytest.mark.fault("A4", more=True)
 def test_frozen_transaction_does_not_hold_up_a_member_that_owns_other_partitions(
     make_crew: MakeCrew, bootstrap_servers: str
 ) -> None:
@@ -84,6 +88,7 @@ def test_frozen_transaction_does_not_hold_up_a_member_that_owns_other_partitions
     crew.assert_exact()
 
 
+@pytest.mark.fault("A1", more=True)
 def test_members_frozen_in_turn_both_work_on(
     protocol: dict[str, Any], make_crew: MakeCrew, bootstrap_servers: str
 ) -> None:
@@ -110,3 +115,41 @@ def test_members_frozen_in_turn_both_work_on(
 
 def _until_owned_by(crew: Crew, *names: str) -> None:
     until(lambda: set(crew.owners()) == set(names), TAKEOVER_SECONDS, f"every row to be owned by one of {names}")
+
+
+@pytest.mark.fault("A2", "A5")
+def test_late_acquisition_of_one_partition_undoes_a_unit_of_two(
+    *, make_crew: MakeCrew, make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str
+) -> None:
+    """A member is frozen on its way to the row of the one partition that it got, and overtakes its successor late."""
+    topic = create_topic(bootstrap_servers, 2)
+    with PostgresProxy(conninfo) as proxy:
+        crew = make_crew(topic, kafka=PROTOCOLS["cooperative"], workers_conninfo=proxy.conninfo)
+        with make_consumer(crew.kafka, name="owner", max_messages=20, linger_seconds=30) as owner:
+            owner.subscribe([topic])
+            turn_until(owner, lambda: crew.owners() == {"owner": 2}, TAKEOVER_SECONDS, "both rows")
+            late = crew.start(counts=False)
+            # It gets nothing before the owner polls again and gives something up.
+            acquisition = proxy.hold("BEGIN ISOLATION LEVEL", close_client=False)
+            turn_until(owner, acquisition.fired.is_set, TAKEOVER_SECONDS, "the other's acquisition")
+            late.stop()
+            before = sum(crew.epochs().values())
+            turn_until(owner, lambda: _is_taken_again(crew, before), TAKEOVER_SECONDS, "both rows again")
+            produce(bootstrap_servers, topic, 20, 2)
+            unit = next(iter(owner))  # full at once, so it has messages of both
+            with pytest.raises(Fenced), unit:  # noqa: PT012
+                record(unit, "owner", counts=False)
+                acquisition.release()
+                late.cont()
+                until(lambda: crew.owners() == {"owner": 1, late.name: 1}, TAKEOVER_SECONDS, "the late acquisition")
+            assert sum(crew.epochs().values()) == before + 2
+            assert crew.applied() == 0
+            turn_until(owner, lambda: late.count("assigned"), TAKEOVER_SECONDS, "the late one to be given something")
+            drain(owner, "owner", counts=False)
+        crew.until_applied(20)
+        crew.end_well(late)
+        crew.assert_exact(counts=False)
+
+
+def _is_taken_again(crew: Crew, before: int) -> bool:
+    return crew.owners() == {"owner": 2} and sum(crew.epochs().values()) == before + 1

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import ClusterChanged, Fenced, TopicRecreated
-from tests.cli.conftest import Command, audit, ledger, offsets, read_to_end, suggested
+from exactly_once.embedded import Kafka
+from tests.cli.conftest import PARTITIONS, Command, audit, ledger, offsets, read_to_end, suggested
 from tests.conftest import MakeConsumer
+from tests.support.journal import scan
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 
@@ -98,6 +103,49 @@ def test_another_cluster_is_adopted_with_the_offsets_that_are_there(
     assert "cluster  elsewhere -> " in shown.out
     produce(bootstrap_servers, consumed, 2, 2, start=20)
     assert read_to_end(make_consumer, consumed) == [(0, 10), (1, 10)]
+
+
+def copy(source: str, target: str, topic: str, *, without: int) -> None:
+    """Copy a topic to another cluster, without the first messages of each partition."""
+    producer = Producer({"bootstrap.servers": target})
+    for record in scan(source, topic):
+        if record.offset >= without:
+            producer.produce(topic, record.value, record.key, partition=record.partition)
+    assert producer.flush(30) == 0
+
+
+@pytest.mark.fault("C6", more=True)
+def test_a_mirror_with_other_offsets_is_adopted_at_those_that_the_mirroring_has_translated(
+    *,
+    command: Command,
+    consumed: str,
+    db: Db,
+    name: str,
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    conninfo: str,
+    own_servers: None,
+) -> None:
+    """As MirrorMaker leaves it: what retention had removed is not there, and the group's offsets are translated."""
+    produce(bootstrap_servers, consumed, 4, PARTITIONS, start=20)  # not applied before the failover
+    with Kafka() as mirror:
+        servers = mirror.bootstrap_servers
+        create_topic(servers, PARTITIONS, name=consumed)
+        copy(bootstrap_servers, servers, consumed, without=5)
+        translated = [TopicPartition(consumed, partition, 10 - 5) for partition in range(PARTITIONS)]
+        with closing(Consumer({"bootstrap.servers": servers, "group.id": name})) as mirroring:
+            mirroring.commit(offsets=translated, asynchronous=False)
+        there = partial(make_consumer, {"bootstrap.servers": servers})
+        with pytest.raises(ClusterChanged) as refused:
+            read_to_end(there, consumed)
+        where = ("--execute", "--conninfo", conninfo, "--bootstrap-servers", servers, "--group-id", name)
+        kept = command(*suggested(str(refused.value)), "--keep-offsets", *where)
+        assert kept.code == 1, "offset 10 is not in a log that ends at 7"
+        assert offsets(db, name) == [10, 10]
+        assert command(*suggested(str(refused.value)), "--to-committed", *where).code == 0
+        assert offsets(db, name) == [5, 5]
+        assert [(p, old, new) for p, old, new, _ in audit(db, name, "adopt")] == [(0, 10, 5), (1, 10, 5)]
+        assert read_to_end(there, consumed) == [(p, o) for p in range(PARTITIONS) for o in (5, 6)]
 
 
 def test_a_live_owner_is_fenced(operate: Command, topic: str, db: Db, name: str, make_consumer: MakeConsumer) -> None:

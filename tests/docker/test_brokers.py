@@ -11,8 +11,7 @@ from confluent_kafka.cimpl import NewTopic
 from tests.chaos.conftest import MakeCrew
 from tests.docker.conftest import BROKER_PORTS, BROKERS, coordinator_of
 from tests.support.docker import Stack, docker
-from tests.support.topics import create_topic, produce
-from tests.support.waiting import until
+from tests.support.topics import create_topic, produce, until_in_sync
 
 PARTITIONS = 3
 BATCH = 150
@@ -35,6 +34,7 @@ def _brokers_come_back(cluster: Stack) -> Iterator[None]:
     cluster.until_ready(*BROKERS)
 
 
+@pytest.mark.fault("C10")
 @pytest.mark.parametrize("fault", ["killed", "restarted"])
 def test_brokers_one_after_the_other(
     fault: str, topic: str, cluster: Stack, bootstrap_servers: str, make_crew: MakeCrew
@@ -55,7 +55,7 @@ def test_brokers_one_after_the_other(
         if fault == "killed":
             cluster[broker].start()
         cluster.until_ready(broker)
-        _until_in_sync(bootstrap_servers, topic)
+        until_in_sync(bootstrap_servers, topic)
     crew.end_well(*workers)
     crew.assert_exact()
 
@@ -73,13 +73,14 @@ def test_frozen_coordinator_is_replaced_and_forgotten(
     produce(bootstrap_servers, topic, BATCH, PARTITIONS, start=BATCH)
     crew.until_applied(2 * BATCH, LONG)
     frozen.unpause()
-    _until_in_sync(bootstrap_servers, topic)
+    until_in_sync(bootstrap_servers, topic)
     produce(bootstrap_servers, topic, BATCH, PARTITIONS, start=2 * BATCH)
     crew.until_applied(3 * BATCH, LONG)
     crew.end_well(*workers)
     crew.assert_exact()
 
 
+@pytest.mark.fault("C10")
 def test_all_brokers_killed_at_once(topic: str, cluster: Stack, bootstrap_servers: str, make_crew: MakeCrew) -> None:
     """What they had acknowledged is on their disks; the workers wait for them and go on."""
     crew = make_crew(topic)
@@ -95,6 +96,7 @@ def test_all_brokers_killed_at_once(topic: str, cluster: Stack, bootstrap_server
     crew.assert_exact()
 
 
+@pytest.mark.fault("C3")
 @pytest.mark.parametrize(("written_since", "error"), [(BATCH // 3, "OffsetBeyondLogEnd"), (2 * BATCH, "LogTruncated")])
 def test_leader_without_the_end_of_the_log_is_detected(
     written_since: int, error: str, cluster: Stack, make_crew: MakeCrew, name: str
@@ -133,15 +135,4 @@ def _create_uncleanly(bootstrap_servers: str, name: str) -> None:
     settings = {"unclean.leader.election.enable": "true", "min.insync.replicas": "1"}
     admin = AdminClient({"bootstrap.servers": bootstrap_servers})
     admin.create_topics([NewTopic(name, 1, replica_assignment=[[1, 2]], config=settings)])[name].result(30)
-    _until_in_sync(bootstrap_servers, name)
-
-
-def _until_in_sync(bootstrap_servers: str, topic: str) -> None:
-    """Wait until every replica has everything, so that the next broker may go."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-
-    def in_sync() -> bool:
-        partitions = admin.list_topics(topic, timeout=10).topics[topic].partitions.values()
-        return bool(partitions) and all(len(p.isrs) == len(p.replicas) and p.leader >= 0 for p in partitions)
-
-    until(in_sync, LONG, f"the replicas of {topic}")
+    until_in_sync(bootstrap_servers, name)

@@ -114,6 +114,7 @@ def test_synchronous_standby_has_everything_that_was_committed(pair: Pair, crew:
     crew.assert_exact()
 
 
+@pytest.mark.fault("B11")
 def test_lagging_standby_lost_effects_and_offsets_together(pair: Pair, crew: Crew, topic: str) -> None:
     """The worker notices that the ledger is behind what it committed, and makes the lost effects again."""
     worker = crew.start(**SLOW)
@@ -135,6 +136,7 @@ def test_lagging_standby_lost_effects_and_offsets_together(pair: Pair, crew: Cre
     crew.assert_exact()
 
 
+@pytest.mark.fault("B23")
 def test_change_of_owners_that_the_standby_lost(pair: Pair, crew: Crew, topic: str) -> None:
     """After the failover the frozen first worker is the owner again by token and epoch, and the second one is not."""
     zombie = crew.start(**SLOW)

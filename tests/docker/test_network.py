@@ -40,6 +40,7 @@ def protocol(request: pytest.FixtureRequest) -> dict[str, str]:
     return PROTOCOLS[request.param]
 
 
+@pytest.mark.fault("D12")
 def test_worker_cut_off_from_the_database_keeps_its_partitions(
     way: str, topic: str, cluster: Stack, bootstrap_servers: str, make_crew: MakeCrew
 ) -> None:
@@ -58,6 +59,7 @@ def test_worker_cut_off_from_the_database_keeps_its_partitions(
     crew.assert_exact()
 
 
+@pytest.mark.fault("D12")
 def test_worker_cut_off_from_kafka_is_replaced_and_comes_back(
     protocol: dict[str, str], topic: str, bootstrap_servers: str, make_crew: MakeCrew
 ) -> None:
@@ -77,6 +79,7 @@ def test_worker_cut_off_from_kafka_is_replaced_and_comes_back(
     crew.assert_exact()
 
 
+@pytest.mark.fault("A3")
 def test_worker_cut_off_from_its_coordinator_only_is_fenced_by_the_database(
     protocol: dict[str, str], topic: str, bootstrap_servers: str, make_crew: MakeCrew
 ) -> None:
@@ -100,6 +103,7 @@ def test_worker_cut_off_from_its_coordinator_only_is_fenced_by_the_database(
     crew.assert_exact()
 
 
+@pytest.mark.fault("A1")
 def test_frozen_worker_wakes_up_as_a_zombie_and_stores_nothing(
     way: str, topic: str, bootstrap_servers: str, make_crew: MakeCrew
 ) -> None:

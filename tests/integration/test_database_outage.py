@@ -135,6 +135,7 @@ def test_a_server_that_is_restarted_in_any_phase_costs_nothing(
     assert verdict.exact, str(verdict)
 
 
+@pytest.mark.fault("B10", more=True)
 def test_a_server_that_crashes_under_load_again_and_again_costs_nothing(
     make_scene: MakeScene, own_postgres: Postgres
 ) -> None:
@@ -164,7 +165,7 @@ def test_a_server_that_crashes_under_load_again_and_again_costs_nothing(
     assert verdict.exact, str(verdict)
 
 
-@pytest.mark.fault("B13")
+@pytest.mark.fault("B13", more=True)
 def test_a_server_that_is_read_only_is_waited_for_on_another_connection(
     make_scene: MakeScene, own_postgres: Postgres
 ) -> None:
@@ -268,6 +269,7 @@ def test_a_database_that_cannot_be_reached_at_the_start_is_told_in_time_and_with
     assert "sesame" not in repr(consumer)
 
 
+@pytest.mark.fault("D12", more=True)
 def test_the_kernel_is_told_to_give_up_a_half_open_connection(scene: Scene) -> None:
     """The fault itself needs a network that drops packets; what covers it is set on the socket."""
     for settings, expected in (("", 30000), ("?tcp_user_timeout=2500", 2500)):

@@ -42,6 +42,7 @@ def crew(make_scene: MakeScene) -> Iterator[tuple[Scene, Crew]]:
         yield scene, crew
 
 
+@pytest.mark.fault("A4", more=True)
 @pytest.mark.parametrize("phase", ["handled", "advanced"])
 def test_an_owner_frozen_inside_a_unit_is_ended_by_the_next_one(crew: tuple[Scene, Crew], phase: str) -> None:
     """It holds the counter's row, which the next owner's handler needs, and with `advanced` the ledger's too."""
@@ -58,6 +59,7 @@ def test_an_owner_frozen_inside_a_unit_is_ended_by_the_next_one(crew: tuple[Scen
     scene.assert_exact()
 
 
+@pytest.mark.fault("A4", more=True)
 def test_an_owner_frozen_inside_copy_is_ended_by_the_next_one(make_scene: MakeScene) -> None:
     """No time-out of the server ends such a backend: it is active and waits for its client."""
     scene = make_scene(40, partitions=2)

@@ -80,6 +80,7 @@ def test_topic_recreated_while_stopped_is_refused(
     assert stored(db, name) == before
 
 
+@pytest.mark.fault("C4", more=True)
 @pytest.mark.parametrize("messages", [0, 5, 200])
 @pytest.mark.parametrize("policy", ["fail", "earliest", "latest"])
 def test_topic_recreated_while_consuming_stops_the_iteration_for_good(

@@ -86,6 +86,7 @@ def reset(conninfo: str, topic: str) -> None:
     assert main(arguments) == 0
 
 
+@pytest.mark.fault("B12")
 def test_two_fresh_databases_notice_each_other(
     *,
     make_consumer: MakeConsumer,
@@ -187,6 +188,7 @@ def test_old_primary_is_refused(
         apply(make_consumer(conninfo=conninfo), topic)
 
 
+@pytest.mark.fault("B11", more=True)
 def test_commits_that_were_lost_while_the_group_was_down_are_told(
     *,
     make_consumer: MakeConsumer,

@@ -38,6 +38,7 @@ def test_eight_threads_migrate_at_once(postgres_conninfo: str, schema: str) -> N
     assert ran == [[]] * 7 + [list(range(1, VERSION + 1))]
 
 
+@pytest.mark.fault("B19", more=True)
 def test_four_processes_migrate_at_once(postgres_conninfo: str, schema: str) -> None:
     program = (
         "import sys, psycopg; from exactly_once.schema import migrate\n"
@@ -50,6 +51,7 @@ def test_four_processes_migrate_at_once(postgres_conninfo: str, schema: str) -> 
     assert sorted(said) == sorted(["[]"] * 3 + [str(list(range(1, VERSION + 1)))])
 
 
+@pytest.mark.fault("B19", more=True)
 def test_a_migration_that_is_killed_leaves_nothing(postgres_conninfo: str, schema: str) -> None:
     with psycopg.connect(postgres_conninfo, autocommit=True) as connection:
         with connection.transaction(force_rollback=True):
@@ -67,6 +69,7 @@ def test_a_database_without_the_schema_is_refused_with_the_command_that_makes_it
         make_consumer(schema=schema).subscribe([name])
 
 
+@pytest.mark.fault("B20", more=True)
 def test_an_older_schema_is_refused(db: psycopg.Connection[Any], schema: str) -> None:
     migrate(db, schema)
     db.execute(sql.SQL("UPDATE {}.version SET version = 0").format(sql.Identifier(schema)))

@@ -36,7 +36,7 @@ def test_a_short_count_stores_nothing_although_commit_shared_its_round_trip(scen
     assert scene.ledger("next_offset") == [0]
 
 
-@pytest.mark.fault("A5")
+@pytest.mark.fault("A5", more=True)
 def test_a_fenced_consumer_proves_its_membership_and_goes_on(scene: Scene) -> None:
     consumer = scene.consumer()
     unit = next(iter(consumer))

@@ -446,6 +446,7 @@ def test_group_that_an_old_consumer_still_works_for_is_not_adopted(
     assert consume(start="committed") == 16
 
 
+@pytest.mark.fault("D11")
 def test_rows_that_another_program_applied_before_are_told_of_once(
     make_consumer: MakeConsumer, topic: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

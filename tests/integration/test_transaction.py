@@ -127,6 +127,7 @@ def test_a_conflict_under_serializable_runs_the_batch_again(scene: Scene) -> Non
     scene.assert_exact()
 
 
+@pytest.mark.fault("B7", more=True)
 def test_a_conflict_found_at_commit_runs_the_batch_again(scene: Scene) -> None:
     """The rival commits between our last statement and COMMIT: the server refuses COMMIT itself."""
     consumer = scene.consumer(isolation="SERIALIZABLE")
@@ -152,6 +153,7 @@ def test_a_conflict_found_at_commit_runs_the_batch_again(scene: Scene) -> None:
     scene.assert_exact()
 
 
+@pytest.mark.fault("B7", more=True)
 def test_a_deadlock_runs_the_batch_again(make_scene: MakeScene) -> None:
     scene = make_scene(5)
     table = scene.table("id int, n int")
@@ -182,6 +184,7 @@ def test_a_deadlock_runs_the_batch_again(make_scene: MakeScene) -> None:
     scene.assert_exact()
 
 
+@pytest.mark.fault("B9", more=True)
 def test_a_lock_timeout_of_the_handler_runs_the_batch_again(scene: Scene) -> None:
     consumer = scene.consumer()
     table = scene.table("id int")

@@ -124,6 +124,7 @@ def retry(work: Callable[[], Any], stop: threading.Event) -> Any:
                 return None
 
 
+@pytest.mark.fault("E4", more=True)
 def test_with_asynchronous_replication_the_last_keys_may_be_sent_again(pair: Pair) -> None:
     """Fault E4: what had not reached the standby is new again. It is stated, and nothing worse happens."""
     owner, made = window(pair)

@@ -58,6 +58,7 @@ def test_an_unanswered_message_is_unknown_and_its_retry_says_that_it_may_repeat(
     assert found in ([1, 7], [1, 7, 7]), "never none, and at most what may_repeat admits"
 
 
+@pytest.mark.fault("E1", more=True)
 def test_a_restart_finds_out_what_became_of_an_unanswered_message(kafka: Kafka, settings: dict[str, Any]) -> None:
     topic = create_topic(kafka.bootstrap_servers, 1)
     with DedupProducer(settings, dedup=SequenceFilter(), producer_name="n") as producer:

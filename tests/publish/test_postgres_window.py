@@ -64,6 +64,7 @@ def two(make_owner: MakeOwner, name: str) -> tuple[PostgresWindow, PostgresWindo
     return window(make_owner(), name), window(make_owner(), name)
 
 
+@pytest.mark.fault("E3", more=True)
 def test_two_processes_share_what_they_know(two: tuple[PostgresWindow, PostgresWindow]) -> None:
     """Fault E3."""
     one, other = two

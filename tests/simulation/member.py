@@ -7,6 +7,7 @@ ownership, delivery, units of work, settlement, upkeep, mirror and start run as 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import random
 import time
@@ -184,7 +185,7 @@ class Session:
     """Stands for ``session.Session``."""
 
     def __init__(self, connect: Member, *, schema: str) -> None:
-        self.member = connect
+        self.member: Member = inspect.unwrap(connect)  # the consumer has wrapped it to hear of warnings
         self.schema = schema
         self.instance: UUID = uuid4()
         self._connection: Connection | None = None

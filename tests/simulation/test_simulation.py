@@ -20,6 +20,7 @@ SCHEDULES = int(os.environ.get("EXACTLY_ONCE_SCHEDULES", "1000"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if SCHEDULES > 10_000 else 600)]
 
 
+@pytest.mark.fault("A5")
 def test_every_message_is_applied_once_under_any_schedule_of_faults() -> None:
     began = time.perf_counter()
     tried = seeds(range(SCHEDULES), new=SCHEDULES)
@@ -59,6 +60,7 @@ def test_the_offset_alone_need_not_be_trusted() -> None:
         World(seed, Plan(without=frozenset({"failover", "reset"}), prepare=prepare)).run()
 
 
+@pytest.mark.fault("B23")
 def test_an_epoch_that_a_failover_gives_out_again_is_not_taken_for_the_former_one() -> None:
     for seed in drawn(min(SCHEDULES, 300)):
         World(seed, Plan(usurps=True)).run()

@@ -70,6 +70,7 @@ def test_an_aggregation_is_right_through_replays(scene: Scene, counts: str, outp
     assert counting.read() == scene.ends()
 
 
+@pytest.mark.fault("F5", "F9", more=True)
 def test_another_query_and_an_older_checkpoint_are_refused(scene: Scene, counts: str, tmp_path: Path) -> None:
     """F5, F7 and F9, where numbers of batches are all that there is."""
     counting = Counting(scene, counts)

@@ -75,6 +75,7 @@ def test_every_message_is_written_once_also_where_batches_come_again(scene: Scen
     assert leftovers(scene) == 0
 
 
+@pytest.mark.fault("F3", more=True)
 def test_a_worker_that_dies_after_it_has_staged_is_tried_again_and_only_that_counts(scene: Scene) -> None:
     from pyspark import TaskContext  # noqa: PLC0415
 
@@ -131,6 +132,7 @@ def start_driver(scene: Scene) -> Iterator[Callable[..., Driver]]:
         driver.close()
 
 
+@pytest.mark.fault("F1", more=True)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_driver_killed_at_the_commit_writes_the_batch_once(
     scene: Scene, start_driver: Callable[..., Driver], tmp_path: Path, moment: str

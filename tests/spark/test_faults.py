@@ -243,6 +243,7 @@ def test_a_driver_killed_while_it_writes_leaves_nothing_of_the_batch(scene: Scen
     scene.check()
 
 
+@pytest.mark.fault("A1", more=True)
 def test_a_zombie_driver_is_fenced_by_its_successor(scene: Scene, tmp_path: Path) -> None:
     """It is frozen in the middle of its batch, another one takes over with a checkpoint of its own, it wakes up."""
     scene.produce(1000)

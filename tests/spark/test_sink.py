@@ -117,6 +117,7 @@ def test_without_a_checkpoint_location_rows_tell_what_a_batch_covers(scene: Scen
     scene.check()
 
 
+@pytest.mark.fault("A11", more=True)
 def test_partitions_that_are_added_are_acquired_when_they_appear(scene: Scene) -> None:
     scene.produce(100)
     scene.run(scene.sink(bootstrap_servers=scene.bootstrap_servers))

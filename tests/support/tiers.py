@@ -1,7 +1,8 @@
 """Tiers: which tests a command runs. Markers follow from the fixtures that a test asks for.
 
-``--tier pure`` runs what needs no server, ``--tier short`` that and one test for each row of the catalogue of faults
-(``@pytest.mark.fault("A1")``), ``--tier all`` everything but containers. Without the option nothing is left out.
+``--tier pure`` runs what needs no server, ``--tier short`` that and one test for each row of docs/faults.md
+(``@pytest.mark.fault("A1")``, without ``more=True``), ``--tier all`` everything but containers. Without the option
+nothing is left out.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_left_out] = Counter[str]()
     for name in _FIXTURES:
         config.addinivalue_line("markers", f"{name}: needs it; follows from the fixtures")
-    config.addinivalue_line("markers", "fault(*ids): provokes these rows of the catalogue of faults")
+    config.addinivalue_line(
+        "markers",
+        "fault(*ids, more=False): provokes these rows of docs/faults.md; more: beside another in the short tier",
+    )
     config.addinivalue_line(
         "markers", "slow: takes 20 s and more; comes first, and is not in the short tier with servers"
     )
@@ -76,7 +80,7 @@ def _belongs(item: pytest.Item, tier: str, seen: set[str]) -> bool:
         return needs != "docker"
     if item.get_closest_marker("slow"):
         return False
-    ids = {fault for mark in item.iter_markers("fault") for fault in mark.args}
+    ids = {fault for mark in item.iter_markers("fault") if not mark.kwargs.get("more") for fault in mark.args}
     is_first = bool(ids - seen)
     seen |= ids
     return is_first

@@ -45,6 +45,17 @@ def add_partitions(bootstrap_servers: str, name: str, total: int) -> None:
         until(lambda: _answers(admin, name, total), 30, f"leaders of {total} partitions of {name}")
 
 
+def until_in_sync(bootstrap_servers: str, name: str) -> None:
+    """Wait until every replica has everything, so that another broker may go."""
+    with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
+
+        def in_sync() -> bool:
+            partitions = admin.list_topics(name, timeout=10).topics[name].partitions.values()
+            return bool(partitions) and all(len(p.isrs) == len(p.replicas) and p.leader >= 0 for p in partitions)
+
+        until(in_sync, 120, f"the replicas of {name}")
+
+
 def delete_topic(bootstrap_servers: str, name: str) -> None:
     """Delete a topic, so that another module of tests may have one of the same name."""
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:

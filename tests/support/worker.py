@@ -69,6 +69,18 @@ def turn(consumer: ExactlyOnceConsumer, seconds: float = 0.1) -> None:
     consumer._fetch(seconds, 1)
 
 
+def turn_until(
+    consumer: ExactlyOnceConsumer, condition: Callable[[], object], timeout_seconds: float, what: str
+) -> None:
+    """Turn a consumer until something is true."""
+
+    def is_true() -> object:
+        turn(consumer)
+        return condition()
+
+    until(is_true, timeout_seconds, what)
+
+
 def ensure_journal(conninfo: str) -> None:
     """Create the journal if it is not there; tests tell their entries apart by their topics."""
     with psycopg.connect(conninfo) as connection:

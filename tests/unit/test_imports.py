@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import exactly_once
 from tests.support.findings import nothing
 
@@ -32,7 +34,7 @@ LAYERS = (
     {"logs", "origin"},
     {"ownership", "session", "retry"},
     {"config"},
-    {"assignment", "cluster", "dead_letters", "delivery", "ledger", "mirror", "schema", "watcher"},
+    {"assignment", "cluster", "dead_letters", "delivery", "ledger", "mirror", "replication", "schema", "watcher"},
     {"start", "startup", "unit_of_work"},
     {"read_only", "unit"},
     {"handler_thread", "replay", "settlement", "testing"},
@@ -153,3 +155,22 @@ def test_the_lowest_versions_that_are_tested_are_those_that_are_promised() -> No
     assert tested.pop("psycopg-binary") == tested["psycopg"]
     assert promised.keys() == tested.keys()
     assert [name for name, version in promised.items() if not f"{tested[name]}.0".startswith(f"{version}.")] == []
+
+
+def _clock_readings(path: Path) -> set[str]:
+    wall = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow"}
+    wall |= {"datetime.today", "date.today", "datetime.datetime.now", "datetime.datetime.utcnow", "datetime.date.today"}
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Attribute):
+            found |= {ast.unparse(node)} & wall
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            found |= {f"time.{alias.name}" for alias in node.names} & wall
+    return found
+
+
+@pytest.mark.fault("D10")
+def test_no_module_reads_the_wall_clock() -> None:
+    """Waits are monotonic, and times that are stored are those of the server: ours may jump."""
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "spark_sink").rglob("*.py")]
+    nothing({str(path.relative_to(PACKAGE.parent)): _clock_readings(path) for path in sources}, "reads the wall clock")

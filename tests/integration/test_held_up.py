@@ -1,0 +1,153 @@
+"""What holds a COMMIT or a row up without end: a standby that does not answer, a transaction that somebody prepared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from exactly_once import upkeep
+from exactly_once.embedded import Postgres
+from exactly_once.schema import migrate
+from tests.integration.conftest import MakeScene
+from tests.integration.scene import apply, backend_of
+from tests.support import journal
+from tests.support.topics import produce
+from tests.support.waiting import until
+from tests.support.worker import record
+
+Db = psycopg.Connection[Any]
+
+
+@pytest.fixture(scope="module")
+def server(own_servers: None) -> Iterator[Postgres]:
+    """A server that knows two-phase commit, with the schema and the journal."""
+    with Postgres(settings={"max_prepared_transactions": "2", "fsync": "off"}) as server:
+        with psycopg.connect(server.conninfo, autocommit=True) as connection:
+            migrate(connection)
+        journal.create(server.conninfo)
+        yield server
+
+
+@pytest.fixture
+def admin(server: Postgres) -> Iterator[Db]:
+    """A connection to it; nothing stays prepared, and no standby stays wanted."""
+    with psycopg.connect(server.conninfo, autocommit=True) as connection:
+        connection.execute("SET synchronous_commit = local")  # it shall not wait itself
+        yield connection
+        want_standby(connection, "")
+        for (gid,) in connection.execute("SELECT gid FROM pg_prepared_xacts").fetchall():
+            connection.execute(f"ROLLBACK PREPARED '{gid}'".encode())
+
+
+def want_standby(admin: Db, name: str) -> None:
+    """Have each COMMIT wait for a standby of this name, or for none."""
+    admin.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{name}'".encode())
+    admin.execute("SELECT pg_reload_conf()")
+    show = "SELECT setting FROM pg_settings WHERE name = 'synchronous_standby_names'"
+    until(lambda: admin.execute(show).fetchone() == (name,), 10, f"standby {name!r} to be wanted")
+
+
+def is_waiting(admin: Db, pid: int, event: str) -> bool:
+    """Tell whether a backend waits for something of this kind."""
+    query = "SELECT 1 FROM pg_stat_activity WHERE pid = %s AND %s IN (wait_event, wait_event_type)"
+    return admin.execute(query, (pid, event)).fetchone() is not None
+
+
+def prepare(server: Postgres, group: str, partition: int) -> None:
+    """Lock a row of the ledger in a transaction that stays when its session is gone."""
+    with psycopg.connect(server.conninfo, autocommit=True) as connection:
+        connection.execute("BEGIN")
+        lock = "SELECT FROM exactly_once.ledger WHERE group_id = %s AND partition = %s FOR UPDATE"
+        assert connection.execute(lock, (group, partition)).rowcount == 1
+        connection.execute("PREPARE TRANSACTION 'in doubt'")
+
+
+def assert_exact(server: Postgres, bootstrap_servers: str, topic: str) -> None:
+    """Ask the oracle."""
+    verdict = journal.check(server.conninfo, bootstrap_servers, topic)
+    assert verdict.exact, str(verdict)
+
+
+@pytest.mark.fault("B14")
+def test_a_cancelled_wait_for_a_standby_has_committed_and_is_logged(
+    make_scene: MakeScene, server: Postgres, admin: Db, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = make_scene(20)
+    consumer = scene.consumer(conninfo=server.conninfo)
+    units = iter(consumer)
+    apply(next(units))
+    pid = backend_of(consumer)
+
+    def cancel() -> None:
+        until(lambda: is_waiting(admin, pid, "SyncRep"), 30, "COMMIT to wait for the standby")
+        admin.execute("SELECT pg_cancel_backend(%s)", (pid,))
+
+    canceller = threading.Thread(target=cancel)
+    with next(units) as unit:
+        record(unit, "test")
+        want_standby(admin, "nobody")
+        canceller.start()
+    canceller.join()
+    assert consumer.counters.redelivered == 0
+    (told,) = [r for r in caplog.records if getattr(r, "action", "") == "not_replicated"]
+    assert "synchronous replication" in told.getMessage()
+    assert told.levelname == "WARNING"
+    want_standby(admin, "")
+    scene.drain(consumer)
+    assert_exact(server, scene.bootstrap_servers, scene.topic)
+
+
+@pytest.mark.fault("B17")
+def test_a_prepared_transaction_keeps_its_partition_and_no_other(
+    make_scene: MakeScene,
+    server: Postgres,
+    admin: Db,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upkeep, "LOCK_SECONDS", 0.2)
+    scene = make_scene(20, partitions=2)
+    with scene.consumer(conninfo=server.conninfo) as first:
+        scene.drain(first)
+    prepare(server, scene.topic, 0)
+    produce(scene.bootstrap_servers, scene.topic, 20, 2, start=20)
+    consumer = scene.consumer(conninfo=server.conninfo)
+    units = consumer.units(until_end=True)
+    free = next(units)
+    assert {message.partition() for message in free.messages} == {1}
+    apply(free)
+    assert "if it stays, see also pg_prepared_xacts" in caplog.text
+    assert f"{scene.topic}[0] stays locked for now" in caplog.text
+    admin.execute("ROLLBACK PREPARED 'in doubt'")
+    for unit in units:
+        apply(unit)
+    assert consumer.counters.redelivered == 0
+    assert_exact(server, scene.bootstrap_servers, scene.topic)
+
+
+@pytest.mark.fault("B17", more=True)
+def test_a_unit_whose_row_is_prepared_by_another_commits_when_that_has_ended(
+    make_scene: MakeScene, server: Postgres, admin: Db
+) -> None:
+    scene = make_scene(20)
+    consumer = scene.consumer(conninfo=server.conninfo)
+    unit = next(iter(consumer))
+    pid = backend_of(consumer)
+
+    def end() -> None:
+        until(lambda: is_waiting(admin, pid, "Lock"), 30, "the advance to wait for the row")
+        admin.execute("COMMIT PREPARED 'in doubt'")
+
+    thread = threading.Thread(target=end)
+    with unit:
+        record(unit, "test")
+        prepare(server, scene.topic, 0)
+        thread.start()
+    thread.join()
+    assert consumer.counters.redelivered == 0
+    scene.drain(consumer)
+    assert_exact(server, scene.bootstrap_servers, scene.topic)
