@@ -10,7 +10,7 @@ PublishError (ExactlyOnceError)
 ├── FilterUnavailable              the store of a shared filter cannot be asked
 ├── ProducerFenced                 another producer took over this name
 ├── NameTaken                      another producer lives under this name
-├── Undelivered                    closing left messages without an acknowledgement
+├── Undelivered                    messages without an acknowledgement, or failed ones that nobody looked at
 └── NotDelivered                   a message was not acknowledged
     ├── NotPersisted               it is surely not in the log; its key is absent again
     ├── OutcomeUnknown             it may be in the log; its key is unknown
@@ -63,7 +63,7 @@ class NameTaken(PublishError):
 
 
 class Undelivered(PublishError):
-    """The producer was closed while messages had no acknowledgement; none of them counts as sent."""
+    """Messages have no acknowledgement, or failed and nobody looked at them; none of them counts as sent."""
 
 
 class NotDelivered(PublishError):

@@ -68,6 +68,8 @@ class Lane:
         self.reserve = made.reserve
         self.in_flight: dict[Hashable, Delivery] = {}
         self.reported: list[Delivery] = []
+        self.failed: dict[Hashable, KafkaError | None] = {}
+        """By identity: failures that nobody has looked at, and that no later call has made good."""
         self.lock = threading.Lock()
         """Held while a number is drawn and handed to the client, so that both happen in the same order."""
         self.ids: Literal["custom", "automatic"] | None = None
@@ -105,6 +107,10 @@ class Lane:
         """Settle a delivery that was never handed to the client."""
         self.in_flight.pop(delivery.identity, None)
         delivery.fail(None, outcome)
+        if outcome is Outcome.SKIPPED:
+            self.failed.pop(delivery.identity, None)
+        elif outcome is Outcome.HELD_ELSEWHERE and delivery.callback is None:
+            self.failed[delivery.identity] = delivery.error
 
     def settle(self) -> None:
         """Mark in the filter what was reported, then make it known."""
@@ -161,6 +167,11 @@ class Lane:
             for outcome, deliveries in self._to_tell:
                 for delivery in deliveries:
                     delivery.settle(outcome)
+                if outcome is not _DELIVERED:
+                    self.failed.update((d.identity, d.error) for d in deliveries if d.callback is None)
+                elif self.failed:
+                    for delivery in deliveries:
+                        self.failed.pop(delivery.identity, None)
             self._to_tell.clear()
 
     def _mark(self) -> None:

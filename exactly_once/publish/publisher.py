@@ -34,6 +34,8 @@ from .snapshot import SnapshotStore
 _NEW, _UNKNOWN, _DUPLICATE = State.NEW, State.UNKNOWN, State.DUPLICATE
 _CLOSE_SECONDS = 30.0
 _ROOM_SECONDS = 0.1
+_NAMED = 3
+"""So many failed messages are named in an error; the others are counted."""
 
 AnyFilter = Filter[Any]
 
@@ -99,6 +101,8 @@ class Publisher(ABC):
         self._bound: str | None = None
         self.calls: deque[Delivery] = deque()
         self._closed = False
+        self.is_ended = False
+        """Whether it is closed and nothing more is reported."""
         self._client = self._connect()
 
     @abstractmethod
@@ -120,6 +124,10 @@ class Publisher(ABC):
     def __len__(self) -> int:
         """Return how many messages wait for their report."""
         return 0 if self._closed else len(self._client)
+
+    def __bool__(self) -> bool:
+        """Be true also with nothing to wait for."""
+        return True
 
     def last_sequence_id(self, topic: str) -> int:
         """Return the number up to which everything pushed is in the log, -1 if there is none; recovered at the start.
@@ -145,13 +153,22 @@ class Publisher(ABC):
         return served
 
     def flush(self, timeout_seconds: float = -1) -> int:
-        """Wait for all reports; return how many messages still have none: those may or may not be sent."""
-        return 0 if self._closed else self._flush(timeout_seconds)
+        """Wait for all reports; return how many messages still have none: those may or may not be sent.
+
+        :raises Undelivered: when messages failed and nobody has looked: they have no callback, nobody asked their
+            ``result()`` or ``exception()``, and no later call delivered them. It is told once.
+        """
+        if self._closed:
+            return 0
+        left = self._flush(timeout_seconds)
+        if (failed := self._failures()) is not None:
+            raise failed
+        return left
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
         """Flush, and fail what has no acknowledgement by then. May be called again.
 
-        :raises Undelivered: when messages were left without one; their deliveries say the same.
+        :raises Undelivered: when messages were left without one, or failed and nobody has looked, as ``flush`` says.
         """
         if self._closed:
             return
@@ -173,10 +190,28 @@ class Publisher(ABC):
             lane.filter.close()
         # Its callbacks refer to us: nothing but the garbage collector would end its threads and connections.
         del self._client
+        self.is_ended = True
         if errors:
             raise errors[0]
         if left:
             raise Undelivered(f"{left} messages had no acknowledgement after {timeout_seconds:g} s")
+        if (failed := self._failures()) is not None:
+            raise failed
+
+    def _failures(self) -> Undelivered | None:
+        """Return the failures that nobody has looked at, once."""
+        said = []
+        count = 0
+        for lane in self._lanes.values():
+            failed, lane.failed = lane.failed, {}
+            count += len(failed)
+            said += [f"{identity!r} to {lane.topic}: {error}" for identity, error in list(failed.items())[:_NAMED]]
+        if not count:
+            return None
+        return Undelivered(
+            f"{count} messages failed, and no callback or result() has looked at them; {'; '.join(said[:_NAMED])}. "
+            "They may be sent again under the same identity"
+        )
 
     def _flush(self, timeout_seconds: float) -> int:
         left = self._client.flush(timeout_seconds)
@@ -364,7 +399,6 @@ def goes(delivery: Delivery, state: State) -> bool:
     if state is _UNKNOWN:
         delivery.may_repeat = True
         return True
-    delivery.duplicate = True
     delivery.lane.release(delivery, Outcome.SKIPPED if state is _DUPLICATE else Outcome.HELD_ELSEWHERE)
     return False
 

@@ -117,6 +117,11 @@ class TransactionalProducer(Publisher):
         with self._turn:
             super().close(timeout_seconds)
 
+    def _failures(self) -> None:
+        """Return nothing: the error of a transaction has told of all its messages."""
+        for lane in self._lanes.values():
+            lane.failed.clear()
+
     def _connect(self) -> Producer:
         self._turn = threading.Lock()
         self._id = str(self._settings.get("transactional.id") or "")

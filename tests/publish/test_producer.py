@@ -17,6 +17,7 @@ from exactly_once.publish import (
     ChainFilter,
     DedupProducer,
     Delivery,
+    FilterUnavailable,
     KeyRefused,
     Link,
     NotPersisted,
@@ -24,12 +25,14 @@ from exactly_once.publish import (
     OutcomeUnknown,
     Outgoing,
     SequenceFilter,
+    State,
     Undelivered,
     WindowFilter,
 )
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
 from tests.support.journal import scan
 from tests.support.topics import create_topic
+from tests.support.waiting import until
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1", "message.timeout.ms": 300, "log_level": 0}
 """Nobody listens there."""
@@ -69,8 +72,10 @@ def test_a_duplicate_in_flight_gets_the_same_outcome(
     producer: DedupProducer, bootstrap_servers: str, topic: str
 ) -> None:
     first, twin, third = (producer.produce(topic, b"%d" % n, dedup_key="a") for n in range(3))
-    assert (first.duplicate, twin.duplicate, third.duplicate) == (False, True, True)
+    assert [d.is_attached for d in (first, twin, third)] == [False, True, True]
+    assert not twin.duplicate, "nobody knows yet"
     twin.result(30)
+    assert (first.duplicate, twin.duplicate, third.duplicate) == (False, True, True)
     assert first.offset == twin.offset == third.offset is not None
     assert values(bootstrap_servers, topic) == {b"0": 1}
 
@@ -154,7 +159,8 @@ def test_what_timed_out_is_unknown_and_may_be_sent_again() -> None:
     again = made.produce("t", b"x", dedup_key="a")
     assert (again.duplicate, again.may_repeat) == (False, True)
     assert made.filter_of("t").stats().in_flight == 1
-    made.flush(10)
+    with pytest.raises(Undelivered):
+        made.flush(10)
     assert made.filter_of("t").stats().unknown == 1
     made.close()
 
@@ -227,15 +233,16 @@ def test_deduplication_is_off_where_it_is_told_to_be(bootstrap_servers: str, top
             made.produce(topic, b"y")
     assert values(bootstrap_servers, topic) == {b"x": 4, b"y": 2}
     with DedupProducer(settings, dedup=WindowFilter(keys=10), topics={topic: True, "*": False}) as made:
-        made.produce(topic, b"z", dedup_key="a")
+        made.produce(topic, b"z", dedup_key="a").result(30)
         assert made.produce(topic, b"z", dedup_key="a").duplicate
 
 
 def test_many_messages_at_once(producer: DedupProducer, bootstrap_servers: str, topic: str) -> None:
     keys = ["a", "b", "a", "c"]
     deliveries = producer.produce_many(topic, [Outgoing(b"%d" % n, dedup_key=key) for n, key in enumerate(keys)])
-    assert [d.duplicate for d in deliveries] == [False, False, True, False]
+    assert [d.is_attached for d in deliveries] == [False, False, True, False]
     producer.flush(30)
+    assert [d.duplicate for d in deliveries] == [False, False, True, False]
     assert deliveries[0].offset == deliveries[2].offset is not None
     more = producer.produce_many(topic, [Outgoing(b"5", dedup_key="c"), Outgoing(b"6", dedup_key="d")])
     assert [d.duplicate for d in more] == [True, False]
@@ -395,3 +402,105 @@ def test_a_duplicate_that_attaches_while_the_original_is_settled_is_settled_too(
     assert (twin.outcome, twin.offset) == (Outcome.DELIVERED, delivery.offset)
     producer.poll(0)
     assert called == [(None, delivery.message)]
+
+
+REFUSED = b"x" * 5000
+"""Too large for the topics below; the client sends it, because it does not know their limit."""
+
+
+@pytest.fixture
+def small(bootstrap_servers: str) -> str:
+    """A topic whose broker refuses large messages."""
+    return create_topic(bootstrap_servers, 1, max_message_bytes="1000")
+
+
+@pytest.mark.parametrize("end", ["flush", "close", "leave the block"])
+def test_a_failure_that_nobody_has_looked_at_is_raised(bootstrap_servers: str, small: str, end: str) -> None:
+    made = DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10))
+    made.produce(small, REFUSED, dedup_key="the key")
+    with pytest.raises(Undelivered, match="'the key'"):
+        if end == "leave the block":
+            with made:
+                pass
+        else:
+            getattr(made, end)()
+    made.close()
+
+
+def test_a_failure_that_somebody_has_looked_at_is_not_raised(bootstrap_servers: str, small: str) -> None:
+    told: list[KafkaError | None] = []
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as made:
+        made.produce(small, REFUSED, dedup_key="callback", on_delivery=lambda error, _: told.append(error))
+        asked = made.produce(small, REFUSED, dedup_key="result")
+        with pytest.raises(NotPersisted):
+            asked.result(30)
+        made.flush(30)
+        made.produce(small, REFUSED, dedup_key="sent again")
+        until(lambda: made.poll(0.1) >= 0 and not made._lanes[small].in_flight, 30, "the report")
+        made.produce(small, b"small", dedup_key="sent again")
+    assert told[0] is not None
+
+
+class Undoing(WindowFilter):
+    """A filter during whose answer another thread asks for the same key; then the store is away."""
+
+    def __init__(self, twin: Any) -> None:
+        super().__init__(keys=10)
+        self.twin = twin
+
+    def reserve(self, key: Any) -> State:
+        self.twin()
+        raise FilterUnavailable
+
+
+def test_what_attached_to_a_call_that_was_undone_is_no_duplicate() -> None:
+    """The other thread's call is made from within the first one, where that thread would come in between."""
+    told: list[KafkaError | None] = []
+    twins: list[Delivery] = []
+
+    def twin(**options: Any) -> None:
+        twins.append(made.produce("t", b"x", dedup_key="a", **options))
+
+    made = DedupProducer(NOWHERE, dedup=Undoing(lambda: twin(on_delivery=lambda error, _: told.append(error))))
+    with pytest.raises(FilterUnavailable):
+        made.produce("t", b"x", dedup_key="a")
+    made.flush(10)
+    assert (twins[0].outcome, twins[0].duplicate) == (Outcome.NOT_PERSISTED, False)
+    assert told[0] is not None
+    assert told[0].retriable()
+    made.close()
+    made = DedupProducer(NOWHERE, dedup=Undoing(twin))
+    with pytest.raises(FilterUnavailable):
+        made.produce("t", b"x", dedup_key="a")
+    with pytest.raises(Undelivered):
+        made.close()
+
+
+class Elsewhere(WindowFilter):
+    """A filter whose keys another process holds."""
+
+    def reserve(self, key: Any) -> State:
+        return State.IN_FLIGHT
+
+
+def test_what_another_process_is_sending_is_told_as_an_error() -> None:
+    told: list[KafkaError | None] = []
+    made = DedupProducer(NOWHERE, dedup=Elsewhere(keys=10))
+    held = made.produce("t", b"x", dedup_key="a", on_delivery=lambda error, _: told.append(error))
+    made.poll(0)
+    assert (held.outcome, held.duplicate) == (Outcome.HELD_ELSEWHERE, False)
+    assert told[0] is not None
+    assert "another process" in told[0].str()
+    made.flush(1)
+    made.produce("t", b"x", dedup_key="b")
+    with pytest.raises(Undelivered, match="'b'"):
+        made.close()
+
+
+def test_a_closed_producer_takes_nothing_more() -> None:
+    made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+    made.close()
+    for send in (lambda: made.produce("t", b"x", dedup_key="a"), lambda: made.produce_many("t", [])):
+        with pytest.raises(ConfigurationError, match="closed"):
+            send()
+    assert made, "true, although nothing is in flight"
