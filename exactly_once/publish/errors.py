@@ -4,7 +4,7 @@ PublishError (ExactlyOnceError)
 ├── KeyRefused (ValueError)        a dedup key, sequence number or chain link that cannot be one
 │   └── InconsistentChain          a reference contradicts what was seen before
 ├── LimitReached                   a bound was reached; going on would lose or forget something
-├── SnapshotCorrupted              a snapshot was cut short or altered; nothing of it was loaded
+├── SnapshotCorrupted              a snapshot was cut short, altered or is of something else; nothing was loaded
 ├── TailLost                       the log no longer holds what recovery must read
 ├── TailHidden                     an open transaction of another producer hides the end of the log
 ├── FilterUnavailable              the store of a shared filter cannot be asked
@@ -39,7 +39,7 @@ class LimitReached(PublishError):
 
 
 class SnapshotCorrupted(PublishError):
-    """A snapshot was cut short or altered. Nothing of it was loaded."""
+    """A snapshot was cut short or altered, or belongs to something else. Nothing of it was loaded."""
 
 
 class TailLost(PublishError):

@@ -15,10 +15,9 @@ from confluent_kafka import KafkaError, Message
 from exactly_once.logs import about
 
 from .delivery import Delivery, Outcome, proves_absence
-from .errors import FilterUnavailable, KeyRefused
+from .errors import FilterUnavailable
 from .protocol import Filter, State, Stats
 from .recovery import SequenceLog
-from .sequence import SequenceFilter
 
 if TYPE_CHECKING:
     from .publisher import Publisher
@@ -71,37 +70,11 @@ class Lane:
         self.failed: dict[Hashable, KafkaError | None] = {}
         """By identity: failures that nobody has looked at, and that no later call has made good."""
         self.lock = threading.Lock()
-        """Held while a number is drawn and handed to the client, so that both happen in the same order."""
-        self.ids: Literal["custom", "automatic"] | None = None
+        """Held from the reservation of a number until the client has it, so that both happen in the same order."""
         self._log = log
         self._settling = threading.Lock()
         self._due: dict[Outcome, list[Delivery]] = {}
         self._to_tell: list[tuple[Outcome, list[Delivery]]] = []
-
-    def next_number(self, given: int | None, initial: int) -> int:
-        """Return the number of the next message: the given one, or the one after the last.
-
-        :raises KeyRefused: when given and drawn numbers are mixed.
-        """
-        kind: Literal["custom", "automatic"] = "automatic" if given is None else "custom"
-        if self.ids is None:
-            self.ids = kind
-        elif self.ids != kind:
-            raise KeyRefused(
-                f"{self.topic!r} has {self.ids} sequence ids: "
-                + ("every message must carry one" if given is None else "none can be given")
-            )
-        if given is not None:
-            return given
-        assert isinstance(self.filter, SequenceFilter)
-        return max(initial, self.filter.drawn(self.producer.producer_name) + 1)
-
-    def take_back(self, identity: Any) -> None:
-        """Undo a reservation whose message the client did not take."""
-        if self.ids == "automatic" and isinstance(self.filter, SequenceFilter):
-            self.filter.retract(identity)  # the next message gets this number
-        else:
-            self.filter.forget(identity)
 
     def release(self, delivery: Delivery, outcome: Outcome) -> None:
         """Settle a delivery that was never handed to the client."""
@@ -150,7 +123,7 @@ class Lane:
             delivery.take(_SILENT, None)
         self.settle()
         if self._log is not None:
-            self._log.save()
+            self._log.save(is_clean=True)
         if self._due:
             left = sum(map(len, self._due.values()))
             raise FilterUnavailable(f"{left} outcomes on {self.topic!r} could not be stored in the filter")
@@ -182,10 +155,6 @@ class Lane:
             try:
                 if outcome is Outcome.DELIVERED:
                     self.filter.confirm_many(keys)
-                elif self.ids == "automatic" and isinstance(self.filter, SequenceFilter):
-                    # Who does not choose the numbers cannot send one again.
-                    for key in keys:
-                        self.filter.abandon(key)
                 elif outcome is Outcome.NOT_PERSISTED:
                     self.filter.forget_many(keys)
                 else:

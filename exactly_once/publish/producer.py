@@ -32,7 +32,8 @@ class DedupProducer(Publisher):
     and so can one whose outcome is unknown: then ``delivery.may_repeat`` says that it may be in the log twice. What
     survives a crash or holds between processes is the filter's promise.
 
-    With a :class:`SequenceFilter` the numbers are recovered from the topic when it is first used, ``snapshots`` saves
+    With a :class:`SequenceFilter` the numbers are recovered from the topic when it is first used, ``snapshots`` (a
+    directory, or a function that makes the store of a topic) saves
     reading it from its beginning, and ``last_sequence_id(topic)`` tells where to go on. Whoever used the same
     ``producer_name`` before must have ended.
 
@@ -101,7 +102,7 @@ class DedupProducer(Publisher):
                     headers=headers,  # type: ignore[arg-type]  # any pairs will do
                 )
         except BaseException:
-            lane.take_back(dedup_key)
+            lane.filter.forget(dedup_key)
             lane.release(delivery, Outcome.NOT_PERSISTED)
             raise
         return delivery

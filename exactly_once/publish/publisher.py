@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from fnmatch import fnmatchcase
+from hashlib import blake2b
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 from uuid import uuid4
@@ -29,7 +31,7 @@ from .protocol import Filter, State
 from .recovery import SequenceLog
 from .sequence import Sequence, SequenceFilter
 from .settings import connection_settings
-from .snapshot import SnapshotStore
+from .snapshot import SnapshotFile, SnapshotStore
 
 _NEW, _UNKNOWN, _DUPLICATE = State.NEW, State.UNKNOWN, State.DUPLICATE
 _CLOSE_SECONDS = 30.0
@@ -70,11 +72,10 @@ class Publisher(ABC):
         dedup: AnyFilter | Callable[[str], AnyFilter],
         producer_name: str | None = None,
         owner: PublishOwner | None = None,
-        initial_sequence_id: int = 0,
         enabled: bool = True,
         topics: Mapping[str, bool] | None = None,
         recover: bool = True,
-        snapshots: Callable[[str], SnapshotStore] | None = None,
+        snapshots: Callable[[str], SnapshotStore] | str | Path | None = None,
         snapshot_every: int = 1000,
         accept_trimmed: bool = False,
     ) -> None:
@@ -89,11 +90,10 @@ class Publisher(ABC):
         self.producer_name = producer_name or (f"producer-{uuid4()}" if owner is None else owner.name)
         """Given or drawn; who publishes with sequences gives one, and the same after a restart."""
         self._dedup = dedup
-        self._initial = initial_sequence_id
         self._enabled = enabled
         self._patterns = dict(topics or {})
         self._recover = recover
-        self._snapshots = snapshots
+        self._snapshots = _stores(snapshots, self.producer_name)
         self._snapshot_every = snapshot_every
         self._accept_trimmed = accept_trimmed
         self._lanes: dict[str, Lane] = {}
@@ -247,7 +247,9 @@ class Publisher(ABC):
         identity: Any = object()
         if lane.takes == "sequence":
             _only(given, "sequence")
-            identity = Sequence(self.producer_name, lane.next_number(given.sequence, self._initial))
+            if given.sequence is None:
+                raise KeyRefused(f"a message to {lane.topic!r} needs sequence=, because its filter knows numbers")
+            identity = Sequence(self.producer_name, given.sequence)
         elif lane.takes == "chain":
             _only(given, "chain")
             if given.chain is None:
@@ -349,12 +351,12 @@ class Publisher(ABC):
             made = self._make_filter(topic)
             log = None
             if isinstance(made, SequenceFilter) and self._recover:
-                store = None if self._snapshots is None else self._snapshots(topic)
                 log = SequenceLog(
                     self._kafka,
                     topic,
                     made,
-                    store=store,
+                    producer=self.producer_name,
+                    store=self._snapshots(topic),
                     every=self._snapshot_every,
                     accept_trimmed=self._accept_trimmed,
                 )
@@ -394,6 +396,22 @@ class Publisher(ABC):
         return next((on for pattern, on in self._patterns.items() if fnmatchcase(topic, pattern)), True)
 
 
+def _stores(
+    given: Callable[[str], SnapshotStore] | str | Path | None, producer: str
+) -> Callable[[str], SnapshotStore | None]:
+    """Return what makes the store of a topic; in a directory each producer and topic has a file of its own."""
+    if given is None:
+        return lambda _: None
+    if callable(given):
+        return given
+    folder = Path(given)
+
+    def in_folder(topic: str) -> SnapshotStore:
+        return SnapshotFile(folder / f"{topic}-{blake2b(producer.encode(), digest_size=8).hexdigest()}.snapshot")
+
+    return in_folder
+
+
 def goes(delivery: Delivery, state: State) -> bool:
     """Tell whether a message that is not new is sent nevertheless; settle its delivery if not."""
     if state is _UNKNOWN:
@@ -406,7 +424,7 @@ def goes(delivery: Delivery, state: State) -> bool:
 def take_back(going: Going) -> None:
     """Undo the reservations of messages that the client did not take."""
     for delivery, _ in reversed(going):
-        delivery.lane.take_back(delivery.identity)
+        delivery.lane.filter.forget(delivery.identity)
         delivery.lane.release(delivery, Outcome.NOT_PERSISTED)
 
 
