@@ -19,6 +19,7 @@ from exactly_once.publish import (
     DedupProducer,
     Delivery,
     FilterUnavailable,
+    InconsistentChain,
     KeyRefused,
     Link,
     NotPersisted,
@@ -283,7 +284,9 @@ def test_chains_deduplicate_by_number(bootstrap_servers: str, topic: str) -> Non
         made.produce(topic, b"3", chain=Link("c", 300, 200))
         made.produce(topic, b"2", chain=Link("c", 200, 100))
         made.flush(30)
-        assert made.produce(topic, b"2", chain=Link("c", 200, 150)).duplicate
+        assert made.produce(topic, b"2", chain=Link("c", 200, 100)).duplicate
+        with pytest.raises(InconsistentChain, match="named 100"):
+            made.produce(topic, b"2", chain=Link("c", 200, 150))
         assert not made.produce(topic, b"1", chain=Link("c", 100, 50)).duplicate
         with pytest.raises(KeyRefused, match="chain="):
             made.produce(topic, b"x", dedup_key="a")
