@@ -109,7 +109,9 @@ class Delivery:
         """
         producer: Publisher = self.lane.producer
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while self.outcome is Outcome.PENDING:
+        if self.outcome is _PENDING:
+            producer.hurry()
+        while self.outcome is _PENDING:
             left = 0.1 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no delivery report for {self.identity!r} within {timeout_seconds:g} s")
@@ -180,7 +182,7 @@ class Delivery:
         if self.callback is not None and was_pending:
             self.lane.producer.calls.append(self)
         elif self.is_attached and outcome in _GIVEN:  # the lane notes the failures of those that it sent
-            self.lane.failed[self.identity] = self.error
+            self.lane.failed[self.identity] = self
         # After the outcome: whoever attaches now sees it, and whoever came before is in the list.
         while self.twins:
             try:

@@ -67,11 +67,11 @@ class Lane:
         self.reserve = made.reserve
         self.in_flight: dict[Hashable, Delivery] = {}
         self.reported: list[Delivery] = []
-        self.failed: dict[Hashable, KafkaError | None] = {}
+        self.failed: dict[Hashable, Delivery] = {}
         """By identity: failures that nobody has looked at, and that no later call has made good."""
         self.lock = threading.Lock()
         """Held from the reservation of a number until the client has it, so that both happen in the same order."""
-        self._log = log
+        self.log = log
         self._settling = threading.Lock()
         self._due: dict[Outcome, list[Delivery]] = {}
         self._to_tell: list[tuple[Outcome, list[Delivery]]] = []
@@ -83,7 +83,7 @@ class Lane:
         if outcome is Outcome.SKIPPED:
             self.failed.pop(delivery.identity, None)
         elif outcome is Outcome.HELD_ELSEWHERE and delivery.callback is None:
-            self.failed[delivery.identity] = delivery.error
+            self.failed[delivery.identity] = delivery
 
     def settle(self) -> None:
         """Mark in the filter what was reported, then make it known."""
@@ -122,8 +122,8 @@ class Lane:
         for delivery in silent:
             delivery.take(_SILENT, None)
         self.settle()
-        if self._log is not None:
-            self._log.save(is_clean=True)
+        if self.log is not None:
+            self.log.save(is_clean=True)
         if self._due:
             left = sum(map(len, self._due.values()))
             raise FilterUnavailable(f"{left} outcomes on {self.topic!r} could not be stored in the filter")
@@ -141,7 +141,7 @@ class Lane:
                 for delivery in deliveries:
                     delivery.settle(outcome)
                 if outcome is not _DELIVERED:
-                    self.failed.update((d.identity, d.error) for d in deliveries if d.callback is None)
+                    self.failed.update((d.identity, d) for d in deliveries if d.callback is None)
                 elif self.failed:
                     for delivery in deliveries:
                         self.failed.pop(delivery.identity, None)
@@ -170,8 +170,8 @@ class Lane:
                 continue
             del self._due[outcome]
             deque(map(self.in_flight.pop, keys, repeat(None)), maxlen=0)
-            if outcome is Outcome.DELIVERED and self._log is not None:
-                self._log.confirmed(_messages(deliveries))
+            if outcome is Outcome.DELIVERED and self.log is not None:
+                self.log.confirmed(_messages(deliveries))
 
 
 def _outcome_of(error: KafkaError) -> Outcome:

@@ -22,7 +22,7 @@ from exactly_once.errors import ConfigurationError
 
 from .chain import Link
 from .delivery import Callback, Delivery, Outcome
-from .errors import KeyRefused, Undelivered
+from .errors import KeyRefused, PublishError, Undelivered
 from .headers import Headers, with_key, with_sequence
 from .keys import GivenKey, checked_all
 from .lane import Lane, NoFilter
@@ -34,7 +34,7 @@ from .settings import connection_settings
 from .snapshot import SnapshotFile, SnapshotStore
 
 _NEW, _UNKNOWN, _DUPLICATE = State.NEW, State.UNKNOWN, State.DUPLICATE
-_CLOSE_SECONDS = 30.0
+CLOSE_SECONDS = 30.0
 _ROOM_SECONDS = 0.1
 _NAMED = 3
 """So many failed messages are named in an error; the others are counted."""
@@ -106,6 +106,10 @@ class Publisher(ABC):
         self._client = self._connect()
 
     @abstractmethod
+    def _fence_predecessor(self) -> bool:
+        """See to it that nothing of an earlier life can arrive any more; tell whether that is so."""
+
+    @abstractmethod
     def _connect(self) -> Producer:
         """Make the first client."""
 
@@ -148,24 +152,30 @@ class Publisher(ABC):
         """Serve delivery reports, mark them in the filters, call callbacks; return how many the client served."""
         if self._closed:
             return 0
+        self._commit(only_if_due=True)
         served = self._client.poll(timeout_seconds)
         self._settle()
         return served
+
+    def hurry(self) -> None:
+        """Send what waits for more to come: somebody waits for its outcome."""
+        self._commit()
 
     def flush(self, timeout_seconds: float = -1) -> int:
         """Wait for all reports; return how many messages still have none: those may or may not be sent.
 
         :raises Undelivered: when messages failed and nobody has looked: they have no callback, nobody asked their
-            ``result()`` or ``exception()``, and no later call delivered them. It is told once.
+            ``result()`` or ``exception()``, and no later call delivered them. It is told once. What another process
+            was sending is told by ``produce`` at once, and raised by ``close`` only.
         """
         if self._closed:
             return 0
         left = self._flush(timeout_seconds)
-        if (failed := self._failures()) is not None:
+        if (failed := self._failures(all_of_them=False)) is not None:
             raise failed
         return left
 
-    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Flush, and fail what has no acknowledgement by then. May be called again.
 
         :raises Undelivered: when messages were left without one, or failed and nobody has looked, as ``flush`` says.
@@ -179,8 +189,8 @@ class Publisher(ABC):
             left = self._flush(timeout_seconds)
             if left:
                 self._client.purge()
-                self._flush(_CLOSE_SECONDS)
-        except KafkaException as error:  # a fatal one; what has no report is told below
+                self._flush(CLOSE_SECONDS)
+        except (KafkaException, PublishError) as error:  # a fatal one; what has no report is told below
             errors.append(error)
         for lane in self._lanes.values():
             try:
@@ -195,25 +205,31 @@ class Publisher(ABC):
             raise errors[0]
         if left:
             raise Undelivered(f"{left} messages had no acknowledgement after {timeout_seconds:g} s")
-        if (failed := self._failures()) is not None:
+        if (failed := self._failures(all_of_them=True)) is not None:
             raise failed
 
-    def _failures(self) -> Undelivered | None:
-        """Return the failures that nobody has looked at, once."""
-        said = []
-        count = 0
+    def _failures(self, *, all_of_them: bool) -> Undelivered | None:
+        """Return the failures that nobody has looked at, once; at the end also what others were to send."""
+        found: list[Delivery] = []
         for lane in self._lanes.values():
-            failed, lane.failed = lane.failed, {}
-            count += len(failed)
-            said += [f"{identity!r} to {lane.topic}: {error}" for identity, error in list(failed.items())[:_NAMED]]
-        if not count:
+            mine = [d for d in list(lane.failed.values()) if all_of_them or d.outcome is not Outcome.HELD_ELSEWHERE]
+            for delivery in mine:
+                lane.failed.pop(delivery.identity, None)
+            found += mine
+        if not found:
             return None
+        named = "; ".join(f"{d.identity!r} to {d.lane.topic}: {d.error}" for d in found[:_NAMED])
         return Undelivered(
-            f"{count} messages failed, and no callback or result() has looked at them; {'; '.join(said[:_NAMED])}. "
-            "They may be sent again under the same identity"
+            f"{len(found)} messages failed, and no callback or result() has looked at them; {named}. They may be sent "
+            "again under the same identity"
         )
 
+    @abstractmethod
+    def _commit(self, *, only_if_due: bool = False) -> None:
+        """Publish what is collected, if anything is."""
+
     def _flush(self, timeout_seconds: float) -> int:
+        self._commit()
         left = self._client.flush(timeout_seconds)
         self._settle()
         return left
@@ -351,6 +367,7 @@ class Publisher(ABC):
             made = self._make_filter(topic)
             log = None
             if isinstance(made, SequenceFilter) and self._recover:
+                is_fenced = self._fence_predecessor()
                 log = SequenceLog(
                     self._kafka,
                     topic,
@@ -359,6 +376,7 @@ class Publisher(ABC):
                     store=self._snapshots(topic),
                     every=self._snapshot_every,
                     accept_trimmed=self._accept_trimmed,
+                    is_fenced=is_fenced,
                 )
                 log.recover()
             lane = self._lanes[topic] = Lane(self, topic, made, log)

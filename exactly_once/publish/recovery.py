@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from confluent_kafka import Message
@@ -113,8 +113,9 @@ class SequenceLog:
         walk, starts, is_clean = self._from_snapshot()
         if not is_clean and not self._is_fenced:
             self._wait_for_replicas()
-        trimmed = {p for p, (low, _) in ranges_of(self._kafka, self._topic).items() if low > 0}
-        self._positions = dict(starts or {})
+        lows = {p: low for p, (low, _) in ranges_of(self._kafka, self._topic).items()}
+        trimmed = {p for p, low in lows.items() if low > 0}
+        self._positions = {**lows, **(starts or {})}
         seen_in: set[Partition] = set()
         count = 0
         for message in read_tail(self._kafka, self._topic, starts):
@@ -130,6 +131,16 @@ class SequenceLog:
         self._filter.load({self._producer: walk.result()})
         self.save()
         return count
+
+    def has_another_writer(self, own: Collection[tuple[int | None, int | None]]) -> bool:
+        """Tell whether the log has a number of this producer that it did not put there, at none of its own places."""
+        for message in read_tail(self._kafka, self._topic, self._positions):
+            sent = sequence_of(message.headers())  # type: ignore[arg-type]  # they are bytes when read
+            if sent is None or sent.producer != self._producer or (message.partition(), message.offset()) in own:
+                continue
+            if not self._filter.is_confirmed(self._producer, sent.number):
+                return True
+        return False
 
     def confirmed(self, messages: Iterable[Message]) -> None:
         """Take note of acknowledged messages; every so many of them a snapshot is made."""

@@ -170,6 +170,12 @@ class SequenceFilter:
             if name in self._producers:
                 self._producers[name].confirm(_checked(number))
 
+    def is_confirmed(self, producer: str, number: int) -> bool:
+        """Tell whether a number is known to be in the log."""
+        with self._lock:
+            found = self._producers.get(producer)
+            return found is not None and (number <= found.persisted or found.odd.get(number) is Odd.CONFIRMED)
+
     def has_doubts(self, producer: str) -> bool:
         """Tell whether the log may hold a number that counts as not there, also while it is sent again."""
         with self._lock:

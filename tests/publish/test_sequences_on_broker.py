@@ -16,8 +16,10 @@ from exactly_once.publish import (
     DedupProducer,
     Delivery,
     KeyRefused,
+    Outcome,
     OutcomeUnknown,
     Outgoing,
+    ProducerFenced,
     Sequence,
     SequenceFilter,
     SnapshotCorrupted,
@@ -110,7 +112,7 @@ def test_a_snapshot_saves_reading_the_topic_and_the_rest_is_read(
     filled = SequenceFilter()
     again = make(snapshots=lambda _: store, dedup=filled)
     assert again.last_sequence_id(topic) == 25
-    read = again._lanes[topic]._log
+    read = again._lanes[topic].log
     assert read is not None
     assert read.recover() == 0, "recovering makes a snapshot, so that the next one has nothing to read"
 
@@ -160,7 +162,7 @@ def test_no_snapshot_is_made_while_an_outcome_is_unknown(
     lose(bootstrap_servers, topic, 2, before=1)
     made.doubt(Sequence("files", 2))
     send(producer, topic, 3, 4)
-    log = producer._lanes[topic]._log
+    log = producer._lanes[topic].log
     assert log is not None
     log.save()
     again = make(snapshots=lambda _: store)
@@ -181,7 +183,7 @@ def test_no_snapshot_is_made_while_an_unknown_number_is_sent_again(
     made.doubt(Sequence("files", 2))
     assert made.reserve(Sequence("files", 2)) is State.UNKNOWN, "it is sent again"
     send(producer, topic, 3)
-    log = producer._lanes[topic]._log
+    log = producer._lanes[topic].log
     assert log is not None
     log.save()
     again = make(snapshots=lambda _: store)
@@ -419,7 +421,7 @@ def test_the_doubts_of_a_batch_are_marked_before_its_confirmations(order: int) -
     made = SequenceFilter()
     producer = DedupProducer(nowhere, dedup=made, producer_name="n", recover=False)
     lane = producer._open("t")
-    lane._log = watching = Watching(made)  # type: ignore[assignment]
+    lane.log = watching = Watching(made)  # type: ignore[assignment]
     deliveries = []
     for number, error in ((1, KafkaError(KafkaError._MSG_TIMED_OUT)), (2, None)):
         made.reserve(Sequence("n", number))
@@ -430,3 +432,69 @@ def test_the_doubts_of_a_batch_are_marked_before_its_confirmations(order: int) -
     assert watching.unknown == [1]
     with pytest.raises(Undelivered, match="1 messages failed"):
         producer.close()
+
+
+@pytest.mark.parametrize("is_idle", [False, True], ids=["frozen", "frozen for long"])
+def test_a_predecessor_that_wakes_up_sends_nothing(
+    make: Make, bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch, *, is_idle: bool
+) -> None:
+    """Its queue is full of what its successor has sent. After a minute it would make itself a new client."""
+    zombie = make(commit_seconds=3600.0)
+    send(zombie, topic, 1, 2)
+    for number in range(3, 100):
+        zombie.produce(topic, b"%d" % number, sequence=number)
+    successor = make()
+    assert successor.last_sequence_id(topic) == 2
+    send(successor, topic, *range(3, 100))
+    if is_idle:
+        monkeypatch.setattr("exactly_once.publish.transactional._IDLE_SECONDS", 0.0)
+    for _ in range(2):
+        late = zombie.produce(topic, b"100", sequence=100)
+        with pytest.raises(ProducerFenced):
+            zombie.flush(30)
+        assert late.outcome is Outcome.NOT_PERSISTED
+    with pytest.raises(Undelivered):
+        zombie.close()
+    assert values(bootstrap_servers, topic) == list(range(1, 100))
+
+
+def test_a_client_that_is_replaced_goes_on_where_nobody_has_taken_over(
+    make: Make, bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exactly_once.publish.transactional._IDLE_SECONDS", 0.0)
+    producer = make()
+    for number in range(3):
+        send(producer, topic, number)
+        lose(bootstrap_servers, topic, 7, before=-1, name="another")
+    assert producer.last_sequence_id(topic) == 2
+
+
+def test_a_refused_message_leaves_the_others_of_its_transaction(make: Make, bootstrap_servers: str, topic: str) -> None:
+    """The client refuses it by itself: nothing of the others was sent with it."""
+    producer = make()
+    large = [producer.produce(topic, b"x" * 2_000_000 if n == 2 else b"%d" % n, sequence=n) for n in range(4)][2]
+    with pytest.raises(Undelivered, match="1 messages failed"):
+        producer.flush(30)
+    assert large.outcome is Outcome.NOT_PERSISTED
+    assert values(bootstrap_servers, topic) == [0, 1, 3]
+    assert producer.last_sequence_id(topic) == 1
+
+
+def test_without_transactions_recovery_waits_for_replicas_after_an_unclean_end(
+    make: Make, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That there are several replicas is pretended: with one broker nothing lags behind, and nothing is waited for."""
+
+    def pretend(*arguments: Any) -> Any:
+        return describe(*arguments)._replace(replicas=3, lag_seconds=0.1)
+
+    monkeypatch.setattr(recovery, "describe", pretend)
+    waits = []
+    for is_clean in (False, True, True):
+        caplog.clear()
+        producer = make(snapshots=tmp_path, transactions=False)
+        send(producer, topic, 1)
+        waits.append("replica.lag.time.max.ms" in caplog.text)
+        if is_clean:
+            producer.close()
+    assert waits == [True, True, False], "nothing is known; it was not closed; it was"

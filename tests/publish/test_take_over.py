@@ -144,7 +144,7 @@ def test_two_processes_publish_each_key_once(
                 while left:
                     deliveries = producer.produce_many(topic, [Outgoing(b"%d" % n, dedup_key=n) for n in left])
                     producer.flush(30)
-                    sent += sum(not d.duplicate for d in deliveries)
+                    sent += sum(d.outcome is Outcome.DELIVERED for d in deliveries)
                     left = [d.identity for d in deliveries if d.outcome is Outcome.HELD_ELSEWHERE]
                     waited += len(left)
             return sent, waited
