@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
+from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 from exactly_once.errors import ConfigurationError
@@ -11,13 +12,22 @@ from exactly_once.logs import about
 
 from .by_batch import ByBatch
 from .front import Front, FrontFilter
-from .keys import GivenKey, checked_all, encoded
+from .keys import GivenKey, Key, checked_all, encoded
 from .owners import DeadOwner, PublishOwner
 from .protocol import State, Stats
 
 logger = logging.getLogger(__name__)
 
 _NEW, _IN_FLIGHT, _UNKNOWN, _DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
+
+
+_LONGEST = 1025
+"""Bytes of an encoded key that are kept as they are; a row of the index has room for 2,704."""
+
+
+def _stored(form: bytes) -> bytes:
+    """Return an encoded key, or its digest if it is long: of characters that take several bytes."""
+    return form if len(form) <= _LONGEST else b"d" + blake2b(form, digest_size=32).digest()
 
 
 class Found(NamedTuple):
@@ -85,22 +95,22 @@ class PostgresWindow(ByBatch):
         self._duplicates = 0
         self._front = None if front is None else Front(self._store, self._scope, front)
 
-    def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
-        """Reserve several keys with one statement.
+    def reserve_many(self, keys: Iterable[GivenKey], *, map_version: int | None = None) -> list[State]:
+        """Reserve several keys with one statement, which also checks the version of the map of shards.
 
         :raises ProducerFenced: when this process was fenced; it must stop.
         :raises FilterUnavailable: when the database cannot be asked; nothing is sent then.
         """
-        wanted = [encoded(key) for key in checked_all(keys)]
+        wanted = [self.form_of(key) for key in checked_all(keys)]
         if not wanted:
             return []
         self.owner.check()
         with self._lock:
-            states, holders = self._ask(sorted(set(wanted)))
+            states, holders = self._ask(sorted(set(wanted)), map_version)
             dead = self._bury(holders) if holders else 0
             if dead:
                 held = sorted(key for key, state in states.items() if state is _IN_FLIGHT)
-                again, _ = self._ask(held)
+                again, _ = self._ask(held, map_version)
                 states.update(again)
             self._mine.update(key for key, state in states.items() if state in (_NEW, _UNKNOWN))
             answers = []
@@ -113,13 +123,13 @@ class PostgresWindow(ByBatch):
 
     def confirm_many(self, keys: Iterable[GivenKey]) -> None:
         """Confirm several keys with one statement."""
-        found = sorted({encoded(key) for key in checked_all(keys)})
+        found = sorted({self.form_of(key) for key in checked_all(keys)})
         with self._lock:
             self._settle("publish_confirm", found)
 
     def forget_many(self, keys: Iterable[GivenKey]) -> None:
         """Forget several keys."""
-        lost = {encoded(key) for key in checked_all(keys)}
+        lost = {self.form_of(key) for key in checked_all(keys)}
         with self._lock:
             held = lost & self._mine
             self._settle("publish_forget", sorted(held), is_held=True)
@@ -127,14 +137,19 @@ class PostgresWindow(ByBatch):
 
     def doubt_many(self, keys: Iterable[GivenKey]) -> None:
         """Doubt several keys with one statement."""
-        unsure = sorted({encoded(key) for key in checked_all(keys)})
+        unsure = sorted({self.form_of(key) for key in checked_all(keys)})
         with self._lock:
             self._settle("publish_doubt", unsure)
 
     def peek(self, keys: Iterable[GivenKey]) -> dict[bytes, str]:
         """Return the encoded forms of those that are there, and in which state; reserve none."""
-        wanted = sorted({encoded(key) for key in checked_all(keys)})
+        wanted = sorted({self.form_of(key) for key in checked_all(keys)})
         return dict(self._store.run("publish_peek", scope=self._scope, keys=wanted)) if wanted else {}
+
+    @staticmethod
+    def form_of(key: Key) -> bytes:
+        """Return the form of a key in the table."""
+        return _stored(encoded(key))
 
     def map_version(self, version: int, digest: bytes) -> tuple[int, bytes]:
         """Agree on the map of shards; return version and digest of the latest."""
@@ -156,7 +171,7 @@ class PostgresWindow(ByBatch):
     def close(self) -> None:
         """Do nothing; the owner is closed by who made it."""
 
-    def _ask(self, wanted: list[bytes]) -> tuple[dict[bytes, State], set[int]]:
+    def _ask(self, wanted: list[bytes], map_version: int | None) -> tuple[dict[bytes, State], set[int]]:
         """Reserve sorted, different keys; return what they are, and who else holds the ones in flight."""
         states = dict.fromkeys(wanted, _NEW)
         holders: set[int] = set()
@@ -166,6 +181,7 @@ class PostgresWindow(ByBatch):
             keys=wanted,
             owner=self.owner.id,
             token=self.owner.token,
+            map_version=map_version,
             knows_old=-1 if self._front is None else self._front.without(wanted),
         )
         for place, state, holder in rows:
@@ -189,7 +205,11 @@ class PostgresWindow(ByBatch):
         for owner in dead:
             found = Found((), is_sure=False) if self._take_over is None else self._take_over(owner, self.scope)
             ((confirmed, forgotten, doubted),) = self._store.run(
-                "publish_bury", scope=self._scope, dead=owner.id, keys=sorted(found.keys), is_sure=found.is_sure
+                "publish_bury",
+                scope=self._scope,
+                dead=owner.id,
+                keys=sorted(map(_stored, found.keys)),
+                is_sure=found.is_sure,
             )
             logger.warning(
                 "took over from %r (%s) on %r: %s keys were in the log, %s were not, %s are unknown",

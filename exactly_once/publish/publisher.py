@@ -23,6 +23,7 @@ from exactly_once.errors import ConfigurationError
 from .chain import Link
 from .delivery import Callback, Delivery, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
+from .guard import Guard
 from .headers import Headers, with_key, with_sequence
 from .keys import GivenKey, checked_all
 from .lane import Lane, NoFilter
@@ -101,6 +102,7 @@ class Publisher(ABC):
         self._bound: str | None = None
         self.calls: deque[Delivery] = deque()
         self._closed = False
+        self._guard = Guard("the producer")
         self.is_ended = False
         """Whether it is closed and nothing more is reported."""
         self._client = self._connect()
@@ -180,7 +182,7 @@ class Publisher(ABC):
 
         :raises Undelivered: when messages were left without one, or failed and nobody has looked, as ``flush`` says.
         """
-        if self._closed:
+        if self._closed or not self._guard.is_ours():  # a child has none of its parent's messages
             return
         self._closed = True
         errors: list[Exception] = []
@@ -235,6 +237,7 @@ class Publisher(ABC):
         return left
 
     def _check_open(self) -> None:
+        self._guard.check()
         if self._closed:
             raise ConfigurationError("the producer is closed: make a new one")
 
@@ -387,16 +390,20 @@ class Publisher(ABC):
             return NoFilter()
         if not hasattr(self._dedup, "reserve"):
             made = self._dedup(topic)
-            self._check_owner(getattr(made, "owner", None))
+            self._check_owners(made)
             return made
         if self._bound not in (None, topic):
             raise ConfigurationError(
                 f"dedup= is one filter and already serves {self._bound!r}: the same key on {topic!r} would be taken "
                 "for a duplicate. Give a function that makes a filter for each topic: dedup=lambda topic: ..."
             )
-        self._check_owner(getattr(self._dedup, "owner", None))
+        self._check_owners(self._dedup)
         self._bound = topic
         return cast("AnyFilter", self._dedup)
+
+    def _check_owners(self, made: object) -> None:
+        for owner in getattr(made, "owners", (getattr(made, "owner", None),)):
+            self._check_owner(owner)
 
     def _check_owner(self, owner: PublishOwner | None) -> None:
         """Refuse an owner who promises to take-overs that its messages are sent under another transactional id."""

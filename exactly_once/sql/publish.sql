@@ -17,7 +17,8 @@ SELECT {schema}.publish_turn()
 -- name: publish_reserve
 -- Reserve sorted, different keys; return only those that are not new.
 SELECT place, found_state::text, holder
-FROM {schema}.publish_reserve(%(scope)s, %(keys)s::bytea[], %(owner)s, %(token)s, %(knows_old)s)
+FROM {schema}.publish_reserve(%(scope)s, %(keys)s::bytea[], %(owner)s, %(token)s, %(knows_old)s,
+                                 %(map_version)s)
 
 -- name: publish_confirm
 -- Confirm keys.
@@ -95,10 +96,7 @@ WHERE id = ANY(%(owners)s) AND ended_at IS NOT NULL
 
 -- name: publish_map
 -- Agree on the version of a map of shards; return the version and digest that hold now.
-UPDATE {schema}.publish_window
-SET map_version = CASE WHEN %(version)s > map_version THEN %(version)s ELSE map_version END,
-    map_digest = CASE WHEN %(version)s > map_version THEN %(digest)s::bytea ELSE map_digest END
-RETURNING map_version, map_digest
+SELECT map_version, map_digest FROM {schema}.publish_map(%(version)s, %(digest)s::bytea)
 
 -- name: publish_map_now
 -- Return version and digest of the map of shards that holds now.

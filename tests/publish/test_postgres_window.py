@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 import time
@@ -450,3 +451,59 @@ def test_a_role_with_the_printed_grants_is_enough(
     slots = SharedSlotFilter(PostgresSlots(owner.store, scope=name), slots=8)
     assert slots.reserve("a") is NEW
     slots.confirm("a")
+
+
+def chinese(length: int) -> str:
+    return "".join(map(chr, random.Random(length).choices(range(0x4E00, 0x9FFF), k=length)))
+
+
+def test_long_keys_are_told_apart(two: tuple[PostgresWindow, PostgresWindow]) -> None:
+    """A character may take three bytes, and a row of the index has room for 2,704."""
+    one, other = two
+    text = chinese(1023)  # no repetition, which Postgres would compress
+    keys: list[str | bytes] = [text + "\u4e16", text + "\u754c", b"x" * 1024, "short"]
+    assert one.reserve_many(keys) == [NEW] * 4
+    one.confirm_many(keys[:3:2])
+    one.doubt(keys[1])
+    assert other.reserve_many(keys) == [DUPLICATE, UNKNOWN, DUPLICATE, IN_FLIGHT]
+
+
+def test_a_take_over_finds_long_keys(make_owner: MakeOwner, db: psycopg.Connection[Any], name: str) -> None:
+    """The topic has them whole."""
+    dead = make_owner(transactional_id=name)
+    keys = [chinese(1000) + last for last in "ab"]
+    window(dead, name).reserve_many(keys)
+    end_lease(db, dead)
+    made = window(make_owner(), name, take_over=lambda *_: Found([encoded(keys[0])], is_sure=True))
+    assert made.reserve_many(keys) == [DUPLICATE, NEW]
+
+
+def refusal(use: Callable[[], object]) -> str:
+    try:
+        return f"it returned {use()}"
+    except ConfigurationError as error:
+        return str(error)
+
+
+def test_a_child_is_another_process(make_owner: MakeOwner, name: str) -> None:
+    """It has what its parent has reserved, and would take it for a reservation of its own whose answer was lost."""
+    owner = make_owner()
+    made = window(owner, name)
+    assert made.reserve("held") is NEW
+    uses = [lambda: made.reserve("held"), lambda: made.confirm("held"), owner.renew, owner.check]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = [refusal(use) for use in uses]
+            owner.close()
+            owner.store.close()
+            os.write(write, repr(["each process" in text for text in said]).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert os.read(read, 1000) == b"[True, True, True, True]"
+    os.close(read)
+    made.confirm("held")
+    assert made.reserve("held") is DUPLICATE, "the child has ended nothing of its parent's"

@@ -49,16 +49,23 @@ CREATE TABLE {schema}.publish_key_1 PARTITION OF {schema}.publish_key FOR VALUES
 
 -- Reserves keys, which must be sorted and all different; returns those that are not new: their place, what they are,
 -- and who holds them. A key that is unknown is handed to the caller. Nothing enters the older generation any more, so
--- a caller who knows that it has none of the keys says for which generation that is.
-CREATE FUNCTION {schema}.publish_reserve(my_scope int, keys bytea[], me bigint, my_token uuid, knows_old bigint)
+-- a caller who knows that it has none of the keys says for which generation that is. A caller with a map of shards says
+-- which version it has.
+CREATE FUNCTION {schema}.publish_reserve(
+    my_scope int, keys bytea[], me bigint, my_token uuid, knows_old bigint, my_map int)
 RETURNS TABLE (place bigint, found_state "char", holder bigint) LANGUAGE plpgsql AS $reserve$
 #variable_conflict use_variable
 DECLARE
     now_is bigint;
     young smallint;
     inserted bigint;
+    latest int;
 BEGIN
-    SELECT w.generation, w.generation % 2 INTO now_is, young FROM {schema}.publish_window w;
+    SELECT w.generation, w.generation % 2, w.map_version INTO now_is, young, latest FROM {schema}.publish_window w;
+    IF my_map < latest THEN
+        RAISE EXCEPTION 'the map of shards has version % by now; this process has %', latest, my_map
+            USING ERRCODE = 'EO005';
+    END IF;
     PERFORM FROM {schema}.publish_owner o WHERE o.id = me AND o.token = my_token AND o.ended_at IS NULL;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'owner % was fenced', me USING ERRCODE = 'EO003';
@@ -181,6 +188,18 @@ BEGIN
     RETURN turned;
 END
 $turn$;
+
+-- Agrees on the version of a map of shards. It waits until every reservation under the old one has ended, and those that
+-- come after it read the new one. It runs as the owner of the schema, so that workers need not be allowed to lock tables.
+CREATE FUNCTION {schema}.publish_map(my_map int, digest bytea)
+RETURNS TABLE (map_version int, map_digest bytea) LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $map$
+BEGIN
+    LOCK TABLE {schema}.publish_window IN ACCESS EXCLUSIVE MODE;
+    UPDATE {schema}.publish_window w SET map_version = my_map, map_digest = digest WHERE w.map_version < my_map;
+    RETURN QUERY SELECT w.map_version, w.map_digest FROM {schema}.publish_window w;
+END
+$map$;
 
 -- Settles what a fenced owner has left in a scope: what was found in the log is confirmed; the rest is absent where
 -- nothing of it can arrive any more, else unknown.
