@@ -38,7 +38,7 @@ from .sequence import Sequence, SequenceFilter
 from .shards import ShardedWindow
 from .shared_slots import SharedSlotFilter
 from .sizing import loss_probability, messages_for, slots_for
-from .slot_places import MemcachedSlots, PostgresSlots
+from .slot_places import MemcachedSlots
 from .slots import SlotFilter
 from .snapshot import SnapshotFile, SnapshotStore
 from .store import Store
@@ -70,7 +70,6 @@ __all__ = [
     "OutcomeUnknown",
     "Outgoing",
     "PostgresChain",
-    "PostgresSlots",
     "PostgresWindow",
     "ProducerFenced",
     "PublishError",

@@ -155,7 +155,7 @@ class PostgresWindow(ByBatch):
         """Agree on the map of shards; return version and digest of the latest."""
         ((latest, of),) = self._store.run("publish_map_now")
         if version > latest:
-            ((latest, of),) = self._store.run("publish_map", version=version, digest=digest)
+            ((latest, of),) = self._store.run("publish_map", number=version, digest=digest)
         return latest, of
 
     def stats(self) -> Stats:

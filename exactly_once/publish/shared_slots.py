@@ -54,7 +54,7 @@ class SlotPlace(Protocol):
 
 
 class SharedSlotFilter(ByBatch):
-    """Recognises most recent keys, in several processes: ``SharedSlotFilter(MemcachedSlots(client), slots=10**7)``.
+    """Recognises most recent keys, in several processes: ``SharedSlotFilter(MemcachedSlots(...), slots=10**7)``.
 
     Each key has one slot and overwrites what is there. A slot is changed by compare-and-set, so that of two processes
     with the same key one is told NEW and the other is not. Slots hold digests of 128 bits: a new key is taken for a
@@ -69,10 +69,10 @@ class SharedSlotFilter(ByBatch):
 
     - a failed send: the key is absent again if the message surely is not in the log, else unknown;
     - a crash of the process: what it confirmed is there; what it had in flight is in flight until its lease is over,
-      then absent in memcached, unknown in Postgres;
+      then absent;
     - a second process: one of them sends, the other is told IN_FLIGHT or DUPLICATE;
     - a key older than its window: nothing in particular; it may be recognised or be new again;
-    - a restart of the place: memcached starts empty; a table in Postgres does not.
+    - a restart of the place: memcached starts empty.
 
     Every method may be called from any thread.
     """

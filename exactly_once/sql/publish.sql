@@ -96,7 +96,7 @@ WHERE id = ANY(%(owners)s) AND ended_at IS NOT NULL
 
 -- name: publish_map
 -- Agree on the version of a map of shards; return the version and digest that hold now.
-SELECT map_version, map_digest FROM {schema}.publish_map(%(version)s, %(digest)s::bytea)
+SELECT map_version, map_digest FROM {schema}.publish_map(%(number)s, %(digest)s::bytea)
 
 -- name: publish_map_now
 -- Return version and digest of the map of shards that holds now.
@@ -113,24 +113,3 @@ FROM unnest(%(numbers)s::int8multirange - coalesce(
 INSERT INTO {schema}.publish_chain AS c (chain, seen) VALUES (%(chain)s, %(numbers)s::int8multirange)
 ON CONFLICT (chain) DO UPDATE SET seen = c.seen + excluded.seen
 RETURNING (SELECT count(*) FROM unnest(seen))
-
--- name: publish_slots
--- Read slots, each with the mark of its last change. What is in flight for longer than a lease is unknown.
-SELECT slot, digest,
-       CASE WHEN state IN ('f', 't') AND changed_at < clock_timestamp() - %(seconds)s * interval '1 second'
-            THEN 'u' ELSE state::text END,
-       owner, mark
-FROM {schema}.publish_slot
-WHERE scope = %(scope)s AND slot = ANY(%(slots)s::bigint[])
-
--- name: publish_swap_slot
--- Change a slot that is as it was read, or that this very change has reached already; return nothing if it is not.
-INSERT INTO {schema}.publish_slot AS s (scope, slot, digest, state, owner, mark)
-SELECT %(scope)s, %(slot)s, %(digest)s, %(state)s, %(owner)s, %(mark)s
-WHERE %(proof)s::uuid IS NULL
-   OR EXISTS (SELECT FROM {schema}.publish_slot WHERE scope = %(scope)s AND slot = %(slot)s)
-ON CONFLICT (scope, slot) DO UPDATE
-SET digest = excluded.digest, state = excluded.state, owner = excluded.owner, mark = excluded.mark,
-    changed_at = excluded.changed_at
-WHERE s.mark = %(proof)s::uuid OR s.mark = excluded.mark
-RETURNING slot

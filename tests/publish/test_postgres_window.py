@@ -26,11 +26,9 @@ from exactly_once.publish import (
     Link,
     NameTaken,
     PostgresChain,
-    PostgresSlots,
     PostgresWindow,
     ProducerFenced,
     PublishOwner,
-    SharedSlotFilter,
     State,
 )
 from exactly_once.publish.keys import encoded
@@ -448,9 +446,6 @@ def test_a_role_with_the_printed_grants_is_enough(
     assert owner.store.run("publish_turn") == [(1,)]
     assert PostgresChain(owner.store).reserve(Link(name, 1)) is NEW
     PostgresChain(owner.store).confirm(Link(name, 1))
-    slots = SharedSlotFilter(PostgresSlots(owner.store, scope=name), slots=8)
-    assert slots.reserve("a") is NEW
-    slots.confirm("a")
 
 
 def chinese(length: int) -> str:

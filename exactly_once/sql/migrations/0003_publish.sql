@@ -233,17 +233,4 @@ CREATE TABLE {schema}.publish_chain (
     seen             int8multirange NOT NULL DEFAULT '{{}}'
 ) WITH (fillfactor = 50);
 
--- Slots of a fixed number, overwritten on collision. States as with keys, and - for a slot that was emptied; the mark is
--- drawn anew by every change, so that a change can be made only of what was read.
-CREATE TABLE {schema}.publish_slot (
-    scope            int         NOT NULL,
-    slot             bigint      NOT NULL,
-    digest           bytea       NOT NULL,
-    state            "char"      NOT NULL,
-    owner            bytea       NOT NULL,
-    mark             uuid        NOT NULL,
-    changed_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
-    PRIMARY KEY (scope, slot)
-) WITH (fillfactor = 60);
-
 UPDATE {schema}.version SET version = 3, migrated_at = clock_timestamp();
