@@ -46,7 +46,8 @@ class PostgresWindow(ByBatch):
     """Recognises the keys of the last ``seconds``, in all processes: ``PostgresWindow(owner, scope="orders", ...)``.
 
     Every change is one statement per batch, durable when it returns. Keys are held for between one and two windows;
-    they leave as a whole generation, never one by one. All windows of a schema have the same length. Scopes, mostly
+    they leave as a whole generation, never one by one. All windows of a schema have the same length, which the first
+    one decides and one with ``changes_window=True`` changes: a longer one holds for what is still there. Scopes, mostly
     topics, do not share keys. It never takes a new key for a seen one.
 
     What it promises after
@@ -73,6 +74,7 @@ class PostgresWindow(ByBatch):
         *,
         scope: str,
         seconds: float,
+        changes_window: bool = False,
         take_over: TakeOver | None = None,
         front: Callable[[], FrontFilter] | None = None,
     ) -> None:
@@ -82,10 +84,11 @@ class PostgresWindow(ByBatch):
         self.scope = scope
         self._take_over = take_over
         self._store = owner.store
-        ((agreed,),) = self._store.run("publish_window", seconds=seconds)
+        ((agreed,),) = self._store.run("publish_window", seconds=seconds, changes=changes_window)
         if agreed != seconds:
             raise ConfigurationError(
-                f"seconds={seconds!r}, but the window of schema {self._store.schema!r} is {agreed:g} s for everybody"
+                f"seconds={seconds!r}, but the window of schema {self._store.schema!r} is {agreed:g} s for everybody. "
+                "changes_window=True changes it, also for those that run"
             )
         ((number,),) = self._store.run("publish_scope", name=scope) or self._store.run("publish_scope", name=scope)
         self._scope: int = number

@@ -18,7 +18,7 @@ from .keys import MAX_KEY_LENGTH, GivenKey, checked
 from .lane import Lane, NoFilter
 from .owners import PublishOwner
 from .protocol import State
-from .publisher import CLOSE_SECONDS, AnyFilter, Going, Outgoing, Publisher, goes, take_back
+from .publisher import CLOSE_SECONDS, AnyFilter, Going, Outgoing, Publisher, goes, only, take_back
 from .settings import client_settings
 from .snapshot import SnapshotStore
 from .transactional import TransactionalProducer
@@ -115,7 +115,7 @@ class DedupProducer(Publisher):
             self._owner.check()
         self._check_open()
         lane = self._lanes.get(topic) or self._open(topic)
-        if lane.takes != "dedup_key" or dedup_key is None:
+        if lane.takes != "dedup_key" or dedup_key is None or sequence is not None or chain is not None:
             given = Outgoing(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
             return self._produce_other(lane, given)
         if (type(dedup_key) is not bytes and type(dedup_key) is not str) or not 0 < len(dedup_key) <= MAX_KEY_LENGTH:
@@ -214,6 +214,7 @@ class DedupProducer(Publisher):
 
     def _produce_other(self, lane: Lane, given: Outgoing) -> Delivery:
         if lane.takes == "dedup_key":
+            only(given, "dedup_key")
             raise KeyRefused(f"a message to {lane.topic!r} needs dedup_key=, because its filter knows keys")
         with lane.lock:
             delivery, goes_on = self._reserve_one(lane, given)

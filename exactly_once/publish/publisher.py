@@ -265,12 +265,12 @@ class Publisher(ABC):
         """Reserve one that has no dedup key; for sequences, the lane's lock is held."""
         identity: Any = object()
         if lane.takes == "sequence":
-            _only(given, "sequence")
+            only(given, "sequence")
             if given.sequence is None:
                 raise KeyRefused(f"a message to {lane.topic!r} needs sequence=, because its filter knows numbers")
             identity = Sequence(self.producer_name, given.sequence)
         elif lane.takes == "chain":
-            _only(given, "chain")
+            only(given, "chain")
             if given.chain is None:
                 raise KeyRefused(f"a message to {lane.topic!r} needs chain=, because its filter knows chains")
             identity = given.chain
@@ -301,7 +301,7 @@ class Publisher(ABC):
         """Make the deliveries; return them, and those that the filter is to be asked about."""
         for message in wanted:
             if message.dedup_key is None or message.sequence is not None or message.chain is not None:
-                _only(message, "dedup_key")
+                only(message, "dedup_key")
                 raise KeyRefused(f"a message to {lane.topic!r} needs dedup_key=, because its filter knows keys")
         keys = checked_all([m.dedup_key for m in wanted if m.dedup_key is not None])
         deliveries: list[Delivery] = []
@@ -453,7 +453,8 @@ def take_back(going: Going) -> None:
         delivery.lane.release(delivery, Outcome.NOT_PERSISTED)
 
 
-def _only(given: Outgoing, name: str) -> None:
+def only(given: Outgoing, name: str) -> None:
+    """Refuse a second identity."""
     others = {"dedup_key": given.dedup_key, "sequence": given.sequence, "chain": given.chain}
     for other, value in others.items():
         if other != name and value is not None:

@@ -7,8 +7,10 @@ WITH made AS (
 SELECT id FROM made UNION ALL SELECT id FROM {schema}.publish_scope WHERE name = %(name)s
 
 -- name: publish_window
--- Agree on the length of the window: the first to come decides. Return what was decided.
-UPDATE {schema}.publish_window SET seconds = coalesce(seconds, %(seconds)s::float8) RETURNING seconds
+-- Agree on the length of the window: the first to come decides, or who is to change it. Return what was decided.
+UPDATE {schema}.publish_window
+SET seconds = CASE WHEN %(changes)s THEN %(seconds)s::float8 ELSE coalesce(seconds, %(seconds)s::float8) END
+RETURNING seconds
 
 -- name: publish_turn
 -- Drop the older generation of keys if it is time.

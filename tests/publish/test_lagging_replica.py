@@ -35,7 +35,9 @@ os.kill(os.getpid(), 9)
 
 @pytest.fixture(scope="module")
 def three_brokers(own_servers: None) -> Iterator[Kafka]:
-    with Kafka(brokers=3) as kafka:
+    # The replica is to be waited for until well after the restart.
+    slow = {"broker.session.timeout.ms": "20000", "replica.lag.time.max.ms": "20000"}
+    with Kafka(brokers=3, properties=slow) as kafka:
         yield kafka
 
 

@@ -339,6 +339,20 @@ def test_another_length_of_the_window_is_refused(make_owner: MakeOwner, own_sche
         window(make_owner(schema=own_schema), name, seconds=200)
 
 
+def test_the_length_of_the_window_may_be_changed(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
+) -> None:
+    before = window(make_owner(schema=own_schema), name, seconds=100)
+    before.reserve("a")
+    before.confirm("a")
+    after = window(make_owner(schema=own_schema), name, seconds=200, changes_window=True)
+    pass_window(db, own_schema, 0.9)
+    after.owner.store.run("publish_turn")
+    assert after.reserve("a") is DUPLICATE
+    with pytest.raises(ConfigurationError, match="200 s"):
+        window(make_owner(schema=own_schema), name, seconds=100)
+
+
 class Mistaken(ExactFront):
     """A front filter with false positives only, as many as there can be: a Bloom filter that is full."""
 

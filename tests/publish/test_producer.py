@@ -321,6 +321,9 @@ def test_a_message_without_the_identity_that_its_filter_knows_is_refused() -> No
         made.produce("t", b"x")
     with pytest.raises(KeyRefused, match="sequence="):
         made.produce_many("t", [Outgoing(b"x", sequence=1)])
+    for second in ({"sequence": 1}, {"chain": Link("c", 1)}):
+        with pytest.raises(KeyRefused, match="was given"):
+            made.produce("t", b"x", dedup_key="a", **second)
     with pytest.raises(KeyRefused):
         made.produce("t", b"x", dedup_key=1.5)  # type: ignore[arg-type]
     assert made.filter_of("t").stats().in_flight == 0
