@@ -27,7 +27,6 @@ from .errors import (
     TailLost,
     Undelivered,
 )
-from .front import BloomFront, ExactFront, FrontFilter
 from .owners import DeadOwner, PublishOwner
 from .postgres import Found, PostgresWindow
 from .postgres_chain import PostgresChain
@@ -47,16 +46,13 @@ from .transactional import Transaction, TransactionalProducer
 from .window import WindowFilter
 
 __all__ = [
-    "BloomFront",
     "ChainFilter",
     "DeadOwner",
     "DedupProducer",
     "Delivery",
-    "ExactFront",
     "Filter",
     "FilterUnavailable",
     "Found",
-    "FrontFilter",
     "HeldElsewhere",
     "InconsistentChain",
     "KeyRefused",

@@ -11,7 +11,7 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.logs import about
 
 from .by_batch import ByBatch
-from .front import Front, FrontFilter
+from .cache import ConfirmedKeys
 from .keys import GivenKey, Key, checked_all, encoded
 from .owners import DeadOwner, PublishOwner
 from .protocol import State, Stats
@@ -76,7 +76,7 @@ class PostgresWindow(ByBatch):
         seconds: float,
         changes_window: bool = False,
         take_over: TakeOver | None = None,
-        front: Callable[[], FrontFilter] | None = None,
+        cache_keys: int = 0,
     ) -> None:
         if not seconds > 0:
             raise ConfigurationError(f"the window must be positive, not {seconds!r}")
@@ -96,7 +96,8 @@ class PostgresWindow(ByBatch):
         holding = owner.holding(self._scope)
         self._mine, self._lock = holding.keys, holding.lock
         self._duplicates = 0
-        self._front = None if front is None else Front(self._store, self._scope, front)
+        self.cache = ConfirmedKeys(cache_keys, seconds)
+        """``cache_keys`` that were confirmed here: their duplicates cost no round trip; ``cache.hits`` counts them."""
 
     def reserve_many(self, keys: Iterable[GivenKey], *, map_version: int | None = None) -> list[State]:
         """Reserve several keys with one statement, which also checks the version of the map of shards.
@@ -109,7 +110,8 @@ class PostgresWindow(ByBatch):
             return []
         self.owner.check()
         with self._lock:
-            states, holders = self._ask(sorted(set(wanted)), map_version)
+            known = self.cache.of(wanted)
+            states, holders = self._ask(sorted(set(wanted) - known), map_version)
             dead = self._bury(holders) if holders else 0
             if dead:
                 held = sorted(key for key, state in states.items() if state is _IN_FLIGHT)
@@ -117,6 +119,7 @@ class PostgresWindow(ByBatch):
                 states.update(again)
             self._mine.update(key for key, state in states.items() if state in (_NEW, _UNKNOWN))
             answers = []
+            states.update(dict.fromkeys(known, _DUPLICATE))
             for key in wanted:
                 answers.append(states[key])
                 if states[key] in (_NEW, _UNKNOWN):
@@ -129,6 +132,7 @@ class PostgresWindow(ByBatch):
         found = sorted({self.form_of(key) for key in checked_all(keys)})
         with self._lock:
             self._settle("publish_confirm", found)
+            self.cache.add(found)
 
     def forget_many(self, keys: Iterable[GivenKey]) -> None:
         """Forget several keys."""
@@ -176,6 +180,8 @@ class PostgresWindow(ByBatch):
 
     def _ask(self, wanted: list[bytes], map_version: int | None) -> tuple[dict[bytes, State], set[int]]:
         """Reserve sorted, different keys; return what they are, and who else holds the ones in flight."""
+        if not wanted:
+            return {}, set()
         states = dict.fromkeys(wanted, _NEW)
         holders: set[int] = set()
         rows = self._store.run(
@@ -185,7 +191,6 @@ class PostgresWindow(ByBatch):
             owner=self.owner.id,
             token=self.owner.token,
             map_version=map_version,
-            knows_old=-1 if self._front is None else self._front.without(wanted),
         )
         for place, state, holder in rows:
             key = wanted[place - 1]

@@ -19,8 +19,7 @@ SELECT {schema}.publish_turn()
 -- name: publish_reserve
 -- Reserve sorted, different keys; return only those that are not new.
 SELECT place, found_state::text, holder
-FROM {schema}.publish_reserve(%(scope)s, %(keys)s::bytea[], %(owner)s, %(token)s, %(knows_old)s,
-                                 %(map_version)s)
+FROM {schema}.publish_reserve(%(scope)s, %(keys)s::bytea[], %(owner)s, %(token)s, %(map_version)s)
 
 -- name: publish_confirm
 -- Confirm keys.
@@ -46,14 +45,6 @@ SELECT state::text, count(*) FROM {schema}.publish_key WHERE slot IN (0, 1) AND 
 -- Look which keys are there and what they are, without reserving any.
 SELECT key, state::text FROM {schema}.publish_key
 WHERE slot IN (0, 1) AND scope = %(scope)s AND key = ANY(%(keys)s::bytea[])
-
--- name: publish_generation
--- Tell which generation of keys is the younger one.
-SELECT generation FROM {schema}.publish_window
-
--- name: publish_old_keys
--- Read the keys of the older generation of a scope, to fill a front filter.
-SELECT key FROM {schema}.publish_key WHERE slot = (%(generation)s + 1) %% 2 AND scope = %(scope)s
 
 -- name: publish_start_owner
 -- Begin the life of a sending process.

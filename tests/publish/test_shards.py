@@ -94,7 +94,7 @@ def test_a_reservation_under_way_is_seen_by_who_brings_a_new_map(shard: MakeShar
     new = {**old, "c": shard("c")}
     moved = next(key for key in KEYS if shard_of(encoded(key), new) == "c")
     window = old["a"]
-    reserve = f'SELECT * FROM "{name}_a".publish_reserve(%s, %s, %s, %s, -1, 1)'.encode()
+    reserve = f'SELECT * FROM "{name}_a".publish_reserve(%s, %s, %s, %s, 1)'.encode()
     with psycopg.connect(conninfo) as connection, ThreadPoolExecutor(1) as pool:
         connection.execute(reserve, [window._scope, [encoded(moved)], window.owner.id, window.owner.token])
         starting = pool.submit(ShardedWindow, new, version=2, previous={"a": shard("a")})

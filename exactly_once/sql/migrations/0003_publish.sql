@@ -48,20 +48,16 @@ CREATE TABLE {schema}.publish_key_0 PARTITION OF {schema}.publish_key FOR VALUES
 CREATE TABLE {schema}.publish_key_1 PARTITION OF {schema}.publish_key FOR VALUES IN (1) WITH (fillfactor = 60);
 
 -- Reserves keys, which must be sorted and all different; returns those that are not new: their place, what they are,
--- and who holds them. A key that is unknown is handed to the caller. Nothing enters the older generation any more, so
--- a caller who knows that it has none of the keys says for which generation that is. A caller with a map of shards says
--- which version it has.
-CREATE FUNCTION {schema}.publish_reserve(
-    my_scope int, keys bytea[], me bigint, my_token uuid, knows_old bigint, my_map int)
+-- and who holds them. A key that is unknown is handed to the caller. One with a map of shards says its version.
+CREATE FUNCTION {schema}.publish_reserve(my_scope int, keys bytea[], me bigint, my_token uuid, my_map int)
 RETURNS TABLE (place bigint, found_state "char", holder bigint) LANGUAGE plpgsql AS $reserve$
 #variable_conflict use_variable
 DECLARE
-    now_is bigint;
     young smallint;
     inserted bigint;
     latest int;
 BEGIN
-    SELECT w.generation, w.generation % 2, w.map_version INTO now_is, young, latest FROM {schema}.publish_window w;
+    SELECT w.generation % 2, w.map_version INTO young, latest FROM {schema}.publish_window w;
     IF my_map < latest THEN
         RAISE EXCEPTION 'the map of shards has version % by now; this process has %', latest, my_map
             USING ERRCODE = 'EO005';
@@ -73,7 +69,7 @@ BEGIN
     INSERT INTO {schema}.publish_key (slot, scope, key, state, owner)
     SELECT young, my_scope, given.key, 'f', me
     FROM unnest(keys) AS given(key)
-    WHERE now_is = knows_old OR NOT EXISTS (
+    WHERE NOT EXISTS (
         SELECT FROM {schema}.publish_key old
         WHERE old.slot = (1 - young)::smallint AND old.scope = my_scope AND old.key = given.key)
     ON CONFLICT DO NOTHING;
