@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 
 from confluent_kafka import KafkaError, Message, Producer
 
-from exactly_once.publish import DedupProducer, SequenceFilter, SnapshotFile
+from exactly_once.publish import DedupProducer, SequenceFilter, Undelivered
 
 KAFKA = {"bootstrap.servers": os.environ["EXACTLY_ONCE_BOOTSTRAP_SERVERS"], "linger.ms": 2}
 
@@ -28,13 +29,36 @@ def lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
             yield file.tell() - len(line), line.rstrip(b"\n")
 
 
-def publish(path: Path, topic: str) -> None:
-    """Publish every line once, whatever happened before."""
-    snapshots = SnapshotFile(path.with_suffix(".snapshot"))
+def name_of(path: Path) -> str:
+    """Return the name under which the lines of this very file are numbered: its place, inode and first line.
+
+    A file of the same name in another directory, or one that took its place, has other numbers.
+    """
+    with path.open("rb") as file:
+        status, first = os.fstat(file.fileno()), file.readline()
+    place = f"{path.resolve()}:{status.st_dev}:{status.st_ino}:".encode()
+    return f"{path.name}-{blake2b(place + first, digest_size=16).hexdigest()}"
+
+
+def begins_a_line(path: Path, offset: int) -> bool:
+    """Tell whether a line of the file begins at an offset."""
+    with path.open("rb") as file:
+        file.seek(offset - 1)
+        return file.read(2)[:1] == b"\n" and offset < path.stat().st_size
+
+
+def publish(path: Path, topic: str, *, name: str | None, is_new: bool) -> None:
+    """Publish every line once, whatever happened before.
+
+    :raises SystemExit: when the topic does not hold all of them at the end.
+    """
+    name, end = name or name_of(path), -1
     with DedupProducer(
-        KAFKA, dedup=SequenceFilter(), producer_name=path.name, snapshots=lambda _: snapshots
+        KAFKA, dedup=SequenceFilter(), producer_name=name, snapshots=path.parent, accept_trimmed=is_new
     ) as producer:
         last = producer.last_sequence_id(topic)
+        if last > 0 and not begins_a_line(path, last):
+            raise SystemExit(f"{topic} has line {last} of {name}, but {path} has none there: it is another file")
         for offset, line in lines(path, max(last, 0)):
             while True:
                 try:
@@ -43,6 +67,15 @@ def publish(path: Path, topic: str) -> None:
                 except BufferError:
                     producer.poll(0.1)
             producer.poll(0)
+            end = offset
+        failure = ""
+        try:
+            producer.flush()
+        except Undelivered as error:  # refused by the broker, or it was away for too long
+            failure = f": {error}"
+        last = producer.last_sequence_id(topic)
+    if last != end:
+        raise SystemExit(f"published up to the line at {last}, not up to the last one at {end}{failure}. Run it again")
 
 
 def publish_plain(path: Path, topic: str) -> None:
@@ -74,8 +107,15 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("topic")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--name", help="of the file, if it is moved between runs; lines of one name are numbered once")
+    parser.add_argument(
+        "--new", action="store_true", help="it was never published: the topic has lost its oldest lines"
+    )
     args = parser.parse_args()
-    (publish_plain if args.plain else publish)(args.file, args.topic)
+    if args.plain:
+        publish_plain(args.file, args.topic)
+    else:
+        publish(args.file, args.topic, name=args.name, is_new=args.new)
 
 
 if __name__ == "__main__":

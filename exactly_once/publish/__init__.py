@@ -27,7 +27,6 @@ from .errors import (
     TailLost,
     Undelivered,
 )
-from .front import BloomFront, ExactFront, FrontFilter
 from .owners import DeadOwner, PublishOwner
 from .postgres import Found, PostgresWindow
 from .postgres_chain import PostgresChain
@@ -38,7 +37,7 @@ from .sequence import Sequence, SequenceFilter
 from .shards import ShardedWindow
 from .shared_slots import SharedSlotFilter
 from .sizing import loss_probability, messages_for, slots_for
-from .slot_places import MemcachedSlots, PostgresSlots
+from .slot_places import MemcachedSlots
 from .slots import SlotFilter
 from .snapshot import SnapshotFile, SnapshotStore
 from .store import Store
@@ -47,16 +46,13 @@ from .transactional import Transaction, TransactionalProducer
 from .window import WindowFilter
 
 __all__ = [
-    "BloomFront",
     "ChainFilter",
     "DeadOwner",
     "DedupProducer",
     "Delivery",
-    "ExactFront",
     "Filter",
     "FilterUnavailable",
     "Found",
-    "FrontFilter",
     "HeldElsewhere",
     "InconsistentChain",
     "KeyRefused",
@@ -70,7 +66,6 @@ __all__ = [
     "OutcomeUnknown",
     "Outgoing",
     "PostgresChain",
-    "PostgresSlots",
     "PostgresWindow",
     "ProducerFenced",
     "PublishError",

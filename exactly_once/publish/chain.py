@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from exactly_once.errors import ConfigurationError
 
 from .errors import InconsistentChain, KeyRefused, LimitReached, SnapshotCorrupted
-from .intervals import Intervals, Number, just_below
+from .intervals import Intervals, Links, Number, just_below
 from .keys import INT64
 from .protocol import State, Stats
 from .reservations import Held
@@ -80,6 +80,7 @@ class ChainFilter:
         self._on_full = on_full
         self._chains: dict[str, Intervals] = {}
         self._held: dict[str, dict[Number, Held]] = {}
+        self._links: dict[str, Links] = {}
         self._lock = threading.Lock()
         self._duplicates = 0
         self._failed_open = 0
@@ -186,6 +187,7 @@ class ChainFilter:
         with self._lock:
             self._chains.pop(chain, None)
             self._held.pop(chain, None)
+            self._links.pop(chain, None)
 
     def stats(self) -> Stats:
         """Return the figures of this moment; confirmed numbers are not counted, they are not kept."""
@@ -205,13 +207,10 @@ class ChainFilter:
         """Do nothing; there is nothing to give back."""
 
     def to_bytes(self) -> bytes:
-        """Return a snapshot of what is confirmed."""
+        """Return a snapshot of what is confirmed, and of what is in flight: that may be in the log, or not."""
         with self._lock:
-            chains = {
-                name: [isinstance(c.infinity, float), [[_plain(a), _plain(b)] for a, b in c.pairs()]]
-                for name, c in self._chains.items()
-            }
-        return pack(_KIND, chains)
+            names = dict.fromkeys((*self._chains, *self._held))
+            return pack(_KIND, {name: self._dump(name) for name in names})
 
     def load_bytes(self, data: bytes) -> None:
         """Load a snapshot, whole or not at all.
@@ -219,13 +218,26 @@ class ChainFilter:
         :raises SnapshotCorrupted: when it is cut short, altered or not one of these.
         """
         try:
-            loaded = {str(name): _loaded(*content) for name, content in unpack(_KIND, data).items()}
+            loaded = {str(name): _loaded(**content) for name, content in unpack(_KIND, data).items()}
         except (TypeError, ValueError, KeyError) as error:
             raise SnapshotCorrupted(f"the snapshot is whole, but not a ChainFilter's: {error}") from error
         with self._lock:
-            self._chains.update(loaded)
-            for chain in loaded:
-                self._held.setdefault(chain, {})
+            for chain, (intervals, links, held) in loaded.items():
+                if intervals is not None:
+                    self._chains[chain] = intervals
+                self._links[chain] = links
+                self._held.setdefault(chain, {}).update(held)
+
+    def _dump(self, name: str) -> dict[str, Any]:
+        """Return a chain as plain data."""
+        intervals, held = self._chains.get(name), self._held.get(name, {})
+        return {
+            "is_int": intervals is None or isinstance(intervals.infinity, float),
+            "pairs": None if intervals is None else [[_plain(a), _plain(b)] for a, b in intervals.pairs()],
+            "links": list(self._links[name].previous.items()) if name in self._links else [],
+            "unknown": [number for number, state in held.items() if state is not _FAILED],
+            "failed": [number for number, state in held.items() if state is _FAILED],
+        }
 
     def _reserve(self, key: Link) -> State:
         chain, number, previous = key
@@ -236,6 +248,10 @@ class ChainFilter:
         if intervals is not None:
             place = intervals.find(number)
             if place < 0:
+                if previous is not None and not self._dense:
+                    intervals.check_seen(number, previous)
+                    if chain in self._links:
+                        self._links[chain].check(number, previous)
                 self._duplicates += 1
                 return _DUPLICATE
             if previous is not None and not self._dense:
@@ -254,9 +270,12 @@ class ChainFilter:
         place = intervals.find(number)
         if place < 0:
             return
+        named = previous
         # A message that was sent meanwhile may have moved the lower end above the reference.
         previous = max(self._previous(number, previous, intervals, place), intervals.lowers[place])
         intervals.mark(place, number, previous)
+        if named is not None and not self._dense:
+            self._links.setdefault(chain, Links()).add(number, named, intervals)
         while intervals.gaps() > self._max_gaps and self._on_full != "raise":
             if self._on_full == "treat_as_seen":
                 self._lost += 1
@@ -395,10 +414,16 @@ def _read(end: Any) -> Any:
     return int(end)
 
 
-def _loaded(is_int: bool, pairs: list[list[Any]]) -> Intervals:  # noqa: FBT001 - as it is written down
+def _loaded(
+    *, is_int: bool, pairs: list[list[Any]] | None, links: list[list[Any]], unknown: list[Any], failed: list[Any]
+) -> tuple[Intervals | None, Links, dict[Number, Held]]:
+    held = {**dict.fromkeys(map(_read, unknown), _DOUBTED), **dict.fromkeys(map(_read, failed), _FAILED)}
+    read_links = Links((_read(number), _read(previous)) for number, previous in links)
+    if pairs is None:
+        return None, read_links, held
     empty = Intervals.of_ints() if is_int else Intervals.of_pairs()
     read = [(_read(lower), _read(upper)) for lower, upper in pairs]
     flat = [end for pair in read for end in pair]
     if not read or sorted(flat) != flat or read[-1][1] != empty.infinity:
         raise ValueError("its intervals are not in order")
-    return Intervals(empty.infinity, empty.floor, read)
+    return Intervals(empty.infinity, empty.floor, read), read_links, held

@@ -41,7 +41,14 @@ class Outcome(Enum):
     HELD_ELSEWHERE = "another process is sending it; nothing was sent"
 
 
-_PENDING = Outcome.PENDING
+_PENDING, _DELIVERED, _SKIPPED = Outcome.PENDING, Outcome.DELIVERED, Outcome.SKIPPED
+_GIVEN = {
+    # The client's codes for what it did not say itself; retriable: the same call may be made again.
+    Outcome.NOT_PERSISTED: KafkaError._FAIL,  # noqa: SLF001 - its public name
+    Outcome.UNKNOWN: KafkaError._FAIL,  # noqa: SLF001
+    Outcome.HELD_ELSEWHERE: KafkaError._STATE,
+}
+"""Of outcomes that are no success: the code of the error where the client gave none. None would mean delivered."""
 
 
 def proves_absence(error: KafkaError) -> bool:
@@ -56,14 +63,14 @@ class Delivery:
     """What becomes of one call of ``produce``. Made by the producer."""
 
     # Defaults of the class: one object is made for every message, and most never differ from these.
-    duplicate = False
-    """Whether this call sent nothing because the same key was sent before, or is being sent."""
+    is_attached = False
+    """Whether this call sent nothing because the same key is being sent by an earlier call, whose outcome it shares."""
     may_repeat = False
     """Whether an earlier attempt of this key may be in the log, so that it may be there twice now."""
     outcome = _PENDING
     """What is known of the message."""
     error: KafkaError | None = None
-    """The client's own error."""
+    """Why it was not delivered: the client's own error, or one that says the outcome. None for what is in the log."""
     message: Message | None = None
     """The message of the client's report, if there was one."""
     callback: Callback | None = None
@@ -81,9 +88,14 @@ class Delivery:
     def __repr__(self) -> str:
         return f"<Delivery {self.identity!r} {self.outcome.name}{' duplicate' if self.duplicate else ''}>"
 
+    @property
+    def duplicate(self) -> bool:
+        """Whether this call sent nothing because the message is in the log already, by an earlier call or life."""
+        return self.outcome is _SKIPPED or (self.is_attached and self.outcome is _DELIVERED)
+
     def done(self) -> bool:
         """Tell whether the outcome is known."""
-        return self.outcome is not Outcome.PENDING
+        return self.outcome is not _PENDING
 
     def result(self, timeout_seconds: float | None = None) -> Message | None:
         """Serve the producer until the outcome is known; return the message as the log has it.
@@ -97,21 +109,26 @@ class Delivery:
         """
         producer: Publisher = self.lane.producer
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while self.outcome is Outcome.PENDING:
+        if self.outcome is _PENDING:
+            producer.hurry()
+        while self.outcome is _PENDING:
             left = 0.1 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no delivery report for {self.identity!r} within {timeout_seconds:g} s")
             producer.poll(min(left, 0.1))
+            if producer.is_ended and self.outcome is _PENDING:  # made by another thread while it was being closed
+                self.fail(None, Outcome.UNKNOWN)
         error = self.exception()
         if error is not None:
             raise error
         return self.message
 
     def exception(self) -> NotDelivered | None:
-        """Return why it was not delivered; None if it was, or is not known yet."""
+        """Return why it was not delivered; None if it was, or is not known yet. ``flush`` does not tell it again."""
         kind = _ERRORS.get(self.outcome)
         if kind is None:
             return None
+        self.lane.failed.pop(self.identity, None)
         made = kind(f"{self.identity!r} to {self.lane.topic}: {self.outcome.value} ({self.error or 'no error given'})")
         if self.error is not None:
             made.__cause__ = KafkaException(self.error)
@@ -148,7 +165,7 @@ class Delivery:
     def attach(self, callback: Callback | None) -> Delivery:
         """Return the delivery of a duplicate of this one: it has the same outcome."""
         twin = Delivery(self.lane, self.identity, callback)
-        twin.duplicate = True
+        twin.is_attached = True
         twin.may_repeat = self.may_repeat
         if self.twins is None:
             self.twins = []
@@ -159,9 +176,13 @@ class Delivery:
 
     def settle(self, outcome: Outcome) -> None:
         """Make the outcome known, here and to the duplicates that attached."""
+        if self.error is None and outcome in _GIVEN:
+            self.error = KafkaError(_GIVEN[outcome], f"{self.identity!r}: {outcome.value}", retriable=True)
         was_pending, self.outcome = self.outcome is _PENDING, outcome
         if self.callback is not None and was_pending:
             self.lane.producer.calls.append(self)
+        elif self.is_attached and outcome in _GIVEN:  # the lane notes the failures of those that it sent
+            self.lane.failed[self.identity] = self
         # After the outcome: whoever attaches now sees it, and whoever came before is in the list.
         while self.twins:
             try:
@@ -177,8 +198,9 @@ class Delivery:
         self.settle(outcome)
 
     def call(self) -> None:
-        """Call the callback of the caller."""
+        """Call the callback of the caller, who has looked at a failure by that."""
         if self.callback is not None:
+            self.lane.failed.pop(self.identity, None)
             self.callback(self.error, self.message)
 
 

@@ -4,13 +4,13 @@ PublishError (ExactlyOnceError)
 ├── KeyRefused (ValueError)        a dedup key, sequence number or chain link that cannot be one
 │   └── InconsistentChain          a reference contradicts what was seen before
 ├── LimitReached                   a bound was reached; going on would lose or forget something
-├── SnapshotCorrupted              a snapshot was cut short or altered; nothing of it was loaded
+├── SnapshotCorrupted              a snapshot was cut short, altered or is of something else; nothing was loaded
 ├── TailLost                       the log no longer holds what recovery must read
 ├── TailHidden                     an open transaction of another producer hides the end of the log
 ├── FilterUnavailable              the store of a shared filter cannot be asked
 ├── ProducerFenced                 another producer took over this name
 ├── NameTaken                      another producer lives under this name
-├── Undelivered                    closing left messages without an acknowledgement
+├── Undelivered                    messages without an acknowledgement, or failed ones that nobody looked at
 └── NotDelivered                   a message was not acknowledged
     ├── NotPersisted               it is surely not in the log; its key is absent again
     ├── OutcomeUnknown             it may be in the log; its key is unknown
@@ -39,7 +39,7 @@ class LimitReached(PublishError):
 
 
 class SnapshotCorrupted(PublishError):
-    """A snapshot was cut short or altered. Nothing of it was loaded."""
+    """A snapshot was cut short or altered, or belongs to something else. Nothing of it was loaded."""
 
 
 class TailLost(PublishError):
@@ -63,7 +63,7 @@ class NameTaken(PublishError):
 
 
 class Undelivered(PublishError):
-    """The producer was closed while messages had no acknowledgement; none of them counts as sent."""
+    """Messages have no acknowledgement, or failed and nobody looked at them; none of them counts as sent."""
 
 
 class NotDelivered(PublishError):

@@ -8,7 +8,7 @@ Numbers are ints or pairs (timestamp, sequence_no); both compare, and infinity c
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,6 +63,17 @@ class Intervals:
                 "was seen in between"
             )
 
+    def check_seen(self, number: Any, previous: Any) -> None:
+        """Refuse a reference of a seen number across one that is known to exist, and is missing.
+
+        :raises InconsistentChain: if that is so.
+        """
+        place = bisect_left(self.lowers, number) - 1
+        if place >= 0 and previous < self.uppers[place]:
+            raise InconsistentChain(
+                f"the message {number} names {previous} as the one before it, but {self.uppers[place]} lies in between"
+            )
+
     def divides(self, place: int, number: Any, previous: Any) -> bool:
         """Tell whether marking makes one interval more."""
         return bool(previous > self.lowers[place] and number < self.uppers[place])
@@ -96,6 +107,62 @@ class Intervals:
     def pairs(self) -> list[tuple[Any, Any]]:
         """Return (lower, upper] of every interval, lowest first."""
         return list(zip(self.lowers, self.uppers, strict=True))
+
+
+_LINKS = 100
+"""So many references of a chain are kept beside those of its gaps: 10 kB, and further back than messages overtake."""
+
+
+class Links:
+    """What the latest messages of a chain named as the one before them, by number. The filter's lock protects it.
+
+    Intervals do not tell a message that was seen from one that cannot exist, because a reference jumped over it. Kept
+    for good are the references to messages that are missing: whoever names one of those once more is another message.
+    """
+
+    __slots__ = ("numbers", "previous")
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]] = ()) -> None:
+        self.previous: dict[Any, Any] = dict(pairs)
+        """Oldest first."""
+        self.numbers = sorted(self.previous)
+
+    def check(self, number: Any, previous: Any) -> None:
+        """Refuse a message that contradicts another one.
+
+        :raises InconsistentChain: when it named another one before, or lies where a reference says that nothing is.
+        """
+        before = self.previous.get(number)
+        if before is not None:
+            if before != previous:
+                raise InconsistentChain(f"the message {number} names {previous}, and named {before}, as the one before")
+            return
+        place = bisect_right(self.numbers, number)
+        above = self.numbers[place] if place < len(self.numbers) else None
+        if above is not None and self.previous[above] < number:
+            raise InconsistentChain(
+                f"the message {number} names {previous} as the one before it, but {above} names "
+                f"{self.previous[above]}, so that nothing lies in between"
+            )
+        if place and previous < self.numbers[place - 1]:
+            raise InconsistentChain(
+                f"the message {number} names {previous} as the one before it, but {self.numbers[place - 1]} "
+                "was seen in between"
+            )
+
+    def add(self, number: Any, previous: Any, intervals: Intervals) -> None:
+        """Keep a reference, and let the oldest go whose predecessor was seen."""
+        if number not in self.previous:
+            insort(self.numbers, number)
+        self.previous[number] = previous
+        while len(self.numbers) > _LINKS + intervals.gaps() + 1:
+            oldest = next(iter(self.previous))
+            named = self.previous.pop(oldest)
+            gap = intervals.find(named)
+            if gap >= 0 and intervals.uppers[gap] == named:
+                self.previous[oldest] = named  # once more round: there are fewer of these than are kept
+            else:
+                del self.numbers[bisect_left(self.numbers, oldest)]
 
 
 def just_below(number: Any) -> Any:

@@ -15,10 +15,9 @@ from confluent_kafka import KafkaError, Message
 from exactly_once.logs import about
 
 from .delivery import Delivery, Outcome, proves_absence
-from .errors import FilterUnavailable, KeyRefused
+from .errors import FilterUnavailable
 from .protocol import Filter, State, Stats
 from .recovery import SequenceLog
-from .sequence import SequenceFilter
 
 if TYPE_CHECKING:
     from .publisher import Publisher
@@ -68,43 +67,23 @@ class Lane:
         self.reserve = made.reserve
         self.in_flight: dict[Hashable, Delivery] = {}
         self.reported: list[Delivery] = []
+        self.failed: dict[Hashable, Delivery] = {}
+        """By identity: failures that nobody has looked at, and that no later call has made good."""
         self.lock = threading.Lock()
-        """Held while a number is drawn and handed to the client, so that both happen in the same order."""
-        self.ids: Literal["custom", "automatic"] | None = None
-        self._log = log
+        """Held from the reservation of a number until the client has it, so that both happen in the same order."""
+        self.log = log
         self._settling = threading.Lock()
         self._due: dict[Outcome, list[Delivery]] = {}
         self._to_tell: list[tuple[Outcome, list[Delivery]]] = []
-
-    def next_number(self, given: int | None, initial: int) -> int:
-        """Return the number of the next message: the given one, or the one after the last.
-
-        :raises KeyRefused: when given and drawn numbers are mixed.
-        """
-        kind: Literal["custom", "automatic"] = "automatic" if given is None else "custom"
-        if self.ids is None:
-            self.ids = kind
-        elif self.ids != kind:
-            raise KeyRefused(
-                f"{self.topic!r} has {self.ids} sequence ids: "
-                + ("every message must carry one" if given is None else "none can be given")
-            )
-        if given is not None:
-            return given
-        assert isinstance(self.filter, SequenceFilter)
-        return max(initial, self.filter.drawn(self.producer.producer_name) + 1)
-
-    def take_back(self, identity: Any) -> None:
-        """Undo a reservation whose message the client did not take."""
-        if self.ids == "automatic" and isinstance(self.filter, SequenceFilter):
-            self.filter.retract(identity)  # the next message gets this number
-        else:
-            self.filter.forget(identity)
 
     def release(self, delivery: Delivery, outcome: Outcome) -> None:
         """Settle a delivery that was never handed to the client."""
         self.in_flight.pop(delivery.identity, None)
         delivery.fail(None, outcome)
+        if outcome is Outcome.SKIPPED:
+            self.failed.pop(delivery.identity, None)
+        elif outcome is Outcome.HELD_ELSEWHERE and delivery.callback is None:
+            self.failed[delivery.identity] = delivery
 
     def settle(self) -> None:
         """Mark in the filter what was reported, then make it known."""
@@ -143,8 +122,8 @@ class Lane:
         for delivery in silent:
             delivery.take(_SILENT, None)
         self.settle()
-        if self._log is not None:
-            self._log.save()
+        if self.log is not None:
+            self.log.save(is_clean=True)
         if self._due:
             left = sum(map(len, self._due.values()))
             raise FilterUnavailable(f"{left} outcomes on {self.topic!r} could not be stored in the filter")
@@ -161,6 +140,11 @@ class Lane:
             for outcome, deliveries in self._to_tell:
                 for delivery in deliveries:
                     delivery.settle(outcome)
+                if outcome is not _DELIVERED:
+                    self.failed.update((d.identity, d) for d in deliveries if d.callback is None)
+                elif self.failed:
+                    for delivery in deliveries:
+                        self.failed.pop(delivery.identity, None)
             self._to_tell.clear()
 
     def _mark(self) -> None:
@@ -171,10 +155,6 @@ class Lane:
             try:
                 if outcome is Outcome.DELIVERED:
                     self.filter.confirm_many(keys)
-                elif self.ids == "automatic" and isinstance(self.filter, SequenceFilter):
-                    # Who does not choose the numbers cannot send one again.
-                    for key in keys:
-                        self.filter.abandon(key)
                 elif outcome is Outcome.NOT_PERSISTED:
                     self.filter.forget_many(keys)
                 else:
@@ -190,8 +170,8 @@ class Lane:
                 continue
             del self._due[outcome]
             deque(map(self.in_flight.pop, keys, repeat(None)), maxlen=0)
-            if outcome is Outcome.DELIVERED and self._log is not None:
-                self._log.confirmed(_messages(deliveries))
+            if outcome is Outcome.DELIVERED and self.log is not None:
+                self.log.confirmed(_messages(deliveries))
 
 
 def _outcome_of(error: KafkaError) -> Outcome:

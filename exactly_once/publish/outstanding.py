@@ -94,12 +94,6 @@ class Outstanding:
         # It stays, and persisted does not rise over it: else its retry behind a higher number would be a duplicate.
         self.odd[number] = Odd.UNKNOWN if self.odd.get(number) is Odd.TAINTED else Odd.FAILED
 
-    def retract(self, number: int) -> None:
-        """Make the last number as if it had never been pushed."""
-        if self.count() and self.numbers[-1] == number and self.odd.get(number) is None:
-            self.numbers.pop()
-            self.pushed = self.numbers[-1] if self.count() else self.persisted
-
     def doubt(self, number: int) -> None:
         """Take note that nobody knows whether a number is in the log."""
         if self.is_open(number) and self.odd.get(number) is not Odd.FAILED:

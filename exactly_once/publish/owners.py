@@ -16,6 +16,7 @@ from exactly_once.logs import about
 from exactly_once.session import Connection
 
 from .errors import FilterUnavailable, NameTaken, ProducerFenced, PublishError
+from .guard import Guard
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class PublishOwner:
         self._renewed_at = time.monotonic()
         self._fenced = False
         self._closing = threading.Event()
+        self._guard = Guard(f"the owner {self.name!r}")
         self._holdings: dict[int, Holding] = {}
         self.id: int = self.store.each(lambda connection: self._start(connection, exclusive=exclusive))
         self._thread = threading.Thread(target=self._keep, name=f"lease of {self.name}", daemon=True)
@@ -105,6 +107,7 @@ class PublishOwner:
         :raises ProducerFenced: when somebody has taken over.
         :raises FilterUnavailable: when the lease is over and the database cannot be asked.
         """
+        self._guard.check()
         if self._fenced or time.monotonic() - self._renewed_at > self.lease_seconds:
             self.renew()
 
@@ -124,8 +127,8 @@ class PublishOwner:
         return [DeadOwner(*row) for row in rows]
 
     def close(self) -> None:
-        """End this life in good order. May be called again."""
-        if self._closing.is_set():
+        """End this life in good order. May be called again; in a child of the process it does nothing."""
+        if self._closing.is_set() or not self._guard.is_ours():
             return
         self._closing.set()
         self._thread.join()

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
+from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.logs import about
 
 from .by_batch import ByBatch
-from .front import Front, FrontFilter
-from .keys import GivenKey, checked_all, encoded
+from .cache import ConfirmedKeys
+from .keys import GivenKey, Key, checked_all, encoded
 from .owners import DeadOwner, PublishOwner
 from .protocol import State, Stats
 
 logger = logging.getLogger(__name__)
 
 _NEW, _IN_FLIGHT, _UNKNOWN, _DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
+
+
+_LONGEST = 1025
+"""Bytes of an encoded key that are kept as they are; a row of the index has room for 2,704."""
+
+
+def _stored(form: bytes) -> bytes:
+    """Return an encoded key, or its digest if it is long: of characters that take several bytes."""
+    return form if len(form) <= _LONGEST else b"d" + blake2b(form, digest_size=32).digest()
 
 
 class Found(NamedTuple):
@@ -36,7 +46,8 @@ class PostgresWindow(ByBatch):
     """Recognises the keys of the last ``seconds``, in all processes: ``PostgresWindow(owner, scope="orders", ...)``.
 
     Every change is one statement per batch, durable when it returns. Keys are held for between one and two windows;
-    they leave as a whole generation, never one by one. All windows of a schema have the same length. Scopes, mostly
+    they leave as a whole generation, never one by one. All windows of a schema have the same length, which the first
+    one decides and one with ``changes_window=True`` changes: a longer one holds for what is still there. Scopes, mostly
     topics, do not share keys. It never takes a new key for a seen one.
 
     What it promises after
@@ -63,8 +74,9 @@ class PostgresWindow(ByBatch):
         *,
         scope: str,
         seconds: float,
+        changes_window: bool = False,
         take_over: TakeOver | None = None,
-        front: Callable[[], FrontFilter] | None = None,
+        cache_keys: int = 0,
     ) -> None:
         if not seconds > 0:
             raise ConfigurationError(f"the window must be positive, not {seconds!r}")
@@ -72,10 +84,11 @@ class PostgresWindow(ByBatch):
         self.scope = scope
         self._take_over = take_over
         self._store = owner.store
-        ((agreed,),) = self._store.run("publish_window", seconds=seconds)
+        ((agreed,),) = self._store.run("publish_window", seconds=seconds, changes=changes_window)
         if agreed != seconds:
             raise ConfigurationError(
-                f"seconds={seconds!r}, but the window of schema {self._store.schema!r} is {agreed:g} s for everybody"
+                f"seconds={seconds!r}, but the window of schema {self._store.schema!r} is {agreed:g} s for everybody. "
+                "changes_window=True changes it, also for those that run"
             )
         ((number,),) = self._store.run("publish_scope", name=scope) or self._store.run("publish_scope", name=scope)
         self._scope: int = number
@@ -83,27 +96,30 @@ class PostgresWindow(ByBatch):
         holding = owner.holding(self._scope)
         self._mine, self._lock = holding.keys, holding.lock
         self._duplicates = 0
-        self._front = None if front is None else Front(self._store, self._scope, front)
+        self.cache = ConfirmedKeys(cache_keys, seconds)
+        """``cache_keys`` that were confirmed here: their duplicates cost no round trip; ``cache.hits`` counts them."""
 
-    def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
-        """Reserve several keys with one statement.
+    def reserve_many(self, keys: Iterable[GivenKey], *, map_version: int | None = None) -> list[State]:
+        """Reserve several keys with one statement, which also checks the version of the map of shards.
 
         :raises ProducerFenced: when this process was fenced; it must stop.
         :raises FilterUnavailable: when the database cannot be asked; nothing is sent then.
         """
-        wanted = [encoded(key) for key in checked_all(keys)]
+        wanted = [self.form_of(key) for key in checked_all(keys)]
         if not wanted:
             return []
         self.owner.check()
         with self._lock:
-            states, holders = self._ask(sorted(set(wanted)))
+            known = self.cache.of(wanted)
+            states, holders = self._ask(sorted(set(wanted) - known), map_version)
             dead = self._bury(holders) if holders else 0
             if dead:
                 held = sorted(key for key, state in states.items() if state is _IN_FLIGHT)
-                again, _ = self._ask(held)
+                again, _ = self._ask(held, map_version)
                 states.update(again)
             self._mine.update(key for key, state in states.items() if state in (_NEW, _UNKNOWN))
             answers = []
+            states.update(dict.fromkeys(known, _DUPLICATE))
             for key in wanted:
                 answers.append(states[key])
                 if states[key] in (_NEW, _UNKNOWN):
@@ -113,13 +129,14 @@ class PostgresWindow(ByBatch):
 
     def confirm_many(self, keys: Iterable[GivenKey]) -> None:
         """Confirm several keys with one statement."""
-        found = sorted({encoded(key) for key in checked_all(keys)})
+        found = sorted({self.form_of(key) for key in checked_all(keys)})
         with self._lock:
             self._settle("publish_confirm", found)
+            self.cache.add(found)
 
     def forget_many(self, keys: Iterable[GivenKey]) -> None:
         """Forget several keys."""
-        lost = {encoded(key) for key in checked_all(keys)}
+        lost = {self.form_of(key) for key in checked_all(keys)}
         with self._lock:
             held = lost & self._mine
             self._settle("publish_forget", sorted(held), is_held=True)
@@ -127,20 +144,25 @@ class PostgresWindow(ByBatch):
 
     def doubt_many(self, keys: Iterable[GivenKey]) -> None:
         """Doubt several keys with one statement."""
-        unsure = sorted({encoded(key) for key in checked_all(keys)})
+        unsure = sorted({self.form_of(key) for key in checked_all(keys)})
         with self._lock:
             self._settle("publish_doubt", unsure)
 
     def peek(self, keys: Iterable[GivenKey]) -> dict[bytes, str]:
         """Return the encoded forms of those that are there, and in which state; reserve none."""
-        wanted = sorted({encoded(key) for key in checked_all(keys)})
+        wanted = sorted({self.form_of(key) for key in checked_all(keys)})
         return dict(self._store.run("publish_peek", scope=self._scope, keys=wanted)) if wanted else {}
+
+    @staticmethod
+    def form_of(key: Key) -> bytes:
+        """Return the form of a key in the table."""
+        return _stored(encoded(key))
 
     def map_version(self, version: int, digest: bytes) -> tuple[int, bytes]:
         """Agree on the map of shards; return version and digest of the latest."""
         ((latest, of),) = self._store.run("publish_map_now")
         if version > latest:
-            ((latest, of),) = self._store.run("publish_map", version=version, digest=digest)
+            ((latest, of),) = self._store.run("publish_map", number=version, digest=digest)
         return latest, of
 
     def stats(self) -> Stats:
@@ -156,8 +178,10 @@ class PostgresWindow(ByBatch):
     def close(self) -> None:
         """Do nothing; the owner is closed by who made it."""
 
-    def _ask(self, wanted: list[bytes]) -> tuple[dict[bytes, State], set[int]]:
+    def _ask(self, wanted: list[bytes], map_version: int | None) -> tuple[dict[bytes, State], set[int]]:
         """Reserve sorted, different keys; return what they are, and who else holds the ones in flight."""
+        if not wanted:
+            return {}, set()
         states = dict.fromkeys(wanted, _NEW)
         holders: set[int] = set()
         rows = self._store.run(
@@ -166,7 +190,7 @@ class PostgresWindow(ByBatch):
             keys=wanted,
             owner=self.owner.id,
             token=self.owner.token,
-            knows_old=-1 if self._front is None else self._front.without(wanted),
+            map_version=map_version,
         )
         for place, state, holder in rows:
             key = wanted[place - 1]
@@ -189,7 +213,11 @@ class PostgresWindow(ByBatch):
         for owner in dead:
             found = Found((), is_sure=False) if self._take_over is None else self._take_over(owner, self.scope)
             ((confirmed, forgotten, doubted),) = self._store.run(
-                "publish_bury", scope=self._scope, dead=owner.id, keys=sorted(found.keys), is_sure=found.is_sure
+                "publish_bury",
+                scope=self._scope,
+                dead=owner.id,
+                keys=sorted(map(_stored, found.keys)),
+                is_sure=found.is_sure,
             )
             logger.warning(
                 "took over from %r (%s) on %r: %s keys were in the log, %s were not, %s are unknown",

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from fnmatch import fnmatchcase
+from hashlib import blake2b
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 from uuid import uuid4
@@ -20,7 +22,8 @@ from exactly_once.errors import ConfigurationError
 
 from .chain import Link
 from .delivery import Callback, Delivery, Outcome
-from .errors import KeyRefused, Undelivered
+from .errors import KeyRefused, PublishError, Undelivered
+from .guard import Guard
 from .headers import Headers, with_key, with_sequence
 from .keys import GivenKey, checked_all
 from .lane import Lane, NoFilter
@@ -29,11 +32,13 @@ from .protocol import Filter, State
 from .recovery import SequenceLog
 from .sequence import Sequence, SequenceFilter
 from .settings import connection_settings
-from .snapshot import SnapshotStore
+from .snapshot import SnapshotFile, SnapshotStore
 
 _NEW, _UNKNOWN, _DUPLICATE = State.NEW, State.UNKNOWN, State.DUPLICATE
-_CLOSE_SECONDS = 30.0
+CLOSE_SECONDS = 30.0
 _ROOM_SECONDS = 0.1
+_NAMED = 3
+"""So many failed messages are named in an error; the others are counted."""
 
 AnyFilter = Filter[Any]
 
@@ -68,11 +73,10 @@ class Publisher(ABC):
         dedup: AnyFilter | Callable[[str], AnyFilter],
         producer_name: str | None = None,
         owner: PublishOwner | None = None,
-        initial_sequence_id: int = 0,
         enabled: bool = True,
         topics: Mapping[str, bool] | None = None,
         recover: bool = True,
-        snapshots: Callable[[str], SnapshotStore] | None = None,
+        snapshots: Callable[[str], SnapshotStore] | str | Path | None = None,
         snapshot_every: int = 1000,
         accept_trimmed: bool = False,
     ) -> None:
@@ -87,11 +91,10 @@ class Publisher(ABC):
         self.producer_name = producer_name or (f"producer-{uuid4()}" if owner is None else owner.name)
         """Given or drawn; who publishes with sequences gives one, and the same after a restart."""
         self._dedup = dedup
-        self._initial = initial_sequence_id
         self._enabled = enabled
         self._patterns = dict(topics or {})
         self._recover = recover
-        self._snapshots = snapshots
+        self._snapshots = _stores(snapshots, self.producer_name)
         self._snapshot_every = snapshot_every
         self._accept_trimmed = accept_trimmed
         self._lanes: dict[str, Lane] = {}
@@ -99,7 +102,14 @@ class Publisher(ABC):
         self._bound: str | None = None
         self.calls: deque[Delivery] = deque()
         self._closed = False
+        self._guard = Guard("the producer")
+        self.is_ended = False
+        """Whether it is closed and nothing more is reported."""
         self._client = self._connect()
+
+    @abstractmethod
+    def _fence_predecessor(self) -> bool:
+        """See to it that nothing of an earlier life can arrive any more; tell whether that is so."""
 
     @abstractmethod
     def _connect(self) -> Producer:
@@ -121,6 +131,10 @@ class Publisher(ABC):
         """Return how many messages wait for their report."""
         return 0 if self._closed else len(self._client)
 
+    def __bool__(self) -> bool:
+        """Be true also with nothing to wait for."""
+        return True
+
     def last_sequence_id(self, topic: str) -> int:
         """Return the number up to which everything pushed is in the log, -1 if there is none; recovered at the start.
 
@@ -140,20 +154,35 @@ class Publisher(ABC):
         """Serve delivery reports, mark them in the filters, call callbacks; return how many the client served."""
         if self._closed:
             return 0
+        self._commit(only_if_due=True)
         served = self._client.poll(timeout_seconds)
         self._settle()
         return served
 
+    def hurry(self) -> None:
+        """Send what waits for more to come: somebody waits for its outcome."""
+        self._commit()
+
     def flush(self, timeout_seconds: float = -1) -> int:
-        """Wait for all reports; return how many messages still have none: those may or may not be sent."""
-        return 0 if self._closed else self._flush(timeout_seconds)
+        """Wait for all reports; return how many messages still have none: those may or may not be sent.
 
-    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
-        """Flush, and fail what has no acknowledgement by then. May be called again.
-
-        :raises Undelivered: when messages were left without one; their deliveries say the same.
+        :raises Undelivered: when messages failed and nobody has looked: they have no callback, nobody asked their
+            ``result()`` or ``exception()``, and no later call delivered them. It is told once. What another process
+            was sending is told by ``produce`` at once, and raised by ``close`` only.
         """
         if self._closed:
+            return 0
+        left = self._flush(timeout_seconds)
+        if (failed := self._failures(all_of_them=False)) is not None:
+            raise failed
+        return left
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Flush, and fail what has no acknowledgement by then. May be called again.
+
+        :raises Undelivered: when messages were left without one, or failed and nobody has looked, as ``flush`` says.
+        """
+        if self._closed or not self._guard.is_ours():  # a child has none of its parent's messages
             return
         self._closed = True
         errors: list[Exception] = []
@@ -162,8 +191,8 @@ class Publisher(ABC):
             left = self._flush(timeout_seconds)
             if left:
                 self._client.purge()
-                self._flush(_CLOSE_SECONDS)
-        except KafkaException as error:  # a fatal one; what has no report is told below
+                self._flush(CLOSE_SECONDS)
+        except (KafkaException, PublishError) as error:  # a fatal one; what has no report is told below
             errors.append(error)
         for lane in self._lanes.values():
             try:
@@ -173,17 +202,42 @@ class Publisher(ABC):
             lane.filter.close()
         # Its callbacks refer to us: nothing but the garbage collector would end its threads and connections.
         del self._client
+        self.is_ended = True
         if errors:
             raise errors[0]
         if left:
             raise Undelivered(f"{left} messages had no acknowledgement after {timeout_seconds:g} s")
+        if (failed := self._failures(all_of_them=True)) is not None:
+            raise failed
+
+    def _failures(self, *, all_of_them: bool) -> Undelivered | None:
+        """Return the failures that nobody has looked at, once; at the end also what others were to send."""
+        found: list[Delivery] = []
+        for lane in self._lanes.values():
+            mine = [d for d in list(lane.failed.values()) if all_of_them or d.outcome is not Outcome.HELD_ELSEWHERE]
+            for delivery in mine:
+                lane.failed.pop(delivery.identity, None)
+            found += mine
+        if not found:
+            return None
+        named = "; ".join(f"{d.identity!r} to {d.lane.topic}: {d.error}" for d in found[:_NAMED])
+        return Undelivered(
+            f"{len(found)} messages failed, and no callback or result() has looked at them; {named}. They may be sent "
+            "again under the same identity"
+        )
+
+    @abstractmethod
+    def _commit(self, *, only_if_due: bool = False) -> None:
+        """Publish what is collected, if anything is."""
 
     def _flush(self, timeout_seconds: float) -> int:
+        self._commit()
         left = self._client.flush(timeout_seconds)
         self._settle()
         return left
 
     def _check_open(self) -> None:
+        self._guard.check()
         if self._closed:
             raise ConfigurationError("the producer is closed: make a new one")
 
@@ -211,10 +265,12 @@ class Publisher(ABC):
         """Reserve one that has no dedup key; for sequences, the lane's lock is held."""
         identity: Any = object()
         if lane.takes == "sequence":
-            _only(given, "sequence")
-            identity = Sequence(self.producer_name, lane.next_number(given.sequence, self._initial))
+            only(given, "sequence")
+            if given.sequence is None:
+                raise KeyRefused(f"a message to {lane.topic!r} needs sequence=, because its filter knows numbers")
+            identity = Sequence(self.producer_name, given.sequence)
         elif lane.takes == "chain":
-            _only(given, "chain")
+            only(given, "chain")
             if given.chain is None:
                 raise KeyRefused(f"a message to {lane.topic!r} needs chain=, because its filter knows chains")
             identity = given.chain
@@ -245,7 +301,7 @@ class Publisher(ABC):
         """Make the deliveries; return them, and those that the filter is to be asked about."""
         for message in wanted:
             if message.dedup_key is None or message.sequence is not None or message.chain is not None:
-                _only(message, "dedup_key")
+                only(message, "dedup_key")
                 raise KeyRefused(f"a message to {lane.topic!r} needs dedup_key=, because its filter knows keys")
         keys = checked_all([m.dedup_key for m in wanted if m.dedup_key is not None])
         deliveries: list[Delivery] = []
@@ -314,14 +370,16 @@ class Publisher(ABC):
             made = self._make_filter(topic)
             log = None
             if isinstance(made, SequenceFilter) and self._recover:
-                store = None if self._snapshots is None else self._snapshots(topic)
+                is_fenced = self._fence_predecessor()
                 log = SequenceLog(
                     self._kafka,
                     topic,
                     made,
-                    store=store,
+                    producer=self.producer_name,
+                    store=self._snapshots(topic),
                     every=self._snapshot_every,
                     accept_trimmed=self._accept_trimmed,
+                    is_fenced=is_fenced,
                 )
                 log.recover()
             lane = self._lanes[topic] = Lane(self, topic, made, log)
@@ -332,16 +390,20 @@ class Publisher(ABC):
             return NoFilter()
         if not hasattr(self._dedup, "reserve"):
             made = self._dedup(topic)
-            self._check_owner(getattr(made, "owner", None))
+            self._check_owners(made)
             return made
         if self._bound not in (None, topic):
             raise ConfigurationError(
                 f"dedup= is one filter and already serves {self._bound!r}: the same key on {topic!r} would be taken "
                 "for a duplicate. Give a function that makes a filter for each topic: dedup=lambda topic: ..."
             )
-        self._check_owner(getattr(self._dedup, "owner", None))
+        self._check_owners(self._dedup)
         self._bound = topic
         return cast("AnyFilter", self._dedup)
+
+    def _check_owners(self, made: object) -> None:
+        for owner in getattr(made, "owners", (getattr(made, "owner", None),)):
+            self._check_owner(owner)
 
     def _check_owner(self, owner: PublishOwner | None) -> None:
         """Refuse an owner who promises to take-overs that its messages are sent under another transactional id."""
@@ -359,12 +421,27 @@ class Publisher(ABC):
         return next((on for pattern, on in self._patterns.items() if fnmatchcase(topic, pattern)), True)
 
 
+def _stores(
+    given: Callable[[str], SnapshotStore] | str | Path | None, producer: str
+) -> Callable[[str], SnapshotStore | None]:
+    """Return what makes the store of a topic; in a directory each producer and topic has a file of its own."""
+    if given is None:
+        return lambda _: None
+    if callable(given):
+        return given
+    folder = Path(given)
+
+    def in_folder(topic: str) -> SnapshotStore:
+        return SnapshotFile(folder / f"{topic}-{blake2b(producer.encode(), digest_size=8).hexdigest()}.snapshot")
+
+    return in_folder
+
+
 def goes(delivery: Delivery, state: State) -> bool:
     """Tell whether a message that is not new is sent nevertheless; settle its delivery if not."""
     if state is _UNKNOWN:
         delivery.may_repeat = True
         return True
-    delivery.duplicate = True
     delivery.lane.release(delivery, Outcome.SKIPPED if state is _DUPLICATE else Outcome.HELD_ELSEWHERE)
     return False
 
@@ -372,11 +449,12 @@ def goes(delivery: Delivery, state: State) -> bool:
 def take_back(going: Going) -> None:
     """Undo the reservations of messages that the client did not take."""
     for delivery, _ in reversed(going):
-        delivery.lane.take_back(delivery.identity)
+        delivery.lane.filter.forget(delivery.identity)
         delivery.lane.release(delivery, Outcome.NOT_PERSISTED)
 
 
-def _only(given: Outgoing, name: str) -> None:
+def only(given: Outgoing, name: str) -> None:
+    """Refuse a second identity."""
     others = {"dedup_key": given.dedup_key, "sequence": given.sequence, "chain": given.chain}
     for other, value in others.items():
         if other != name and value is not None:

@@ -16,6 +16,7 @@ from .snapshot import pack, unpack
 
 _NEW, _DUPLICATE = State.NEW, State.DUPLICATE
 _KIND = "SequenceFilter"
+_DOUBTS = frozenset((Odd.UNKNOWN, Odd.TAINTED))
 
 
 class Sequence(NamedTuple):
@@ -169,18 +170,17 @@ class SequenceFilter:
             if name in self._producers:
                 self._producers[name].confirm(_checked(number))
 
-    def retract(self, key: Sequence) -> None:
-        """Undo the last reservation: its number was not used and may be drawn again."""
-        name, number = key
-        with self._lock:
-            if name in self._producers:
-                self._producers[name].retract(number)
-
-    def drawn(self, producer: str) -> int:
-        """Return the highest number that was ever pushed, failed or not; -1 if there is none."""
+    def is_confirmed(self, producer: str, number: int) -> bool:
+        """Tell whether a number is known to be in the log."""
         with self._lock:
             found = self._producers.get(producer)
-            return -1 if found is None else found.pushed
+            return found is not None and (number <= found.persisted or found.odd.get(number) is Odd.CONFIRMED)
+
+    def has_doubts(self, producer: str) -> bool:
+        """Tell whether the log may hold a number that counts as not there, also while it is sent again."""
+        with self._lock:
+            found = self._producers.get(producer)
+            return found is not None and not _DOUBTS.isdisjoint(found.odd.values())
 
     def persisted(self, producer: str) -> int:
         """Return the number up to which everything pushed is in the log; -1 if there is none."""

@@ -15,6 +15,7 @@ from .postgres import PostgresWindow
 from .protocol import State, Stats
 
 _NEW, _DUPLICATE, _IN_FLIGHT, _UNKNOWN = State.NEW, State.DUPLICATE, State.IN_FLIGHT, State.UNKNOWN
+_STATES = {"c": _DUPLICATE, "f": _IN_FLIGHT, "t": _IN_FLIGHT, "u": _UNKNOWN}
 
 
 def shard_of(key: bytes, names: Iterable[str]) -> str:
@@ -53,6 +54,7 @@ class ShardedWindow(ByBatch):
         self._windows = dict(windows)
         self._previous = dict(previous or {})
         self.version = version
+        self.owners = tuple(window.owner for window in (*self._windows.values(), *self._previous.values()))
         names = "\0".join(sorted(windows)).encode()
         self._digest = blake2b(names, digest_size=16).digest()
         for window in {**self._previous, **self._windows}.values():
@@ -66,9 +68,9 @@ class ShardedWindow(ByBatch):
         try:
             for name, places in self._by_shard(wanted, self._windows).items():
                 window = self._windows[name]
-                self._agree(window)
                 mine = [wanted[place] for place in places]
-                for place, key, state in zip(places, mine, window.reserve_many(mine), strict=True):
+                states = window.reserve_many(mine, map_version=self.version)
+                for place, key, state in zip(places, mine, states, strict=True):
                     answers[place] = state
                     if state in (_NEW, _UNKNOWN):
                         done.append((window, key))
@@ -111,19 +113,28 @@ class ShardedWindow(ByBatch):
         fresh = [key for key, state in zip(wanted, answers, strict=True) if state is _NEW]
         for name, places in self._by_shard(fresh, self._previous).items():
             moved = [fresh[p] for p in places if shard_of(encoded(fresh[p]), self._windows) != name]
-            found = self._previous[name].peek(moved)
+            found = self._look(self._previous[name], moved)
             for place, key in enumerate(wanted):
-                form = encoded(key)
-                if answers[place] is _NEW and key in moved and form in found:
-                    window = self._windows[shard_of(form, self._windows)]
-                    if found[form] == "c":
+                if answers[place] is _NEW and key in found:
+                    window = self._windows[shard_of(encoded(key), self._windows)]
+                    answers[place] = found[key]
+                    if found[key] is _DUPLICATE:
                         window.confirm(key)
-                        answers[place] = _DUPLICATE
-                    elif found[form] == "u":
-                        answers[place] = _UNKNOWN
-                    else:  # whoever holds it settles it there
+                    elif found[key] is _IN_FLIGHT:  # whoever holds it settles it there
                         window.forget(key)
-                        answers[place] = _IN_FLIGHT
+
+    def _look(self, window: PostgresWindow, keys: list[Key]) -> dict[Key, State]:
+        """Return what a window of the map before has of these keys, and take over from holders that died."""
+        there = window.peek(keys)
+        held = [key for key in keys if there.get(window.form_of(key)) in ("f", "t")]
+        found = {key: _STATES[there[form]] for key in keys if (form := window.form_of(key)) in there}
+        for key, state in zip(held, window.reserve_many(held, map_version=self.version), strict=True):
+            found[key] = state
+            if state is _NEW:
+                window.forget(key)
+            elif state is _UNKNOWN:
+                window.doubt(key)
+        return {key: state for key, state in found.items() if state is not _NEW}
 
     def _settle(self, keys: Iterable[GivenKey], change: Callable[[PostgresWindow, list[Key]], None]) -> None:
         given = checked_all(keys)

@@ -14,6 +14,7 @@ from exactly_once.logs import about
 
 from .by_batch import ByBatch
 from .errors import FilterUnavailable
+from .guard import Guard
 from .keys import GivenKey, checked_all, encoded
 from .protocol import State, Stats
 from .reservations import Held
@@ -53,7 +54,7 @@ class SlotPlace(Protocol):
 
 
 class SharedSlotFilter(ByBatch):
-    """Recognises most recent keys, in several processes: ``SharedSlotFilter(MemcachedSlots(client), slots=10**7)``.
+    """Recognises most recent keys, in several processes: ``SharedSlotFilter(MemcachedSlots(...), slots=10**7)``.
 
     Each key has one slot and overwrites what is there. A slot is changed by compare-and-set, so that of two processes
     with the same key one is told NEW and the other is not. Slots hold digests of 128 bits: a new key is taken for a
@@ -68,10 +69,10 @@ class SharedSlotFilter(ByBatch):
 
     - a failed send: the key is absent again if the message surely is not in the log, else unknown;
     - a crash of the process: what it confirmed is there; what it had in flight is in flight until its lease is over,
-      then absent in memcached, unknown in Postgres;
+      then absent;
     - a second process: one of them sends, the other is told IN_FLIGHT or DUPLICATE;
     - a key older than its window: nothing in particular; it may be recognised or be new again;
-    - a restart of the place: memcached starts empty; a table in Postgres does not.
+    - a restart of the place: memcached starts empty.
 
     Every method may be called from any thread.
     """
@@ -95,6 +96,7 @@ class SharedSlotFilter(ByBatch):
         self._open = on_unavailable == "treat_as_new"
         self._hash_key = blake2b(hash_key).digest()[:32]  # the same in all processes, unknown to who sends the keys
         self._me = secrets.token_bytes(8)
+        self._guard = Guard("this filter")
         self._held: dict[bytes, Held] = {}
         """What this process holds. A slot that is ours and is not in here is from a lost answer."""
         self._lock = threading.Lock()
@@ -133,9 +135,11 @@ class SharedSlotFilter(ByBatch):
 
     def close(self) -> None:
         """Close the place."""
-        self._place.close()
+        if self._guard.is_ours():
+            self._place.close()
 
     def _change(self, change: Change, keys: Iterable[GivenKey]) -> list[State | None]:
+        self._guard.check()
         places = [self._slot_of(encoded(key)) for key in checked_all(keys)]
         answers: list[State | None] = [None] * len(places)
         todo = list(range(len(places)))
@@ -145,6 +149,10 @@ class SharedSlotFilter(ByBatch):
                     todo = self._pass(change, places, todo, answers)
             except FilterUnavailable:
                 if not self._open:
+                    # Nobody is told that these are reserved: asked for again, they come back as from a lost answer.
+                    for (_, digest), answer in zip(places, answers, strict=True):
+                        if change == "reserve" and answer in (_NEW, _UNKNOWN):
+                            self._held.pop(digest, None)
                     raise
                 left = sum(answer is None for answer in answers)
                 self._failed_open += left
@@ -204,10 +212,13 @@ def step(
     """
     state = held.state if held is not None and held.digest == digest else None
     is_open = state in (b"f", b"t")
+    is_mine = is_open and held is not None and held.owner == me
     if change == "reserve":
-        return _reserved(state, digest, me, is_lost=is_open and held is not None and held.owner == me and not holds)
+        return _reserved(state, digest, me, is_lost=is_mine and not holds)
     if change == "confirm":
         return None, Slot(digest, b"c", me), state != b"c"
+    if is_open and not is_mine:  # our lease was over, and another process has reserved it since
+        return None, None, False
     if change == "doubt":
         return None, Slot(digest, b"u", me), is_open
     if state == b"t":

@@ -1,16 +1,14 @@
-"""Where shared slots are: memcached, or a table in Postgres."""
+"""Where shared slots are: memcached."""
 
 from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from exactly_once.errors import ConfigurationError
 
 from .errors import FilterUnavailable
 from .shared_slots import Slot
-from .store import Store
 
 if TYPE_CHECKING:
     from pymemcache.client.base import Client  # type: ignore[import-untyped]
@@ -78,39 +76,3 @@ class MemcachedSlots:
             except self._errors as error:
                 self._client.close()
                 raise FilterUnavailable(f"memcached cannot be asked: {error}") from error
-
-
-class PostgresSlots:
-    """Slots in a table: ``PostgresSlots(store, scope="orders")``; durable, and what outlives its lease is unknown."""
-
-    def __init__(self, store: Store, *, scope: str, lease_seconds: float = 600.0) -> None:
-        self._store = store
-        self._lease_seconds = lease_seconds
-        rows = store.run("publish_scope", name=scope) or store.run("publish_scope", name=scope)
-        self._scope: int = rows[0][0]
-
-    def read(self, slots: list[int]) -> dict[int, tuple[Slot | None, object]]:
-        """Return what the slots hold, each with a mark that every change draws anew."""
-        rows = self._store.run("publish_slots", scope=self._scope, slots=slots, seconds=self._lease_seconds)
-        found = {
-            slot: (None if state == "-" else Slot(digest, state.encode(), owner), mark)
-            for slot, digest, state, owner, mark in rows
-        }
-        return {slot: found.get(slot, (None, None)) for slot in slots}
-
-    def swap(self, slot: int, proof: object, new: Slot | None) -> bool:
-        """Put something else into a slot if it is unchanged; repeated after a lost answer, it says the same."""
-        rows = self._store.run(
-            "publish_swap_slot",
-            scope=self._scope,
-            slot=slot,
-            proof=proof,
-            digest=b"" if new is None else new.digest,
-            state="-" if new is None else new.state.decode(),
-            owner=b"" if new is None else new.owner,
-            mark=uuid4(),
-        )
-        return bool(rows)
-
-    def close(self) -> None:
-        """Do nothing; the store is closed by who made it."""

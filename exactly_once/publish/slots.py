@@ -182,13 +182,14 @@ class _KeyTable:
         self._buckets = slots // ways
         self._heads = bytearray(self._buckets)
         # Multiplying by a secret odd number and keeping the high bits: which keys collide depends on the secret.
-        # Hashing a tuple of seed and key would not do: it moves all keys by the same distance.
+        # An int is its own hash, and low bits that are all zero would stay so: a tuple of it mixes them. Putting the
+        # seed into that tuple would not do instead: it moves all keys by the same distance.
         self._factor = int.from_bytes(blake2b(b"%d" % seed, digest_size=8).digest(), "big") | 1
         self.stored = self.evicted = 0
 
     def holds(self, key: Key) -> bool:
         """Tell whether the key is in its bucket."""
-        place = (hash(key) * self._factor >> _SHIFT) % self._buckets * self._ways
+        place = (hash((key,)) * self._factor >> _SHIFT) % self._buckets * self._ways
         return key in self._slots[place : place + self._ways]
 
     def known(self, keys: list[Key]) -> set[Key]:
@@ -197,7 +198,7 @@ class _KeyTable:
         return {
             key
             for key in keys
-            if key in slots[(place := (hash(key) * factor >> _SHIFT) % buckets * ways) : place + ways]
+            if key in slots[(place := (hash((key,)) * factor >> _SHIFT) % buckets * ways) : place + ways]
         }
 
     def put_many(self, keys: Iterable[tuple[Key, bool]]) -> list[int]:
@@ -205,7 +206,7 @@ class _KeyTable:
         slots, heads, factor, buckets, ways = self._slots, self._heads, self._factor, self._buckets, self._ways
         places = []
         for key, is_new in keys:
-            bucket = (hash(key) * factor >> _SHIFT) % buckets
+            bucket = (hash((key,)) * factor >> _SHIFT) % buckets
             place = bucket * ways
             if not is_new and key in slots[place : place + ways]:
                 continue
@@ -222,7 +223,7 @@ class _KeyTable:
     def put(self, key: Key, *, is_new: bool) -> int:
         """Store the key over the oldest of its bucket; return the slot, or -1 if it is there already."""
         ways = self._ways
-        bucket = (hash(key) * self._factor >> _SHIFT) % self._buckets
+        bucket = (hash((key,)) * self._factor >> _SHIFT) % self._buckets
         place = bucket * ways
         slots = self._slots
         if not is_new and key in slots[place : place + ways]:

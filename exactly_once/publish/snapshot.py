@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from .errors import SnapshotCorrupted
 
-_MAGIC = b"exactly-once snapshot 1\n"
+_NAME = b"exactly-once snapshot "
+_MAGIC = _NAME + b"2\n"
 _DIGEST_BYTES = 16
 
 
@@ -33,6 +34,9 @@ class SnapshotFile:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"SnapshotFile({str(self._path)!r})"
 
     def load(self) -> bytes | None:
         """Return what the file holds, or None if there is no file."""
@@ -72,6 +76,8 @@ def unpack(kind: str, data: bytes) -> dict[str, Any]:
 
     :raises SnapshotCorrupted: when it is cut short, altered, of another kind or no snapshot at all.
     """
+    if data.startswith(_NAME) and b"\n" in data[: len(_MAGIC) + 2] and not data.startswith(_MAGIC):
+        raise SnapshotCorrupted("the snapshot is one of another version of this library; remove it to begin anew")
     if not data.startswith(_MAGIC):
         raise SnapshotCorrupted("this is no snapshot of this library, or one cut short at its very start")
     digest, body = data[len(_MAGIC) :][:_DIGEST_BYTES], data[len(_MAGIC) + _DIGEST_BYTES :]

@@ -16,11 +16,13 @@ from exactly_once.session import Connection, connector, cursor_on, dispose, is_l
 from exactly_once.sql import query
 
 from .errors import FilterUnavailable, ProducerFenced
+from .guard import Guard
 
 T = TypeVar("T")
 Rows = Sequence[tuple[Any, ...]]
 
 _FENCED = "EO003"
+_OLD_MAP = "EO005"
 
 
 class Store:
@@ -43,6 +45,7 @@ class Store:
         self.schema = schema
         self._connect = connect or connector(conninfo or "")
         self._lock = threading.RLock()
+        self._guard = Guard("this connection of filters")
         self._connection: Connection | None = None
         with self._using() as connection:
             if migrate:
@@ -79,12 +82,15 @@ class Store:
             raise self._translated(error) from error
 
     def close(self) -> None:
-        """Close the connection; the next use opens another."""
+        """Close the connection; the next use opens another. A child leaves that of its parent alone."""
+        if not self._guard.is_ours():
+            return
         with self._lock:
             self._discard()
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[Connection]:
+        self._guard.check()
         with self._lock:
             if self._connection is None or is_lost(self._connection):
                 self._discard()
@@ -109,6 +115,8 @@ class Store:
 
     @staticmethod
     def _translated(error: psycopg.Error) -> Exception:
+        if error.sqlstate == _OLD_MAP:
+            return ProducerFenced(str(error.diag.message_primary))
         if error.sqlstate == _FENCED:
             return ProducerFenced("another process has fenced this owner; stop, or start anew")
         if isinstance(error, psycopg.OperationalError):

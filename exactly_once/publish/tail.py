@@ -7,24 +7,91 @@ the watermark. Whoever wants nobody to write meanwhile fences the writer first.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator, Mapping
-from typing import Any
+from concurrent.futures import TimeoutError as Silence
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource  # type: ignore[attr-defined]
 
 from exactly_once.cluster import Cluster
 from exactly_once.config import admin_settings
 from exactly_once.errors import BrokerUnreachable
+from exactly_once.logs import about
 from exactly_once.model import Partition
 from exactly_once.retry import briefly
 
 from .errors import TailHidden, TailLost
 
+logger = logging.getLogger(__name__)
+
 _BATCH = 10_000
 _SECONDS = 120.0
+_ASK_SECONDS = 10.0
+_NOT_ALLOWED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 _RANGES_SECONDS = 30.0
+_LAG_SECONDS = 30.0
+"""The brokers' default of replica.lag.time.max.ms, where they do not tell."""
+
+
+class Log(NamedTuple):
+    """What a topic is: which one of its name, and what its log promises."""
+
+    cluster_id: str | None
+    topic_id: str | None
+    is_compacted: bool
+    replicas: int
+    """Of the partition that has most."""
+    lag_seconds: float
+    """For how long a replica may lag behind and still be waited for."""
+
+
+def describe(kafka: Mapping[str, Any], topic: str) -> Log:
+    """Return what the brokers tell of a topic.
+
+    :raises BrokerUnreachable: when they do not answer.
+    """
+    # As with the fence: without a logger of its own the client would print what is no news here.
+    settings = {**admin_settings(kafka), "log_level": 3}
+    with Cluster(admin_settings(kafka)) as cluster, AdminClient(settings) as admin:
+        for attempt in briefly(_RANGES_SECONDS):
+            with attempt:
+                cluster_id, topic_id = cluster.identify(), cluster.describe([topic])[topic].topic_id
+                try:
+                    found = admin.list_topics(topic, timeout=_ASK_SECONDS)
+                    policy = _setting(admin, ConfigResource.Type.TOPIC, topic, "cleanup.policy")
+                    broker = str(next(iter(found.brokers)))
+                    lag = _setting(admin, ConfigResource.Type.BROKER, broker, "replica.lag.time.max.ms")
+                except KafkaException as error:
+                    raise BrokerUnreachable(f"nobody describes {topic!r}: {error.args[0].str()}") from error
+    partitions = found.topics[topic].partitions.values()
+    return Log(
+        cluster_id,
+        topic_id,
+        is_compacted="compact" in (policy or ""),
+        replicas=max(len(partition.replicas) for partition in partitions),
+        lag_seconds=_LAG_SECONDS if lag is None else int(lag) / 1000,
+    )
+
+
+def _setting(admin: AdminClient, kind: Any, name: str, key: str) -> str | None:
+    """Return a setting of a topic or a broker; None where one may not read it."""
+    resource = ConfigResource(kind, name)
+    try:
+        settings = admin.describe_configs([resource], request_timeout=_ASK_SECONDS)[resource].result(_ASK_SECONDS)
+    except Silence as error:
+        raise BrokerUnreachable(f"nobody tells {key} of {name!r}") from error
+    except KafkaException as error:
+        if error.args[0].code() not in _NOT_ALLOWED:
+            raise
+        logger.warning(
+            "%s of %r cannot be checked: %s", key, name, error.args[0].str(), extra=about("setting_not_readable")
+        )
+        return None
+    return str(settings[key].value) if key in settings else None
 
 
 def fence(kafka: Mapping[str, Any], transactional_id: str, *, seconds: float = 60.0) -> None:
@@ -39,7 +106,7 @@ def fence(kafka: Mapping[str, Any], transactional_id: str, *, seconds: float = 6
 
 def ends_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, int]:
     """Return where the log of each partition ends now, open transactions included."""
-    return {partition: high for partition, (_, high) in _ranges(kafka, topic).items()}
+    return {partition: high for partition, (_, high) in ranges_of(kafka, topic).items()}
 
 
 def read_tail(
@@ -49,11 +116,11 @@ def read_tail(
 
     A partition that ``starts`` does not name was added since, and is read from its beginning.
 
-    :raises TailLost: when retention has removed messages from ``starts`` on.
+    :raises TailLost: when retention has removed messages from ``starts`` on, or the log ends before.
     :raises TailHidden: when an open transaction hides the end for longer than ``seconds``.
     :raises BrokerUnreachable: when the brokers fall silent for so long.
     """
-    ranges = _ranges(kafka, topic)
+    ranges = ranges_of(kafka, topic)
     todo: dict[Partition, int] = {}
     begin: list[TopicPartition] = []
     for partition, (low, high) in ranges.items():
@@ -63,6 +130,11 @@ def read_tail(
                 f"{partition} must be read from offset {start}, but its log starts at {low}: retention has removed "
                 "messages that nobody has looked at. Decide what they were, then start from a new snapshot"
             )
+        if start > high:
+            raise TailLost(
+                f"{partition} must be read from offset {start}, but its log ends at {high}: the topic was made anew, "
+                "or brokers have lost messages that they had acknowledged. Remove the snapshot to begin anew"
+            )
         if start < high:
             todo[partition] = high
             begin.append(TopicPartition(topic, partition.number, start))
@@ -70,7 +142,7 @@ def read_tail(
         yield from _read(kafka, begin, todo, seconds)
 
 
-def _ranges(kafka: Mapping[str, Any], topic: str) -> dict[Partition, tuple[int, int]]:
+def ranges_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, tuple[int, int]]:
     """Return where the log of each partition begins and ends; a leader may be on its way."""
     ranges: dict[Partition, tuple[int, int]] = {}
     with Cluster(admin_settings(kafka)) as cluster:

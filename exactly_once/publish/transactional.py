@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from .errors import NotDelivered, NotPersisted, OutcomeUnknown, ProducerFenced
 from .headers import Headers
 from .keys import GivenKey
 from .publisher import Going, Outgoing, Publisher, take_back
+from .recovery import SequenceLog
 from .settings import client_settings
 from .tail import ends_of, read_tail
 
@@ -92,6 +93,10 @@ class TransactionalProducer(Publisher):
     """
 
     _is_fenced = False
+    find_seconds = _SECONDS
+    """For so long brokers are asked how a transaction ended."""
+    logs: Callable[[], Iterable[SequenceLog]]
+    """Returns the logs of the sequences that are sent under this transactional id. Each has one writer."""
 
     @contextlib.contextmanager
     def transaction(self, *, timeout_seconds: float = _SECONDS) -> Iterator[Transaction]:
@@ -117,7 +122,19 @@ class TransactionalProducer(Publisher):
         with self._turn:
             super().close(timeout_seconds)
 
+    def _failures(self, *, all_of_them: bool) -> None:
+        """Return nothing: the error of a transaction has told of all its messages."""
+        for lane in self._lanes.values():
+            lane.failed.clear()
+
+    def _fence_predecessor(self) -> bool:
+        return True
+
+    def _commit(self, *, only_if_due: bool = False) -> None:
+        """Do nothing: a transaction is published where its block ends."""
+
     def _connect(self) -> Producer:
+        self.logs = lambda: [lane.log for lane in self._lanes.values() if lane.log is not None]
         self._turn = threading.Lock()
         self._id = str(self._settings.get("transactional.id") or "")
         if not self._id:
@@ -150,20 +167,45 @@ class TransactionalProducer(Publisher):
         going = self._reserve_all(made)
         if not going:
             return
-        self._hand_over_all(going, deadline)
-        verdict, error = Outcome.UNKNOWN, None
-        is_fine = False
         try:
-            self._client.commit_transaction(max(0.0, deadline - time.monotonic()))
-            verdict, is_fine = Outcome.DELIVERED, True
-        except KafkaException as exception:
-            error = exception.args[0]
-            verdict = self._find_out(going, error)
+            self._hand_over_all(going, deadline)
+        except BaseException as exception:
+            conclude(going, Outcome.NOT_PERSISTED, _error_of(exception))
+            raise
+        verdict, error = self._commit_all(going, deadline)
+        conclude(going, verdict, error)
+        self._raise(verdict, error)
+
+    def send(self, going: Going, seconds: float) -> tuple[Outcome, KafkaError | None]:
+        """Send what was reserved elsewhere in one transaction; return how it ended. The caller concludes it.
+
+        :raises ProducerFenced: when another producer has taken over; nothing was sent.
+        :raises BrokerUnreachable: when no client could be made ready; nothing was sent.
+        """
+        with self._turn:
+            deadline = time.monotonic() + seconds
+            self._make_ready(deadline)
+            self._hand_over_all(going, deadline)
+            return self._commit_all(going, deadline)
+
+    def _commit_all(self, going: Going, deadline: float) -> tuple[Outcome, KafkaError | None]:
+        """Commit what was handed over; return how that ended. The messages of an interrupted one are concluded."""
+        verdict, error = Outcome.UNKNOWN, None
+        is_fine = is_told = False
+        try:
+            try:
+                self._client.commit_transaction(max(0.0, deadline - time.monotonic()))
+                verdict, is_fine = Outcome.DELIVERED, True
+            except KafkaException as exception:
+                error = exception.args[0]
+                verdict = self._find_out(going, error)
+            is_told = True
         finally:
             self._is_usable = self._is_usable and (is_fine or error is not None)
             self._used_at = time.monotonic()
-            _conclude(going, verdict, error)
-        self._raise(verdict, error)
+            if not is_told:
+                conclude(going, verdict, error)
+        return verdict, error
 
     def _make_ready(self, deadline: float) -> None:
         """See to it that nothing of earlier transactions can arrive any more."""
@@ -174,7 +216,21 @@ class TransactionalProducer(Publisher):
         _listen(self._client)
         is_idle = time.monotonic() - self._used_at > _IDLE_SECONDS
         if not self._is_usable or is_idle or not self._log.is_quiet:
-            self._client = self._new_client(max(0.1, deadline - time.monotonic()))
+            self._replace_client(max(0.1, deadline - time.monotonic()), [])
+            self._check_fenced()
+
+    def _replace_client(self, seconds: float, going: Going) -> None:
+        """Make a client in the place of the last one, unless somebody has taken over from that meanwhile.
+
+        A process that was frozen for long does not know of its successor, and would fence it by this. What it has
+        numbered is in the log then, by somebody else.
+        """
+        self._client = self._new_client(seconds)
+        self._is_usable = False  # until that is known
+        own = {(d.message.partition(), d.message.offset()) for d, _ in going if d.message is not None}
+        if any(log.has_another_writer(own) for log in self.logs()):
+            self._is_fenced = True
+        self._is_usable = True
 
     def _reserve_all(self, made: Transaction) -> Going:
         """Ask the filters for all messages before the first is sent.
@@ -207,15 +263,17 @@ class TransactionalProducer(Publisher):
             self._client.begin_transaction()
             for delivery, message in going:
                 room = max(0.0, deadline - time.monotonic())
-                self._with_room(partial(self._hand_over, delivery, message, delivery.take), room)
+                try:
+                    self._with_room(partial(self._hand_over, delivery, message, delivery.take), room)
+                except KafkaException as exception:
+                    delivery.take(exception.args[0], None)
+                    raise
         except BaseException as exception:
             self._is_usable = False
-            error = exception.args[0] if isinstance(exception, KafkaException) else None
-            self._note_fenced(error)
+            self._note_fenced(_error_of(exception))
             with contextlib.suppress(KafkaException):  # if it does not work now, the next client does it
                 self._client.purge()
                 self._client.abort_transaction(_ABORT_SECONDS)
-            _conclude(going, Outcome.NOT_PERSISTED, error)
             self._check_fenced()
             raise
 
@@ -226,7 +284,7 @@ class TransactionalProducer(Publisher):
         self._note_fenced(error)
         try:
             if not self._is_fenced:  # whoever fenced us has ended it
-                self._client = self._new_client(_SECONDS)
+                self._replace_client(self.find_seconds, going)
             verdict = self._look_for([delivery for delivery, _ in going])
         except (KafkaException, ExactlyOnceError) as problem:
             logger.warning(
@@ -279,9 +337,14 @@ class TransactionalProducer(Publisher):
         return about(action) | {"producer": self.producer_name, "transactional_id": self._id}
 
 
-def _conclude(going: Going, verdict: Outcome, error: KafkaError | None) -> None:
-    """Settle the messages of a transaction; what an interrupted one has left is not among them."""
+def _error_of(exception: BaseException) -> KafkaError | None:
+    return exception.args[0] if isinstance(exception, KafkaException) else None
+
+
+def conclude(going: Going, verdict: Outcome, error: KafkaError | None) -> None:
+    """Settle the messages of a transaction that are not settled yet."""
     problems = []
+    going = [pair for pair in going if not pair[0].done()]
     for lane in {delivery.lane for delivery, _ in going}:
         try:
             lane.conclude([delivery for delivery, _ in going if delivery.lane is lane], verdict, error)

@@ -4,7 +4,7 @@ GRANT SELECT, INSERT, UPDATE ON {schema}.ledger TO {role};
 GRANT SELECT, INSERT ON {schema}.audit TO {role};
 GRANT SELECT, INSERT ON {schema}.dead_letter TO {role};
 GRANT SELECT ON {schema}.version TO {role};
-GRANT SELECT, INSERT, UPDATE ON {schema}.publish_owner, {schema}.publish_chain, {schema}.publish_slot TO {role};
+GRANT SELECT, INSERT, UPDATE ON {schema}.publish_owner, {schema}.publish_chain TO {role};
 GRANT SELECT, INSERT ON {schema}.publish_scope TO {role};
 GRANT SELECT, UPDATE ON {schema}.publish_window TO {role};
 GRANT SELECT, INSERT, UPDATE, DELETE ON {schema}.publish_key TO {role};

@@ -7,8 +7,10 @@ WITH made AS (
 SELECT id FROM made UNION ALL SELECT id FROM {schema}.publish_scope WHERE name = %(name)s
 
 -- name: publish_window
--- Agree on the length of the window: the first to come decides. Return what was decided.
-UPDATE {schema}.publish_window SET seconds = coalesce(seconds, %(seconds)s::float8) RETURNING seconds
+-- Agree on the length of the window: the first to come decides, or who is to change it. Return what was decided.
+UPDATE {schema}.publish_window
+SET seconds = CASE WHEN %(changes)s THEN %(seconds)s::float8 ELSE coalesce(seconds, %(seconds)s::float8) END
+RETURNING seconds
 
 -- name: publish_turn
 -- Drop the older generation of keys if it is time.
@@ -17,7 +19,7 @@ SELECT {schema}.publish_turn()
 -- name: publish_reserve
 -- Reserve sorted, different keys; return only those that are not new.
 SELECT place, found_state::text, holder
-FROM {schema}.publish_reserve(%(scope)s, %(keys)s::bytea[], %(owner)s, %(token)s, %(knows_old)s)
+FROM {schema}.publish_reserve(%(scope)s, %(keys)s::bytea[], %(owner)s, %(token)s, %(map_version)s)
 
 -- name: publish_confirm
 -- Confirm keys.
@@ -43,14 +45,6 @@ SELECT state::text, count(*) FROM {schema}.publish_key WHERE slot IN (0, 1) AND 
 -- Look which keys are there and what they are, without reserving any.
 SELECT key, state::text FROM {schema}.publish_key
 WHERE slot IN (0, 1) AND scope = %(scope)s AND key = ANY(%(keys)s::bytea[])
-
--- name: publish_generation
--- Tell which generation of keys is the younger one.
-SELECT generation FROM {schema}.publish_window
-
--- name: publish_old_keys
--- Read the keys of the older generation of a scope, to fill a front filter.
-SELECT key FROM {schema}.publish_key WHERE slot = (%(generation)s + 1) %% 2 AND scope = %(scope)s
 
 -- name: publish_start_owner
 -- Begin the life of a sending process.
@@ -95,10 +89,7 @@ WHERE id = ANY(%(owners)s) AND ended_at IS NOT NULL
 
 -- name: publish_map
 -- Agree on the version of a map of shards; return the version and digest that hold now.
-UPDATE {schema}.publish_window
-SET map_version = CASE WHEN %(version)s > map_version THEN %(version)s ELSE map_version END,
-    map_digest = CASE WHEN %(version)s > map_version THEN %(digest)s::bytea ELSE map_digest END
-RETURNING map_version, map_digest
+SELECT map_version, map_digest FROM {schema}.publish_map(%(number)s, %(digest)s::bytea)
 
 -- name: publish_map_now
 -- Return version and digest of the map of shards that holds now.
@@ -115,24 +106,3 @@ FROM unnest(%(numbers)s::int8multirange - coalesce(
 INSERT INTO {schema}.publish_chain AS c (chain, seen) VALUES (%(chain)s, %(numbers)s::int8multirange)
 ON CONFLICT (chain) DO UPDATE SET seen = c.seen + excluded.seen
 RETURNING (SELECT count(*) FROM unnest(seen))
-
--- name: publish_slots
--- Read slots, each with the mark of its last change. What is in flight for longer than a lease is unknown.
-SELECT slot, digest,
-       CASE WHEN state IN ('f', 't') AND changed_at < clock_timestamp() - %(seconds)s * interval '1 second'
-            THEN 'u' ELSE state::text END,
-       owner, mark
-FROM {schema}.publish_slot
-WHERE scope = %(scope)s AND slot = ANY(%(slots)s::bigint[])
-
--- name: publish_swap_slot
--- Change a slot that is as it was read, or that this very change has reached already; return nothing if it is not.
-INSERT INTO {schema}.publish_slot AS s (scope, slot, digest, state, owner, mark)
-SELECT %(scope)s, %(slot)s, %(digest)s, %(state)s, %(owner)s, %(mark)s
-WHERE %(proof)s::uuid IS NULL
-   OR EXISTS (SELECT FROM {schema}.publish_slot WHERE scope = %(scope)s AND slot = %(slot)s)
-ON CONFLICT (scope, slot) DO UPDATE
-SET digest = excluded.digest, state = excluded.state, owner = excluded.owner, mark = excluded.mark,
-    changed_at = excluded.changed_at
-WHERE s.mark = %(proof)s::uuid OR s.mark = excluded.mark
-RETURNING slot

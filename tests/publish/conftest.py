@@ -14,7 +14,6 @@ from exactly_once.publish import (
     Link,
     MemcachedSlots,
     PostgresChain,
-    PostgresSlots,
     PostgresWindow,
     PublishOwner,
     ShardedWindow,
@@ -104,13 +103,6 @@ def memcached() -> Iterator[Memcached]:
     skip_unless("memcached", missing_memcached())
     with Memcached() as server:
         yield server
-
-
-@pytest.fixture
-def postgres_slots(store: Store) -> Subject:
-    """Shared slots in a table."""
-    slots = 1 << 32
-    return Subject(lambda: SharedSlotFilter(PostgresSlots(store, scope=uuid4().hex), slots=slots), as_bytes, BAD_KEYS)
 
 
 @pytest.fixture

@@ -56,7 +56,6 @@ IN_MEMORY = {
 ON_SERVERS: tuple[str, ...] = (
     "postgres_window",
     "sharded_window",
-    "postgres_slots",
     "memcached_slots",
     "postgres_chain",
 )

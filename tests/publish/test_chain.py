@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from exactly_once.publish import (
 )
 from exactly_once.publish.chain import GapPolicy
 
-NEW, DUPLICATE = State.NEW, State.DUPLICATE
+NEW, DUPLICATE, UNKNOWN = State.NEW, State.DUPLICATE, State.UNKNOWN
 
 
 def send(made: ChainFilter, number: int | tuple[int, int], previous: int | tuple[int, int] | None = None) -> State:
@@ -80,7 +81,8 @@ def test_a_reference_closes_an_interval_of_unknown_content() -> None:
     assert made.unseen("chain")[1:] == [(101, 200), (301, inf)]
     assert send(made, 200, 100) is NEW
     assert made.unseen("chain")[1:] == [(301, inf)]
-    assert send(made, 150, 100) is DUPLICATE
+    with pytest.raises(InconsistentChain):
+        made.reserve(Link("chain", 150, 100))
 
 
 def test_pairs_of_timestamp_and_sequence_number() -> None:
@@ -249,3 +251,66 @@ def test_a_chain_of_any_numbers_in_any_order_equals_a_plain_set(data: st.DataObj
 def test_treating_as_new_never_calls_an_original_a_duplicate(numbers: list[int]) -> None:
     made = ChainFilter(dense=True, max_gaps=2)
     assert [send(made, number) for number in numbers] == [NEW] * len(numbers)
+
+
+@pytest.mark.parametrize(
+    ("seen", "number", "previous"),
+    [
+        ([(10, 5)], 8, 5),
+        ([(10, 5)], 10, 7),
+        ([(10, 5)], 10, 3),
+        ([(10, 5)], 7, 6),
+        ([(10, 5), (5, 0)], 5, 1),
+        ([(10, 5), (5, 0)], 8, 5),
+        ([(5, 0), (10, 5), (15, 10)], 12, 10),
+        ([(10, 5), (20, 15), (15, 10)], 12, 4),
+        ([(10, 5), *((n, n - 1) for n in range(11, 400))], 8, 5),
+    ],
+)
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_message_that_cannot_be_there_is_refused_and_no_duplicate(
+    seen: list[tuple[int, int]], number: int, previous: int, *, is_restored: bool
+) -> None:
+    """A message that was never seen would be lost if a contradiction counted as a duplicate."""
+    made = ChainFilter()
+    for message in seen:
+        assert send(made, *message) is NEW
+    if is_restored:
+        made, data = ChainFilter(), made.to_bytes()
+        made.load_bytes(data)
+    with pytest.raises(InconsistentChain):
+        made.reserve(Link("chain", number, previous))
+    with pytest.raises(InconsistentChain):
+        made.reserve_many([Link("chain", 1000, 999), Link("chain", number, previous)])
+    assert [send(made, *message) for message in seen[-50:]] == [DUPLICATE] * len(seen[-50:])
+    assert send(made, 1000, 999) is NEW
+
+
+def test_the_references_that_are_kept_stay_few() -> None:
+    made = ChainFilter(max_gaps=50)
+    for number in range(0, 10_000, 2):
+        send(made, number + 1, number)
+    assert len(made._links["chain"].numbers) <= 152
+    made = ChainFilter()
+    for number in range(10_000):
+        send(made, number + 1, number)
+    assert len(made._links["chain"].numbers) <= 102
+
+
+@pytest.mark.parametrize("options", [{}, {"dense": True}])
+def test_what_was_in_flight_belongs_to_the_snapshot(options: dict[str, Any]) -> None:
+    """Its retry after a crash is behind higher numbers, and must not look like a duplicate."""
+    made = ChainFilter(**options)
+    for number in (1, 2, 3, 4, 5):
+        made.reserve(Link("chain", number))
+    made.reserve(Link("another", 7))
+    made.confirm(Link("chain", 1))
+    made.confirm(Link("chain", 5))
+    made.doubt(Link("chain", 3))
+    made.forget(Link("chain", 4))
+    again = ChainFilter(**options)
+    again.load_bytes(made.to_bytes())
+    states = [again.reserve(Link("chain", number)) for number in (1, 2, 3, 4, 5)]
+    assert states == [DUPLICATE, UNKNOWN, UNKNOWN, NEW, DUPLICATE]
+    assert again.reserve(Link("another", 7)) is UNKNOWN
+    assert again.reserve(Link("chain", 6)) is NEW

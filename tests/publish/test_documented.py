@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psycopg
 
 from exactly_once.publish import (
@@ -10,6 +12,7 @@ from exactly_once.publish import (
     Outgoing,
     PostgresWindow,
     PublishOwner,
+    SequenceFilter,
     TopicTakeOver,
     TransactionalProducer,
     WindowFilter,
@@ -29,6 +32,19 @@ def test_the_first_excerpt_sends_once(bootstrap_servers: str) -> None:
     assert (delivery.duplicate, again.duplicate) == (False, True)
     assert delivery.offset == again.offset == 0
     assert values(bootstrap_servers, topic) == [1]
+
+
+def test_the_excerpt_on_sources_with_positions_sends_once(bootstrap_servers: str, name: str, tmp_path: Path) -> None:
+    topic, directory = create_topic(bootstrap_servers, 1), tmp_path
+    kafka = {"bootstrap.servers": bootstrap_servers}
+    for end in (5, 10):
+        lines = [(n, b"%d" % n) for n in range(end)]
+        with DedupProducer(kafka, dedup=SequenceFilter(), producer_name=name, snapshots=directory) as producer:
+            last = producer.last_sequence_id(topic)
+            for number, line in lines:
+                if number >= last:
+                    producer.produce(topic, line, sequence=number)
+    assert values(bootstrap_servers, topic) == list(range(10))
 
 
 def test_the_excerpt_for_several_processes_sends_once(

@@ -6,16 +6,12 @@ test_transaction_crashes, E8 test_producer.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import psycopg
 import pytest
 
-from exactly_once.publish import DedupProducer, Filter, PostgresWindow, SlotFilter, WindowFilter
-from tests.publish.conftest import MakeOwner
-from tests.publish.test_postgres_window import Mistaken, pass_window
+from exactly_once.publish import DedupProducer, Filter, SlotFilter, WindowFilter
 from tests.publish.test_sequences_on_broker import values
 from tests.support.topics import create_topic
 
@@ -52,15 +48,3 @@ def test_collisions_drop_nothing(bootstrap_servers: str, topic: str, make: Calla
     """Fault E6: a slot that is taken is overwritten; nobody is refused for it."""
     send(bootstrap_servers, topic, make(), list(range(100)))
     assert values(bootstrap_servers, topic) == list(range(100))
-
-
-def test_a_front_filter_with_nothing_but_false_positives_drops_nothing(
-    bootstrap_servers: str, make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, topic: str
-) -> None:
-    """Fault E6: the table decides."""
-    owner = make_owner(schema=own_schema)
-    send(bootstrap_servers, topic, PostgresWindow(owner, scope=topic, seconds=100), list(range(20)))
-    pass_window(db, own_schema, 1.1)
-    made = PostgresWindow(owner, scope=topic, seconds=100, front=Mistaken)
-    send(bootstrap_servers, topic, made, [*range(10, 40), 30])
-    assert Counter(values(bootstrap_servers, topic)) == Counter(range(40))

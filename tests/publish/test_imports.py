@@ -27,6 +27,7 @@ LOWER = {
     "schema",
 }
 PURE = {
+    "cache",
     "protocol",
     "keys",
     "reservations",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -16,22 +18,18 @@ import pytest
 
 from exactly_once import ConfigurationError
 from exactly_once.publish import (
-    BloomFront,
     DeadOwner,
-    ExactFront,
     FilterUnavailable,
     Found,
-    FrontFilter,
     Link,
     NameTaken,
     PostgresChain,
-    PostgresSlots,
     PostgresWindow,
     ProducerFenced,
     PublishOwner,
-    SharedSlotFilter,
     State,
 )
+from exactly_once.publish.cache import ConfirmedKeys
 from exactly_once.publish.keys import encoded
 from exactly_once.sql import grants
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
@@ -341,46 +339,75 @@ def test_another_length_of_the_window_is_refused(make_owner: MakeOwner, own_sche
         window(make_owner(schema=own_schema), name, seconds=200)
 
 
-class Mistaken(ExactFront):
-    """A front filter with false positives only, as many as there can be: a Bloom filter that is full."""
-
-    def may_have(self, key: bytes) -> bool:
-        return True
-
-
-def bloom() -> BloomFront:
-    """The adapter around something with ``add`` and ``in``."""
-    return BloomFront(set[bytes]())
-
-
-@pytest.mark.parametrize("front", [ExactFront, bloom, Mistaken])
-def test_a_front_filter_never_decides(
-    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str, front: Callable[[], FrontFilter]
-) -> None:
-    """Fault E6: a false positive of it must not drop anything."""
-    plain = window(make_owner(schema=own_schema), name, seconds=100)
-    old = list(range(100))
-    plain.reserve_many(old)
-    plain.confirm_many(old)
-    pass_window(db, own_schema, 1.1)
-    plain._store.run("publish_turn")
-    made = window(make_owner(schema=own_schema), name, seconds=100, front=front)
-    assert made.reserve_many(list(range(100, 200))) == [NEW] * 100
-    assert made.reserve_many(list(range(50, 150))) == [DUPLICATE] * 50 + [IN_FLIGHT] * 50
-    skipped = made._front.skipped if made._front else 0
-    assert skipped == (0 if front is Mistaken else 1)
-
-
-def test_a_front_filter_of_an_earlier_generation_is_not_believed(
+def test_the_length_of_the_window_may_be_changed(
     make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
 ) -> None:
-    made = window(make_owner(schema=own_schema), name, seconds=100, front=ExactFront)
+    before = window(make_owner(schema=own_schema), name, seconds=100)
+    before.reserve("a")
+    before.confirm("a")
+    after = window(make_owner(schema=own_schema), name, seconds=200, changes_window=True)
+    pass_window(db, own_schema, 0.9)
+    after.owner.store.run("publish_turn")
+    assert after.reserve("a") is DUPLICATE
+    with pytest.raises(ConfigurationError, match="200 s"):
+        window(make_owner(schema=own_schema), name, seconds=100)
+
+
+def test_duplicates_of_what_was_confirmed_here_need_no_question(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
+) -> None:
+    """Also after the generations have turned. What others confirm is asked for."""
+    made = window(make_owner(schema=own_schema), name, seconds=100, cache_keys=1000)
     other = window(make_owner(schema=own_schema), name, seconds=100)
-    other.reserve("theirs")
-    other.confirm("theirs")
-    pass_window(db, own_schema, 1.1)
-    other._store.run("publish_turn")
-    assert made.reserve("theirs") is DUPLICATE, "it entered after the filter was filled"
+    assert made.reserve_many("ab") == [NEW, NEW]
+    assert made.reserve_many("ab") == [IN_FLIGHT, IN_FLIGHT]
+    made.confirm_many("ab")
+    other.reserve("c")
+    other.confirm("c")
+    for _ in range(2):
+        asked = CountingStore(made)
+        assert made.reserve_many(["a", "b", "a"]) == [DUPLICATE] * 3
+        assert asked.count == 0
+        assert made.reserve_many(["c", "a", "d", "d"])[:2] == [DUPLICATE, DUPLICATE]
+        pass_window(db, own_schema, 1.1)
+        other._store.run("publish_turn")
+    assert made.cache.hits == 6
+    assert made.reserve_many(["d", "d"]) == [IN_FLIGHT] * 2
+
+
+class CountingStore:
+    """Counts the statements of a window from now on."""
+
+    def __init__(self, made: PostgresWindow) -> None:
+        self.count = 0
+        run = made._store.run
+
+        def counted(name: str, /, **parameters: Any) -> Any:
+            self.count += 1
+            return run(name, **parameters)
+
+        made._store.run = counted  # type: ignore[method-assign]
+
+
+def test_the_cache_holds_few_keys_and_none_for_longer_than_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that the database may have dropped it, and a new message of that key must not be lost."""
+    now = [0.0]
+    monkeypatch.setattr("exactly_once.publish.cache.time", SimpleNamespace(monotonic=lambda: now[0]))
+    made = ConfirmedKeys(100, seconds=10)
+    numbers = [b"%d" % n for n in range(1000)]
+    made.add(numbers)
+    assert 50 <= len(made.of(numbers)) <= 100
+    made = ConfirmedKeys(100, seconds=10)
+    made.add([b"early"])
+    now[0] = 4.9
+    made.add([b"late"])
+    now[0] = 9.9
+    assert made.of([b"early", b"late"]) == {b"early", b"late"}
+    now[0] += 0.2
+    assert made.of([b"early", b"late"]) == set()
+    off = ConfirmedKeys(0, seconds=10)
+    off.add(numbers)
+    assert off.of(numbers) == set()
 
 
 @pytest.mark.usefixtures("own_servers")
@@ -448,6 +475,59 @@ def test_a_role_with_the_printed_grants_is_enough(
     assert owner.store.run("publish_turn") == [(1,)]
     assert PostgresChain(owner.store).reserve(Link(name, 1)) is NEW
     PostgresChain(owner.store).confirm(Link(name, 1))
-    slots = SharedSlotFilter(PostgresSlots(owner.store, scope=name), slots=8)
-    assert slots.reserve("a") is NEW
-    slots.confirm("a")
+
+
+def chinese(length: int) -> str:
+    return "".join(map(chr, random.Random(length).choices(range(0x4E00, 0x9FFF), k=length)))
+
+
+def test_long_keys_are_told_apart(two: tuple[PostgresWindow, PostgresWindow]) -> None:
+    """A character may take three bytes, and a row of the index has room for 2,704."""
+    one, other = two
+    text = chinese(1023)  # no repetition, which Postgres would compress
+    keys: list[str | bytes] = [text + "\u4e16", text + "\u754c", b"x" * 1024, "short"]
+    assert one.reserve_many(keys) == [NEW] * 4
+    one.confirm_many(keys[:3:2])
+    one.doubt(keys[1])
+    assert other.reserve_many(keys) == [DUPLICATE, UNKNOWN, DUPLICATE, IN_FLIGHT]
+
+
+def test_a_take_over_finds_long_keys(make_owner: MakeOwner, db: psycopg.Connection[Any], name: str) -> None:
+    """The topic has them whole."""
+    dead = make_owner(transactional_id=name)
+    keys = [chinese(1000) + last for last in "ab"]
+    window(dead, name).reserve_many(keys)
+    end_lease(db, dead)
+    made = window(make_owner(), name, take_over=lambda *_: Found([encoded(keys[0])], is_sure=True))
+    assert made.reserve_many(keys) == [DUPLICATE, NEW]
+
+
+def refusal(use: Callable[[], object]) -> str:
+    try:
+        return f"it returned {use()}"
+    except ConfigurationError as error:
+        return str(error)
+
+
+def test_a_child_is_another_process(make_owner: MakeOwner, name: str) -> None:
+    """It has what its parent has reserved, and would take it for a reservation of its own whose answer was lost."""
+    owner = make_owner()
+    made = window(owner, name)
+    assert made.reserve("held") is NEW
+    uses = [lambda: made.reserve("held"), lambda: made.confirm("held"), owner.renew, owner.check]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = [refusal(use) for use in uses]
+            owner.close()
+            owner.store.close()
+            os.write(write, repr(["each process" in text for text in said]).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert os.read(read, 1000) == b"[True, True, True, True]"
+    os.close(read)
+    made.confirm("held")
+    assert made.reserve("held") is DUPLICATE, "the child has ended nothing of its parent's"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -17,6 +18,8 @@ from exactly_once.publish import (
     ChainFilter,
     DedupProducer,
     Delivery,
+    FilterUnavailable,
+    InconsistentChain,
     KeyRefused,
     Link,
     NotPersisted,
@@ -24,12 +27,14 @@ from exactly_once.publish import (
     OutcomeUnknown,
     Outgoing,
     SequenceFilter,
+    State,
     Undelivered,
     WindowFilter,
 )
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
 from tests.support.journal import scan
 from tests.support.topics import create_topic
+from tests.support.waiting import until
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1", "message.timeout.ms": 300, "log_level": 0}
 """Nobody listens there."""
@@ -69,8 +74,10 @@ def test_a_duplicate_in_flight_gets_the_same_outcome(
     producer: DedupProducer, bootstrap_servers: str, topic: str
 ) -> None:
     first, twin, third = (producer.produce(topic, b"%d" % n, dedup_key="a") for n in range(3))
-    assert (first.duplicate, twin.duplicate, third.duplicate) == (False, True, True)
+    assert [d.is_attached for d in (first, twin, third)] == [False, True, True]
+    assert not twin.duplicate, "nobody knows yet"
     twin.result(30)
+    assert (first.duplicate, twin.duplicate, third.duplicate) == (False, True, True)
     assert first.offset == twin.offset == third.offset is not None
     assert values(bootstrap_servers, topic) == {b"0": 1}
 
@@ -154,7 +161,8 @@ def test_what_timed_out_is_unknown_and_may_be_sent_again() -> None:
     again = made.produce("t", b"x", dedup_key="a")
     assert (again.duplicate, again.may_repeat) == (False, True)
     assert made.filter_of("t").stats().in_flight == 1
-    made.flush(10)
+    with pytest.raises(Undelivered):
+        made.flush(10)
     assert made.filter_of("t").stats().unknown == 1
     made.close()
 
@@ -227,15 +235,16 @@ def test_deduplication_is_off_where_it_is_told_to_be(bootstrap_servers: str, top
             made.produce(topic, b"y")
     assert values(bootstrap_servers, topic) == {b"x": 4, b"y": 2}
     with DedupProducer(settings, dedup=WindowFilter(keys=10), topics={topic: True, "*": False}) as made:
-        made.produce(topic, b"z", dedup_key="a")
+        made.produce(topic, b"z", dedup_key="a").result(30)
         assert made.produce(topic, b"z", dedup_key="a").duplicate
 
 
 def test_many_messages_at_once(producer: DedupProducer, bootstrap_servers: str, topic: str) -> None:
     keys = ["a", "b", "a", "c"]
     deliveries = producer.produce_many(topic, [Outgoing(b"%d" % n, dedup_key=key) for n, key in enumerate(keys)])
-    assert [d.duplicate for d in deliveries] == [False, False, True, False]
+    assert [d.is_attached for d in deliveries] == [False, False, True, False]
     producer.flush(30)
+    assert [d.duplicate for d in deliveries] == [False, False, True, False]
     assert deliveries[0].offset == deliveries[2].offset is not None
     more = producer.produce_many(topic, [Outgoing(b"5", dedup_key="c"), Outgoing(b"6", dedup_key="d")])
     assert [d.duplicate for d in more] == [True, False]
@@ -275,7 +284,9 @@ def test_chains_deduplicate_by_number(bootstrap_servers: str, topic: str) -> Non
         made.produce(topic, b"3", chain=Link("c", 300, 200))
         made.produce(topic, b"2", chain=Link("c", 200, 100))
         made.flush(30)
-        assert made.produce(topic, b"2", chain=Link("c", 200, 150)).duplicate
+        assert made.produce(topic, b"2", chain=Link("c", 200, 100)).duplicate
+        with pytest.raises(InconsistentChain, match="named 100"):
+            made.produce(topic, b"2", chain=Link("c", 200, 150))
         assert not made.produce(topic, b"1", chain=Link("c", 100, 50)).duplicate
         with pytest.raises(KeyRefused, match="chain="):
             made.produce(topic, b"x", dedup_key="a")
@@ -310,6 +321,9 @@ def test_a_message_without_the_identity_that_its_filter_knows_is_refused() -> No
         made.produce("t", b"x")
     with pytest.raises(KeyRefused, match="sequence="):
         made.produce_many("t", [Outgoing(b"x", sequence=1)])
+    for second in ({"sequence": 1}, {"chain": Link("c", 1)}):
+        with pytest.raises(KeyRefused, match="was given"):
+            made.produce("t", b"x", dedup_key="a", **second)
     with pytest.raises(KeyRefused):
         made.produce("t", b"x", dedup_key=1.5)  # type: ignore[arg-type]
     assert made.filter_of("t").stats().in_flight == 0
@@ -395,3 +409,104 @@ def test_a_duplicate_that_attaches_while_the_original_is_settled_is_settled_too(
     assert (twin.outcome, twin.offset) == (Outcome.DELIVERED, delivery.offset)
     producer.poll(0)
     assert called == [(None, delivery.message)]
+
+
+REFUSED = b"x" * 5000
+"""Too large for the topics below; the client sends it, because it does not know their limit."""
+
+
+@pytest.fixture
+def small(bootstrap_servers: str) -> str:
+    """A topic whose broker refuses large messages."""
+    return create_topic(bootstrap_servers, 1, max_message_bytes="1000")
+
+
+@pytest.mark.parametrize("end", ["flush", "close", "leave the block"])
+def test_a_failure_that_nobody_has_looked_at_is_raised(bootstrap_servers: str, small: str, end: str) -> None:
+    made = DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10))
+    made.produce(small, REFUSED, dedup_key="the key")
+    leave: Callable[[], object] = {"flush": made.flush, "close": made.close}.get(
+        end, partial(made.__exit__, *[None] * 3)
+    )
+    with pytest.raises(Undelivered, match="'the key'"):
+        leave()
+    made.close()
+
+
+def test_a_failure_that_somebody_has_looked_at_is_not_raised(bootstrap_servers: str, small: str) -> None:
+    told: list[KafkaError | None] = []
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as made:
+        made.produce(small, REFUSED, dedup_key="callback", on_delivery=lambda error, _: told.append(error))
+        asked = made.produce(small, REFUSED, dedup_key="result")
+        with pytest.raises(NotPersisted):
+            asked.result(30)
+        made.flush(30)
+        made.produce(small, REFUSED, dedup_key="sent again")
+        until(lambda: made.poll(0.1) >= 0 and not made._lanes[small].in_flight, 30, "the report")
+        made.produce(small, b"small", dedup_key="sent again")
+    assert told[0] is not None
+
+
+class Undoing(WindowFilter):
+    """A filter during whose answer another thread asks for the same key; then the store is away."""
+
+    def __init__(self, twin: Any) -> None:
+        super().__init__(keys=10)
+        self.twin = twin
+
+    def reserve(self, key: Any) -> State:
+        self.twin()
+        raise FilterUnavailable
+
+
+def test_what_attached_to_a_call_that_was_undone_is_no_duplicate() -> None:
+    """The other thread's call is made from within the first one, where that thread would come in between."""
+    told: list[KafkaError | None] = []
+    twins: list[Delivery] = []
+
+    def twin(**options: Any) -> None:
+        twins.append(made.produce("t", b"x", dedup_key="a", **options))
+
+    made = DedupProducer(NOWHERE, dedup=Undoing(lambda: twin(on_delivery=lambda error, _: told.append(error))))
+    with pytest.raises(FilterUnavailable):
+        made.produce("t", b"x", dedup_key="a")
+    made.flush(10)
+    assert (twins[0].outcome, twins[0].duplicate) == (Outcome.NOT_PERSISTED, False)
+    assert told[0] is not None
+    assert told[0].retriable()
+    made.close()
+    made = DedupProducer(NOWHERE, dedup=Undoing(twin))
+    with pytest.raises(FilterUnavailable):
+        made.produce("t", b"x", dedup_key="a")
+    with pytest.raises(Undelivered):
+        made.close()
+
+
+class Elsewhere(WindowFilter):
+    """A filter whose keys another process holds."""
+
+    def reserve(self, key: Any) -> State:
+        return State.IN_FLIGHT
+
+
+def test_what_another_process_is_sending_is_told_as_an_error() -> None:
+    told: list[KafkaError | None] = []
+    made = DedupProducer(NOWHERE, dedup=Elsewhere(keys=10))
+    held = made.produce("t", b"x", dedup_key="a", on_delivery=lambda error, _: told.append(error))
+    made.poll(0)
+    assert (held.outcome, held.duplicate) == (Outcome.HELD_ELSEWHERE, False)
+    assert told[0] is not None
+    assert "another process" in told[0].str()
+    made.flush(1)
+    made.produce("t", b"x", dedup_key="b")
+    with pytest.raises(Undelivered, match="'b'"):
+        made.close()
+
+
+def test_a_closed_producer_takes_nothing_more() -> None:
+    made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+    made.close()
+    for send in (lambda: made.produce("t", b"x", dedup_key="a"), lambda: made.produce_many("t", [])):
+        with pytest.raises(ConfigurationError, match="closed"):
+            send()
+    assert made, "true, although nothing is in flight"

@@ -64,11 +64,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run(bootstrap_servers: str, program: str, *arguments: str, status: int) -> None:
-    """Run one of these programs; it must end as expected."""
+def execute(bootstrap_servers: str, *arguments: str, program: str = DIES_AT_A_LINE) -> subprocess.CompletedProcess[str]:
+    """Run one of these programs."""
     environment = {**os.environ, "EXACTLY_ONCE_BOOTSTRAP_SERVERS": bootstrap_servers}
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def run(bootstrap_servers: str, program: str, *arguments: str, status: int) -> None:
+    """Run one of these programs; it must end as expected."""
+    done = execute(bootstrap_servers, *arguments, program=program)
     assert done.returncode == status, done.stderr
 
 
@@ -89,6 +94,38 @@ def test_every_line_is_there_once_however_often_it_was_killed(
     doubled = [line for line, times in found.items() if times > 1]
     assert (lost, doubled) == ([], [])
     assert len(found) == len(made)
+
+
+def test_a_line_that_the_broker_refuses_is_told(bootstrap_servers: str, tmp_path: Path) -> None:
+    topic = create_topic(bootstrap_servers, 1, max_message_bytes="1000")
+    (tmp_path / "lines").write_bytes(b"0\n" + b"x" * 5000 + b"\n2\n")
+    for _ in range(2):
+        done = execute(bootstrap_servers, "0", "0", str(EXAMPLE), str(tmp_path / "lines"), topic)
+        assert done.returncode == 1
+        assert "not up to the last one at 5003" in done.stderr
+
+
+def test_files_of_one_name_are_two_files(bootstrap_servers: str, tmp_path: Path) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    for day in ("first", "second"):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "orders.csv").write_bytes(b"header\n" + day.encode() + b"\n")
+        (tmp_path / day / "orders.json").write_bytes(b"header\n" + day.encode() + b"\n")
+    for _ in range(2):
+        for path in sorted(tmp_path.glob("*/orders.*")):
+            run(bootstrap_servers, DIES_AT_A_LINE, "0", "0", str(EXAMPLE), str(path), topic, status=0)
+    found = Counter(record.value for record in scan(bootstrap_servers, topic))
+    assert found == {b"header": 4, b"first": 2, b"second": 2}
+
+
+def test_another_file_under_a_name_is_refused(bootstrap_servers: str, tmp_path: Path) -> None:
+    """As where it was cut off, or written anew, with the same first line."""
+    topic = create_topic(bootstrap_servers, 1)
+    path = tmp_path / "lines"
+    for content, status in ((b"0\n23\n56\n", 0), (b"0\n2\n", 1), (b"0\n23456\n89\n", 1)):
+        path.write_bytes(content)
+        arguments = [str(EXAMPLE), str(path), topic, "--name", "n"]
+        assert execute(bootstrap_servers, "0", "0", *arguments).returncode == status
 
 
 def test_without_a_filter_a_kill_doubles_lines(bootstrap_servers: str, tmp_path: Path) -> None:

@@ -10,24 +10,32 @@ import pytest
 from confluent_kafka import KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from exactly_once import ConfigurationError
 from exactly_once.model import Partition
 from exactly_once.publish import (
     DedupProducer,
     Delivery,
     KeyRefused,
+    Outcome,
     OutcomeUnknown,
+    Outgoing,
+    ProducerFenced,
     Sequence,
     SequenceFilter,
     SnapshotCorrupted,
     SnapshotFile,
+    State,
     TailHidden,
     TailLost,
+    Undelivered,
+    recovery,
 )
-from exactly_once.publish.headers import SEQUENCE, Sent, with_sequence
+from exactly_once.publish.headers import Sent, with_sequence
 from exactly_once.publish.recovery import Walk
-from exactly_once.publish.tail import ends_of, read_tail
+from exactly_once.publish.snapshot import pack, unpack
+from exactly_once.publish.tail import describe, ends_of, read_tail
 from tests.support.journal import scan
-from tests.support.topics import create_topic
+from tests.support.topics import create_topic, delete_topic
 
 Make = Callable[..., DedupProducer]
 
@@ -104,7 +112,7 @@ def test_a_snapshot_saves_reading_the_topic_and_the_rest_is_read(
     filled = SequenceFilter()
     again = make(snapshots=lambda _: store, dedup=filled)
     assert again.last_sequence_id(topic) == 25
-    read = again._lanes[topic]._log
+    read = again._lanes[topic].log
     assert read is not None
     assert read.recover() == 0, "recovering makes a snapshot, so that the next one has nothing to read"
 
@@ -154,12 +162,110 @@ def test_no_snapshot_is_made_while_an_outcome_is_unknown(
     lose(bootstrap_servers, topic, 2, before=1)
     made.doubt(Sequence("files", 2))
     send(producer, topic, 3, 4)
-    log = producer._lanes[topic]._log
+    log = producer._lanes[topic].log
     assert log is not None
     log.save()
     again = make(snapshots=lambda _: store)
     assert again.last_sequence_id(topic) == 4, "2 was found"
     assert store.load() != before
+
+
+def test_no_snapshot_is_made_while_an_unknown_number_is_sent_again(
+    make: Make, bootstrap_servers: str, topic: str, tmp_path: Path
+) -> None:
+    """What was in doubt is still in doubt: a crash now must not hide that it is in the log."""
+    store = SnapshotFile(tmp_path / "snapshot")
+    producer = make(snapshots=lambda _: store, snapshot_every=1)
+    send(producer, topic, 1)
+    made = producer.filter_of(topic)
+    made.reserve(Sequence("files", 2))
+    lose(bootstrap_servers, topic, 2, before=1)
+    made.doubt(Sequence("files", 2))
+    assert made.reserve(Sequence("files", 2)) is State.UNKNOWN, "it is sent again"
+    send(producer, topic, 3)
+    log = producer._lanes[topic].log
+    assert log is not None
+    log.save()
+    again = make(snapshots=lambda _: store)
+    assert again.last_sequence_id(topic) == 3
+    assert again.produce(topic, b"2", sequence=2).duplicate
+
+
+def test_a_snapshot_of_another_life_of_the_topic_is_refused(
+    make: Make, bootstrap_servers: str, topic: str, tmp_path: Path
+) -> None:
+    send(make(snapshots=tmp_path), topic, 1, 2, 3)
+    delete_topic(bootstrap_servers, topic)
+    create_topic(bootstrap_servers, 3, name=topic)
+    with pytest.raises(SnapshotCorrupted, match=r"topic id.*begin anew"):
+        make(snapshots=tmp_path).last_sequence_id(topic)
+    for snapshot in tmp_path.iterdir():
+        snapshot.unlink()
+    again = make(snapshots=tmp_path)
+    send(again, topic, 1, 2, 3)
+    assert values(bootstrap_servers, topic) == [1, 2, 3]
+
+
+def test_a_snapshot_of_another_producer_is_refused(make: Make, topic: str, tmp_path: Path) -> None:
+    shared = SnapshotFile(tmp_path / "shared")
+    send(make(snapshots=lambda _: shared), topic, 1)
+    with pytest.raises(SnapshotCorrupted, match="'files', not of 'others'"):
+        make(snapshots=lambda _: shared, producer_name="others").last_sequence_id(topic)
+
+
+def test_in_a_directory_each_producer_and_topic_has_a_snapshot(
+    make: Make, bootstrap_servers: str, topic: str, tmp_path: Path
+) -> None:
+    other = create_topic(bootstrap_servers, 1)
+    for name in ("a/b", "a"):
+        producer = make(snapshots=tmp_path, producer_name=name)
+        send(producer, topic, 1)
+        send(producer, other, 1)
+        producer.close()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert make(snapshots=tmp_path, producer_name="a").last_sequence_id(topic) == 1
+
+
+def test_a_log_that_ends_before_the_snapshot_is_refused(
+    make: Make,
+    bootstrap_servers: str,
+    topic: str,
+    tmp_path: Path,
+) -> None:
+    """As after an election of a replica that lacked them, or where the broker tells no ids of topics.
+
+    One broker cannot lose messages on demand: the log of another topic stands for it.
+    """
+    store = SnapshotFile(tmp_path / "snapshot")
+    send(make(snapshots=lambda _: store, snapshot_every=1), topic, *range(30))
+    shorter = create_topic(bootstrap_servers, 3)
+    content = unpack(recovery._KIND, store.load() or b"")
+    known = describe({"bootstrap.servers": bootstrap_servers}, shorter)
+    store.save(pack(recovery._KIND, {**content, "topic": shorter, "topic id": known.topic_id}))
+    with pytest.raises(TailLost, match="log ends at 0"):
+        make(snapshots=lambda _: store).last_sequence_id(shorter)
+
+
+def test_a_snapshot_of_another_version_is_refused(make: Make, topic: str, tmp_path: Path) -> None:
+    store = SnapshotFile(tmp_path / "snapshot")
+    send(make(snapshots=lambda _: store), topic, 1)
+    store.save((store.load() or b"").replace(b"snapshot 2\n", b"snapshot 1\n", 1))
+    with pytest.raises(SnapshotCorrupted, match="another version"):
+        make(snapshots=lambda _: store).last_sequence_id(topic)
+
+
+def test_a_compacted_topic_is_refused(make: Make, bootstrap_servers: str) -> None:
+    topic = create_topic(bootstrap_servers, 1, cleanup_policy="compact,delete")
+    with pytest.raises(ConfigurationError, match="compacted"):
+        make().produce(topic, b"x", sequence=1)
+
+
+def test_names_of_others_are_not_kept(make: Make, bootstrap_servers: str, topic: str) -> None:
+    for n in range(5):
+        lose(bootstrap_servers, topic, n, before=-1, name=f"other-{n}")
+    filled = SequenceFilter(max_producers=1)
+    send(make(dedup=filled), topic, 1)
+    assert list(filled.dump()) == ["files"]
 
 
 def test_retention_past_the_snapshot_is_refused(make: Make, bootstrap_servers: str, topic: str, tmp_path: Path) -> None:
@@ -188,6 +294,19 @@ def test_a_trimmed_topic_without_a_snapshot_is_refused_unless_accepted(
     assert accepting.produce(topic, b"30", sequence=30).duplicate
 
 
+def test_a_topic_without_any_message_of_ours_is_refused_once_it_was_trimmed(
+    make: Make, bootstrap_servers: str, topic: str
+) -> None:
+    """Nothing tells a producer whose messages were all removed from one that has never sent any."""
+    send(make(), topic, *range(30))
+    delete_all(bootstrap_servers, topic)
+    for name in ("files", "new"):
+        with pytest.raises(TailLost, match="accept_trimmed"):
+            make(producer_name=name).last_sequence_id(topic)
+    send(make(producer_name="new", accept_trimmed=True), topic, *range(30))
+    assert make(producer_name="new").last_sequence_id(topic) == 29, "back to its first message, in all partitions"
+
+
 def delete_all(bootstrap_servers: str, topic: str) -> None:
     ends = ends_of({"bootstrap.servers": bootstrap_servers}, topic)
     admin = AdminClient({"bootstrap.servers": bootstrap_servers})
@@ -196,43 +315,14 @@ def delete_all(bootstrap_servers: str, topic: str) -> None:
         future.result(30)
 
 
-def test_ids_are_drawn_from_the_initial_one_and_go_on_after_a_restart(
-    make: Make, bootstrap_servers: str, topic: str
-) -> None:
-    producer = make(initial_sequence_id=1000)
-    drawn = [producer.produce(topic, b"0").identity.number for _ in range(3)]
-    producer.flush(30)
-    assert drawn == [1000, 1001, 1002]
-    again = make(initial_sequence_id=1000)
-    assert again.produce(topic, b"0").identity.number == 1003
-    again.flush(30)
-    found = {
-        value for r in read_tail({"bootstrap.servers": bootstrap_servers}, topic, None) for value in (r.headers() or [])
-    }
-    assert (SEQUENCE, b"1002:1003:files") in found
-
-
-def test_a_number_that_the_client_did_not_take_is_drawn_again(bootstrap_servers: str, topic: str) -> None:
-    settings = {"bootstrap.servers": bootstrap_servers, "queue.buffering.max.messages": 2, "linger.ms": 100}
-    with DedupProducer(settings, dedup=SequenceFilter(), producer_name="n") as made:
-        for _ in range(2):
-            made.produce(topic, b"0")
-        for _ in range(3):
-            with pytest.raises(BufferError):
-                made.produce(topic, b"0")
-        made.flush(30)
-        assert made.produce(topic, b"0").identity.number == 2
-
-
-def test_drawn_and_given_ids_do_not_mix(make: Make, topic: str) -> None:
+def test_a_message_without_a_number_is_refused(make: Make, topic: str) -> None:
+    """Numbers that are drawn would deduplicate nothing: nobody can send one again."""
     producer = make()
     send(producer, topic, 5)
-    with pytest.raises(KeyRefused, match="every message must carry one"):
+    with pytest.raises(KeyRefused, match="needs sequence="):
         producer.produce(topic, b"x")
-    other = make(producer_name="other")
-    other.produce(topic, b"0")
-    with pytest.raises(KeyRefused, match="none can be given"):
-        other.produce(topic, b"x", sequence=9)
+    with pytest.raises(KeyRefused, match="needs sequence="):
+        producer.produce_many(topic, [Outgoing(b"x")])
 
 
 def test_a_name_is_drawn_and_can_be_read(make: Make, topic: str) -> None:
@@ -250,7 +340,8 @@ def test_an_unknown_outcome_is_sent_again_under_its_number() -> None:
         made.produce("t", b"x", sequence=7).result(10)
     again = made.produce("t", b"x", sequence=7)
     assert (again.duplicate, again.may_repeat) == (False, True)
-    made.flush(10)
+    with pytest.raises(OutcomeUnknown):
+        again.result(10)
     made.close()
 
 
@@ -316,7 +407,7 @@ class Watching:
     def confirmed(self, messages: object) -> None:
         self.unknown.append(self.made.stats().unknown)
 
-    def save(self) -> None:
+    def save(self, *, is_clean: bool = False) -> None:
         pass
 
 
@@ -330,7 +421,7 @@ def test_the_doubts_of_a_batch_are_marked_before_its_confirmations(order: int) -
     made = SequenceFilter()
     producer = DedupProducer(nowhere, dedup=made, producer_name="n", recover=False)
     lane = producer._open("t")
-    lane._log = watching = Watching(made)  # type: ignore[assignment]
+    lane.log = watching = Watching(made)  # type: ignore[assignment]
     deliveries = []
     for number, error in ((1, KafkaError(KafkaError._MSG_TIMED_OUT)), (2, None)):
         made.reserve(Sequence("n", number))
@@ -339,4 +430,71 @@ def test_the_doubts_of_a_batch_are_marked_before_its_confirmations(order: int) -
     lane.reported.extend(deliveries[::order])
     lane.settle()
     assert watching.unknown == [1]
-    producer.close()
+    with pytest.raises(Undelivered, match="1 messages failed"):
+        producer.close()
+
+
+@pytest.mark.parametrize("is_idle", [False, True], ids=["frozen", "frozen for long"])
+def test_a_predecessor_that_wakes_up_sends_nothing(
+    make: Make, bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch, *, is_idle: bool
+) -> None:
+    """Its queue is full of what its successor has sent. After a minute it would make itself a new client."""
+    zombie = make(commit_seconds=3600.0)
+    send(zombie, topic, 1, 2)
+    for number in range(3, 100):
+        zombie.produce(topic, b"%d" % number, sequence=number)
+    successor = make()
+    assert successor.last_sequence_id(topic) == 2
+    send(successor, topic, *range(3, 100))
+    if is_idle:
+        monkeypatch.setattr("exactly_once.publish.transactional._IDLE_SECONDS", 0.0)
+    for _ in range(2):
+        late = zombie.produce(topic, b"100", sequence=100)
+        with pytest.raises(ProducerFenced):
+            zombie.flush(30)
+        assert late.outcome is Outcome.NOT_PERSISTED
+    with pytest.raises(Undelivered):
+        zombie.close()
+    assert values(bootstrap_servers, topic) == list(range(1, 100))
+
+
+def test_a_client_that_is_replaced_goes_on_where_nobody_has_taken_over(
+    make: Make, bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exactly_once.publish.transactional._IDLE_SECONDS", 0.0)
+    producer = make()
+    for number in range(3):
+        send(producer, topic, number)
+        lose(bootstrap_servers, topic, 7, before=-1, name="another")
+    assert producer.last_sequence_id(topic) == 2
+
+
+def test_a_refused_message_leaves_the_others_of_its_transaction(make: Make, bootstrap_servers: str, topic: str) -> None:
+    """The client refuses it by itself: nothing of the others was sent with it."""
+    producer = make()
+    large = [producer.produce(topic, b"x" * 2_000_000 if n == 2 else b"%d" % n, sequence=n) for n in range(4)][2]
+    with pytest.raises(Undelivered, match="1 messages failed"):
+        producer.flush(30)
+    assert large.outcome is Outcome.NOT_PERSISTED
+    assert values(bootstrap_servers, topic) == [0, 1, 3]
+    assert producer.last_sequence_id(topic) == 1
+
+
+def test_without_transactions_recovery_waits_for_replicas_after_an_unclean_end(
+    make: Make, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That there are several replicas is pretended: with one broker nothing lags behind, and nothing is waited for."""
+
+    def pretend(*arguments: Any) -> Any:
+        return describe(*arguments)._replace(replicas=3, lag_seconds=0.1)
+
+    monkeypatch.setattr(recovery, "describe", pretend)
+    waits = []
+    for is_clean in (False, True, True):
+        caplog.clear()
+        producer = make(snapshots=tmp_path, transactions=False)
+        send(producer, topic, 1)
+        waits.append("replica.lag.time.max.ms" in caplog.text)
+        if is_clean:
+            producer.close()
+    assert waits == [True, True, False], "nothing is known; it was not closed; it was"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
 
 from exactly_once import ConfigurationError
-from exactly_once.publish import FilterUnavailable, PostgresWindow, ProducerFenced, ShardedWindow, State
+from exactly_once.publish import DedupProducer, FilterUnavailable, PostgresWindow, ProducerFenced, ShardedWindow, State
+from exactly_once.publish.keys import encoded
 from exactly_once.publish.shards import shard_of
 from exactly_once.schema import migrate
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
+from tests.publish.test_postgres_window import end_lease
 from tests.support.proxy import PostgresProxy
 
 NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
@@ -82,6 +85,52 @@ def test_a_process_with_an_older_map_is_refused(shard: MakeShard) -> None:
         ShardedWindow(old, version=1)
     with pytest.raises(ConfigurationError, match="other shards"):
         ShardedWindow(old, version=2)
+
+
+def test_a_reservation_under_way_is_seen_by_who_brings_a_new_map(shard: MakeShard, conninfo: str, name: str) -> None:
+    """The old map is checked where the key is reserved: one that came in between would be new in two shards."""
+    old = {"a": shard("a")}
+    before = ShardedWindow(old, version=1)
+    new = {**old, "c": shard("c")}
+    moved = next(key for key in KEYS if shard_of(encoded(key), new) == "c")
+    window = old["a"]
+    reserve = f'SELECT * FROM "{name}_a".publish_reserve(%s, %s, %s, %s, 1)'.encode()
+    with psycopg.connect(conninfo) as connection, ThreadPoolExecutor(1) as pool:
+        connection.execute(reserve, [window._scope, [encoded(moved)], window.owner.id, window.owner.token])
+        starting = pool.submit(ShardedWindow, new, version=2, previous={"a": shard("a")})
+        with pytest.raises(TimeoutError):
+            starting.result(0.3)
+        connection.commit()
+        after = starting.result(30)
+    assert after.reserve(moved) is IN_FLIGHT
+    with pytest.raises(ProducerFenced, match="version 2"):
+        before.reserve(moved)
+    with pytest.raises(ProducerFenced, match="version 2"):
+        window.reserve_many([moved], map_version=1)
+
+
+def test_a_moved_key_whose_holder_died_is_not_stuck(shard: MakeShard, db: psycopg.Connection[object]) -> None:
+    """The one who holds it has the map before; nobody else would ever take over from it."""
+    dead = {which: shard(which) for which in "ab"}
+    keys = [key for key in KEYS if shard_of(encoded(key), "abc") == "c"][:60]
+    ShardedWindow(dead, version=1).reserve_many(keys)
+    for window in dead.values():
+        end_lease(db, window.owner)
+    old = {which: shard(which) for which in "ab"}
+    after = ShardedWindow({**old, "c": shard("c")}, version=2, previous=old)
+    assert after.reserve_many(keys) == [UNKNOWN] * 60
+    after.confirm_many(keys)
+    assert after.reserve_many(keys) == [DUPLICATE] * 60
+
+
+def test_an_owner_that_promises_a_transactional_id_is_refused_in_a_shard_too(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner(transactional_id=name)
+    shards = ShardedWindow({"a": PostgresWindow(owner, scope=name, seconds=WINDOW_SECONDS)}, version=1)
+    for dedup in (shards, lambda _: shards):
+        made = DedupProducer({"bootstrap.servers": "127.0.0.1:1", "log_level": 0}, dedup=dedup)
+        with pytest.raises(ConfigurationError, match="outside of transactions"):
+            made.produce("t", b"x", dedup_key="a")
+        made.close()
 
 
 def test_a_shard_that_is_away_undoes_the_batch(shard: MakeShard, conninfo: str) -> None:

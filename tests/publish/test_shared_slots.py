@@ -11,46 +11,31 @@ from uuid import uuid4
 import pytest
 
 from exactly_once import ConfigurationError
-from exactly_once.publish import (
-    FilterUnavailable,
-    MemcachedSlots,
-    PostgresSlots,
-    SharedSlotFilter,
-    State,
-    Store,
-)
-from exactly_once.publish.shared_slots import Slot, SlotPlace
+from exactly_once.publish import FilterUnavailable, MemcachedSlots, SharedSlotFilter, State
+from exactly_once.publish.keys import encoded
+from exactly_once.publish.shared_slots import Slot
 from tests.support.memcached import Memcached, missing_memcached
-from tests.support.proxy import PostgresProxy
 from tests.support.require import skip_unless
 from tests.support.waiting import until
 
 NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
 
-MakePlace = Callable[[], SlotPlace]
+MakePlace = Callable[[], MemcachedSlots]
 
 
-@pytest.fixture(params=["memcached", "postgres"])
-def make_place(request: pytest.FixtureRequest, conninfo: str) -> Iterator[MakePlace]:
+@pytest.fixture
+def make_place(memcached: Memcached) -> Iterator[MakePlace]:
     """Make places, each with a connection of its own, that share their slots."""
     scope = uuid4().hex
-    made: list[SlotPlace] = []
-    stores: list[Store] = []
+    made: list[MemcachedSlots] = []
 
-    def make() -> SlotPlace:
-        if request.param == "memcached":
-            server: Memcached = request.getfixturevalue("memcached")
-            made.append(MemcachedSlots(server.address, prefix=scope))
-        else:
-            stores.append(Store(conninfo))
-            made.append(PostgresSlots(stores[-1], scope=scope))
+    def make() -> MemcachedSlots:
+        made.append(MemcachedSlots(memcached.address, prefix=scope))
         return made[-1]
 
     yield make
     for place in made:
         place.close()
-    for store in stores:
-        store.close()
 
 
 def test_two_processes_share_what_they_know(make_place: MakePlace) -> None:
@@ -97,24 +82,12 @@ def test_a_batch_whose_keys_share_a_slot_is_settled(make_place: MakePlace) -> No
     assert made.reserve("f") is DUPLICATE
 
 
-def test_a_lost_answer_to_a_reservation_loses_no_key(conninfo: str, name: str) -> None:
-    with PostgresProxy(conninfo) as proxy:
-        store = Store(proxy.conninfo)
-        made = SharedSlotFilter(PostgresSlots(store, scope=name), slots=1 << 20)
-        for number, statement in enumerate(("INSERT INTO", "SELECT slot")):
-            fault = proxy.cut_after(statement)
-            assert made.reserve(number) is NEW
-            assert fault.fired.is_set()
-            assert made.reserve(number) is IN_FLIGHT
-        store.close()
-
-
 class Forgetful:
     """A place that does what it is told and then loses the answer, once: real ones do so too seldom to wait for."""
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[Slot | None, object]] = {}
-        self.loses = False
+        self.loses_after: int | None = None
 
     def read(self, slots: list[int]) -> dict[int, tuple[Slot | None, object]]:
         return {slot: self.held.get(slot, (None, None)) for slot in slots}
@@ -123,9 +96,11 @@ class Forgetful:
         if self.held.get(slot, (None, None))[1] is not proof:
             return False
         self.held[slot] = (new, object())
-        if self.loses:
-            self.loses = False
-            raise FilterUnavailable("the answer was lost")
+        if self.loses_after is not None:
+            self.loses_after -= 1
+            if self.loses_after < 0:
+                self.loses_after = None
+                raise FilterUnavailable("the answer was lost")
         return True
 
     def close(self) -> None:
@@ -135,20 +110,36 @@ class Forgetful:
 def test_a_reservation_of_our_own_that_we_never_heard_of_is_given_again() -> None:
     place = Forgetful()
     made = SharedSlotFilter(place, slots=16)
-    place.loses = True
+    place.loses_after = 0
     with pytest.raises(FilterUnavailable):
         made.reserve("a")
     assert made.reserve("a") is NEW
     assert made.reserve("a") is IN_FLIGHT
 
 
-def test_what_a_dead_process_held_is_unknown_after_its_lease(conninfo: str, name: str) -> None:
-    store = Store(conninfo)
-    dead = SharedSlotFilter(PostgresSlots(store, scope=name), slots=16)
-    dead.reserve("a")
-    made = SharedSlotFilter(PostgresSlots(store, scope=name, lease_seconds=0.3), slots=16)
-    until(lambda: made.reserve("a") is UNKNOWN, 10, "the end of the lease")
-    store.close()
+@pytest.mark.parametrize("change", ["forget", "doubt"])
+def test_nobody_undoes_a_reservation_that_another_process_has_made_since(make_place: MakePlace, change: str) -> None:
+    places = [make_place() for _ in range(3)]
+    late, holder, third = (SharedSlotFilter(place, slots=1 << 20) for place in places)
+    assert late.reserve("a") is NEW
+    places[0]._client.delete(places[0]._name(late._slot_of(encoded("a"))[0]))  # as at the end of its lease
+    assert holder.reserve("a") is NEW
+    getattr(late, change)("a")
+    assert third.reserve("a") is IN_FLIGHT
+    assert holder.reserve("a") is IN_FLIGHT
+
+
+def test_when_the_place_is_away_within_a_batch_nothing_stays_reserved() -> None:
+    place = Forgetful()
+    made = SharedSlotFilter(place, slots=1 << 20)
+    keys = list("abcdefghij")
+    made.reserve("unsure")
+    made.doubt("unsure")
+    place.loses_after = 6
+    with pytest.raises(FilterUnavailable):
+        made.reserve_many(["unsure", *keys])
+    assert made.reserve_many(["unsure", *keys]) == [UNKNOWN] + [NEW] * 10
+    assert made.reserve_many(["unsure", *keys]) == [IN_FLIGHT] * 11
 
 
 def test_what_a_dead_process_held_in_memcached_is_absent_after_its_lease(memcached: Memcached, name: str) -> None:

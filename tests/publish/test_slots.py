@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -97,12 +98,21 @@ def test_another_seed_makes_other_collisions(fingerprint: Fingerprint | None) ->
     assert len({survivors(seed) for seed in range(10)}) == 10
 
 
-def test_int_keys_in_steps_spread_over_the_slots() -> None:
-    """An int hashes to itself: multiples of the table's size would all meet in one slot."""
-    made = SlotFilter(1024, ways=1, seed=3)
-    for n in range(1024):
-        made.confirm(n * 1024)
-    assert made.stats().confirmed > 500
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(pytest.param(lambda n, bits=bits: n << bits, id=f"n << {bits}") for bits in (0, 10, 24, 32, 40, 48)),
+        pytest.param(lambda n: -n << 32, id="negative"),
+        pytest.param(lambda n: n % 64 << 48 | n, id="shard, n"),
+        pytest.param(lambda n: n // 1000 << 40 | n % 1000 << 20, id="time, counter"),
+        pytest.param(lambda n: (1_700_000_000_000 + n) << 22, id="milliseconds"),
+    ],
+)
+def test_int_keys_of_any_shape_spread_over_the_slots(shape: Callable[[int], int]) -> None:
+    """An int hashes to itself, and low bits that are zero in all keys would leave slots empty."""
+    made = SlotFilter(1 << 14, ways=8, seed=3)
+    made.confirm_many([shape(n) for n in range(3000)])
+    assert made.stats().evicted <= 3, "a collision in ten thousand, as of any keys"
 
 
 @pytest.mark.parametrize("fingerprint", [None, 64, 128])

@@ -307,11 +307,12 @@ def test_what_an_interrupted_transaction_has_left_is_not_taken_for_sent(
     """Ctrl-C between reserving and sending: the key stays in flight, and no later commit may confirm it."""
     producer = make_producer()
 
-    def interrupted(*_: object) -> None:
+    def interrupted(made: Any, *, reserve: Any = producer._reserve_all) -> None:
+        reserve(made)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(TransactionalProducer, "_hand_over_all", interrupted)
+        patched.setattr(producer, "_reserve_all", interrupted)
         left = refused(producer, KeyboardInterrupt, numbered(topic, 1))
     assert outcomes(publish(producer, topic, 2)) == [Outcome.DELIVERED]
     assert outcomes(left) == [Outcome.PENDING]

@@ -48,17 +48,20 @@ CREATE TABLE {schema}.publish_key_0 PARTITION OF {schema}.publish_key FOR VALUES
 CREATE TABLE {schema}.publish_key_1 PARTITION OF {schema}.publish_key FOR VALUES IN (1) WITH (fillfactor = 60);
 
 -- Reserves keys, which must be sorted and all different; returns those that are not new: their place, what they are,
--- and who holds them. A key that is unknown is handed to the caller. Nothing enters the older generation any more, so
--- a caller who knows that it has none of the keys says for which generation that is.
-CREATE FUNCTION {schema}.publish_reserve(my_scope int, keys bytea[], me bigint, my_token uuid, knows_old bigint)
+-- and who holds them. A key that is unknown is handed to the caller. One with a map of shards says its version.
+CREATE FUNCTION {schema}.publish_reserve(my_scope int, keys bytea[], me bigint, my_token uuid, my_map int)
 RETURNS TABLE (place bigint, found_state "char", holder bigint) LANGUAGE plpgsql AS $reserve$
 #variable_conflict use_variable
 DECLARE
-    now_is bigint;
     young smallint;
     inserted bigint;
+    latest int;
 BEGIN
-    SELECT w.generation, w.generation % 2 INTO now_is, young FROM {schema}.publish_window w;
+    SELECT w.generation % 2, w.map_version INTO young, latest FROM {schema}.publish_window w;
+    IF my_map < latest THEN
+        RAISE EXCEPTION 'the map of shards has version % by now; this process has %', latest, my_map
+            USING ERRCODE = 'EO005';
+    END IF;
     PERFORM FROM {schema}.publish_owner o WHERE o.id = me AND o.token = my_token AND o.ended_at IS NULL;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'owner % was fenced', me USING ERRCODE = 'EO003';
@@ -66,7 +69,7 @@ BEGIN
     INSERT INTO {schema}.publish_key (slot, scope, key, state, owner)
     SELECT young, my_scope, given.key, 'f', me
     FROM unnest(keys) AS given(key)
-    WHERE now_is = knows_old OR NOT EXISTS (
+    WHERE NOT EXISTS (
         SELECT FROM {schema}.publish_key old
         WHERE old.slot = (1 - young)::smallint AND old.scope = my_scope AND old.key = given.key)
     ON CONFLICT DO NOTHING;
@@ -182,6 +185,18 @@ BEGIN
 END
 $turn$;
 
+-- Agrees on the version of a map of shards. It waits until every reservation under the old one has ended, and those that
+-- come after it read the new one. It runs as the owner of the schema, so that workers need not be allowed to lock tables.
+CREATE FUNCTION {schema}.publish_map(my_map int, digest bytea)
+RETURNS TABLE (map_version int, map_digest bytea) LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $map$
+BEGIN
+    LOCK TABLE {schema}.publish_window IN ACCESS EXCLUSIVE MODE;
+    UPDATE {schema}.publish_window w SET map_version = my_map, map_digest = digest WHERE w.map_version < my_map;
+    RETURN QUERY SELECT w.map_version, w.map_digest FROM {schema}.publish_window w;
+END
+$map$;
+
 -- Settles what a fenced owner has left in a scope: what was found in the log is confirmed; the rest is absent where
 -- nothing of it can arrive any more, else unknown.
 CREATE FUNCTION {schema}.publish_bury(my_scope int, dead bigint, log_keys bytea[], is_sure boolean)
@@ -213,18 +228,5 @@ CREATE TABLE {schema}.publish_chain (
     chain            text           PRIMARY KEY,
     seen             int8multirange NOT NULL DEFAULT '{{}}'
 ) WITH (fillfactor = 50);
-
--- Slots of a fixed number, overwritten on collision. States as with keys, and - for a slot that was emptied; the mark is
--- drawn anew by every change, so that a change can be made only of what was read.
-CREATE TABLE {schema}.publish_slot (
-    scope            int         NOT NULL,
-    slot             bigint      NOT NULL,
-    digest           bytea       NOT NULL,
-    state            "char"      NOT NULL,
-    owner            bytea       NOT NULL,
-    mark             uuid        NOT NULL,
-    changed_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
-    PRIMARY KEY (scope, slot)
-) WITH (fillfactor = 60);
 
 UPDATE {schema}.version SET version = 3, migrated_at = clock_timestamp();

@@ -1,0 +1,74 @@
+"""A restart while a replica lags: what the killed process sent is in the leader's log, and nobody is shown it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from exactly_once.embedded.kafka import Kafka
+from exactly_once.publish import DedupProducer, SequenceFilter
+from tests.publish.test_sequences_on_broker import values
+from tests.support.topics import create_topic
+from tests.support.waiting import until
+
+COUNT = 500
+SENDS_AND_DIES = """
+import os, sys, threading
+from exactly_once.publish import DedupProducer, SequenceFilter
+servers, topic, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+producer = DedupProducer({"bootstrap.servers": servers}, dedup=SequenceFilter(), producer_name="files")
+producer.produce(topic, b"0", sequence=0).result(60)
+print("ready", flush=True)
+sys.stdin.readline()
+for n in range(1, count):
+    producer.produce(topic, b"%d" % n, sequence=n)
+threading.Timer(2, os.kill, (os.getpid(), 9)).start()
+producer.flush()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture(scope="module")
+def three_brokers(own_servers: None) -> Iterator[Kafka]:
+    # The replica is to be waited for until well after the restart.
+    slow = {"broker.session.timeout.ms": "20000", "replica.lag.time.max.ms": "20000"}
+    with Kafka(brokers=3, properties=slow) as kafka:
+        yield kafka
+
+
+def follower_of(kafka: Kafka, topic: str) -> int:
+    """Return a broker that holds the topic and does not lead it."""
+    with AdminClient({"bootstrap.servers": kafka.bootstrap_servers}) as admin:
+        (partition,) = admin.list_topics(topic, timeout=30).topics[topic].partitions.values()
+    return next(int(node) for node in partition.replicas if node != partition.leader)
+
+
+@pytest.mark.slow
+def test_a_restart_while_a_replica_lags_doubles_nothing(three_brokers: Kafka, tmp_path: Path) -> None:
+    servers = three_brokers.bootstrap_servers
+    topic = create_topic(servers, 1, replication=3, min_insync_replicas="2")
+    command = [sys.executable, "-c", SENDS_AND_DIES, servers, topic, str(COUNT)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        lagging = follower_of(three_brokers, topic)
+        three_brokers.pause(lagging)
+        try:
+            child.stdin.write("go\n")
+            child.stdin.flush()
+            assert child.wait(60) == -9
+            with DedupProducer(
+                {"bootstrap.servers": servers}, dedup=SequenceFilter(), producer_name="files"
+            ) as successor:
+                for n in range(successor.last_sequence_id(topic), COUNT):
+                    successor.produce(topic, b"%d" % n, sequence=n)
+        finally:
+            three_brokers.resume(lagging)
+    until(lambda: len(values(servers, topic)) >= COUNT, 30, "the messages")
+    assert values(servers, topic) == list(range(COUNT))
