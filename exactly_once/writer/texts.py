@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,8 @@ from .errors import cut
 from .literals import json_text
 
 _MAX_NAME_BYTES = 63
+_ADDRESS = re.compile(r"[\da-fA-F.:]+(?:/\d+)?", re.ASCII)
+"""Python takes zones and masks too: the first it would lose, the second means something else."""
 _JSON_ALREADY = (bytes, bytearray, memoryview)
 
 
@@ -32,6 +35,11 @@ def limited(name: str, typmod: int) -> Codec:
 def name() -> Codec:
     """Make the codec of name, which Postgres cuts silently."""
     return _holding(lambda value: len(value.encode()) <= _MAX_NAME_BYTES, "name")
+
+
+def one_byte() -> Codec:
+    """Make the codec of "char", of which Postgres keeps the first byte."""
+    return _holding(lambda value: len(value.encode()) <= 1, '"char"')
 
 
 def bytea() -> Codec:
@@ -59,12 +67,19 @@ def uuid() -> Codec:
 def inet() -> Codec:
     """Make the codec of addresses, with or without a network."""
     exact: set[type] = {ipaddress.IPv4Address, ipaddress.IPv6Address, ipaddress.IPv4Interface, ipaddress.IPv6Interface}
-    return named("inet", exact, lambda v: ipaddress.ip_interface(v) if "/" in v else ipaddress.ip_address(v))
+    return named("inet", exact, lambda v: _address(v, ipaddress.ip_interface if "/" in v else ipaddress.ip_address))
 
 
 def cidr() -> Codec:
     """Make the codec of networks."""
-    return named("cidr", {ipaddress.IPv4Network, ipaddress.IPv6Network}, ipaddress.ip_network)
+    exact: set[type] = {ipaddress.IPv4Network, ipaddress.IPv6Network}
+    return named("cidr", exact, lambda v: _address(v, ipaddress.ip_network))
+
+
+def _address(value: Any, make: Callable[[str], Any]) -> Any:
+    if not isinstance(value, str) or not _ADDRESS.fullmatch(value):
+        raise ValueError(f"{cut(value)} is no address")
+    return make(value)
 
 
 def _holding(holds: Callable[[str], bool], what: str) -> Codec:
