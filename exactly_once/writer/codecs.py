@@ -36,7 +36,7 @@ _SCALARS: dict[str, Callable[[int], Codec]] = {
     "varchar": lambda typmod: texts.limited("varchar", typmod),
     "bpchar": lambda typmod: texts.limited("char", typmod),
     "name": lambda _: texts.name(),
-    "char": lambda _: texts.one_byte(),
+    '"char"': lambda _: texts.one_byte(),
     "bytea": lambda _: texts.bytea(),
     "json": lambda _: texts.json(),
     "jsonb": lambda _: texts.jsonb(),

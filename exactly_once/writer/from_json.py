@@ -25,13 +25,13 @@ OnTombstone = Literal["delete", "refuse", "skip"]
 """What to do with a message without a value."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_NUL = b"\\u0000"
+_NUL = rb"\\u0000"
 _MAX_NAME_BYTES = 63
 """What Postgres keeps of a name."""
 _SHOWN_NAMES = 20
 _UNSURE_ZERO = re.compile(rb"(?<!\d)-0|\d[eE]-|0{300}")
 """Where a zero may have been -0, which only a double knows, or too small for one."""
-_UNSURE_HALF = re.compile(rb"\.\d{6}(?:5(?:0*\D|0000000)|4999999)")
+_UNSURE_HALF = rb"\.\d{6}(?:5(?:0*\D|0000000)|4999999)"
 """A fraction of a second of which msgspec does not make what Postgres makes of it."""
 _TIMESTAMPS = {"timestamp", "timestamptz"}
 _MISSING: dict[str, OnMissing | None] = {"default": None, "null": "null", "apart": "keep"}
@@ -113,8 +113,11 @@ class JsonDecoder:
         def make() -> Iterator[Row]:
             unused.clear()
             for message in messages:
-                if message.value() is not None:
-                    yield self._row(message, unused)
+                if (value := message.value()) is not None:
+                    row = self._fast(value, unused) or self._careful(message, value, unused)
+                    if self._unfilled:
+                        self._note_filled(row)
+                    yield self._added(row, message, value) if self._adds else row
                 elif what == "delete" and self._key is not None:
                     yield self._key.tombstone(message, self._envelope)
                 else:
@@ -153,48 +156,47 @@ class JsonDecoder:
         self._absent = {name: MISSING if name in tells else None for name in types}
         self._tells = bool(tells)
         self._has_floats = any(base_name(c) in FLOATS for c in columns)
-        self._has_moments = any(base_name(c.element or c) in _TIMESTAMPS for c in columns)
+        self._ignored: set[str] = set()
+        """The fields seen so far that no column takes."""
+        unsure = [_UNSURE_HALF] if any(base_name(c.element or c) in _TIMESTAMPS for c in columns) else []
+        unsure += [_NUL] if reading.nul == "strip" else []
+        self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
         self._unfilled = {i: c.name for i, c in enumerate(columns) if c.name not in self._filled}
-        self._forbids = self._rest is None
-        """Whether all fields so far had a column: msgspec tells of the first that has none, then they are counted."""
+        self._adds = self._rest is not None or bool(self._envelope.columns)
+        self._pick = self._shape.pick
+        self._expect_known(expects=self._rest is None)
 
-    def _row(self, message: Message, unused: Counter[str]) -> Row:
-        value = message.value()
-        assert value is not None
-        row = self._fast(value, unused)
-        if row is None:
-            row = self._careful(message, unused)
-        if self._unfilled:
-            self._note_filled(row)
+    def _expect_known(self, *, expects: bool) -> None:
+        """Let msgspec tell of the first field that no column takes, or count such fields from here on."""
+        self._counts = not expects
+        decode = self._shape.decode_known if expects else self._shape.decode
+        self._decode = decode or _nothing
+
+    def _added(self, row: Row, message: Message, value: bytes) -> Row:
+        """Add what does not come from the fields of columns."""
         if self._rest is not None:
             rest = as_json(self._shape.find(value.removeprefix(_BYTE_ORDER_MARK))[1])
             row = (*row, stripped(rest) if self._reading.nul == "strip" else rest)
-        return (*row, *self._envelope.values(message)) if self._envelope.columns else row
+        return (*row, *self._envelope.values(message))
 
     def _fast(self, value: bytes, unused: Counter[str]) -> Row | None:
         """Decode by msgspec; None for what needs a closer look."""
-        if self._is_unsure(value):
+        if self._is_unsure is not None and self._is_unsure(value):
             return None
         try:
-            row = self._shape.row(value, forbids=self._forbids)
+            row = self._pick(self._decode(value))
             if row == self._shape.empty or (self._has_floats and 0 in row and _UNSURE_ZERO.search(value)):
                 return None
-            if not self._forbids:
-                left = self._shape.left_names(value)
-                if self._adopts(left):
-                    return None
-                if self._rest is None:
-                    unused.update(left)
-            return self._completed(row) if self._raw or self._tells else row
+            left = self._shape.left_names(value) if self._counts else ()
+            if not self._ignored.issuperset(left) and self._adopts(left):
+                return None
+            completed = self._completed(row) if self._raw or self._tells else row
+            if self._rest is None:
+                for name in left:
+                    unused[name] += 1
+            return completed
         except UNREADABLE:
             return None
-
-    def _is_unsure(self, value: bytes) -> bool:
-        return (
-            not self._shape.has_decoders
-            or (self._has_moments and _UNSURE_HALF.search(value) is not None)
-            or (self._reading.nul == "strip" and _NUL in value)
-        )
 
     def _completed(self, row: Row) -> Row:
         """Read what msgspec left as it was."""
@@ -202,17 +204,18 @@ class JsonDecoder:
         for position, read in self._raw:
             value = values[position]
             if value is not None and value is not UNSET:
-                values[position] = read(bytes(value))
+                raw = bytes(value)
+                values[position] = None if raw == NULL else read(raw)
         if self._tells:
             return tuple(MISSING if value is UNSET else value for value in values)
         return tuple(values)
 
-    def _careful(self, message: Message, unused: Counter[str]) -> Row:
+    def _careful(self, message: Message, value: bytes, unused: Counter[str]) -> Row:
         """Read field by field.
 
         :raises BadRow: for what is no object, has no field for any column, or one with a value that does not fit.
         """
-        value = (message.value() or b"").removeprefix(_BYTE_ORDER_MARK)
+        value = value.removeprefix(_BYTE_ORDER_MARK)
         try:
             found, left = self._shape.find(value)
             names = names_in(left)
@@ -222,7 +225,8 @@ class JsonDecoder:
         except UNREADABLE as error:
             raise BadRow(f"the value is no object in JSON that fits: {error}: {cut(value)}", message=message) from error
         if self._rest is None:
-            self._forbids = self._forbids and not names
+            if names and not self._counts:
+                self._expect_known(expects=False)
             if not found and self._paths:
                 raise BadRow(self._no_column_for(names), message=message)
         row = []
@@ -278,6 +282,7 @@ class JsonDecoder:
                 )
             self._paths[column] = (name,)
             has_adopted = True
+        self._ignored.update(names)
         if has_adopted:
             self._fill()
         return has_adopted
@@ -319,6 +324,11 @@ class _Key:
         if "\0" in text:
             raise ValueError("it holds NUL, so it is in a binary form; keys are read as JSON or text")
         return {name: text}
+
+
+def _nothing(_: bytes) -> Any:
+    """Stand for a decoder where msgspec cannot be one."""
+    raise ValueError
 
 
 def _is_json_text(raw: bytes) -> bool:

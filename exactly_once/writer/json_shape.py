@@ -40,26 +40,18 @@ class Shape:
         self._tells = tells
         self._types = {name: kind for name, (_, kind) in columns.items()}
         self._attributes: dict[str, str] = {}
-        self._numbers = count()
         self._tree: Tree = {}
         for name, (path, _) in columns.items():
             _grow(self._tree, path, name)
         self.is_deep = any(isinstance(below, dict) for below in self._tree.values())
         self.empty = tuple(UNSET if name in tells else None for name in columns)
         """The row of an object that has none of the fields."""
-        self._strict = self._decoder(columns, forbids=True)
-        self._any = self._decoder(columns, forbids=False)
-
-    @property
-    def has_decoders(self) -> bool:
-        """Whether msgspec can decode all the fields: it knows no names with quotes and the like."""
-        return self._any is not None
-
-    def row(self, value: bytes, *, forbids: bool) -> Row:
-        """Decode an object; ``forbids`` refuses one that has other fields too."""
-        decode = self._strict if forbids else self._any
-        assert decode is not None
-        return decode(value)
+        self.decode_known = self._decoder(forbids=True)
+        """Decodes an object, of which :attr:`pick` takes the row; refuses one that has other fields too."""
+        self.decode = self._decoder(forbids=False)
+        """The same for any object; None where msgspec knows not all the names, such as one with quotes."""
+        names = [self._attributes[name] for name in columns] if self.decode is not None else []
+        self.pick = _careful_picker(names, self.empty) if self.is_deep else _picker(names)
 
     def find(self, value: bytes) -> tuple[dict[str, bytes], Left]:
         """Return the JSON of each column that the object has a field for, and the fields that no column takes.
@@ -76,14 +68,12 @@ class Shape:
             return names_in(self.find(value)[1])
         return _OBJECT.decode(value).keys() - self._tree.keys()
 
-    def _decoder(self, columns: Mapping[str, Any], *, forbids: bool) -> Callable[[bytes], Row] | None:
+    def _decoder(self, *, forbids: bool) -> Callable[[bytes], Any] | None:
+        self._numbers = count()  # the same names in both
         try:
-            decode = msgspec.json.Decoder(self._struct(self._tree, "", forbids=forbids)).decode
-        except ValueError:  # a name that msgspec does not decode
+            return msgspec.json.Decoder(self._struct(self._tree, "", forbids=forbids)).decode
+        except ValueError:
             return None
-        attributes = [self._attributes[name] for name in columns]
-        pick = _careful_picker(attributes, self.empty) if self.is_deep else _picker(attributes)
-        return lambda value: pick(decode(value))
 
     def _struct(self, tree: Tree, prefix: str, *, forbids: bool) -> type[msgspec.Struct]:
         """Make the type of an object; attributes get numbers for names, because any text can be a field's."""

@@ -50,6 +50,7 @@ _LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgsp
 _OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MOMENTS = {"timestamp", "timestamptz", "date", "time", "timetz"}
 _WHOLE = {"int2", "int4", "int8", "oid"}
+_NUMBER_STARTS = b"-0123456789"
 _UUID = re.compile(r"\{?[\da-fA-F]{8}(?:-?[\da-fA-F]{4}){3}-?[\da-fA-F]{12}\}?", re.ASCII)
 _BOOLEANS = {b"1": True, b"0": False, b'"1"': True, b'"0"': False, b'"true"': True, b'"false"': False}
 
@@ -79,7 +80,7 @@ def checked(column: Column, reading: Reading) -> Reader:
 
 def advice(column: Column, raw: bytes, reading: Reading) -> str:
     """Say what option, or what other type, would take a value that its column did not; nothing if none is known."""
-    name, is_text, is_number = base_name(column), raw.startswith(b'"'), raw[:1] in b"-0123456789"
+    name, is_text, is_number = base_name(column), raw.startswith(b'"'), raw[0] in _NUMBER_STARTS
     if is_number and name in _MOMENTS:
         return f'epoch = {{ {column.name} = "ms" }} takes a number, here of milliseconds'
     if raw.startswith((b"{", b"[")):
@@ -110,7 +111,7 @@ def text_of(raw: bytes, *, strips: bool = False) -> str:
         except msgspec.DecodeError as error:
             raise ValueError(f"{cut(raw)} is no text in UTF-8") from error
         return text.replace("\0", "") if strips else text
-    if raw[:1] in b"-0123456789":
+    if raw[0] in _NUMBER_STARTS:
         return raw.decode()
     raise ValueError(f"text is wanted, not {shown(raw)}")
 
@@ -149,7 +150,7 @@ def _scalar(column: Column, reading: Reading) -> Reader:
         return partial(_json, is_text=column.name in reading.json_text, strips=reading.nul == "strip")
     if name in FLOATS or name == "bool":
         return partial(_number_or_boolean, name=name, lax=reading.lax)
-    if name or column.kind == "e":
+    if name or column.kind != "b":
         return _SIMPLE.get(name, as_text)
     # Of an extension: whatever it makes of it, for a list may be a vector, an object a geometry.
     return lambda raw: raw.decode() if raw.startswith((b"[", b"{")) else as_text(raw)
@@ -330,7 +331,7 @@ def _array(element: Column, reading: Reading) -> Reader:
 
 _SIMPLE: dict[str, Reader] = {
     **dict.fromkeys(_WHOLE, _whole),
-    "numeric": lambda raw: decimal_of(text_of(raw)) if raw.startswith(b'"') else Decimal(text_of(raw)),
+    "numeric": lambda raw: Decimal(raw.decode()) if raw[0] in _NUMBER_STARTS else decimal_of(text_of(raw)),
     "uuid": _uuid,
     "bytea": _bytes,
     "date": _date,
