@@ -69,9 +69,9 @@ class Codec:
         """
         if value is None or value is MISSING:
             return value
+        if type(value).__module__ == "numpy":
+            value = value.tolist()  # what Python has for it; of a scalar, too
         if type(value) not in self.exact:
-            if type(value).__module__ == "numpy":
-                value = value.tolist()  # what Python has for it; of a scalar, too
             try:
                 value = self.coerce(value)
             except (TypeError, OverflowError, InvalidOperation, AttributeError) as error:

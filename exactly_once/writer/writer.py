@@ -262,6 +262,8 @@ class TableWriter:
         reason = error.diag.message_primary or str(error)
         if error.diag.message_detail:
             reason = f"{reason} ({error.diag.message_detail})"
+        if any(nul in reason for nul in ("0x00", "\\u0000")):
+            reason += '; nul = "strip" takes NUL out of JSON'
         return BadRow(
             reason,
             message=origin(origins, line) if line is not None else None,
