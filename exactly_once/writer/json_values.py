@@ -13,7 +13,6 @@ from datetime import UTC, date, datetime, time, timedelta
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from functools import partial
 from typing import Any
-from uuid import UUID
 
 import msgspec
 
@@ -23,7 +22,7 @@ from .errors import cut
 from .json_shape import NULL
 from .json_types import FLOATS, Epoch, Reading, base_name, is_exact
 from .literals import record
-from .numbers import decimal_of
+from .numbers import decimal_of, whole_of
 from .table import Column
 from .times import clock_of
 
@@ -51,7 +50,6 @@ _OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dic
 _MOMENTS = {"timestamp", "timestamptz", "date", "time", "timetz"}
 _WHOLE = {"int2", "int4", "int8", "oid"}
 _NUMBER_STARTS = b"-0123456789"
-_UUID = re.compile(r"\{?[\da-fA-F]{8}(?:-?[\da-fA-F]{4}){3}-?[\da-fA-F]{12}\}?", re.ASCII)
 _BOOLEANS = {b"1": True, b"0": False, b'"1"': True, b'"0"': False, b'"true"': True, b'"false"': False}
 
 
@@ -157,13 +155,7 @@ def _scalar(column: Column, reading: Reading) -> Reader:
 
 
 def _whole(raw: bytes) -> int:
-    text = text_of(raw)
-    try:
-        if re.fullmatch(r"-?\d+", text, re.ASCII):
-            return int(text)
-    except ValueError:  # thousands of digits
-        pass
-    raise ValueError(f"{shown(raw)} is no whole number, or too large a one")
+    return whole_of(text_of(raw))
 
 
 def _number_or_boolean(raw: bytes, name: str, *, lax: bool) -> Any:
@@ -178,13 +170,6 @@ def _number_or_boolean(raw: bytes, name: str, *, lax: bool) -> Any:
     text = text_of(raw)
     # An int that a double changes is refused, and only a double knows of -0.
     return int(text) if re.fullmatch(r"-?\d{1,400}", text, re.ASCII) and int(text) else text
-
-
-def _uuid(raw: bytes) -> UUID:
-    text = text_of(raw)
-    if not _UUID.fullmatch(text):
-        raise ValueError(f"{cut(text)} is no UUID")
-    return UUID(text)
 
 
 def _bytes(raw: bytes) -> bytes:
@@ -332,7 +317,6 @@ def _array(element: Column, reading: Reading) -> Reader:
 _SIMPLE: dict[str, Reader] = {
     **dict.fromkeys(_WHOLE, _whole),
     "numeric": lambda raw: Decimal(raw.decode()) if raw[0] in _NUMBER_STARTS else decimal_of(text_of(raw)),
-    "uuid": _uuid,
     "bytea": _bytes,
     "date": _date,
     "time": _time,

@@ -33,7 +33,14 @@ def whole(name: str) -> Codec:
 
 def oid() -> Codec:
     """Make the codec of an object id: 32 bits without a sign."""
-    return replace(_between("oid", 0, (1 << 32) - 1), wire=registry["oid"].oid)
+    codec = _between("oid", 0, (1 << 32) - 1)
+
+    def coerce(value: Any) -> Any:
+        if isinstance(value, str) and value.strip().startswith("0") and value.strip() != "0":
+            raise ValueError(f"{cut(value)} begins with 0, with which Postgres reads an oid as octal")
+        return codec.coerce(value)
+
+    return replace(codec, wire=registry["oid"].oid, coerce=coerce)
 
 
 def float8() -> Codec:
@@ -50,7 +57,7 @@ def _between(name: str, low: int, high: int) -> Codec:
         if isinstance(value, bool):
             raise ValueError(f"{value} is no number")
         if isinstance(value, str):
-            return int(_matching(_WHOLE_TEXT, value, "whole number"))
+            return whole_of(value)
         if isinstance(value, (float, Decimal)):
             if value != value // 1:
                 raise ValueError(f"{cut(value)} is no whole number")
@@ -148,6 +155,14 @@ def _to_decimal(value: Any) -> Decimal:
     if isinstance(value, str):
         return decimal_of(value)
     return Decimal(value) if isinstance(value, (int, Decimal)) else Decimal(operator.index(value))
+
+
+def whole_of(text: str) -> int:
+    """Read a whole number as Postgres does.
+
+    :raises ValueError: for any other text.
+    """
+    return int(_matching(_WHOLE_TEXT, text, "whole number"))
 
 
 def decimal_of(text: str) -> Decimal:

@@ -16,6 +16,8 @@ from .literals import json_text
 _MAX_NAME_BYTES = 63
 _ADDRESS = re.compile(r"[\da-fA-F.:]+(?:/\d+)?", re.ASCII)
 """Python takes zones and masks too: the first it would lose, the second means something else."""
+_BARE_UUID = r"[\da-fA-F]{8}(?:-?[\da-fA-F]{4}){3}-?[\da-fA-F]{12}"
+_UUID = re.compile(rf"{_BARE_UUID}|\{{{_BARE_UUID}\}}", re.ASCII)
 _JSON_ALREADY = (bytes, bytearray, memoryview)
 
 
@@ -61,7 +63,7 @@ def jsonb() -> Codec:
 
 def uuid() -> Codec:
     """Make the codec of UUIDs, from their text or 16 bytes too."""
-    return named("uuid", {UUID}, lambda v: UUID(bytes=bytes(v)) if isinstance(v, (bytes, bytearray)) else UUID(v))
+    return named("uuid", {UUID}, lambda v: UUID(bytes=bytes(v)) if isinstance(v, (bytes, bytearray)) else _uuid(v))
 
 
 def inet() -> Codec:
@@ -74,6 +76,12 @@ def cidr() -> Codec:
     """Make the codec of networks."""
     exact: set[type] = {ipaddress.IPv4Network, ipaddress.IPv6Network}
     return named("cidr", exact, lambda v: _address(v, ipaddress.ip_network))
+
+
+def _uuid(value: Any) -> UUID:
+    if not isinstance(value, str) or not _UUID.fullmatch(value):
+        raise ValueError(f"{cut(value)} is no UUID")
+    return UUID(value)
 
 
 def _address(value: Any, make: Callable[[str], Any]) -> Any:

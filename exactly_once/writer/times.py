@@ -14,8 +14,10 @@ from .errors import cut
 
 _ZONE = attrgetter("tzinfo")
 _BC = re.compile(r"\d{4,}-\d\d-\d\d(?:[ t][\d:.]+)?(?P<zone>z|[+-]\d\d(?::?\d\d)?)? bc")
-_CLOCK = r"[\d:]+(?:[.,]\d+)?(?:[Zz]|[+-][\d:]+)?"
-_MOMENT_TEXT = re.compile(rf"(?:\d[\d-]+|\d{{4}}-?W[\d-]+)(?:[Tt ]{_CLOCK})?", re.ASCII)
+# Python takes more, such as three digits for seconds, and makes of them what nobody meant.
+_CLOCK = r"\d\d(?::?\d\d(?::?\d\d(?:[.,]\d+)?)?)?(?:[Zz]|[+-]\d\d(?::?\d\d(?::?\d\d)?)?)?"
+_DAY_TEXT = r"(?:\d{4}-\d\d-\d\d|\d{8}|\d{4}-W\d\d(?:-\d)?|\d{4}W\d\d\d?)"
+_MOMENT_TEXT = re.compile(rf"{_DAY_TEXT}(?:[Tt ]{_CLOCK})?", re.ASCII)
 _CLOCK_TEXT = re.compile(_CLOCK, re.ASCII)
 _LONG_FRACTION = re.compile(r"[.,](\d{7,})")
 _MIDNIGHT = re.compile(r"24:00(?::00(?:\.0+)?)?(?P<zone>[Zz]|[+-][\d:]+)?", re.ASCII)
