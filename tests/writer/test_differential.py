@@ -143,13 +143,15 @@ class Server:
         for statement in filter(str.strip, OWN_TYPES.split(";")):
             connection.execute(statement)
         for number, kind in enumerate(KINDS):
-            # A json is its text, which json_to_record writes anew.
-            shown = "nullif((doc::json->'v')::text, 'null')" if kind == "json" else "v::text"
+            # A json is its text, which all functions read and write anew; here behind the field's name.
+            reference = f"SELECT ARRAY[v::text] FROM json_to_record(doc::json) AS t(v {kind})"
+            if kind == "json":
+                reference = "SELECT ARRAY[nullif(btrim(substr(doc, 6, length(doc) - 6))::json::text, 'null')]"
             connection.execute(f"CREATE TEMP TABLE fuzz_{number} (id int PRIMARY KEY, v {kind})")
             connection.execute(
                 f"""CREATE FUNCTION pg_temp.reference_{number}(doc text) RETURNS text[] LANGUAGE plpgsql AS $$
                 BEGIN
-                    RETURN (SELECT ARRAY[{shown}] FROM json_to_record(doc::json) AS t(v {kind}));
+                    RETURN ({reference});
                 EXCEPTION WHEN OTHERS THEN RETURN NULL;
                 END $$"""
             )

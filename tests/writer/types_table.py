@@ -148,7 +148,7 @@ TYPES = [
         columns="`json`, `jsonb`",
         json="anything but null, which is null; with `json_text` also text that holds JSON",
         python="anything that JSON can say; text is taken to be JSON",
-        refused='NaN, infinity; `\\u0000`, unless `nul="strip"`',
+        refused='NaN, infinity; `\\u0000` in `jsonb`, unless `nul="strip"`',
         values={
             "json": [('{"b":  1.50, "a":[]}', '{"b":  1.50, "a":[]}'), ('"x"', '"x"'), ("7", "7")],
             "jsonb": [('{"b":1.50,"a":{"c":[null,true,"\\u00e4"]}}', '{"a": {"c": [null, true, "ä"]}, "b": 1.50}'), ("[1,[2]]", "[1, [2]]"), ("true", "true"), ('"{}"', '"{}"')],
