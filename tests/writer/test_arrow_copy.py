@@ -164,7 +164,7 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ("char(3)", pa.string(), "abc ", "too long"),
     ("text", pa.string(), "a\0b", "0x00"),
     ("jsonb", pa.string(), "{", "json"),
-    ("uuid", pa.string(), "no uuid", "hexadecimal"),
+    ("uuid", pa.string(), "no uuid", "no UUID"),
     ("weather", pa.string(), "snow", "enum"),
     ("share", pa.int32(), 101, "share"),
     ("timestamptz", pa.timestamp("us"), datetime(2026, 1, 2), "no time zone"),
