@@ -2,7 +2,9 @@
 
 -- name: find_table
 -- Find a table by its name as SQL would, and what COPY and INSERT need to know of it.
-SELECT c.oid, n.nspname, c.relname, c.relkind::text, row_security_active(c.oid)
+SELECT c.oid, n.nspname, c.relname, c.relkind::text, row_security_active(c.oid),
+       EXISTS (SELECT FROM pg_constraint WHERE confrelid = c.oid AND contype = 'f')
+           OR EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal AND tgtype & 8 <> 0)
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%(name)s)
 
@@ -17,13 +19,13 @@ ORDER BY 1 LIMIT 3
 -- Read the columns in order, each with the type below its domains, that type's element and its attributes.
 SELECT a.attname AS name, format_type(a.atttypid, a.atttypmod) AS type_name, format_type(base.oid, -1) AS base_name,
        base.oid AS type_oid, base.typmod,
-       t.typtype::text AS kind, a.attnotnull AS is_not_null, a.atthasdef AS has_default,
-       a.attgenerated <> '' AS is_generated, a.attidentity <> '' AS is_identity,
+       t.typtype::text AS kind, a.attnotnull AS is_not_null, a.atthasdef OR a.attidentity = 'd' AS has_default,
+       a.attgenerated <> '' AS is_generated, a.attidentity = 'a' AS is_identity,
+       a.attidentity <> '' OR coalesce(pg_get_expr(v.adbin, v.adrelid) LIKE 'nextval(%%', false) AS is_numbered,
        CASE WHEN t.typcategory = 'A' THEN t.typelem END AS element_oid, e.typtype::text AS element_kind,
+       b.oid AS element_base_oid, b.typtype::text AS element_base_kind, part.typmod AS element_typmod,
        coalesce(l.collisdeterministic, true) AS is_deterministic,
-       ARRAY(SELECT f.attname::text FROM pg_attribute f
-             WHERE t.typtype = 'c' AND f.attrelid = t.typrelid AND f.attnum > 0 AND NOT f.attisdropped
-             ORDER BY f.attnum) AS attributes
+       CASE 'c' WHEN t.typtype THEN t.typrelid WHEN b.typtype THEN b.typrelid END AS composite_oid
 FROM pg_attribute a
 CROSS JOIN LATERAL (
     WITH RECURSIVE chain(oid, typmod, depth) AS (
@@ -33,7 +35,16 @@ CROSS JOIN LATERAL (
         FROM chain JOIN pg_type d ON d.oid = chain.oid WHERE d.typtype = 'd')
     SELECT oid, typmod FROM chain ORDER BY depth DESC LIMIT 1) AS base
 JOIN pg_type t ON t.oid = base.oid
-LEFT JOIN pg_type e ON e.oid = t.typelem
+LEFT JOIN pg_type e ON e.oid = t.typelem AND t.typcategory = 'A'
+LEFT JOIN LATERAL (
+    WITH RECURSIVE chain(oid, typmod, depth) AS (
+        SELECT e.oid, base.typmod, 0
+        UNION ALL
+        SELECT d.typbasetype, d.typtypmod, depth + 1
+        FROM chain JOIN pg_type d ON d.oid = chain.oid WHERE d.typtype = 'd')
+    SELECT oid, typmod FROM chain ORDER BY depth DESC LIMIT 1) AS part ON true
+LEFT JOIN pg_type b ON b.oid = part.oid
+LEFT JOIN pg_attrdef v ON v.adrelid = a.attrelid AND v.adnum = a.attnum
 LEFT JOIN pg_collation l ON l.oid = a.attcollation
 WHERE a.attrelid = %(oid)s AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attnum
@@ -50,15 +61,17 @@ WHERE i.indrelid = %(oid)s AND i.indisunique AND i.indisvalid AND i.indimmediate
 ORDER BY i.indisprimary DESC, i.indexrelid
 
 -- name: shape_of_table
--- Tell the names and types of the columns as they are now, to be compared with what was read before.
-SELECT string_agg(concat_ws(' ', a.attname, a.atttypid, a.atttypmod), ', ' ORDER BY a.attnum)
+-- Tell the columns as they are now, to be compared with what was read before.
+SELECT string_agg(concat_ws(' ', a.attrelid, a.attname, a.atttypid, a.atttypmod, a.attcollation, a.attnotnull,
+                            a.atthasdef, a.attidentity, a.attgenerated), ', ' ORDER BY a.attnum)
 FROM pg_attribute a
 WHERE a.attrelid = to_regclass(%(name)s) AND a.attnum > 0 AND NOT a.attisdropped
 
 -- name: lock_shape
 -- The same, of a table that from here on nobody can alter before our transaction ends; partitions need no lock.
 LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE;
-SELECT string_agg(concat_ws(' ', a.attname, a.atttypid, a.atttypmod), ', ' ORDER BY a.attnum)
+SELECT string_agg(concat_ws(' ', a.attrelid, a.attname, a.atttypid, a.atttypmod, a.attcollation, a.attnotnull,
+                            a.atthasdef, a.attidentity, a.attgenerated), ', ' ORDER BY a.attnum)
 FROM pg_attribute a
 WHERE a.attrelid = to_regclass({qualified}) AND a.attnum > 0 AND NOT a.attisdropped
 
@@ -77,6 +90,15 @@ DROP TABLE pg_temp.exactly_once_stage
 -- name: insert_rows
 -- Store rows from the stage or from arrays.
 INSERT INTO {table} AS t ({columns}) OVERRIDING SYSTEM VALUE SELECT {values} FROM {source} AS s {order} {conflict}
+
+-- name: rank_rows
+-- Number keys, and what says which row is newer, by the order and the collation of the table's columns.
+SELECT dense_rank() OVER (ORDER BY {keys}), CASE WHEN {age} IS NOT NULL THEN dense_rank() OVER (ORDER BY {age}) END
+FROM (
+    SELECT {names}, 0::bigint AS ordinal FROM {table} AS t WHERE false
+    UNION ALL
+    SELECT {values}, s.ordinal FROM {source} AS s) AS k
+ORDER BY ordinal
 
 -- name: delete_rows
 -- Delete rows by key; the clause that locks orders them by the key, so that two workers never lock crosswise.

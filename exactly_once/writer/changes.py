@@ -56,19 +56,33 @@ class Rules:
         return self.replaces_all and not self.keeps_missing and self.newest_by is None and not self.inserted_only
 
 
-def collapse(changes: Sequence[Row], rules: Rules) -> Collapsed:
-    """Make one change of all that share a key."""
-    if len(changes) == 1:  # whose key may be of a type that has no hash
-        is_tombstone = type(changes[0]) is Tombstone
-        return Collapsed(deletes=list(changes)) if is_tombstone else Collapsed(rows=list(changes), indexes=[0])
-    return _last(changes, rules) if rules.is_plain else _one_by_one(changes, rules)
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What changes are compared by."""
+
+    keys: Sequence[Any]
+    ages: Sequence[Any] = ()
+    """What says which of two is the newer one, if anything does; None where a row has no value for it."""
 
 
-def rounds(changes: Sequence[Row], rules: Rules) -> list[list[int]]:
+def marks_of(changes: Sequence[Row], rules: Rules) -> Marks:
+    """Take the values themselves to compare by."""
+    newest_by = rules.newest_by
+    ages = () if newest_by is None else [None if type(c) is Tombstone else c[newest_by] for c in changes]
+    return Marks(keys_of(changes, rules.key), ages)
+
+
+def collapse(changes: Sequence[Row], rules: Rules, marks: Marks | None = None) -> Collapsed:
+    """Make one change of all that share a key; without marks the values themselves are compared."""
+    marks = marks or marks_of(changes, rules)
+    return _last(changes, marks) if rules.is_plain else _one_by_one(changes, rules, marks)
+
+
+def rounds(keys: Iterable[Any]) -> list[list[int]]:
     """Split into rounds in which no key comes twice; for rules under which changes cannot be made one."""
     seen: dict[Any, int] = {}
     result: list[list[int]] = []
-    for index, key in enumerate(keys_of(changes, rules.key)):
+    for index, key in enumerate(keys):
         number = seen[key] = seen.get(key, -1) + 1
         if number == len(result):
             result.append([])
@@ -84,9 +98,9 @@ def keys_of(changes: Iterable[Row], key: tuple[int, ...]) -> list[Any]:
     return [tuple(c) if type(c) is Tombstone else pick(c) for c in changes]
 
 
-def _last(changes: Sequence[Row], rules: Rules) -> Collapsed:
+def _last(changes: Sequence[Row], marks: Marks) -> Collapsed:
     """Let the last change of each key win; the loops stay in C."""
-    last = dict(zip(keys_of(changes, rules.key), range(len(changes)), strict=True))
+    last = dict(zip(marks.keys, range(len(changes)), strict=True))
     if len(last) == len(changes) and Tombstone not in set(map(type, changes)):
         return Collapsed(rows=list(changes), indexes=list(range(len(changes))))
     result = Collapsed()
@@ -106,19 +120,23 @@ class _Fate:
 
     row: Row | None = None
     index: int = 0
+    age: Any = None
     deleted: Tombstone | None = None
 
 
-def _one_by_one(changes: Sequence[Row], rules: Rules) -> Collapsed:
+def _one_by_one(changes: Sequence[Row], rules: Rules, marks: Marks) -> Collapsed:
     fates: dict[Any, _Fate] = {}
-    for index, (key, change) in enumerate(zip(keys_of(changes, rules.key), changes, strict=True)):
+    for index, (key, change) in enumerate(zip(marks.keys, changes, strict=True)):
         fate = fates.setdefault(key, _Fate())
+        age = marks.ages[index] if marks.ages else None
         if type(change) is Tombstone:
             fate.row, fate.deleted = None, change
         elif fate.row is None:
-            fate.row, fate.index = change, index
-        elif rules.newest_by is None or is_not_older(change[rules.newest_by], fate.row[rules.newest_by]):
+            fate.row, fate.index, fate.age = change, index, age
+        elif rules.newest_by is None or is_not_older(age, fate.age):
             fate.row, fate.index = _merged(fate.row, change, rules), index
+            if rules.newest_by not in rules.inserted_only:
+                fate.age = age
     result = Collapsed()
     for fate in fates.values():
         if fate.deleted is not None and (fate.row is None or not rules.replaces_all):

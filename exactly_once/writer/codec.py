@@ -69,12 +69,16 @@ class Codec:
         """
         if value is None or value is MISSING:
             return value
+        if type(value).__module__ == "numpy":
+            value = value.tolist()  # what Python has for it; of a scalar, too
         if type(value) not in self.exact:
             try:
                 value = self.coerce(value)
             except (TypeError, OverflowError, InvalidOperation, AttributeError) as error:
                 raise ValueError(f"{cut(value)} does not fit: {error}") from error
-        if self.check is not None and not self.is_literal(value):
+        if self.is_literal(value):
+            return str.__str__(value)
+        if self.check is not None:
             self.check(value)
         return value
 
@@ -84,7 +88,10 @@ class Codec:
 
     def is_binary(self, values: Sequence[Any]) -> bool:
         """Tell whether converted values can all go in binary."""
-        return self.wire is not None and (self.wire == TEXT or str not in set(map(type, values)))
+        # Kinds of str, too: a dumper of another type reads their memory as if they were that.
+        return self.wire is not None and (
+            self.wire == TEXT or not any(issubclass(kind, str) for kind in set(map(type, values)))
+        )
 
 
 def named(name: str, exact: set[type], coerce: Callable[[Any], Any], **more: Any) -> Codec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from psycopg.postgres import types as registry
@@ -36,6 +36,7 @@ _SCALARS: dict[str, Callable[[int], Codec]] = {
     "varchar": lambda typmod: texts.limited("varchar", typmod),
     "bpchar": lambda typmod: texts.limited("char", typmod),
     "name": lambda _: texts.name(),
+    '"char"': lambda _: texts.one_byte(),
     "bytea": lambda _: texts.bytea(),
     "json": lambda _: texts.json(),
     "jsonb": lambda _: texts.jsonb(),
@@ -52,12 +53,12 @@ _SCALARS: dict[str, Callable[[int], Codec]] = {
 def codec_of(column: Column, naive: Naive = "refuse") -> Codec:
     """Return the codec of a column."""
     if column.kind == "c":
-        return by_text(lambda value: record(value, column.attributes))
+        return _composite(column, naive)
     if column.kind == "e":
         label = texts.text()
         return Codec(wire=TEXT, exact=label.exact, coerce=label.coerce)
-    if column.element_oid is not None:
-        return _array(column, naive)
+    if column.element is not None:
+        return _array(column, column.element, naive)
     return _scalar(name_of(column.type_oid), column.typmod, naive)
 
 
@@ -111,17 +112,37 @@ def _multirange(name: str, part: Codec) -> Codec:
     return named(name, set(), coerce)
 
 
-def _array(column: Column, naive: Naive) -> Codec:
+def _composite(column: Column, naive: Naive) -> Codec:
+    """Make the codec of a composite type: a mapping by the names of its attributes, or a tuple in their order."""
+    attributes = {a.name: codec_of(a, naive) for a in column.attributes}
+
+    def coerce(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, Mapping):
+            if unknown := set(value) - set(attributes):
+                raise ValueError(f"the type has no attribute {', '.join(sorted(map(repr, unknown)))}")
+            value = [value.get(name) for name in attributes]
+        if len(value) != len(attributes):
+            raise ValueError(f"the type has {len(attributes)} attributes, not {len(value)}: {cut(value)}")
+        return record([codec.as_text(codec.convert(v)) for codec, v in zip(attributes.values(), value, strict=True)])
+
+    return by_text(coerce)
+
+
+def _array(column: Column, element_column: Column, naive: Naive) -> Codec:
     """Make the codec of an array: its parts are converted one by one, because the dumper looks at none."""
+    element = codec_of(element_column, naive)
+    # Elements of a domain go as text: Postgres wants their own type in the binary form.
     name = name_of(column.element_oid) if column.element_kind in ("b", "r", "m") else None
-    element = _scalar(name, column.typmod, naive)
-    is_json = element.wire == BYTEA and name != "bytea"
+    is_json = element.wire == BYTEA and element_column.type_oid != BYTEA
+    is_text = element.wire is None or is_json or name in (None, "bpchar")  # the driver dumps no arrays of bpchar
 
     def parts(value: Any) -> Any:
-        if isinstance(value, list) or (isinstance(value, tuple) and name is not None):  # else a record
+        if isinstance(value, list) or (isinstance(value, tuple) and element_column.kind != "c"):  # else a record
             return [parts(part) for part in value]
         converted = element.convert(value)
-        return element.as_text(converted) if is_json else converted
+        return element.as_text(converted) if is_text else converted
 
     def coerce(value: Any) -> Any:
         if isinstance(value, str):
@@ -129,13 +150,29 @@ def _array(column: Column, naive: Naive) -> Codec:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"a list is wanted, not {type(value).__name__}: {cut(value)}")
         converted = parts(value)
-        return converted if is_dumpable(converted) else as_literal(converted)
+        if 0 in (dimensions := _dimensions(converted, value)):
+            converted = []  # Postgres knows but one empty array
+        return as_literal(converted) if is_text or not is_dumpable(converted, len(dimensions)) else converted
 
-    def is_dumpable(value: Any) -> bool:
-        if isinstance(value, list):
-            return all(map(is_dumpable, value))
+    def is_dumpable(value: Any, depth: int) -> bool:
+        if depth:
+            return all(is_dumpable(part, depth - 1) for part in value)
         return not element.is_literal(value)
 
-    if element.wire is None or is_json or name is None:
-        return Codec(wire=None, coerce=lambda value: value if isinstance(value, str) else as_literal(coerce(value)))
+    if is_text:
+        return by_text(coerce)
+    assert name is not None
     return Codec(wire=registry[name].array_oid, coerce=coerce)
+
+
+def _dimensions(value: Any, whole: Any) -> tuple[int, ...]:
+    """Return the lengths of lists in lists.
+
+    :raises ValueError: when they differ, of which the driver would make some array or other.
+    """
+    if not isinstance(value, list):
+        return ()
+    inner = {_dimensions(part, whole) for part in value}
+    if len(inner) > 1:
+        raise ValueError(f"the lists in an array are not of one length: {cut(whole)}")
+    return len(value), *(inner.pop() if inner else ())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Protocol, get_args
 
@@ -44,6 +44,10 @@ class Decoded:
     make: Callable[[], Iterator[Row]]
     exact: Collection[str] = ()
     """The columns whose values are what the column takes, without another look."""
+    unused: Counter[str] = field(default_factory=Counter)
+    """How often a field came that no column takes; counted while the rows are made."""
+    unfilled: Collection[str] = ()
+    """The columns that no message filled yet, as far as the decoder knows."""
 
     def __iter__(self) -> Iterator[Row]:
         return self.make()
@@ -85,11 +89,19 @@ class Envelope:
         """Return what one column gets from a message."""
         return self._getters[self.columns.index(column)](message)
 
-    def added_to(self, rows: Iterator[Row], messages: Sequence[Message]) -> Iterator[Row]:
-        """Append the values to rows, which are tuples, one for each message."""
-        if not self._getters:
-            return rows
-        return map(operator.add, rows, zip(*(map(get, messages) for get in self._getters), strict=True))
+    def values(self, message: Message) -> Row:
+        """Return what all of the columns get."""
+        return tuple(get(message) for get in self._getters)
+
+
+def alike(name: str, others: Iterable[str]) -> str | None:
+    """Return the only one of several names that is the same but for upper case and underscores."""
+    found = [other for other in others if _bare(other) == _bare(name)]
+    return found[0] if len(found) == 1 else None
+
+
+def _bare(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
 
 
 def _getter(source: Source, column: Column) -> Callable[[Message], Any]:

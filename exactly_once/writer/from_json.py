@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
-from decimal import Decimal
-from typing import Any, Literal
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 from confluent_kafka import Message
 
@@ -15,21 +13,28 @@ from exactly_once.errors import ConfigurationError
 
 from .changes import MISSING, Row, Tombstone
 from .codec import Naive
-from .codecs import name_of
-from .decoding import Decoded, Envelope, Source
-from .errors import BadRow, TableError
-from .json_shape import UNSET, Shape
-from .json_types import Epoch, is_exact, json_type
+from .decoding import Decoded, Envelope, Source, alike
+from .errors import BadRow, TableError, cut
+from .json_shape import NULL, UNSET, Path, Raw, Shape, as_json, names_in
+from .json_types import FLOATS, Epoch, Nul, Reading, base_name, fast_type, is_exact
+from .json_values import UNREADABLE, advice, checked, reader_of, shown, stripped, text_of
 from .statements import Mode
-from .table import Column, Table
+from .table import Column, OnMissing, Table
 
 OnTombstone = Literal["delete", "refuse", "skip"]
 """What to do with a message without a value."""
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_EXPONENTS: dict[Epoch, int] = {"s": 6, "ms": 3, "us": 0, "ns": -3}
-_DECIMAL_DIGITS = 28
-"""What Python calculates with by default."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NUL = rb"\\u0000"
+_MAX_NAME_BYTES = 63
+"""What Postgres keeps of a name."""
+_SHOWN_NAMES = 20
+_UNSURE_ZERO = re.compile(rb"(?<!\d)-0|\d[eE]-|0{300}")
+"""Where a zero may have been -0, which only a double knows, or too small for one."""
+_UNSURE_HALF = rb"\.\d{6}(?:5(?:0*\D|0000000)|4999999)"
+"""A fraction of a second of which msgspec does not make what Postgres makes of it."""
+_TIMESTAMPS = {"timestamp", "timestamptz"}
+_MISSING: dict[str, OnMissing | None] = {"default": None, "null": "null", "apart": "keep"}
 
 
 class JsonDecoder:
@@ -37,10 +42,15 @@ class JsonDecoder:
 
     ``fields`` maps columns to where their value is, with dots for objects in objects: ``{"city":
     "customer.address.city"}``; only those are filled then. A tuple of names is a path whose names have dots.
-    ``metadata`` fills columns from the envelope, ``rest`` names a jsonb column that collects all other fields,
-    ``epoch`` says which timestamps are numbers, and of what unit. Values are strict: no number in a string, unless
-    ``lax``; timestamps in ISO 8601 with a zone for timestamptz and without one for timestamp, unless
-    ``naive_timestamps="utc"``. Of a message without a value only the key is decoded, as an object or as plain text.
+    ``metadata`` fills columns from the envelope, ``rest`` names a jsonb column that collects all other fields.
+    ``epoch`` says which dates and times are numbers, and of what unit; ``decimal`` which numbers are the base64 of
+    their bytes, and with what scale; ``json_text`` which json columns come as text that holds JSON. ``lax`` takes
+    numbers and booleans in text too, and 1 and 0 for booleans; ``nul="strip"`` takes NUL out of text.
+
+    Timestamps are ISO 8601 with a zone for timestamptz and without one for timestamp, unless
+    ``naive_timestamps="utc"``. A field that is missing is null, or, by default, left to a column that has a
+    default; ``missing="apart"`` always tells the two from each other. A message that has no field for any column is
+    refused. Of a message without a value only the key is decoded: an object, text in JSON, or plain text.
     """
 
     def __init__(
@@ -50,134 +60,297 @@ class JsonDecoder:
         metadata: Mapping[str, Source] | None = None,
         rest: str | None = None,
         epoch: Mapping[str, Epoch] | None = None,
+        decimal: Mapping[str, int] | None = None,
+        json_text: Collection[str] = (),
         lax: bool = False,
+        nul: Nul = "refuse",
         naive_timestamps: Naive = "refuse",
-        missing: Literal["null", "apart"] = "null",
+        missing: Literal["default", "null", "apart"] = "default",
         on_tombstone: OnTombstone | None = None,
     ) -> None:
         self._fields = dict(fields) if fields is not None else None
         self._envelope = Envelope(metadata)
         self._rest = rest
-        self._epoch = dict(epoch or {})
-        self._lax = lax
-        self._naive: Naive = naive_timestamps
-        self._tells_missing = missing == "apart"
+        self._reading = Reading(
+            naive=naive_timestamps,
+            nul=nul,
+            lax=lax,
+            epoch=dict(epoch or {}),
+            decimal=dict(decimal or {}),
+            json_text=frozenset(json_text),
+        )
+        self._missing = missing
         self._on_tombstone = on_tombstone
-        if unknown := set(self._epoch.values()) - set(_EXPONENTS):
-            raise ConfigurationError(f"epoch={epoch!r}: the units are s, ms, us and ns, not {', '.join(unknown)}")
+        self._filled: set[str] = set()
+        """The columns that a field has filled so far."""
+        for option, value, choices in (("nul", nul, get_args(Nul)), ("missing", missing, tuple(_MISSING))):
+            if value not in choices:
+                raise ConfigurationError(f"{option}={value!r} is not possible; choose one of {', '.join(choices)}")
+        if unknown := set(self._reading.epoch.values()) - set(get_args(Epoch)):
+            units = ", ".join(get_args(Epoch))
+            raise ConfigurationError(f"epoch={epoch!r}: the units are {units}, not {', '.join(map(str, unknown))}")
 
     def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
         """Build the decoder of this table's columns."""
-        self._envelope.prepare(table)
-        paths = self._paths(table)
-        columns = table.pick(list(paths))
-        if unknown := set(self._epoch) - set(paths):
-            raise TableError(f"epoch= names {', '.join(sorted(unknown))}, which no field fills")
-        types = {c.name: (paths[c.name], json_type(c, self._naive, self._epoch.get(c.name))) for c in columns}
-        self._shape = Shape(types, lax=self._lax, tells_missing=self._tells_missing)
-        self._columns = (*paths, *([self._rest] if self._rest else []), *self._envelope.columns)
-        self._exact = {c.name for c in columns if is_exact(c, self._naive, self._epoch.get(c.name))}
-        self._exact |= self._envelope.exact
-        self._fixes = {i: fix for i, c in enumerate(columns) if (fix := self._fix(c)) is not None}
-        self._key = _Key(table, key, paths, self) if mode == "upsert" else None
         if self._on_tombstone == "delete" and mode != "upsert":
             raise ConfigurationError("on_tombstone='delete' needs mode='upsert'")
+        self._envelope.prepare(table)
+        if self._rest is not None and base_name(table.pick([self._rest])[0]) not in ("json", "jsonb"):
+            raise TableError(f"{table}: rest={self._rest!r} needs a column of json or jsonb")
+        self._table = table
+        self._paths = self._paths_in(table)
+        self._columns = (*self._paths, *([self._rest] if self._rest else []), *self._envelope.columns)
+        self._fill()
+        self._key = _Key(table, key, self._paths, self._reading) if mode == "upsert" else None
 
     def decode(self, messages: Sequence[Message]) -> Decoded:
         """Describe the rows; a message is decoded when its row is asked for."""
-        if None in map(Message.value, messages):
-            return self._decode_with_tombstones(messages)
-        return self._decoded(messages, lambda: self._rows(messages))
-
-    def _decode_with_tombstones(self, messages: Sequence[Message]) -> Decoded:
         what = self._on_tombstone or ("delete" if self._key is not None else "refuse")
         if what == "skip":
             messages = [m for m in messages if m.value() is not None]
-            return self._decoded(messages, lambda: self._rows(messages))
+        unused: Counter[str] = Counter()
 
         def make() -> Iterator[Row]:
+            unused.clear()
             for message in messages:
-                if message.value() is not None:
-                    yield next(self._rows([message]))
+                if (value := message.value()) is not None:
+                    row = self._fast(value, unused) or self._careful(message, value, unused)
+                    if self._unfilled:
+                        self._note_filled(row)
+                    yield self._added(row, message, value) if self._adds else row
                 elif what == "delete" and self._key is not None:
                     yield self._key.tombstone(message, self._envelope)
                 else:
-                    raise BadRow("the message has no value; there is nothing to store", message=message)
+                    raise BadRow(
+                        'the message has no value, so nothing can be stored; on_tombstone = "skip" passes over such',
+                        message=message,
+                    )
 
-        return self._decoded(messages, make)
+        return Decoded(
+            columns=self._columns,
+            origins=messages,
+            make=make,
+            exact=self._exact,
+            unused=unused,
+            unfilled=self._unfilled.values(),
+        )
 
-    def _decoded(self, messages: Sequence[Message], make: Callable[[], Iterator[Row]]) -> Decoded:
-        return Decoded(columns=self._columns, origins=messages, make=make, exact=self._exact)
+    # How the columns are filled.
 
-    def _rows(self, messages: Sequence[Message]) -> Iterator[Row]:
-        """Chain what is to be done for each message; where nothing is special, the loop stays in C."""
-        values: Iterator[Any] = map(Message.value, messages)
-        rows = self._shape.rows(values)
-        if self._tells_missing:
-            rows = (tuple(MISSING if v is UNSET else v for v in row) for row in rows)
-        if self._fixes:
-            rows = map(self._fixed, rows)
-        if self._rest is not None:
-            rows = map(operator.add, rows, ((self._shape.rest(m.value() or b""),) for m in messages))
-        return self._envelope.added_to(rows, messages)
-
-    def _paths(self, table: Table) -> dict[str, tuple[str, ...]]:
+    def _paths_in(self, table: Table) -> dict[str, Path]:
         if self._fields is not None:
             return {c: tuple(p.split(".")) if isinstance(p, str) else tuple(p) for c, p in self._fields.items()}
         taken = {*self._envelope.columns, self._rest}
         return {name: (name,) for name in table.writable if name not in taken}
 
-    def _fix(self, column: Column) -> Callable[[Any], Any] | None:
-        """Return what is to be done to a column's values behind msgspec."""
-        unit = self._epoch.get(column.name)
-        if unit is not None:
-            return lambda value: _moment(value, unit, is_zoned=name_of(column.type_oid) == "timestamptz")
-        if column.kind == "c":
-            return lambda value: json.loads(bytes(value), parse_float=Decimal)
-        return None
+    def _fill(self) -> None:
+        """Get ready to fill columns from their paths."""
+        columns, reading = self._table.pick(list(self._paths)), self._reading
+        _check(columns, reading)
+        tells = {c.name for c in columns if c.is_left_out(_MISSING[self._missing])}
+        types = {c.name: fast_type(c, reading) for c in columns}
+        self._shape = Shape({name: (self._paths[name], kind) for name, kind in types.items()}, tells=tells)
+        self._exact = {c.name for c in columns if is_exact(c, reading)} | self._envelope.exact
+        self._raw = [(i, reader_of(c, reading)) for i, c in enumerate(columns) if types[c.name] is Raw]
+        self._readers = [(c, checked(c, reading)) for c in columns]
+        self._absent = {name: MISSING if name in tells else None for name in types}
+        self._tells = bool(tells)
+        self._has_floats = any(base_name(c) in FLOATS for c in columns)
+        self._ignored: set[str] = set()
+        """The fields seen so far that no column takes."""
+        unsure = [_UNSURE_HALF] if any(base_name(c.element or c) in _TIMESTAMPS for c in columns) else []
+        unsure += [_NUL] if reading.nul == "strip" else []
+        self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
+        self._unfilled = {i: c.name for i, c in enumerate(columns) if c.name not in self._filled}
+        self._adds = self._rest is not None or bool(self._envelope.columns)
+        self._pick = self._shape.pick
+        self._expect_known(expects=self._rest is None)
 
-    def _fixed(self, row: Row) -> Row:
+    def _expect_known(self, *, expects: bool) -> None:
+        """Let msgspec tell of the first field that no column takes, or count such fields from here on."""
+        self._counts = not expects
+        decode = self._shape.decode_known if expects else self._shape.decode
+        self._decode = decode or _nothing
+
+    def _added(self, row: Row, message: Message, value: bytes) -> Row:
+        """Add what does not come from the fields of columns."""
+        if self._rest is not None:
+            rest = as_json(self._shape.find(value.removeprefix(_BYTE_ORDER_MARK))[1])
+            row = (*row, stripped(rest) if self._reading.nul == "strip" else rest)
+        return (*row, *self._envelope.values(message))
+
+    def _fast(self, value: bytes, unused: Counter[str]) -> Row | None:
+        """Decode by msgspec; None for what needs a closer look."""
+        if self._is_unsure is not None and self._is_unsure(value):
+            return None
+        try:
+            row = self._pick(self._decode(value))
+            if row == self._shape.empty or (self._has_floats and 0 in row and _UNSURE_ZERO.search(value)):
+                return None
+            left = self._shape.left_names(value) if self._counts else ()
+            if not self._ignored.issuperset(left) and self._adopts(left):
+                return None
+            completed = self._completed(row) if self._raw or self._tells else row
+            if self._rest is None:
+                for name in left:
+                    unused[name] += 1
+            return completed
+        except UNREADABLE:
+            return None
+
+    def _completed(self, row: Row) -> Row:
+        """Read what msgspec left as it was."""
         values = list(row)
-        for position, fix in self._fixes.items():
-            if values[position] is not None and values[position] is not MISSING:
-                values[position] = fix(values[position])
+        for position, read in self._raw:
+            value = values[position]
+            if value is not None and value is not UNSET:
+                raw = bytes(value)
+                values[position] = None if raw == NULL else read(raw)
+        if self._tells:
+            return tuple(MISSING if value is UNSET else value for value in values)
         return tuple(values)
+
+    def _careful(self, message: Message, value: bytes, unused: Counter[str]) -> Row:
+        """Read field by field.
+
+        :raises BadRow: for what is no object, has no field for any column, or one with a value that does not fit.
+        """
+        value = value.removeprefix(_BYTE_ORDER_MARK)
+        try:
+            found, left = self._shape.find(value)
+            names = names_in(left)
+            if self._adopts(names):
+                found, left = self._shape.find(value)
+                names = names_in(left)
+        except UNREADABLE as error:
+            raise BadRow(f"the value is no object in JSON that fits: {error}: {cut(value)}", message=message) from error
+        if self._rest is None:
+            if names and not self._counts:
+                self._expect_known(expects=False)
+            if not found and self._paths:
+                raise BadRow(self._no_column_for(names), message=message)
+        row = []
+        for column, read in self._readers:
+            raw = found.get(column.name)
+            try:
+                row.append(self._absent[column.name] if raw is None else read(raw))
+            except UNREADABLE as error:
+                assert raw is not None
+                raise BadRow(self._reason(column, raw, error), message=message, column=column.name) from error
+        if self._rest is None:
+            unused.update(names)
+        return tuple(row)
+
+    def _reason(self, column: Column, raw: bytes, error: Exception) -> str:
+        """Say what was wrong with a value, and what would take it."""
+        path = ".".join(self._paths[column.name])
+        field = f"field {path}: " if path != column.name else ""
+        value = shown(raw)
+        what = str(error) or type(error).__name__
+        what = what if value in what or value.strip('"') in what else f"{what}: {value}"
+        hint = advice(column, raw, self._reading)
+        return f"{field}{column.type_name}: {what}{f'; {hint}' if hint else ''}"
+
+    def _no_column_for(self, names: Sequence[str]) -> str:
+        some = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+        text = f"no field of the message has a column in {self._table}; it has {some or 'no fields'}"
+        similar = {column: name for name in names if (column := alike(name, self._paths)) is not None}
+        if similar:
+            pairs = ", ".join(f'{column} = "{name}"' for column, name in similar.items())
+            text += f"; names differ in case or underscores only: fields = {{ {pairs} }}"
+        return text
+
+    def _note_filled(self, row: Row) -> None:
+        for position in [i for i in self._unfilled if row[i] is not None and row[i] is not MISSING]:
+            self._filled.add(self._unfilled.pop(position))
+
+    def _adopts(self, names: Collection[str]) -> bool:
+        """Fill columns whose names Postgres has cut from the fields with the whole names; tell if there were any.
+
+        :raises ValueError: for two fields whose names begin alike.
+        """
+        has_adopted = False
+        for name in names:
+            encoded = name.encode()
+            column = encoded[:_MAX_NAME_BYTES].decode(errors="ignore")
+            if len(encoded) <= _MAX_NAME_BYTES or self._fields is not None or column not in self._paths:
+                continue
+            if self._paths[column] != (column,):
+                both = f"{self._paths[column][0]} and {name}"
+                raise ValueError(
+                    f"the names of {both} are one, {column}, where Postgres cuts them: use fields, or rest"
+                )
+            self._paths[column] = (name,)
+            has_adopted = True
+        self._ignored.update(names)
+        if has_adopted:
+            self._fill()
+        return has_adopted
 
 
 class _Key:
-    """Reads the key of a message that has no value: an object with the fields of the key, or plain text."""
+    """Reads the key of a message that has no value: an object with the key's fields, a JSON string or plain text."""
 
-    def __init__(
-        self, table: Table, key: Sequence[str], paths: Mapping[str, tuple[str, ...]], decoder: JsonDecoder
-    ) -> None:
+    def __init__(self, table: Table, key: Sequence[str], paths: Mapping[str, Path], reading: Reading) -> None:
         self._key = key
-        self._table = table
-        self._fields = [name for name in key if name in paths]
-        types = {c.name: ((paths[c.name][-1],), json_type(c, "refuse", None)) for c in table.pick(self._fields)}
-        self._shape = Shape(types) if types else None
+        columns = table.pick([name for name in key if name in paths])
+        self._readers = {c.name: checked(c, reading) for c in columns}
+        self._shape = Shape({c.name: ((paths[c.name][-1],), Raw) for c in columns})
 
     def tombstone(self, message: Message, envelope: Envelope) -> Tombstone:
         """Return what deletes the row of this key."""
-        values = {n: envelope.get(n, message) for n in self._key if n not in self._fields}
-        if self._fields:
-            values |= zip(self._fields, self._decoded(message), strict=True)
+        values = {n: envelope.get(n, message) for n in self._key if n not in self._readers}
+        if self._readers:
+            try:
+                values |= self._decoded(message.key())
+            except UNREADABLE as error:
+                reason = f"the key of a message without a value: {error}: {cut(message.key())}"
+                raise BadRow(reason, message=message, column=", ".join(self._readers)) from error
         return Tombstone(values[name] for name in self._key)
 
-    def _decoded(self, message: Message) -> Row:
-        key = message.key()
+    def _decoded(self, key: bytes | None) -> dict[str, Any]:
         if not key:
-            raise BadRow("the message has neither key nor value; there is nothing to delete", message=message)
-        if key.lstrip().startswith(b"{") and self._shape is not None:
-            return next(self._shape.rows(iter([key])))
-        if len(self._fields) > 1:
-            raise BadRow(f"the key is no object with {', '.join(self._fields)}", message=message)
-        return (key.decode(),)
+            raise ValueError("there is neither key nor value, so there is nothing to delete")
+        raw = key.strip().removeprefix(_BYTE_ORDER_MARK)
+        if raw.startswith(b"{"):
+            found, _ = self._shape.find(raw)
+            return {name: read(found.get(name, NULL)) for name, read in self._readers.items()}
+        if len(self._readers) > 1:
+            raise ValueError(f"it is no object with {', '.join(self._readers)}")
+        ((name, read),) = self._readers.items()
+        if raw.startswith(b'"') and _is_json_text(raw):
+            return {name: read(raw)}
+        text = key.decode()
+        if "\0" in text:
+            raise ValueError("it holds NUL, so it is in a binary form; keys are read as JSON or text")
+        return {name: text}
 
 
-def _moment(value: Decimal, unit: Epoch, *, is_zoned: bool) -> datetime:
-    """Turn a number into a moment, without a detour over floats."""
-    microseconds = value.scaleb(_EXPONENTS[unit])
-    if len(value.as_tuple().digits) > _DECIMAL_DIGITS or microseconds != microseconds.to_integral_value():
-        raise ValueError(f"{value} is finer than a microsecond, which is what Postgres keeps")
-    moment = _EPOCH + timedelta(microseconds=int(microseconds))
-    return moment if is_zoned else moment.replace(tzinfo=None)
+def _nothing(_: bytes) -> Any:
+    """Stand for a decoder where msgspec cannot be one."""
+    raise ValueError
+
+
+def _is_json_text(raw: bytes) -> bool:
+    try:
+        text_of(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def _check(columns: Sequence[Column], reading: Reading) -> None:
+    """Refuse options for columns that no field fills, or that are of another kind.
+
+    :raises TableError: for such a one.
+    """
+    names = {c.name: base_name(c) for c in columns}
+    for option, given, kinds in (
+        ("epoch", set(reading.epoch), {"date", "time", "timetz", "timestamp", "timestamptz"}),
+        ("decimal", set(reading.decimal), {"numeric"}),
+        ("json_text", set(reading.json_text), {"json", "jsonb"}),
+    ):
+        if unknown := given - set(names):
+            raise TableError(f"{option}= names {', '.join(sorted(unknown))}, which no field fills")
+        if wrong := sorted(name for name in given if names[name] not in kinds):
+            raise TableError(f"{option}= names {', '.join(wrong)}, which is not of {', '.join(sorted(kinds))}")

@@ -1,58 +1,81 @@
-"""Shape: a msgspec decoder for certain fields of JSON objects, at any depth, as tuples."""
+"""Shape: certain fields of JSON objects, at any depth, as tuples by a msgspec decoder, or each as the JSON it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from operator import attrgetter
 from typing import Any
 
 from .changes import Row
-from .errors import TableError
+from .errors import TableError, cut
 
 try:
     import msgspec
 except ImportError as error:
     raise ImportError(f"{error}\nJSON is decoded by msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
+Raw = msgspec.Raw
+"""The type of fields that are left as they are."""
 UNSET = msgspec.UNSET
 """What stands for a field that an object does not have."""
 
 Path = tuple[str, ...]
 Tree = dict[str, "Tree | str"]
 """Field names to deeper trees, or to the column that is filled."""
+Left = dict[str, Any]
+"""Fields that no column takes, and the objects in which they are."""
+
+NULL = b"null"
+_OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Shape:
-    """Decodes the fields at certain paths; a field that is absent is null, or UNSET if it tells what is missing."""
+    """Decodes the fields at certain paths; a field that is absent is null, or UNSET where ``tells`` names its column.
 
-    def __init__(
-        self, columns: Mapping[str, tuple[Path, Any]], *, lax: bool = False, tells_missing: bool = False
-    ) -> None:
-        self._tells_missing = tells_missing
+    :raises TableError: for paths that contradict each other.
+    """
+
+    def __init__(self, columns: Mapping[str, tuple[Path, Any]], *, tells: Collection[str] = ()) -> None:
+        self._tells = tells
         self._types = {name: kind for name, (_, kind) in columns.items()}
         self._attributes: dict[str, str] = {}
-        self._numbers = count()
-        tree: Tree = {}
+        self._tree: Tree = {}
         for name, (path, _) in columns.items():
-            _grow(tree, path, name)
-        self._known = set(tree)
-        self._decoder = msgspec.json.Decoder(self._struct(tree, ""), strict=not lax)
-        self._all: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-        attributes = [self._attributes[name] for name in columns]
-        is_flat = not any("." in a for a in attributes)
-        self._pick = _picker(attributes) if is_flat else _careful_picker(attributes)
+            _grow(self._tree, path, name)
+        self.is_deep = any(isinstance(below, dict) for below in self._tree.values())
+        self.empty = tuple(UNSET if name in tells else None for name in columns)
+        """The row of an object that has none of the fields."""
+        self.decode_known = self._decoder(forbids=True)
+        """Decodes an object, of which :attr:`pick` takes the row; refuses one that has other fields too."""
+        self.decode = self._decoder(forbids=False)
+        """The same for any object; None where msgspec knows not all the names, such as one with quotes."""
+        names = [self._attributes[name] for name in columns] if self.decode is not None else []
+        self.pick = _careful_picker(names, self.empty) if self.is_deep else _picker(names)
 
-    def rows(self, values: Iterator[bytes]) -> Iterator[Row]:
-        """Decode values one by one, as they are asked for."""
-        return map(self._pick, map(self._decoder.decode, values))
+    def find(self, value: bytes) -> tuple[dict[str, bytes], Left]:
+        """Return the JSON of each column that the object has a field for, and the fields that no column takes.
 
-    def rest(self, value: bytes) -> bytes:
-        """Return the fields that no column takes, as JSON text."""
-        fields = self._all.decode(value)
-        return msgspec.json.encode({name: raw for name, raw in fields.items() if name not in self._known})
+        :raises msgspec.DecodeError: for what is no object.
+        :raises ValueError: for a field that is no object, and has fields that columns take.
+        """
+        found: dict[str, bytes] = {}
+        return found, _walk(self._tree, value, found, "")
 
-    def _struct(self, tree: Tree, prefix: str) -> type[msgspec.Struct]:
+    def left_names(self, value: bytes) -> Collection[str]:
+        """Return the names of the fields that no column takes."""
+        if self.is_deep:
+            return names_in(self.find(value)[1])
+        return _OBJECT.decode(value).keys() - self._tree.keys()
+
+    def _decoder(self, *, forbids: bool) -> Callable[[bytes], Any] | None:
+        self._numbers = count()  # the same names in both
+        try:
+            return msgspec.json.Decoder(self._struct(self._tree, "", forbids=forbids)).decode
+        except ValueError:
+            return None
+
+    def _struct(self, tree: Tree, prefix: str, *, forbids: bool) -> type[msgspec.Struct]:
         """Make the type of an object; attributes get numbers for names, because any text can be a field's."""
         fields: list[Any] = []
         renamed = {}
@@ -61,19 +84,54 @@ class Shape:
             renamed[attribute] = field
             if isinstance(below, str):
                 self._attributes[below] = prefix + attribute
-                kind = self._types[below]
+                fields.append(self._field(attribute, below))
             else:
-                kind = self._struct(below, f"{prefix}{attribute}.")
-            fields.append(self._field(attribute, kind))
-        try:
-            return msgspec.defstruct("Fields", fields, rename=renamed, gc=False)
-        except ValueError as error:
-            raise TableError(f"a field's name that msgspec cannot decode: {error}") from error
+                inner = self._struct(below, f"{prefix}{attribute}.", forbids=forbids)
+                fields.append((attribute, inner | None | msgspec.UnsetType, UNSET))
+        return msgspec.defstruct("Fields", fields, rename=renamed, gc=False, forbid_unknown_fields=forbids)
 
-    def _field(self, attribute: str, kind: Any) -> tuple[str, Any, Any]:
-        if self._tells_missing:
-            return attribute, kind | None | msgspec.UnsetType, UNSET
-        return attribute, kind | None, None
+    def _field(self, attribute: str, column: str) -> tuple[str, Any, Any]:
+        kind, is_told = self._types[column], column in self._tells
+        if kind is not msgspec.Raw:  # which takes null by itself, and nothing beside it in a union
+            kind = kind | None | msgspec.UnsetType if is_told else kind | None
+        return attribute, kind, UNSET if is_told else None
+
+
+def names_in(left: Left, prefix: str = "") -> list[str]:
+    """Return the names of fields, with dots for objects in objects."""
+    names = []
+    for name, part in left.items():
+        names += names_in(part, f"{prefix}{name}.") if isinstance(part, dict) and part else [prefix + name]
+    return names
+
+
+def as_json(left: Left) -> bytes:
+    """Write fields that no column takes, each as it was."""
+    return msgspec.json.encode(left)
+
+
+def _walk(tree: Tree, value: bytes, found: dict[str, bytes], prefix: str) -> Left:
+    left: Left = {}
+    for name, part in _OBJECT.decode(value).items():
+        below = tree.get(name)
+        if below is None:
+            left[name] = part
+            continue
+        raw = bytes(part)
+        if isinstance(below, str):
+            found[below] = raw
+        elif raw == NULL:
+            found.update(dict.fromkeys(_leaves(below), NULL))
+            left[name] = part
+        elif not raw.startswith(b"{"):
+            raise ValueError(f"field {prefix}{name} is no object: {cut(raw)}")
+        elif (inner := _walk(below, raw, found, f"{prefix}{name}.")) or raw == b"{}":
+            left[name] = inner
+    return left
+
+
+def _leaves(tree: Tree) -> list[str]:
+    return [leaf for below in tree.values() for leaf in ([below] if isinstance(below, str) else _leaves(below))]
 
 
 def _grow(tree: Tree, path: Path, column: str) -> None:
@@ -97,7 +155,7 @@ def _picker(attributes: list[str]) -> Callable[[Any], tuple[Any, ...]]:
     return attrgetter(*attributes)
 
 
-def _careful_picker(attributes: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+def _careful_picker(attributes: list[str], empty: Row) -> Callable[[Any], tuple[Any, ...]]:
     """Pick from objects in objects, any of which may be absent."""
     pick_all = _picker(attributes)
     paths = [a.split(".") for a in attributes]
@@ -106,7 +164,8 @@ def _careful_picker(attributes: list[str]) -> Callable[[Any], tuple[Any, ...]]:
         try:
             return pick_all(decoded)
         except AttributeError:
-            return tuple(_follow(decoded, path) for path in paths)
+            values = zip((_follow(decoded, path) for path in paths), empty, strict=True)
+            return tuple(absent if value is UNSET else value for value, absent in values)
 
     return pick
 

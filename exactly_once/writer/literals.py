@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
@@ -31,22 +31,6 @@ def literal(value: Any) -> str | None:
     return writer(value)
 
 
-def record(value: Any, attributes: Sequence[str]) -> str:
-    """Write a value of a composite type: a mapping by the names of its attributes, or a sequence in their order.
-
-    :raises ValueError: for an attribute that the type does not have.
-    """
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping):
-        if unknown := set(value) - set(attributes):
-            raise ValueError(f"the type has no attribute {', '.join(sorted(map(repr, unknown)))}")
-        value = [value.get(name) for name in attributes]
-    if len(value) != len(attributes):
-        raise ValueError(f"the type has {len(attributes)} attributes, not {len(value)}: {cut(value)}")
-    return _record(value)
-
-
 def json_text(value: Any) -> str:
     """Write JSON that Postgres accepts, without NaN and Infinity.
 
@@ -58,7 +42,8 @@ def json_text(value: Any) -> str:
         raise ValueError(f"{error}: {cut(value)}") from error
 
 
-def _record(values: Sequence[Any]) -> str:
+def record(values: Sequence[Any]) -> str:
+    """Write a value of a composite type, from those of its attributes."""
     return "(" + ",".join("" if v is None else _quoted(literal(v) or "", doubled='"') for v in values) + ")"
 
 
@@ -119,7 +104,7 @@ _WRITERS: dict[type, Callable[[Any], str]] = {
     timedelta: _interval,
     UUID: str,
     list: _array,
-    tuple: _record,
+    tuple: record,
     dict: json_text,
     Range: _range,
     Multirange: _multirange,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,11 @@ from psycopg.postgres import types as registry
 from .codec import Codec, named, refuse
 from .errors import cut
 
+# What Postgres reads; Python reads more: digits of other scripts, NaN with a payload.
+_WHOLE_TEXT = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
+_NUMBER_TEXT = re.compile(
+    r"\s*(?:[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|[+-]?inf(?:inity)?)\s*", re.ASCII | re.IGNORECASE
+)
 _MAX_EXPONENT = 131071
 _MIN_EXPONENT = -16383
 _BITS = {"int2": 15, "int4": 31, "int8": 63}
@@ -27,7 +33,14 @@ def whole(name: str) -> Codec:
 
 def oid() -> Codec:
     """Make the codec of an object id: 32 bits without a sign."""
-    return replace(_between("oid", 0, (1 << 32) - 1), wire=registry["oid"].oid)
+    codec = _between("oid", 0, (1 << 32) - 1)
+
+    def coerce(value: Any) -> Any:
+        if isinstance(value, str) and value.strip().startswith("0") and value.strip() != "0":
+            raise ValueError(f"{cut(value)} begins with 0, with which Postgres reads an oid as octal")
+        return codec.coerce(value)
+
+    return replace(codec, wire=registry["oid"].oid, coerce=coerce)
 
 
 def float8() -> Codec:
@@ -44,7 +57,7 @@ def _between(name: str, low: int, high: int) -> Codec:
         if isinstance(value, bool):
             raise ValueError(f"{value} is no number")
         if isinstance(value, str):
-            return int(value)
+            return whole_of(value)
         if isinstance(value, (float, Decimal)):
             if value != value // 1:
                 raise ValueError(f"{cut(value)} is no whole number")
@@ -71,13 +84,22 @@ def float4() -> Codec:
 def _to_float(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError(f"{value} is no number")
+    if isinstance(value, str):
+        value = decimal_of(value)
     result = float(value)
     if isinstance(value, int) and result != value:
         raise ValueError(f"{cut(value)} has more digits than a double holds")
-    is_meant = "inf" in value.lower() if isinstance(value, str) else value in (math.inf, -math.inf)
-    if math.isinf(result) and not is_meant:
-        raise ValueError(f"{cut(value)} is out of range for a double")
+    if math.isinf(result) and value not in (math.inf, -math.inf):
+        raise ValueError(f"{cut(str(value))} is out of range for a double")
+    if not result and value:
+        raise ValueError(f"{cut(str(value))} is too small for a double")
     return result
+
+
+def _matching(pattern: re.Pattern[str], value: str, what: str) -> str:
+    if not pattern.fullmatch(value):
+        raise ValueError(f"{cut(value)} is no {what}")
+    return str.__str__(value)
 
 
 def numeric(typmod: int) -> Codec:
@@ -92,6 +114,8 @@ def numeric(typmod: int) -> Codec:
 
 
 def _all_in_range(values: Sequence[Any]) -> bool:
+    if any(type(v) is Decimal and v.is_nan() and str(v) != "NaN" for v in values):
+        return False
     exponents = [v.adjusted() if type(v) is Decimal else v.bit_length() // 4 for v in values]
     return min(exponents) >= _MIN_EXPONENT and max(exponents) <= _MAX_EXPONENT // 2
 
@@ -105,6 +129,8 @@ def precision_and_scale(typmod: int) -> tuple[int, int | None]:
 
 
 def _check_decimal(value: Decimal, precision: int, scale: int | None) -> None:
+    if value.is_nan() and str(value) != "NaN":
+        raise ValueError(f"{value} is a NaN that Postgres does not hold")
     if not value.is_finite():
         if scale is not None and value.is_infinite():
             raise ValueError(f"{value} does not fit numeric({precision},{scale})")
@@ -125,8 +151,26 @@ def _to_decimal(value: Any) -> Decimal:
     if isinstance(value, bool):
         raise ValueError(f"{value} is no number")
     if isinstance(value, float):
-        return Decimal(repr(value))
-    return Decimal(value) if isinstance(value, (str, int, Decimal)) else Decimal(operator.index(value))
+        return Decimal(float.__repr__(value))
+    if isinstance(value, str):
+        return decimal_of(value)
+    return Decimal(value) if isinstance(value, (int, Decimal)) else Decimal(operator.index(value))
+
+
+def whole_of(text: str) -> int:
+    """Read a whole number as Postgres does.
+
+    :raises ValueError: for any other text.
+    """
+    return int(_matching(_WHOLE_TEXT, text, "whole number"))
+
+
+def decimal_of(text: str) -> Decimal:
+    """Read a number as Postgres does.
+
+    :raises ValueError: for any other text.
+    """
+    return Decimal(_matching(_NUMBER_TEXT, text, "number"))
 
 
 def boolean() -> Codec:

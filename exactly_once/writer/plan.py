@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from confluent_kafka import Message
@@ -16,29 +16,14 @@ from .codec import Codec, Naive
 from .codecs import codec_of, name_of
 from .encoding import encode_binary, encode_text
 from .errors import BadRow, TableError, cut, origin
-from .table import Column, Table
+from .table import Column, OnMissing, Table
 
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 _NONE = type(None)
-_COMPARABLE = frozenset(
-    {
-        "int2",
-        "int4",
-        "int8",
-        "oid",
-        "numeric",
-        "bool",
-        "text",
-        "varchar",
-        "name",
-        "uuid",
-        "date",
-        "timestamp",
-        "timestamptz",
-        "time",
-        "bytea",
-    }
+_ORDERED = frozenset(
+    {"int2", "int4", "int8", "oid", "numeric", "bool", "uuid", "date", "timestamp", "timestamptz", "time", "bytea"}
 )
+"""Types whose order Python knows, too; that of text is the collation's."""
+_COMPARABLE = _ORDERED | {"text", "varchar", "name"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +45,18 @@ class Arrays(NamedTuple):
 class Plan:
     """The columns that rows fill, in the rows' order, and the codec of each."""
 
-    def __init__(self, table: Table, names: Sequence[str], *, naive: Naive = "refuse", gap: Any = None) -> None:
+    def __init__(
+        self, table: Table, names: Sequence[str], *, naive: Naive = "refuse", missing: OnMissing | None = None
+    ) -> None:
         self.table = table
         self._naive = naive
-        self._gap = gap
-        """What stands for MISSING from here on: itself, or None."""
+        self._missing = missing
         self.names = tuple(names)
         self.columns: list[Column] = table.pick(names)
         self.codecs: list[Codec] = [codec_of(column, naive) for column in self.columns]
+        self._is_left_out = [column.is_left_out(missing) for column in self.columns]
+        """Whether MISSING stays what it is, for it is null elsewhere."""
+        self.may_leave_out = any(self._is_left_out)
 
     def positions(self, names: Iterable[str]) -> tuple[int, ...]:
         """Return where columns are in a row.
@@ -80,12 +69,12 @@ class Plan:
 
     def part(self, names: Sequence[str]) -> Plan:
         """Return the plan of only some of the columns."""
-        return Plan(self.table, names, naive=self._naive, gap=self._gap)
+        return Plan(self.table, names, naive=self._naive, missing=self._missing)
 
     def by_columns(self, prepared: Prepared) -> Iterator[tuple[Plan, Prepared]]:
         """Split rows by the columns that they have, in the order in which those first appear."""
         rows = prepared.rows
-        if self._gap is not MISSING or not any(MISSING in row for row in rows):
+        if not self.may_leave_out or not any(MISSING in row for row in rows):
             yield self, prepared
             return
         groups: dict[tuple[int, ...], list[Row]] = {}
@@ -104,7 +93,9 @@ class Plan:
 
         :raises BadRow: for a value that the column would not hold as it is.
         """
-        unsure = [i for i, name in enumerate(self.names) if name not in exact]
+        # A decoder that tells what is missing does so for all columns.
+        is_told = self._missing in ("default", "keep")
+        unsure = [i for i, name in enumerate(self.names) if name not in exact or is_told]
         if not unsure or not rows:
             return Prepared(rows, is_binary=True)
         columns = self._columns(rows, origins)
@@ -135,10 +126,23 @@ class Plan:
             arrays.append(list(values) if is_native else list(map(codec.as_text, values)))
         return Arrays(natives, arrays)
 
-    def is_comparable(self, position: int) -> bool:
+    def is_comparable(self, position: int, values: Iterable[Any]) -> bool:
         """Tell whether Python finds two values of a column equal exactly when Postgres does."""
         column = self.columns[position]
-        return column.is_deterministic and (column.kind == "e" or name_of(column.type_oid) in _COMPARABLE)
+        is_known = column.kind == "e" or (column.element_oid is None and name_of(column.type_oid) in _COMPARABLE)
+        return is_known and column.is_deterministic and self._is_native(position, values)
+
+    def is_ordered(self, position: int, values: Iterable[Any]) -> bool:
+        """Tell whether Python finds a value of a column the greater one exactly when Postgres does."""
+        column = self.columns[position]
+        return column.kind == "b" and name_of(column.type_oid) in _ORDERED and self._is_native(position, values)
+
+    def _is_native(self, position: int, values: Iterable[Any]) -> bool:
+        """Tell whether values are no text for the server to read, and no NaN, which Postgres finds equal to itself."""
+        codec = self.codecs[position]
+        if codec.wire is None:
+            return False
+        return not any(codec.is_literal(v) or (isinstance(v, Decimal) and v.is_nan()) for v in values)
 
     def find_bad(self, rows: Iterable[Row], origins: Sequence[Message] | None) -> BadRow | None:
         """Look for the row that cannot be made or encoded, one by one; None when all can."""
@@ -186,7 +190,7 @@ class Plan:
                 except ValueError as error:
                     raise _bad(error, origins, index, self.names[position]) from error
             raise
-        return converted if self._gap is MISSING else [None if value is MISSING else value for value in converted]
+        return converted if self._is_left_out[position] else [None if v is MISSING else v for v in converted]
 
 
 def _encode_alone(codec: Codec, value: Any) -> None:
@@ -194,7 +198,7 @@ def _encode_alone(codec: Codec, value: Any) -> None:
         return
     converted = codec.convert(value)
     if isinstance(converted, str) and "\0" in converted:
-        raise ValueError(f"text in Postgres holds no NUL: {cut(value)}")
+        raise ValueError(f'text in Postgres holds no NUL; nul = "strip" takes it out of JSON: {cut(value)}')
     if codec.wire is not None and codec.is_binary([converted]):
         deque(encode_binary([[converted]], [codec.wire]), maxlen=0)
     else:
@@ -205,8 +209,6 @@ def _bad(error: Exception, origins: Sequence[Message] | None, index: int, column
     message = origin(origins, index)
     reason = str(error) or type(error).__name__
     if column is None:
-        # A decoder's error; msgspec says where in the value it was.
-        found = _PATH.search(reason)
-        column = found[1] if found else None
+        # A decoder's error.
         reason = f"{reason}: {cut(message.value())}" if message is not None else reason
     return BadRow(reason, message=message, row=index, column=column)

@@ -46,18 +46,15 @@ class RawDecoder:
         first = (self._value,) if self._value is not None else ()
 
         def make() -> Iterator[Row]:
-            values: Iterator[Row] = zip(map(Message.value, messages)) if first else iter([()] * len(messages))
-            rows = self._envelope.added_to(values, messages)
-            return map(self._or_tombstone, rows, messages) if self._deletes else rows
+            for message in messages:
+                if self._deletes and message.value() is None:
+                    yield Tombstone(self._envelope.get(k, message) for k in self._key)
+                else:
+                    yield ((message.value(),) if first else ()) + tuple(self._envelope.values(message))
 
         return Decoded(
             columns=(*first, *self._envelope.columns), origins=messages, make=make, exact=self._envelope.exact
         )
-
-    def _or_tombstone(self, row: Row, message: Message) -> Row:
-        if message.value() is not None:
-            return row
-        return Tombstone(self._envelope.get(k, message) for k in self._key)
 
 
 class FunctionDecoder:

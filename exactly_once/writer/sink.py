@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,17 @@ class TableSink:
         self.decoder = decoder
         self.rows = 0
         """How many rows were written so far, those of units that were rolled back included."""
+        self.unused_fields: Counter[str] = Counter()
+        """How often a field came that no column takes, so far; counted as ``rows`` is."""
+        self.unfilled_columns: set[str] = set()
+        """The columns that no message has filled so far."""
         self._prepared_for: Table | None = None
         self._columns: Sequence[str] = ()
+
+    @property
+    def missed_deletes(self) -> int:
+        """How many deletes found no row so far; counted as ``rows`` is."""
+        return self.writer.missed_deletes
 
     def __call__(self, unit: Unit) -> None:
         """Write the messages of a unit in its transaction."""
@@ -38,7 +48,7 @@ class TableSink:
 
     def write(self, connection: Connection, messages: Sequence[Message]) -> int:
         """Write messages; see :meth:`TableWriter.write` for what is raised and returned."""
-        table = self.writer.table(connection)
+        table = self.writer.table(connection)  # locked as it is from here on
         if table is not self._prepared_for:
             # A column that was filled so far must not be left out in silence because it is gone.
             table.pick(self._columns)
@@ -47,9 +57,11 @@ class TableSink:
         decoded = self.decoder.decode(messages)
         self._columns = decoded.columns
         written = self.writer.write(
-            connection, decoded, columns=decoded.columns, origins=decoded.origins, exact=decoded.exact
+            connection, decoded, columns=decoded.columns, origins=decoded.origins, exact=decoded.exact, table=table
         )
         self.rows += written
+        self.unused_fields += decoded.unused
+        self.unfilled_columns = set(decoded.unfilled)
         return written
 
 

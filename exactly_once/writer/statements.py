@@ -79,6 +79,24 @@ def delete_from_arrays(plan: Plan, natives: Sequence[bool]) -> bytes:
     return _finished(statement)
 
 
+def rank_arrays(plan: Plan, natives: Sequence[bool], keys: int) -> bytes:
+    """Rank rows that are passed as one array for each column: by their keys, and by the last column if it is no key."""
+    numbers = [_numbered(i) for i in range(len(plan.names))]
+    names = (sql.SQL("t.{} AS {}").format(sql.Identifier(n), c) for n, c in zip(plan.names, numbers, strict=True))
+    age: sql.Composable = numbers[keys] if keys < len(numbers) else sql.SQL("NULL::int")
+    statement = query(
+        "rank_rows",
+        "",
+        table=plan.table.identifier,
+        names=_list(names),
+        keys=_list(numbers[:keys]),
+        age=age,
+        values=_list(_from_array(plan, i, is_native=natives[i]) for i in range(len(numbers))),
+        source=_arrays(plan, natives),
+    )
+    return _finished(statement)
+
+
 def _insert(
     plan: Plan, conflict: Conflict, values: Sequence[sql.Composable], source: sql.Composable, ordinal: sql.Composable
 ) -> sql.Composed:

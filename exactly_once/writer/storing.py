@@ -9,30 +9,19 @@ from psycopg import sql
 from exactly_once.session import Connection, cursor_on
 
 from . import statements
-from .changes import Row
-from .errors import TableChanged
+from .changes import MISSING, Marks, Row, Rules, Tombstone, keys_of
 from .plan import Plan, Prepared
 from .statements import STAGE, Conflict
-from .table import lock_shape
 
 
 def append(connection: Connection, plan: Plan, prepared: Prepared) -> int:
-    """Append rows by COPY.
-
-    :raises TableChanged: when the columns are not those that the rows were encoded for.
-    """
+    """Append rows by COPY."""
     form, encoded = plan.encode(prepared)
     return append_encoded(connection, plan, form, encoded)
 
 
 def append_encoded(connection: Connection, plan: Plan, form: str, encoded: Iterable[bytes | bytearray]) -> int:
-    """Append rows that are encoded for these columns already.
-
-    :raises TableChanged: when the columns are others by now.
-    """
-    if form == "BINARY" and lock_shape(connection, plan.table) != plan.table.shape:
-        # The bytes of one type might be taken for another's.
-        raise TableChanged(f"{plan.table} was altered since it was read; its columns are read anew")
+    """Append rows that are encoded for these columns already."""
     return _copy(connection, plan.table.identifier, plan.names, form, encoded)
 
 
@@ -54,6 +43,23 @@ def delete(connection: Connection, key: Plan, doomed: Sequence[Row], *, is_binar
     natives, values = key.arrays(Prepared(doomed, is_binary))
     statement = statements.delete_from_arrays(key, natives)
     return cursor_on(connection).execute(statement, values, prepare=False).rowcount
+
+
+def rank(connection: Connection, plan: Plan, changes: Sequence[Row], rules: Rules, *, is_binary: bool) -> Marks:
+    """Rank the keys of changes, and what says which is newer, as Postgres finds them equal and in order."""
+    positions = (*rules.key, *(() if rules.newest_by is None else (rules.newest_by,)))
+    part = plan.part([plan.names[i] for i in positions])
+    keys = keys_of(changes, rules.key)
+    rows = [key if len(rules.key) > 1 else (key,) for key in keys]
+    if rules.newest_by is not None:
+        newest = [
+            None if type(c) is Tombstone or c[rules.newest_by] is MISSING else c[rules.newest_by] for c in changes
+        ]
+        rows = [(*row, age) for row, age in zip(rows, newest, strict=True)]
+    natives, values = part.arrays(Prepared(rows, is_binary))
+    statement = statements.rank_arrays(part, natives, len(rules.key))
+    ranks = cursor_on(connection).execute(statement, values, prepare=False).fetchall()
+    return Marks([r[0] for r in ranks], [r[1] for r in ranks] if rules.newest_by is not None else ())
 
 
 def _merge_staged(connection: Connection, plan: Plan, prepared: Prepared, conflict: Conflict) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import psycopg
 from psycopg import sql
@@ -14,6 +14,9 @@ from exactly_once.session import Connection, cursor_on, last_row
 from exactly_once.sql import query
 
 from .errors import TableError
+
+OnMissing = Literal["null", "default", "keep"]
+"""What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was."""
 
 _WRITABLE = {"r": "table", "p": "partitioned table", "f": "foreign table"}
 
@@ -33,10 +36,37 @@ class Column:
     has_default: bool = False
     is_generated: bool = False
     is_identity: bool = False
+    """Whether Postgres numbers it always, so that it is filled only where it is named."""
+    is_numbered: bool = False
+    """Whether its default is the next number of a sequence."""
     element_oid: int | None = None
     element_kind: str | None = None
+    element_base_oid: int | None = None
+    """The type below the domains of the elements."""
+    element_base_kind: str | None = None
+    element_typmod: int | None = None
     is_deterministic: bool = True
-    attributes: Sequence[str] = ()
+    attributes: Sequence[Column] = ()
+    """Of a composite type, or of one that is the element of an array."""
+
+    @property
+    def element(self) -> Column | None:
+        """What an array's elements are; None for what is no array."""
+        if self.element_oid is None:
+            return None
+        return replace(
+            self,
+            type_oid=self.element_base_oid or self.element_oid,
+            typmod=self.typmod if self.element_typmod is None else self.element_typmod,
+            kind=self.element_base_kind or self.element_kind or "b",
+            element_oid=None,
+        )
+
+    def is_left_out(self, missing: OnMissing | None) -> bool:
+        """Tell whether a row that lacks it is stored without it, and not with a null."""
+        if missing == "keep":
+            return True
+        return self.has_default and (missing != "null" or self.is_not_null)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +82,8 @@ class Table:
     is_foreign: bool = False
     has_row_security: bool = False
     """Whether policies apply to us; Postgres refuses COPY then."""
+    notices_deletes: bool = False
+    """Whether something hangs on deletes: a foreign key that points here, or a trigger."""
     shape: str = field(default="", repr=False)
     """Names and types of the columns, as the server tells them for comparison."""
 
@@ -70,7 +102,7 @@ class Table:
 
     @property
     def writable(self) -> list[str]:
-        """The columns that take values, but for those that Postgres numbers by itself."""
+        """The columns that take values, but for those that Postgres always numbers by itself."""
         return [c.name for c in self.columns if not c.is_generated and not c.is_identity]
 
     def pick(self, names: Sequence[str]) -> list[Column]:
@@ -103,7 +135,7 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
         raise TableError(f"{text!r} is not the name of a table as SQL writes it: {error}") from error
     if found is None:
         raise TableError(f"there is no table {text}{_alike(connection, text)}")
-    oid, schema, relation, kind, has_row_security = found
+    oid, schema, relation, kind, has_row_security, notices_deletes = found
     if kind not in _WRITABLE:
         raise TableError(f"{text} is not a table; rows can be written to tables, partitioned and foreign ones too")
     keys = cursor.execute(query("keys_of_table", ""), {"oid": oid}, prepare=False).fetchall()
@@ -115,12 +147,13 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
         is_partitioned=kind == "p",
         is_foreign=kind == "f",
         has_row_security=has_row_security,
+        notices_deletes=notices_deletes,
         shape=read_shape(connection, sql.Identifier(schema, relation)),
     )
 
 
 def read_shape(connection: Connection, identifier: sql.Identifier) -> str:
-    """Tell names and types of the columns as they are now; empty when the table is gone."""
+    """Tell what the columns are now; empty when the table is gone."""
     parameters = {"name": identifier.as_string(None)}
     row = cursor_on(connection).execute(query("shape_of_table", ""), parameters, prepare=False).fetchone()
     return str(row[0]) if row and row[0] else ""
@@ -138,7 +171,11 @@ def lock_shape(connection: Connection, table: Table) -> str:
 def _columns(connection: Connection, oid: int) -> list[Column]:
     cursor: psycopg.Cursor[dict[str, Any]] = psycopg.Cursor(connection, row_factory=dict_row)
     rows = cursor.execute(query("columns_of_table", ""), {"oid": oid}, prepare=False).fetchall()
-    return [Column(**row) for row in rows]
+    inner = [row.pop("composite_oid") for row in rows]
+    return [
+        Column(**row, attributes=_columns(connection, composite) if composite else ())
+        for row, composite in zip(rows, inner, strict=True)
+    ]
 
 
 def _alike(connection: Connection, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,10 @@ from .errors import cut
 from .literals import json_text
 
 _MAX_NAME_BYTES = 63
+_ADDRESS = re.compile(r"[\da-fA-F.:]+(?:/\d+)?", re.ASCII)
+"""Python takes zones and masks too: the first it would lose, the second means something else."""
+_BARE_UUID = r"[\da-fA-F]{8}(?:-?[\da-fA-F]{4}){3}-?[\da-fA-F]{12}"
+_UUID = re.compile(rf"{_BARE_UUID}|\{{{_BARE_UUID}\}}", re.ASCII)
 _JSON_ALREADY = (bytes, bytearray, memoryview)
 
 
@@ -34,6 +39,11 @@ def name() -> Codec:
     return _holding(lambda value: len(value.encode()) <= _MAX_NAME_BYTES, "name")
 
 
+def one_byte() -> Codec:
+    """Make the codec of "char", of which Postgres keeps the first byte."""
+    return _holding(lambda value: len(value.encode()) <= 1, '"char"')
+
+
 def bytea() -> Codec:
     """Make the codec of bytes."""
     return named("bytea", {bytes, bytearray, memoryview}, refuse("bytes are wanted"))
@@ -53,18 +63,31 @@ def jsonb() -> Codec:
 
 def uuid() -> Codec:
     """Make the codec of UUIDs, from their text or 16 bytes too."""
-    return named("uuid", {UUID}, lambda v: UUID(bytes=bytes(v)) if isinstance(v, (bytes, bytearray)) else UUID(v))
+    return named("uuid", {UUID}, lambda v: UUID(bytes=bytes(v)) if isinstance(v, (bytes, bytearray)) else _uuid(v))
 
 
 def inet() -> Codec:
     """Make the codec of addresses, with or without a network."""
     exact: set[type] = {ipaddress.IPv4Address, ipaddress.IPv6Address, ipaddress.IPv4Interface, ipaddress.IPv6Interface}
-    return named("inet", exact, lambda v: ipaddress.ip_interface(v) if "/" in v else ipaddress.ip_address(v))
+    return named("inet", exact, lambda v: _address(v, ipaddress.ip_interface if "/" in v else ipaddress.ip_address))
 
 
 def cidr() -> Codec:
     """Make the codec of networks."""
-    return named("cidr", {ipaddress.IPv4Network, ipaddress.IPv6Network}, ipaddress.ip_network)
+    exact: set[type] = {ipaddress.IPv4Network, ipaddress.IPv6Network}
+    return named("cidr", exact, lambda v: _address(v, ipaddress.ip_network))
+
+
+def _uuid(value: Any) -> UUID:
+    if not isinstance(value, str) or not _UUID.fullmatch(value):
+        raise ValueError(f"{cut(value)} is no UUID")
+    return UUID(value)
+
+
+def _address(value: Any, make: Callable[[str], Any]) -> Any:
+    if not isinstance(value, str) or not _ADDRESS.fullmatch(value):
+        raise ValueError(f"{cut(value)} is no address")
+    return make(value)
 
 
 def _holding(holds: Callable[[str], bool], what: str) -> Codec:

@@ -1,4 +1,4 @@
-"""Times: the codecs of timestamps, dates, times and intervals. No I/O."""
+"""Times: the codecs of timestamps, dates, times and intervals, and the text that they take. No I/O."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from .errors import cut
 
 _ZONE = attrgetter("tzinfo")
 _BC = re.compile(r"\d{4,}-\d\d-\d\d(?:[ t][\d:.]+)?(?P<zone>z|[+-]\d\d(?::?\d\d)?)? bc")
+# Python takes more, such as three digits for seconds, and makes of them what nobody meant.
+_CLOCK = r"\d\d(?::?\d\d(?::?\d\d(?:[.,]\d+)?)?)?(?:[Zz]|[+-]\d\d(?::?\d\d(?::?\d\d)?)?)?"
+_DAY_TEXT = r"(?:\d{4}-\d\d-\d\d|\d{8}|\d{4}-W\d\d(?:-\d)?|\d{4}W\d\d\d?)"
+_MOMENT_TEXT = re.compile(rf"{_DAY_TEXT}(?:[Tt ]{_CLOCK})?", re.ASCII)
+_CLOCK_TEXT = re.compile(_CLOCK, re.ASCII)
+_LONG_FRACTION = re.compile(r"[.,](\d{7,})")
+_MIDNIGHT = re.compile(r"24:00(?::00(?:\.0+)?)?(?P<zone>[Zz]|[+-][\d:]+)?", re.ASCII)
+_SECOND = 1_000_000
+_DAY = 86_400 * _SECOND
 
 
 def timestamp(name: str, typmod: int, naive: Naive) -> Codec:
@@ -30,7 +39,7 @@ def timestamp(name: str, typmod: int, naive: Naive) -> Codec:
     def coerce(value: Any) -> Any:
         if isinstance(value, str):
             try:
-                value = datetime.fromisoformat(value)
+                value = read_moment(value)
             except ValueError:
                 return _special(value, is_zoned=is_zoned)
         if not isinstance(value, datetime):
@@ -74,7 +83,15 @@ def clock(name: str, typmod: int) -> Codec:
         _check_zone(value, is_zoned=is_zoned)
         _check_fraction(value, typmod)
 
-    return named(name, {time}, lambda v: time.fromisoformat(v) if isinstance(v, str) else wanted(v), check=check)
+    def coerce(value: Any) -> Any:
+        if not isinstance(value, str):
+            return wanted(value)
+        read = read_clock(value)
+        if isinstance(read, str) and (_MIDNIGHT.fullmatch(read)["zone"] is not None) is not is_zoned:  # type: ignore[index]
+            raise ValueError(f"{cut(value)} has {'no' if is_zoned else 'a'} time zone; the column {_HOLDS[is_zoned]}")
+        return read
+
+    return named(name, {time}, coerce, check=check)
 
 
 def interval(typmod: int) -> Codec:
@@ -83,6 +100,55 @@ def interval(typmod: int) -> Codec:
     if typmod >= 0:
         return by_text()
     return named("interval", {timedelta}, lambda value: value if isinstance(value, str) else wanted(value))
+
+
+def read_moment(text: str) -> datetime:
+    """Read a date and time in ISO 8601; digits below the microsecond are rounded as Postgres does it.
+
+    :raises ValueError: for any other text, and for what Python cannot hold.
+    """
+    text = text.strip()
+    if not _MOMENT_TEXT.fullmatch(text):
+        raise ValueError(f"{cut(text)} is not in ISO 8601")
+    text, microseconds = _without_long_fraction(text)
+    try:
+        return datetime.fromisoformat(text) + timedelta(microseconds=microseconds)
+    except OverflowError as error:
+        raise ValueError(f"{cut(text)}: {error}") from error
+
+
+def read_clock(text: str) -> time | str:
+    """Read a time in ISO 8601; the end of the day, which Python does not know, is a text for Postgres.
+
+    :raises ValueError: for any other text.
+    """
+    text = text.strip()
+    if not _CLOCK_TEXT.fullmatch(text):
+        raise ValueError(f"{cut(text)} is not a time in ISO 8601")
+    if _MIDNIGHT.fullmatch(text):
+        return text
+    text, microseconds = _without_long_fraction(text)
+    read = time.fromisoformat(text)
+    if not microseconds:
+        return read
+    whole = ((read.hour * 60 + read.minute) * 60 + read.second) * _SECOND + microseconds
+    zone = read.isoformat()[8:]
+    return clock_of(whole).replace(tzinfo=read.tzinfo) if whole < _DAY else f"24:00:00{zone}"
+
+
+def clock_of(microseconds: int) -> time:
+    """Return the time so long after midnight."""
+    seconds, micros = divmod(microseconds, _SECOND)
+    return time(seconds // 3600, seconds // 60 % 60, seconds % 60, micros)
+
+
+def _without_long_fraction(text: str) -> tuple[str, int]:
+    """Cut off a fraction that is finer than a microsecond; return it apart, rounded."""
+    found = _LONG_FRACTION.search(text)
+    if found is None:
+        return text, 0
+    # By way of a double, as Postgres does it, so that the same becomes of a half.
+    return text[: found.start()] + text[found.end() :], round(float(f"0.{found[1]}") * _SECOND)
 
 
 def _special(value: str, *, is_zoned: bool) -> str:
@@ -97,8 +163,9 @@ def _special(value: str, *, is_zoned: bool) -> str:
 
 def _check_zone(value: datetime | time, *, is_zoned: bool) -> None:
     if (value.tzinfo is not None) is not is_zoned:
+        remedy = ', unless naive_timestamps="utc"' if isinstance(value, datetime) else ""
         raise ValueError(
-            f"{value.isoformat()} has {'no' if is_zoned else 'a'} time zone; the column {_HOLDS[is_zoned]}"
+            f"{value.isoformat()} has {'no' if is_zoned else 'a'} time zone; the column {_HOLDS[is_zoned]}{remedy}"
         )
 
 

@@ -9,22 +9,27 @@ from confluent_kafka import Message
 
 from exactly_once.session import Connection
 
-from .changes import MISSING, Collapsed, Row, Rules, Tombstone, collapse, rounds
+from .changes import MISSING, Collapsed, Marks, Row, Rules, Tombstone, collapse, marks_of, rounds
 from .errors import BadRow, origin
 from .plan import Plan, Prepared
 from .statements import Conflict
-from .storing import delete, merge
+from .storing import delete, merge, rank
+from .table import OnMissing
 
 
 class Upsert:
     """Applies changes by key to one table."""
 
-    def __init__(self, plan: Plan, conflict: Conflict, *, keeps_missing: bool, small_batch: int) -> None:
+    def __init__(self, plan: Plan, conflict: Conflict, *, missing: OnMissing | None, small_batch: int) -> None:
         self._plan = plan
-        self._conflict = conflict if keeps_missing else replace(conflict, always=plan.names)
+        # A default that counts is for new rows only.
+        defaults = tuple(c.name for c in plan.columns if not c.is_numbered) if missing == "default" else ()
+        self._conflict = replace(conflict, always=defaults)
         self._small_batch = small_batch
         self._key = plan.part(conflict.key)
-        self._rules = _rules(plan, conflict, keeps_missing=keeps_missing)
+        self._rules = _rules(plan, conflict, keeps_missing=plan.may_leave_out and missing != "default")
+        self.missed = 0
+        """How many deletes found no row."""
 
     def apply(
         self,
@@ -37,23 +42,39 @@ class Upsert:
         """Apply changes in their order; return how many rows Postgres stored, changed or deleted."""
         looked_at, is_binary = self._prepare(changes, exact, origins)
         written = 0
-        for step in self._steps(looked_at):
+        for step in self._steps(looked_at, self._marks(connection, looked_at, is_binary=is_binary)):
             if step.deletes:
-                written += delete(connection, self._key, step.deletes, is_binary=is_binary)
+                deleted = delete(connection, self._key, step.deletes, is_binary=is_binary)
+                written += deleted
+                self.missed += len(step.deletes) - deleted
             for plan, rows in self._plan.by_columns(Prepared(step.rows, is_binary)):
                 written += merge(connection, plan, rows, self._conflict, small_batch=self._small_batch)
         return written
 
-    def _steps(self, changes: Sequence[Row]) -> Iterator[Collapsed]:
+    def _steps(self, changes: Sequence[Row], marks: Marks) -> Iterator[Collapsed]:
         """Collapse what can be; the rest takes a statement for each time that a key comes."""
-        if not all(map(self._plan.is_comparable, self._rules.key)) or self._has_literal_keys(changes):
-            # Two keys may be equal to Postgres only, so each change goes alone.
-            yield from (collapse([change], self._rules) for change in changes)
-        elif self._rules.keeps_missing and self._rules.newest_by is not None:
-            for indexes in rounds(changes, self._rules):
-                yield collapse([changes[i] for i in indexes], self._rules)
+        if self._rules.keeps_missing and self._rules.newest_by is not None:
+            for indexes in rounds(marks.keys):
+                some = [changes[i] for i in indexes]
+                yield collapse(some, self._rules, Marks(range(len(some))))
         else:
-            yield collapse(changes, self._rules)
+            yield collapse(changes, self._rules, marks)
+
+    def _marks(self, connection: Connection, changes: Sequence[Row], *, is_binary: bool) -> Marks:
+        """Return what changes are compared by: their values, or their ranks where only Postgres can tell."""
+        if len(changes) == 1:
+            return Marks([0], [None])
+        rows = [c for c in changes if type(c) is not Tombstone]
+        newest_by = self._rules.newest_by
+        is_known = all(
+            self._key.is_comparable(i, [*(row[p] for row in rows), *(c[i] for c in changes if type(c) is Tombstone)])
+            for i, p in enumerate(self._rules.key)
+        )
+        if newest_by is not None and not self._rules.keeps_missing:
+            is_known = is_known and self._plan.is_ordered(newest_by, [row[newest_by] for row in rows])
+        if is_known:
+            return marks_of(changes, self._rules)
+        return rank(connection, self._plan, changes, self._rules, is_binary=is_binary)
 
     def _prepare(
         self, changes: Sequence[Row], exact: Collection[str], origins: Sequence[Message] | None
@@ -86,13 +107,6 @@ class Upsert:
                     index = values.index(lacking)
                     raise BadRow("the key has no value", message=origin(origins, index), row=index, column=name)
 
-    def _has_literal_keys(self, changes: Sequence[Row]) -> bool:
-        for position, codec in zip(self._rules.key, self._key.codecs, strict=True):
-            values = [change[position] for change in changes if type(change) is not Tombstone]
-            if codec.wire is None or any(map(codec.is_literal, values)):
-                return True
-        return False
-
 
 def _rules(plan: Plan, conflict: Conflict, *, keeps_missing: bool) -> Rules:
     inserted_only: tuple[int, ...] = ()
@@ -104,5 +118,6 @@ def _rules(plan: Plan, conflict: Conflict, *, keeps_missing: bool) -> Rules:
         inserted_only=inserted_only,
         newest_by=plan.positions([conflict.newest_by])[0] if conflict.newest_by else None,
         keeps_missing=keeps_missing,
-        replaces_all=says_all and not (keeps_missing or inserted_only or conflict.newest_by),
+        replaces_all=says_all
+        and not (keeps_missing or inserted_only or conflict.newest_by or plan.table.notices_deletes),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import get_args
 
 import psycopg
 from confluent_kafka import Message
@@ -15,17 +15,14 @@ from psycopg.pq import TransactionStatus
 from exactly_once.errors import ConfigurationError
 from exactly_once.session import Connection
 
-from .changes import MISSING, Row
+from .changes import Row
 from .codec import Naive
 from .errors import BadRow, TableChanged, TableError, origin
 from .plan import Plan, Prepared
 from .statements import Conflict, Mode
 from .storing import append, append_encoded, merge
-from .table import Column, Table, read_table
+from .table import Column, OnMissing, Table, lock_shape, read_table
 from .upsert import Upsert
-
-OnMissing = Literal["null", "default", "keep"]
-"""What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was."""
 
 SMALL_BATCH = 500
 """Up to so many rows an INSERT from arrays beats a COPY to a stage and a merge."""
@@ -42,8 +39,10 @@ class TableWriter:
     ``table`` is written as in SQL. ``columns`` are those that rows fill, in the rows' order; by default all that
     take values. In mode ``upsert`` the last change of each ``key`` (default: the primary key) wins, in the order of
     the rows, and a :class:`Tombstone` deletes; ``update`` restricts which columns a change may touch, and with
-    ``newest_by`` a row that is older than the stored one is ignored. All work happens in the transaction of the
-    connection that is given; nothing is committed, and nothing outlives the transaction.
+    ``newest_by`` a row that is older than the stored one is ignored. ``missing`` says what becomes of a column that
+    a row lacks (``MISSING``): null, the column's default or, in an upsert, what it was; by default a new row gets the
+    column's default and a row that exists keeps what it has, and a column without a default becomes null. All work
+    happens in the transaction of the connection that is given; nothing is committed, and nothing outlives it.
     """
 
     def __init__(
@@ -55,13 +54,13 @@ class TableWriter:
         key: Sequence[str] | None = None,
         update: Sequence[str] | None = None,
         newest_by: str | None = None,
-        missing: OnMissing = "null",
+        missing: OnMissing | None = None,
         naive_timestamps: Naive = "refuse",
         small_batch: int = SMALL_BATCH,
     ) -> None:
         for option, value, kind in (
             ("mode", mode, Mode),
-            ("missing", missing, OnMissing),
+            ("missing", missing or "null", OnMissing),
             ("naive_timestamps", naive_timestamps, Naive),
         ):
             if value not in get_args(kind):
@@ -81,6 +80,8 @@ class TableWriter:
         self._small_batch = small_batch
         self._table: Table | None = None
         self._is_fresh = False
+        self.missed_deletes = 0
+        """How many deletes found no row so far, those of units that were rolled back included."""
         self._conflict = Conflict(mode=mode)
         self._plans: dict[tuple[str, ...], Plan] = {}
 
@@ -88,21 +89,30 @@ class TableWriter:
         return f"<TableWriter {self.mode} {self._table or self.name}>"
 
     def table(self, connection: Connection) -> Table:
-        """Return the table as the catalogue has it; read once, and anew after a write failed on it.
+        """Return the table as it is, and see to it that nobody alters it before the transaction ends.
 
         :raises TableError: when there is no such table, or it cannot take what it is asked to.
+        :raises TableChanged: when it is gone; the next attempt looks for another one of its name.
         """
-        if self._table is None:
-            _check_connection(connection)
+        _check_connection(connection)
+        while self._table is None or self._lock_shape(connection, self._table) != self._table.shape:
             table = read_table(connection, self.name)
             self._conflict = self._conflict_in(table)
             self._columns = self._columns or tuple(table.writable)
             self._table, self._is_fresh, self._plans = table, True, {}
         return self._table
 
+    def _lock_shape(self, connection: Connection, table: Table) -> str:
+        try:
+            return lock_shape(connection, table)
+        except psycopg.errors.UndefinedTable as error:
+            self._table = None
+            raise TableChanged(f"{table} is gone: {error}") from error
+
     def key(self, connection: Connection) -> tuple[str, ...]:
         """Return the columns by which rows are told from each other; none where that does not matter."""
-        self.table(connection)
+        if self._table is None:
+            self.table(connection)
         return self._conflict.key
 
     def write(
@@ -113,21 +123,20 @@ class TableWriter:
         columns: Sequence[str] | None = None,
         origins: Sequence[Message] | None = None,
         exact: Collection[str] = (),
+        table: Table | None = None,
     ) -> int:
         """Write rows and return how many Postgres stored, changed or deleted.
 
         Rows are encoded while others are being stored, so an error leaves the transaction to be rolled back. ``rows``
         may be iterated over again to find a bad one. ``origins`` are the messages that the rows came from, for
         errors. The values of columns in ``exact`` are trusted to be what the column takes, for decoders that saw to
-        that.
+        that. ``table`` is what :meth:`table` returned in this transaction, where that was asked already.
 
         :raises BadRow: when a row cannot be stored as it is; ``__cause__`` is what Postgres said, if it was asked.
         :raises TableError: when the table cannot take such rows at all.
         :raises TableChanged: when it was altered meanwhile; the next attempt reads it anew.
         """
-        _check_connection(connection)
-        table = self.table(connection)
-        plan = self._plan(table, tuple(columns or self._columns or ()))
+        plan = self._plan(table or self.table(connection), tuple(columns or self._columns or ()))
         if iter(rows) is rows:
             rows = list(rows)
         with self._explaining(plan, rows, origins):
@@ -146,11 +155,11 @@ class TableWriter:
 
         ``rows`` may be iterated over again, which also finds the one that Postgres refused; see :meth:`write`.
         """
-        _check_connection(connection)
-        plan = self._plan(self.table(connection), tuple(columns))
+        table = self.table(connection)
+        plan = self._plan(table, tuple(columns))
         encoded = encode(plan.columns) if self.mode == "append" and plan.table.can_copy else None
         if encoded is None:
-            return self.write(connection, rows, columns=columns, origins=origins)
+            return self.write(connection, rows, columns=columns, origins=origins, table=table)
         with self._explaining(plan, rows, origins):
             return append_encoded(connection, plan, "BINARY", encoded)
 
@@ -163,12 +172,21 @@ class TableWriter:
             self._table = None
             raise
         except psycopg.Error as error:
-            raise self._explained(error, plan, rows, origins) from error
-        except BadRow:
+            explained = self._explained(error, plan, rows, origins)
+            self._doubt(explained)
+            raise explained from error
+        except BadRow as error:
+            self._doubt(error)
             raise
         except Exception as error:
             raise plan.find_bad(rows, origins) or error from error
         self._is_fresh = False
+
+    def _doubt(self, error: Exception) -> None:
+        """Read the table anew before the row is refused again: its shape does not tell of a type's attributes."""
+        is_telling = self._table is None or not any(column.attributes for column in self._table.columns)
+        if isinstance(error, BadRow) and not is_telling:
+            self._table = None
 
     def _write(
         self,
@@ -179,9 +197,11 @@ class TableWriter:
         exact: Collection[str],
     ) -> int:
         if self.mode == "upsert":
-            upsert = Upsert(plan, self._conflict, keeps_missing=self.missing == "keep", small_batch=self._small_batch)
-            return upsert.apply(connection, list(rows), exact=exact, origins=origins)
-        if set(plan.names) <= set(exact) and self.missing == "null":
+            upsert = Upsert(plan, self._conflict, missing=self.missing, small_batch=self._small_batch)
+            written = upsert.apply(connection, list(rows), exact=exact, origins=origins)
+            self.missed_deletes += upsert.missed
+            return written
+        if set(plan.names) <= set(exact) and self.missing in (None, "null") and not plan.may_leave_out:
             prepared = Prepared(rows, is_binary=True)
         else:
             prepared = plan.prepare(list(rows), exact=exact, origins=origins)
@@ -195,8 +215,7 @@ class TableWriter:
 
     def _plan(self, table: Table, names: tuple[str, ...]) -> Plan:
         if names not in self._plans:
-            gap = None if self.missing == "null" else MISSING
-            self._plans[names] = Plan(table, names, naive=self._naive, gap=gap)
+            self._plans[names] = Plan(table, names, naive=self._naive, missing=self.missing)
         return self._plans[names]
 
     def _conflict_in(self, table: Table) -> Conflict:
@@ -235,7 +254,7 @@ class TableWriter:
             return error
         found = _COPY_CONTEXT.search(error.diag.context or "")
         # Elsewhere rows are in another order than they came.
-        is_in_order = self.mode == "append" and self.missing == "null" and found is not None
+        is_in_order = self.mode == "append" and not plan.may_leave_out and found is not None
         line = int(found[1]) - 1 if found is not None and is_in_order else None
         column = error.diag.column_name or (found[2] if found is not None and found[2] in plan.names else None)
         if line is None and (bad := plan.find_bad(rows, origins)) is not None:
@@ -243,6 +262,8 @@ class TableWriter:
         reason = error.diag.message_primary or str(error)
         if error.diag.message_detail:
             reason = f"{reason} ({error.diag.message_detail})"
+        if any(nul in reason for nul in ("0x00", "\\u0000")):
+            reason += '; nul = "strip" takes NUL out of JSON'
         return BadRow(
             reason,
             message=origin(origins, line) if line is not None else None,

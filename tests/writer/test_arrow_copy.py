@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from exactly_once.writer import BadRow, TableChanged, TableWriter, arrow
+from exactly_once.writer import BadRow, TableWriter, arrow
 from exactly_once.writer.table import read_table
 from tests.writer.conftest import Connection, MakeTable, messages, rows_of
 
@@ -164,7 +164,7 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ("char(3)", pa.string(), "abc ", "too long"),
     ("text", pa.string(), "a\0b", "0x00"),
     ("jsonb", pa.string(), "{", "json"),
-    ("uuid", pa.string(), "no uuid", "hexadecimal"),
+    ("uuid", pa.string(), "no uuid", "no UUID"),
     ("weather", pa.string(), "snow", "enum"),
     ("share", pa.int32(), 101, "share"),
     ("timestamptz", pa.timestamp("us"), datetime(2026, 1, 2), "no time zone"),
@@ -234,9 +234,7 @@ def test_a_table_that_was_altered_meanwhile_is_noticed_before_the_bytes_are_sent
     batch = pa.record_batch({"v": pa.array([1], pa.int64())})
     arrow.write_arrow(writer, work, batch)
     work.execute(f"ALTER TABLE {table} ALTER v TYPE float8")
-    with pytest.raises(TableChanged):
-        arrow.write_arrow(writer, work, batch)
-    # The next attempt reads the table anew, and eight bytes of an integer are not taken for a float's.
+    # The table is read anew, and eight bytes of an integer are not taken for a float's.
     arrow.write_arrow(writer, work, batch)
     assert rows_of(work, table) == [(1.0,), (1.0,)]
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exactly_once.writer.changes import MISSING, Row, Rules, Tombstone, collapse, is_not_older, rounds
+from exactly_once.writer.changes import MISSING, Row, Rules, Tombstone, collapse, is_not_older, keys_of, rounds
 
 Stored = dict[int, tuple[Any, ...]]
 
@@ -98,7 +98,7 @@ def test_missing_fields_and_columns_that_are_not_updated_go_together(batches: li
 
 @given(st.lists(st.one_of(full_rows, tombstones), max_size=20))
 def test_rounds_keep_the_order_of_each_key_and_meet_it_once(changes: list[Row]) -> None:
-    found = rounds(changes, Rules(key=(0,)))
+    found = rounds(keys_of(changes, (0,)))
     for indexes in found:
         met = [changes[i][0] for i in indexes]
         assert len(set(met)) == len(met)

@@ -34,6 +34,10 @@ def codec(name: str, typmod: int = -1, **more: Any) -> Codec:
     return codec_of(column, naive)
 
 
+def attributes(*names: str) -> list[Column]:
+    return [Column(name=n, type_name="x", base_name="x", type_oid=999998) for n in names]
+
+
 def numeric(precision: int, scale: int) -> int:
     return ((precision << 16) | (scale & 0x7FF)) + 4
 
@@ -164,8 +168,8 @@ def test_timestamps_are_taken_as_utc_where_that_was_chosen() -> None:
 @pytest.mark.parametrize(
     ("column", "value", "expected"),
     [
-        ({"kind": "c", "attributes": ["a", "b", "c"]}, {"a": 1, "b": 'x"\\,'}, '(1,"x""\\\\,",)'),
-        ({"kind": "c", "attributes": ["a", "b"]}, ("", None), '("",)'),
+        ({"kind": "c", "attributes": attributes("a", "b", "c")}, {"a": 1, "b": 'x"\\,'}, '(1,"x""\\\\,",)'),
+        ({"kind": "c", "attributes": attributes("a", "b")}, ("", None), '("",)'),
         ({"element_oid": 1, "element_kind": "e"}, ["a", None, "NULL", "x y", 'q"'], '{a,NULL,"NULL","x y","q\\""}'),
         ({}, 5, "5"),
         ({}, Decimal("1.50"), "1.50"),
@@ -180,7 +184,7 @@ def test_what_has_no_binary_form_goes_as_the_literal_that_postgres_reads(
 
 
 def test_a_composite_with_an_unknown_attribute_is_refused() -> None:
-    c = codec_of(Column(name="c", type_name="t", base_name="t", type_oid=999999, kind="c", attributes=["a"]))
+    c = codec_of(Column(name="c", type_name="t", base_name="t", type_oid=999999, kind="c", attributes=attributes("a")))
     for value in ({"b": 1}, (1, 2)):
         with pytest.raises(ValueError, match="attribute"):
             c.convert(value)

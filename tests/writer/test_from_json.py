@@ -61,7 +61,14 @@ ACCEPTED: list[tuple[str, str, Any]] = [
     ("date", '"2026-01-02"', date(2026, 1, 2)),
     ("timestamptz", '"2026-01-02T03:04:05.6+01:00"', datetime(2026, 1, 2, 2, 4, 5, 600000, UTC)),
     ("timestamp", '"2026-01-02T03:04:05"', datetime(2026, 1, 2, 3, 4, 5)),  # noqa: DTZ001
-    ("int4[]", "[1,null,[2]]", [1, None, [2]]),
+    ("int4[]", "[1,null,2]", [1, None, 2]),
+    ("int4[]", "[[1,null],[2,3]]", [[1, None], [2, 3]]),
+    ("int4", '"1"', 1),
+    ("int8[]", '["9223372036854775807"]', [2**63 - 1]),
+    ("text", "1.50", "1.50"),
+    ("text", "12345678901234567890123", "12345678901234567890123"),
+    ("timestamptz", '"2026-01-02T03:04Z"', datetime(2026, 1, 2, 3, 4, tzinfo=UTC)),
+    ("timestamp", "[2026,1,2,3,4,5,6000]", datetime(2026, 1, 2, 3, 4, 5, 6)),  # noqa: DTZ001
     ("numeric[]", "[1.10]", [Decimal("1.10")]),
     ("interval", '"P1DT2H"', "P1DT2H"),
 ]
@@ -76,12 +83,10 @@ REFUSED = [
     ("int2", "32768"),
     ("int8", "9223372036854775808"),
     ("int4", "1.0"),
-    ("int4", '"1"'),
     ("int4", "true"),
     ("float8", "1e400"),
     ("float8", '"1"'),
     ("bool", "1"),
-    ("text", "1"),
     ("text", '"\\ud800"'),
     ("date", '"2026-02-30"'),
     ("timestamptz", '"2026-01-02T03:04:05"'),
@@ -89,7 +94,23 @@ REFUSED = [
     ("timestamp", '"2026-01-02T03:04:05Z"'),
     ("uuid", '"7"'),
     ("bytea", '"?"'),
-    ("int4[]", '["1"]'),
+    ("int4", '"1.0"'),
+    ("int4", '"\\u0663"'),
+    ("text", "true"),
+    ("float8", "9007199254740993"),
+    ("float8", "1e-400"),
+    ("numeric", '"sNaN"'),
+    ("numeric", '"-NaN"'),
+    ("numeric", '"NaN123"'),
+    ("numeric", '"1_000"'),
+    ("int4[]", "[1,[2]]"),
+    ("bool[]", "[true,[false]]"),
+    ("bool[]", "[true,[]]"),
+    ("interval[]", "[null,[]]"),
+    ("inet", '"fe80::1%eth0"'),
+    ("inet", '"1.2.3.4/0.0.0.255"'),
+    ("time", '"03:04:05Z"'),
+    ("date", '"2026-01-02T00:00:00"'),
 ]
 
 
@@ -115,34 +136,35 @@ def test_what_is_no_object_is_refused(value: bytes) -> None:
     assert bad.offset == 1
 
 
-def test_an_error_names_the_field_and_shows_the_message_but_not_all_of_it() -> None:
+def test_an_error_names_the_column_and_shows_the_value_but_not_all_of_it() -> None:
     decoder = JsonDecoder()
     decoder.prepare(table(a="int4"), mode="append", key=())
     decoded = decoder.decode(messages({"a": "x" * 10_000}))
     bad = Plan(table(a="int4"), ["a"]).find_bad(decoded, decoded.origins)
     assert bad is not None
     assert bad.column == "a"
-    assert "Expected `int | null`, got `str`" in str(bad)
+    assert "no whole number" in str(bad)
     assert "xxx" in str(bad)
     assert len(str(bad)) < 400
 
 
 def test_missing_and_null_fields_are_null_and_unknown_ones_ignored() -> None:
-    found = rows(JsonDecoder(), table(a="int4", b="text"), {"a": 1}, {"b": "x", "z": 1}, {"a": None}, {})
-    assert found == [(1, None), (None, "x"), (None, None), (None, None)]
+    found = rows(JsonDecoder(), table(a="int4", b="text"), {"a": 1}, {"b": "x", "z": 1}, {"a": None})
+    assert found == [(1, None), (None, "x"), (None, None)]
 
 
 def test_missing_fields_can_be_told_from_null() -> None:
     decoder = JsonDecoder({"a": "a", "b": "x.b"}, missing="apart")
-    found = rows(decoder, table(a="int4", b="text"), {"a": None}, {"x": {}}, {"x": None}, {"x": {"b": None}})
-    assert found == [(None, MISSING), (MISSING, MISSING), (MISSING, None), (MISSING, None)]
+    found = rows(decoder, table(a="int4", b="text"), {"a": None}, {"a": 1, "x": {}}, {"x": None}, {"x": {"b": None}})
+    assert found == [(None, MISSING), (1, MISSING), (MISSING, None), (MISSING, None)]
 
 
 def test_fields_can_be_renamed_and_lie_deep() -> None:
     decoder = JsonDecoder({"a": "x.y.z", "b": "x.b", "c": ("a.b", "odd näme")})
     deep = {"x": {"y": {"z": 1}, "b": "s"}, "a.b": {"odd näme": 2}}
-    found = rows(decoder, table(a="int4", b="text", c="int4", d="int4"), deep, {"x": {"y": None, "b": "t"}}, {})
-    assert found == [(1, "s", 2), (None, "t", None), (None, None, None)]
+    into = table(a="int4", b="text", c="int4", d="int4")
+    found = rows(decoder, into, deep, {"x": {"y": None, "b": "t"}}, {"x": {"b": "u"}})
+    assert found == [(1, "s", 2), (None, "t", None), (None, "u", None)]
 
 
 def test_one_column_alone_is_a_row_too() -> None:
@@ -166,6 +188,10 @@ def test_unknown_fields_can_be_collected_as_they_are() -> None:
         ("ms", "-62135596800000", -62135596800_000000),
         ("us", "1767225600123456", 1767225600_123456),
         ("ns", "1767225600123456000", 1767225600_123456),
+        ("ns", "1767225600000000001", 1767225600_000000),
+        ("ns", "1767225600000000999", 1767225600_000001),
+        ("s", "1767225610.2485697", 1767225610_248570),
+        ("days", "20454", 20454 * 86400_000000),
     ],
 )
 def test_timestamps_can_be_numbers(unit: Any, number: str, microseconds: int) -> None:
@@ -174,7 +200,7 @@ def test_timestamps_can_be_numbers(unit: Any, number: str, microseconds: int) ->
     assert found == datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)
 
 
-@pytest.mark.parametrize(("unit", "number"), [("ns", "1767225600123456789"), ("s", "1e300"), ("us", "0.5"), ("s", "x")])
+@pytest.mark.parametrize(("unit", "number"), [("s", "1e300"), ("s", "x"), ("s", "true"), ("ms", '"NaN"')])
 def test_a_number_that_is_no_moment_is_refused(unit: Any, number: str) -> None:
     decoder = JsonDecoder(epoch={"a": unit})
     with pytest.raises((ValueError, OverflowError)):
@@ -200,8 +226,8 @@ def test_headers_need_a_column_for_json() -> None:
     decoder = JsonDecoder(metadata={"h": "headers"})
     decoder.prepare(table(a="int4", h="jsonb"), mode="append", key=())
     headers: Any = [("x", b"1"), ("x", b"\xff"), ("y", None)]
-    message = Message(topic="t", partition=0, offset=0, value=b"{}", headers=headers)
-    assert list(decoder.decode([message])) == [(None, [["x", "1"], ["x", {"base64": "/w=="}], ["y", None]])]
+    message = Message(topic="t", partition=0, offset=0, value=b'{"a":1}', headers=headers)
+    assert list(decoder.decode([message])) == [(1, [["x", "1"], ["x", {"base64": "/w=="}], ["y", None]])]
 
 
 @pytest.mark.parametrize(("key", "expected"), [(b'{"a":5,"z":1}', 5), (b"5", "5")])
@@ -235,7 +261,7 @@ def test_a_tombstone_is_refused_in_other_modes_or_skipped_by_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"a": 'x"'}, {"a": "x", "b": "x"}, {"a": "x", "b": "x.y"}, {"b": "x.y", "a": "x"}, {"nothing": "x"}]
+    "fields", [{"a": "x", "b": "x"}, {"a": "x", "b": "x.y"}, {"b": "x.y", "a": "x"}, {"nothing": "x"}]
 )
 def test_fields_that_contradict_each_other_are_refused(fields: dict[str, str]) -> None:
     with pytest.raises(TableError):

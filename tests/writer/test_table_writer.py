@@ -17,7 +17,7 @@ from psycopg.pq import TransactionStatus
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.outcome import Fault, classify
-from exactly_once.writer import MISSING, BadRow, TableChanged, TableError, TableSink, TableWriter, Tombstone
+from exactly_once.writer import MISSING, BadRow, TableError, TableSink, TableWriter, Tombstone
 from exactly_once.writer.from_json import JsonDecoder
 from tests.support.installed_postgres import installed_postgres, programs_with
 from tests.support.require import skip_unless
@@ -68,7 +68,7 @@ def test_rows_with_gaps_become_null_and_no_value_of_another_row_is_lost(
 ) -> None:
     """A rival takes the columns of the first row for those of all."""
     table = make_table("(a int, b text DEFAULT 'd')")
-    TableWriter(table).write(work, [(1, MISSING), (2, "keep"), (3, None)])
+    TableWriter(table, missing="null").write(work, [(1, MISSING), (2, "keep"), (3, None)])
     assert rows_of(work, table) == [(1, None), (2, "keep"), (3, None)]
 
 
@@ -393,7 +393,7 @@ def test_a_bad_row_behind_rows_that_were_sent_is_named_and_nothing_stays(
     """Behind two parts of a COPY: rows are encoded while others are being stored."""
     table = make_table("(a text)")
     good = [Message(topic="orders", partition=3, offset=i, value=b'{"a": "%s"}' % (b"x" * 1000)) for i in range(300)]
-    bad = Message(topic="orders", partition=3, offset=300, value=b'{"a": 1}')
+    bad = Message(topic="orders", partition=3, offset=300, value=b'{"a": true}')
     sink = TableSink(table, decoder=JsonDecoder())
     with pytest.raises(BadRow, match=r"orders\[3\] offset 300: column a: "):
         sink.write(work, [*good, bad])
@@ -470,17 +470,13 @@ def test_bytes_of_one_type_are_never_taken_for_another(
 ) -> None:
     """A bigint, a double and a timestamp have the same length: binary COPY would store nonsense.
 
-    What is stored at the second attempt is the value under the new type; None where that is refused.
+    What is stored is the value under the new type; None where that is refused.
     """
     table = make_table("(a int, b bigint, c numeric(6,2))")
     writer = TableWriter(table)
     writer.write(work, [(1, 5, 1)])
     work.commit()
     db.execute(f"ALTER TABLE {table} {alter}")
-    with pytest.raises(TableChanged) as caught:
-        writer.write(work, [(2, 2**40, 1)])
-    assert classify(caught.value, connection_lost=False) is Fault.CONFLICT
-    work.rollback()
     if stored is None:
         with pytest.raises((TableError, BadRow), match=r"\bb\b"):
             writer.write(work, [(2, 7, "1.5")])
@@ -498,13 +494,12 @@ def test_an_upsert_notices_alterations_too(
     writer.write(work, [(1, 5)])
     work.commit()
     db.execute(f"ALTER TABLE {table} {alter}")
-    try:
+    if alter.endswith("USING b"):
         writer.write(work, [(1, 2**40)])
-    except TableChanged:
-        assert "DROP" in alter
+        assert work.execute(f"SELECT b FROM {table}").fetchone() == (2**40,)
     else:
-        (stored,) = work.execute(f"SELECT b::text::float8 FROM {table}").fetchone() or (None,)
-        assert stored == 2**40
+        with pytest.raises((TableError, BadRow), match=r"\bb\b"):
+            writer.write(work, [(1, 2**40)])
 
 
 def test_columns_that_moved_or_were_added_do_not_matter(
@@ -515,9 +510,6 @@ def test_columns_that_moved_or_were_added_do_not_matter(
     writer.write(work, [(1, "x")])
     work.commit()
     db.execute(f"ALTER TABLE {table} DROP COLUMN gone, ADD COLUMN c int DEFAULT 7")
-    with pytest.raises(TableChanged):
-        writer.write(work, [(2, "y")])
-    work.rollback()
     writer.write(work, [(2, "y")])
     assert rows_of(work, table) == [(1, "x", 7), (2, "y", 7)]
 
@@ -528,9 +520,6 @@ def test_a_table_that_was_made_anew_is_read_anew(db: Connection, work: Connectio
     writer.write(work, [(1, 1)])
     work.commit()
     db.execute(f"DROP TABLE {table}; CREATE TABLE {table} (b float8, a int)")
-    with pytest.raises(TableChanged):
-        writer.write(work, [(1, 1)])
-    work.rollback()
     writer.write(work, [(1, 1)])
     assert rows_of(work, table) == [(1.0, 1)]
 

@@ -1,0 +1,326 @@
+"""JSON readers: from the JSON of one field to what its column takes, in every form that loses nothing.
+
+These are for what msgspec does not decode into the right thing by itself: slower, and with errors that show the value.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import ROUND_HALF_EVEN, Context, Decimal
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from .codec import Codec
+from .codecs import codec_of
+from .errors import cut
+from .json_shape import NULL
+from .json_types import FLOATS, Epoch, Reading, base_name, is_exact
+from .literals import record
+from .numbers import decimal_of, whole_of
+from .table import Column
+from .times import clock_of
+
+UNREADABLE = (msgspec.DecodeError, ValueError, ArithmeticError, TypeError, RecursionError)
+"""What is raised for JSON of which nothing can be made."""
+Reader = Callable[[bytes], Any]
+"""Makes of a field's JSON what the column's codec takes; raises one of UNREADABLE if it cannot."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_DAY = 86_400_000_000
+"""In microseconds."""
+_UNITS: dict[Epoch, Decimal] = {
+    "s": Decimal(1_000_000),
+    "ms": Decimal(1000),
+    "us": Decimal(1),
+    "ns": Decimal("0.001"),
+    "days": Decimal(_DAY),
+}
+_LARGEST_EXPONENT = 30
+"""All that Postgres holds is far below in each unit."""
+_NUL_ESCAPE = re.compile(rb"(?<!\\)((?:\\\\)*)(?:\\u0000)+")
+_TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
+_LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
+_OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MOMENTS = {"timestamp", "timestamptz", "date", "time", "timetz"}
+_WHOLE = {"int2", "int4", "int8", "oid"}
+_NUMBER_STARTS = b"-0123456789"
+_BOOLEANS = {b"1": True, b"0": False, b'"1"': True, b'"0"': False, b'"true"': True, b'"false"': False}
+
+
+def reader_of(column: Column, reading: Reading) -> Reader:
+    """Return the reader of a column: null is None, all else what its codec takes."""
+    read = _read_of(column, reading)
+    return lambda raw: None if raw == NULL else read(raw)
+
+
+def checked(column: Column, reading: Reading) -> Reader:
+    """Return the same, with a look whether the codec takes it; what is exact comes out exact."""
+    read, codec = reader_of(column, reading), codec_of(column, reading.naive)
+    exact = is_exact(column, reading)
+
+    def read_checked(raw: bytes) -> Any:
+        value = read(raw)
+        converted = codec.convert(value)
+        if not exact:
+            return value
+        if codec.is_literal(converted):  # which would go as binary, unseen
+            raise ValueError(f"{cut(converted)} can be stored from a program only")
+        return converted
+
+    return read_checked
+
+
+def advice(column: Column, raw: bytes, reading: Reading) -> str:
+    """Say what option, or what other type, would take a value that its column did not; nothing if none is known."""
+    name, is_text, is_number = base_name(column), raw.startswith(b'"'), raw[0] in _NUMBER_STARTS
+    if is_number and name in _MOMENTS:
+        return f'epoch = {{ {column.name} = "ms" }} takes a number, here of milliseconds'
+    if raw.startswith((b"{", b"[")):
+        return f"jsonb takes it: {_alter(column, 'jsonb', 'to_jsonb')}" if column.element_oid is None else ""
+    if (is_text or is_number) and (name in FLOATS or name == "bool") and not reading.lax:
+        return f"lax = true takes numbers and booleans in text; text takes all: {_alter(column, 'text')}"
+    if is_number and name in _WHOLE:
+        return f"numeric takes it: {_alter(column, 'numeric')}"
+    if is_text and name in _MOMENTS | _WHOLE | {"numeric", "uuid"}:
+        return f"text takes all: {_alter(column, 'text')}"
+    return ""
+
+
+def _alter(column: Column, kind: str, function: str = "") -> str:
+    name = f'"{column.name}"' if not re.fullmatch("[a-z_][a-z0-9_]*", column.name) else column.name
+    using = f" USING {function}({name})" if function else ""
+    return f"ALTER TABLE ... ALTER COLUMN {name} TYPE {kind}{using}"
+
+
+def text_of(raw: bytes, *, strips: bool = False) -> str:
+    """Return the text of a JSON string, or the digits of a number.
+
+    :raises ValueError: for anything else.
+    """
+    if raw.startswith(b'"'):
+        try:
+            text = _TEXT.decode(raw)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{cut(raw)} is no text in UTF-8") from error
+        return text.replace("\0", "") if strips else text
+    if raw[0] in _NUMBER_STARTS:
+        return raw.decode()
+    raise ValueError(f"text is wanted, not {shown(raw)}")
+
+
+def stripped(raw: bytes) -> bytes:
+    """Take NUL out of the texts in JSON."""
+    return _NUL_ESCAPE.sub(rb"\1", raw)
+
+
+def shown(raw: bytes) -> str:
+    """Show the JSON of a value, but not much of it."""
+    text = raw.decode(errors="replace")
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+_SHOWN = 100
+
+
+def _read_of(column: Column, reading: Reading) -> Reader:
+    """Choose the reader; the codec looks at what it makes."""
+    if column.name in reading.decimal:
+        return partial(_unscaled, scale=reading.decimal[column.name])
+    if column.name in reading.epoch:
+        return partial(_since_epoch, unit=reading.epoch[column.name], name=base_name(column))
+    if column.kind == "c":
+        return _composite(column, reading)
+    if column.element is not None:
+        return _array(column.element, reading)
+    return _scalar(column, reading)
+
+
+def _scalar(column: Column, reading: Reading) -> Reader:
+    name = base_name(column) if column.kind == "b" else ""
+    as_text = partial(text_of, strips=reading.nul == "strip")
+    if name in ("json", "jsonb"):
+        return partial(_json, is_text=column.name in reading.json_text, strips=reading.nul == "strip")
+    if name in FLOATS or name == "bool":
+        return partial(_number_or_boolean, name=name, lax=reading.lax)
+    if name or column.kind != "b":
+        return _SIMPLE.get(name, as_text)
+    # Of an extension: whatever it makes of it, for a list may be a vector, an object a geometry.
+    return lambda raw: raw.decode() if raw.startswith((b"[", b"{")) else as_text(raw)
+
+
+def _whole(raw: bytes) -> int:
+    return whole_of(text_of(raw))
+
+
+def _number_or_boolean(raw: bytes, name: str, *, lax: bool) -> Any:
+    if name == "bool":
+        if raw in (b"true", b"false"):
+            return raw == b"true"
+        if lax and raw in _BOOLEANS:
+            return _BOOLEANS[raw]
+        raise ValueError(f"true or false is wanted, not {shown(raw)}")
+    if raw.startswith(b'"') and not lax:
+        raise ValueError(f"a number is wanted, not the text {shown(raw)}")
+    text = text_of(raw)
+    # An int that a double changes is refused, and only a double knows of -0.
+    return int(text) if re.fullmatch(r"-?\d{1,400}", text, re.ASCII) and int(text) else text
+
+
+def _bytes(raw: bytes) -> bytes:
+    try:
+        return base64.b64decode(text_of(raw), validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{shown(raw)} is no base64: {error}") from error
+
+
+def _unscaled(raw: bytes, scale: int) -> Decimal:
+    """Read a number as Connect's Decimal: the bytes of a whole number; or with a scale beside it."""
+    if raw.startswith(b"{"):
+        parts = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        if parts.keys() != {"scale", "value"}:
+            raise ValueError(f"{shown(raw)} is no decimal of scale and value")
+        scale, raw = _whole(bytes(parts["scale"])), bytes(parts["value"])
+    if not raw.startswith(b'"'):
+        raise ValueError(f"base64 of a number's bytes is wanted, not {shown(raw)}")
+    whole = int.from_bytes(_bytes(raw), signed=True)
+    return Decimal(whole).scaleb(-scale, Context(prec=max(28, len(str(abs(whole))) + abs(scale))))
+
+
+def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:
+    """Turn a number into a moment, a date or a time of day, without a detour over floats."""
+    text = text_of(raw)
+    try:
+        value = Decimal(text)
+        if not value.is_finite() or value.adjusted() > _LARGEST_EXPONENT:
+            raise ValueError(f"{shown(raw)} is out of range")
+        # Digits below the microsecond are rounded, as in ISO 8601.
+        context = Context(prec=len(value.as_tuple().digits) + 2 * _LARGEST_EXPONENT, rounding=ROUND_HALF_EVEN)
+        microseconds = int(context.multiply(value, _UNITS[unit]).to_integral_value(context=context))
+    except ArithmeticError as error:
+        raise ValueError(f"{shown(raw)} is no number of {unit}") from error
+    if name in ("time", "timetz"):
+        if not 0 <= microseconds < _DAY:
+            raise ValueError(f"{shown(raw)} {unit} is more than a day")
+        found = clock_of(microseconds)
+        return found.replace(tzinfo=UTC) if name == "timetz" else found
+    try:
+        moment = _EPOCH + timedelta(microseconds=microseconds)
+    except OverflowError as error:
+        raise ValueError(f"{shown(raw)} {unit} is out of range: {error}") from error
+    if name == "date":
+        if microseconds % _DAY:
+            raise ValueError(f"{shown(raw)} {unit} is no whole day, so it is no date")
+        return moment.date()
+    return moment if name == "timestamptz" else moment.replace(tzinfo=None)
+
+
+def _moment(raw: bytes) -> Any:
+    """Take text, or the parts of it in a list, as Jackson writes a LocalDateTime."""
+    if not raw.startswith(b"["):
+        return _words(raw)
+    parts = _parts(raw)
+    return datetime.combine(date(*parts[:3]), _clock(parts[3:]))  # the codec asks for a zone
+
+
+def _date(raw: bytes) -> Any:
+    return date(*_parts(raw)) if raw.startswith(b"[") else _words(raw)
+
+
+def _time(raw: bytes) -> Any:
+    return _clock(_parts(raw)) if raw.startswith(b"[") else _words(raw)
+
+
+def _words(raw: bytes) -> str:
+    if raw.startswith(b'"'):
+        return text_of(raw)
+    raise ValueError(f"text in ISO 8601 is wanted, not {shown(raw)}")
+
+
+def _parts(raw: bytes) -> list[int]:
+    parts = [_whole(bytes(part)) for part in _LIST.decode(raw)]
+    if not 2 <= len(parts) <= 7:
+        raise ValueError(f"{shown(raw)} is no date or time")
+    return parts
+
+
+def _clock(parts: list[int]) -> time:
+    """Make a time of hours, minutes, seconds and nanoseconds, as many as there are."""
+    hour, minute, second, nanosecond = (parts + [0] * 4)[:4]
+    if nanosecond % 1000:
+        raise ValueError(f"{nanosecond} nanoseconds are finer than a microsecond, which is what Postgres keeps")
+    return time(hour, minute, second, nanosecond // 1000)
+
+
+def _json(raw: bytes, *, is_text: bool, strips: bool) -> bytes:
+    if is_text and raw.startswith(b'"'):
+        raw = text_of(raw, strips=strips).encode()
+    return stripped(raw) if strips else raw
+
+
+def _composite(column: Column, reading: Reading) -> Reader:
+    inner = Reading(naive=reading.naive, nul=reading.nul, lax=reading.lax)
+    attributes: dict[str, tuple[Codec, Reader]] = {
+        a.name: (codec_of(a, reading.naive), reader_of(a, inner)) for a in column.attributes
+    }
+
+    def read(raw: bytes) -> str:
+        if not raw.startswith(b"{"):
+            if raw.startswith(b'"'):
+                return text_of(raw)  # as Postgres writes it
+            raise ValueError(f"an object is wanted, not {shown(raw)}")
+        fields: Mapping[str, Any] = _OBJECT.decode(raw)
+        if unknown := fields.keys() - attributes.keys():
+            raise ValueError(f"the type has no attribute {', '.join(sorted(map(repr, unknown)))}: {shown(raw)}")
+        return record(
+            [
+                codec.as_text(codec.convert(read_one(bytes(fields[name])))) if name in fields else None
+                for name, (codec, read_one) in attributes.items()
+            ]
+        )
+
+    return read
+
+
+def _array(element: Column, reading: Reading) -> Reader:
+    """Take lists; how deep they are is told by what comes first, as by Postgres, for JSON may hold lists itself."""
+    inner = Reading(naive=reading.naive, nul=reading.nul, lax=reading.lax)
+    read_element = _read_of(element, inner)
+
+    def read(raw: bytes) -> Any:
+        if raw.startswith(b'"'):
+            return text_of(raw)  # as Postgres writes it
+        depth, first = 0, raw
+        while first.startswith(b"["):
+            depth += 1
+            parts = _LIST.decode(first)
+            first = bytes(parts[0]) if parts else b""
+        if not depth:
+            raise ValueError(f"a list is wanted, not {shown(raw)}")
+        return read_lists(raw, depth)
+
+    def read_lists(raw: bytes, depth: int) -> Any:
+        if not depth:
+            return None if raw == NULL else read_element(raw)
+        if not raw.startswith(b"["):
+            raise ValueError(f"the lists in an array are not of one length: {shown(raw)}")
+        return [read_lists(bytes(part), depth - 1) for part in _LIST.decode(raw)]
+
+    return read
+
+
+_SIMPLE: dict[str, Reader] = {
+    **dict.fromkeys(_WHOLE, _whole),
+    "numeric": lambda raw: Decimal(raw.decode()) if raw[0] in _NUMBER_STARTS else decimal_of(text_of(raw)),
+    "bytea": _bytes,
+    "date": _date,
+    "time": _time,
+    "timetz": _time,
+    "timestamp": _moment,
+    "timestamptz": _moment,
+}
