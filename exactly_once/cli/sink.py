@@ -67,7 +67,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="wait so long for a transaction to fill (%(default)s)",
     )
     run_.add_argument("--on-poison", choices=("stop", "dead-letter"), default="stop", help="(%(default)s)")
-    run_.add_argument("--dead-letter-limit", type=int, metavar="N", help="stop after so many in a row")
+    run_.add_argument("--dead-letter-limit", type=int, metavar="N", help="stop after so many in a row (10)")
+    run_.add_argument("--dead-letter-window", type=int, metavar="N", help="or after so many in an hour (1000)")
     run_.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics, /livez and /readyz")
     run_.add_argument("--dry-run", action="store_true", help=f"decode the first {SAMPLE} messages and show the rows")
     options.add_common(parser)
@@ -111,6 +112,7 @@ def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[
         until_end=args.until_end,
         on_poison=args.on_poison,
         dead_letter_limit=args.dead_letter_limit,
+        dead_letter_window=args.dead_letter_window,
         metrics_port=args.metrics_port,
         log_json=args.json,
         is_live=sys.stderr.isatty() and not args.json,

@@ -43,6 +43,7 @@ class Task:
     until_end: bool = False
     on_poison: Any = "stop"
     dead_letter_limit: int | None = None
+    dead_letter_window: int | None = None
     metrics_port: int | None = None
     log_json: bool = False
     is_live: bool = False
@@ -57,7 +58,8 @@ def work(task: Task) -> None:
     """Copy messages until a signal, the end or an error."""
     topics = [topic for flow in task.flows for topic in flow.topics]
     sinks = {topic: sink for flow in task.flows for sink in [flow.sink()] for topic in flow.topics}
-    limit = DeadLetterLimit() if task.dead_letter_limit is None else DeadLetterLimit(in_a_row=task.dead_letter_limit)
+    given = {"in_a_row": task.dead_letter_limit, "in_window": task.dead_letter_window}
+    limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
     progress = Progress(is_live=task.is_live, rows=lambda: sum(sink.rows for sink in set(sinks.values())))
     served = _metrics() if task.metrics_port is not None else None
     with ExitStack() as stack:
