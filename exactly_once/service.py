@@ -139,6 +139,10 @@ class Service:
             is_data = _is_doubtful(unit, error) and (not is_alone or has_landed)
             is_doubtful = is_alone and not is_data and _is_doubtful(unit, error) and self._on_poison != "stop"
             if not (unit.fault is Fault.HANDLER or is_data or is_doubtful):
+                if is_alone and _is_doubtful(unit, error):
+                    # Nobody can tell whether it is the message's, but whoever mends it must know which one it was.
+                    extra = about("stopped_at", group=unit.work.group_id, partition=suspect.partition)
+                    logger.error("%s fails alone, too: %s", suspect.place, error, extra=extra)
                 raise
             if (before := _before_named(unit, error)) is not None and not is_alone:
                 self._search.named(len(unit.messages), before)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import multiprocessing
+import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -90,11 +94,21 @@ def work(task: Task) -> None:
 def work_alone(task: Task) -> None:
     """Be one of several workers: the whole life of a process."""
     set_up_logs(as_json=task.log_json)
+    threading.Thread(target=_stop_with_parent, name="sink-parent", daemon=True).start()
     try:
         work(task)
     except Exception as error:  # noqa: BLE001 - the last place where it can become one line
         print(f"exactly-once: error: {one_line(error, task.secrets)}", file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def _stop_with_parent() -> None:
+    """Stop as a signal does when the process that started this one is gone, however it died."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    logger.warning("the process that started this worker has died; stopping", extra={"action": "parent_died"})
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def set_up_logs(*, as_json: bool) -> None:

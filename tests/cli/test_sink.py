@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -244,3 +245,27 @@ def test_a_linger_time_that_is_none_is_refused(operate: Command, source: str, db
     result = operate("sink", "--topic", source, "--table", f'"{source}"', "--linger-seconds", "-1")
     assert result.code != 0
     assert "linger_seconds=-1.0 must be 0 or more" in result.err
+
+
+def test_workers_end_with_the_process_that_started_them(
+    bootstrap_servers: str, conninfo: str, source: str, db: Database
+) -> None:
+    db.execute(f"CREATE TABLE {source} (id int)")
+    command = [sys.executable, "-m", "exactly_once", "sink", "--topic", source, "--table", source, "--workers", "2"]
+    command += ["--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--group-id", source]
+    owners = (
+        "SELECT count(DISTINCT owner_token) FROM exactly_once.ledger WHERE group_id = %s AND owner_token IS NOT NULL"
+    )
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        workers: list[psutil.Process] = []
+        try:
+            until(lambda: db.execute(owners, (source,)).fetchone() == (2,), 60, "both workers at work")
+            workers = workers_of(process)
+            process.kill()
+            _, alive = psutil.wait_procs(workers, timeout=30)
+            assert not alive
+        finally:
+            process.kill()
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()
