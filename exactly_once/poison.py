@@ -6,7 +6,6 @@ commit on the way, in their order, and no savepoint is put under the handler's f
 
 from __future__ import annotations
 
-
 _LEAST = 64
 """So many messages at least are tried behind one that was named: fewer would cost more commits than failures."""
 

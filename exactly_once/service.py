@@ -339,7 +339,7 @@ def _place_of(unit: Unit, index: int) -> tuple[Partition, int]:
 
 
 def _before_named(unit: Unit, error: Exception) -> int | None:
-    """Count the messages of a unit before the one that an error names by its ``topic``, ``partition`` and ``offset``."""
+    """Count the messages before the one that an error names by its ``topic``, ``partition`` and ``offset``."""
     named = tuple(getattr(error, name, None) for name in ("topic", "partition", "offset"))
     places = ((m.topic(), m.partition(), m.offset()) for m in unit.messages)
     return next((index for index, place in enumerate(places) if place == named), None)

@@ -15,18 +15,18 @@ from .sink_worker import Task, work_alone
 logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 1.0
-_STOP_SECONDS = 45.0
-"""How long workers may take to stop; longer than run() gives the unit in hand."""
+_CLOSE_SECONDS = 15.0
+"""How long workers may take to stop, besides what the unit in hand is given: to close their clients and connections."""
 _STOPPED = {0, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 
 
 class Crew:
     """Keeps ``size`` workers running until they are done, one fails, or a signal comes."""
 
-    def __init__(self, task: Task, size: int) -> None:
+    def __init__(self, task: Task) -> None:
         self._task = task
         self._context = multiprocessing.get_context("spawn")
-        self._workers: list[SpawnProcess] = [self._start() for _ in range(size)]
+        self._workers: list[SpawnProcess] = [self._start() for _ in range(task.run.workers)]
         self._kill_at: float | None = None
 
     def run(self) -> int:
@@ -71,7 +71,7 @@ class Crew:
         return worker
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._kill_at = self._kill_at or time.monotonic() + _STOP_SECONDS
+        self._kill_at = self._kill_at or time.monotonic() + self._task.run.stop_seconds + _CLOSE_SECONDS
         for worker in self._workers:
             if worker.is_alive():
                 worker.terminate()

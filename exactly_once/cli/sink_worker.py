@@ -22,13 +22,11 @@ from exactly_once.writer.sink import Router
 
 from .named import NamedConnect
 from .problems import one_line
-from .sink_flows import Flow
+from .sink_flows import Flow, Run
 from .sink_progress import Both, Progress
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS = 0.05
-"""At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
@@ -41,14 +39,8 @@ class Task:
     conninfo: str | None = field(repr=False)
     connect: NamedConnect | None = None
     schema: str
+    run: Run
     start: Any = None
-    max_messages: int = 10_000
-    linger_seconds: float = LINGER_SECONDS
-    until_end: bool = False
-    on_poison: Any = "stop"
-    dead_letter_limit: int | None = None
-    dead_letter_window: int | None = None
-    metrics_port: int | None = None
     log_json: bool = False
     is_live: bool = False
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
@@ -62,10 +54,10 @@ def work(task: Task) -> None:
     """Copy messages until a signal, the end or an error."""
     topics = [topic for flow in task.flows for topic in flow.topics]
     sinks = {topic: sink for flow in task.flows for sink in [flow.sink()] for topic in flow.topics}
-    given = {"in_a_row": task.dead_letter_limit, "in_window": task.dead_letter_window}
+    given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
     limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
     progress = Progress(is_live=task.is_live, rows=lambda: sum(sink.rows for sink in set(sinks.values())))
-    served = _metrics() if task.metrics_port is not None else None
+    served = _metrics() if task.run.metrics_port is not None else None
     with ExitStack() as stack:
         stack.enter_context(progress)
         consumer = stack.enter_context(
@@ -75,25 +67,32 @@ def work(task: Task) -> None:
                 connect=task.connect,
                 schema=task.schema,
                 start=task.start,
-                max_messages=task.max_messages,
-                linger_seconds=task.linger_seconds,
+                max_messages=task.run.max_messages,
+                linger_seconds=task.run.linger_seconds,
                 metrics=progress if served is None else Both(progress, served),
             )
         )
         if served is not None:
             from exactly_once.endpoints import Endpoints  # noqa: PLC0415 - a port is opened only when asked for
 
-            stack.enter_context(Endpoints(consumer, port=task.metrics_port or 0, render=served.render))
+            port = task.run.metrics_port or 0
+            stack.enter_context(Endpoints(consumer, port=port, host=task.run.metrics_host, render=served.render))
         consumer.subscribe(topics)
         # What is here now stays to the end; looking through it for garbage takes time from each unit.
         gc.collect()
         gc.freeze()
-        consumer.run(Router(sinks), on_poison=task.on_poison, dead_letter_limit=limit, until_end=task.until_end)
+        consumer.run(
+            Router(sinks),
+            on_poison=task.run.on_poison,
+            dead_letter_limit=limit,
+            stop_seconds=task.run.stop_seconds,
+            until_end=task.run.until_end,
+        )
 
 
 def work_alone(task: Task) -> None:
     """Be one of several workers: the whole life of a process."""
-    set_up_logs(as_json=task.log_json)
+    set_up_logs(as_json=task.log_json, is_live=task.is_live)
     threading.Thread(target=_stop_with_parent, name="sink-parent", daemon=True).start()
     try:
         work(task)
@@ -111,7 +110,7 @@ def _stop_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def set_up_logs(*, as_json: bool) -> None:
+def set_up_logs(*, as_json: bool, is_live: bool) -> None:
     """Send the library's records to stderr, as lines for people or for a collector."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

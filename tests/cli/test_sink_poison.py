@@ -24,8 +24,10 @@ REFUSED = {
         "[" * 60_000 + "]" * 60_000,
     ),
     "42501: a row that a policy refuses": (
-        "CREATE TABLE {0} (id int, v text); ALTER TABLE {0} ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY; "
-        "CREATE POLICY p ON {0} USING (true) WITH CHECK (v <> 'no')",
+        (
+            "CREATE TABLE {0} (id int, v text); ALTER TABLE {0} ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY; "
+            "CREATE POLICY p ON {0} USING (true) WITH CHECK (v <> 'no')"
+        ),
         "no",
     ),
 }
