@@ -206,7 +206,7 @@ def _no_constant(text: str) -> None:
 def _types(flow: Flow, objects: Sequence[dict[str, Any]], types: Mapping[str, str]) -> dict[str, str]:
     """Find the type of each column."""
     if flow.fields is None:
-        paths: dict[str, tuple[str, ...]] = {name: (name,) for one in [*objects, types] for name in one}
+        paths: dict[str, tuple[str, ...]] = {name: (name,) for one in [types, *objects] for name in one}
         taken = {*flow.metadata, flow.rest}
         paths = {name: path for name, path in paths.items() if name not in taken}
     else:

@@ -1,5 +1,7 @@
 """Envelopes: what Debezium, Connect and Maxwell wrap ends as the rows of the source table."""
 
+# ruff: noqa: E501, PLR0917 - a table of types; fixtures and parameters are positional
+
 from __future__ import annotations
 
 import base64
@@ -98,7 +100,7 @@ CHANGES: list[tuple[Any, Any]] = [
 LEFT = [(2, "B"), (30, "c"), (40, "d")]
 
 
-def with_schema(value: Any, key: bool = False) -> Any:
+def with_schema(value: Any, *, key: bool = False) -> Any:
     if value is None:
         return None
     own = [field("id", "int32"), field("name", "string")]
@@ -111,7 +113,7 @@ def with_schema(value: Any, key: bool = False) -> Any:
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 @pytest.mark.parametrize("has_schema", [False, True])
 def test_changes_of_debezium_end_as_the_rows_of_the_source(
-    has_schema: bool, size: int, table: str, db: Database
+    has_schema: Any, size: int, table: str, db: Database
 ) -> None:
     pairs = [(with_schema(k, key=True), with_schema(v)) for k, v in CHANGES] if has_schema else CHANGES
     sent = messages(*pairs)
