@@ -299,7 +299,8 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
         if len(received) == 1:
             stop()
             name = signal.Signals(number).name
-            logger.info("%s: stopping after the unit in hand", name, extra=about("stopping"))
+            text = "%s: stopping after the unit in hand, for which at most %g s are waited"
+            logger.info(text, name, stop_seconds, extra=about("stopping"))
             alarm = threading.Timer(stop_seconds, signal.pthread_kill, [threading.get_ident(), number])
             alarm.daemon = True
             alarms.append(alarm)  # before it starts: the second signal may come at any line

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from types import FrameType
 from typing import Any
 
 import psycopg
@@ -28,7 +32,7 @@ from .servers import Stored
 from .sink_crew import Crew
 from .sink_flows import ENVELOPES, FORMATS, MODES, Flow, Run, read_flows, read_run, with_rest
 from .sink_sample import REST_COMMENT, SAMPLE, Positions, add_columns, columns_of, create_table, sample
-from .sink_worker import Task, set_up_logs, work
+from .sink_worker import Task, fail, set_up_logs, work
 
 logger = logging.getLogger(__name__)
 
@@ -104,18 +108,40 @@ def run(args: argparse.Namespace) -> int:
     """Look at everything, then show it or start the workers."""
     settings = options.settings(args, more=("sink", "run"))
     flows = read_flows(args, settings.more.get("sink", ()))
+    task = _task(args, settings, flows, read_run(args, settings.more.get("run", {})))
+    set_up_logs(as_json=args.json, is_live=task.is_live and not args.dry_run)
     try:
-        task = _task(args, settings, flows, read_run(args, settings.more.get("run", {})))
-        set_up_logs(as_json=args.json, is_live=False)
-        if args.dry_run:
-            return _dry_run(args, task)
-        task = replace(task, flows=[_prepare(args, task, flow) for flow in flows])
-        if task.run.workers > 1:
-            return Crew(task).run()
-        work(task)
-    except ConfigurationError as error:
-        raise UsageError(str(error)) from error
+        with _ending_on_signals():
+            if args.dry_run:
+                return _dry_run(args, task)
+            task = replace(task, flows=[_prepare(args, task, flow) for flow in flows])
+            if task.run.workers > 1:
+                return Crew(task).run()
+            work(task)
+    except Exception as error:
+        if args.debug:
+            raise
+        fail(error, task)
+        return 2 if isinstance(error, (ConfigurationError, UsageError)) else 1
     return 0
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """End with exit code 0 on a SIGTERM that comes before there is a unit, when nothing has happened yet."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        logger.info("SIGTERM: stopping; nothing was begun", extra={"action": "stopping"})
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[Flow], run_: Run) -> Task:

@@ -48,7 +48,7 @@ class Flow:
     on_truncate: Literal["refuse", "skip"] = "refuse"
     update: tuple[str, ...] | None = None
     newest_by: str | None = None
-    missing: Literal["null", "default", "keep"] = "null"
+    missing: Literal["null", "default", "keep"] | None = None
     fields: Mapping[str, str | tuple[str, ...]] | None = None
     metadata: Mapping[str, Source] = field(default_factory=dict)
     epoch: Mapping[str, str] = field(default_factory=dict)
@@ -71,11 +71,11 @@ class Flow:
             "rest": self.rest or None,
             "epoch": self.epoch,
             "lax": self.lax,
-            "missing": "null" if self.missing == "null" else "apart",
             "naive_timestamps": self.naive_timestamps,
             "on_tombstone": self.on_tombstone,
         }
         options |= {name: value for name in ("decimal", "json_text") if (value := getattr(self, name))}
+        options |= {"missing": "null" if self.missing == "null" else "apart"} if self.missing else {}
         options |= {"nul": self.nul} if self.nul != "refuse" else {}
         decoder = JsonDecoder(self.fields, metadata=self.metadata, **options)
         if self.envelope is None:
@@ -87,7 +87,7 @@ class Flow:
             self.envelope,
             fields=self.fields,
             metadata=set(self.metadata) & set(self.key or ()),
-            missing=self.missing,
+            missing=self.missing or "null",
             on_tombstone=self.on_tombstone,
             on_truncate=self.on_truncate,
         )
@@ -101,8 +101,8 @@ class Flow:
             key=self.key,
             update=self.update,
             newest_by=self.newest_by,
-            missing=self.missing,
             naive_timestamps=self.naive_timestamps,
+            **({"missing": self.missing} if self.missing else {}),
         )
 
 
@@ -181,7 +181,7 @@ def _checked(kind: type[T], given: Mapping[str, Any], where: str) -> T:
     except msgspec.ValidationError as error:
         said, _, place = str(error).partition(" - at `")
         path = place.rstrip("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
-        (key,) = re.findall(r"^\w*", path)
+        (key,) = re.findall(r"^\w*", path)[:1]
         option = f" (--{key.replace('_', '-')})" if kind is Run and key else ""
         choices = f"; choose one of {', '.join(_choices(kind, key))}" if "Invalid enum value" in said else ""
         raise UsageError(f"{where}: {path or 'it'}{option}: {said.replace('`', '')}{choices}") from None

@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
+import hashlib
 import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from exactly_once import DeadLetterLimit, ExactlyOnceConsumer
-from exactly_once.session import Connection, connector
+from exactly_once.errors import ConfigurationError
+from exactly_once.session import Connection as Database
+from exactly_once.session import connector
 from exactly_once.writer.sink import Router
 
 from .named import NamedConnect
 from .problems import one_line
 from .sink_flows import Flow, Run
-from .sink_progress import Both, Progress
+from .sink_progress import CLEAR, LEFT_OUT_SECONDS, LIVE_SECONDS, Both, Counts, Every, LeftOut, Measurements, Progress
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_SECONDS = 2.0
+"""How long a member that ends waits until Kafka has taken its partitions back."""
+_IN_OPTIONS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r'on_poison="dead-letter"', "--on-poison dead-letter"),
+        (r",? or pass wait_for_topics=True", ""),
+        (r"\bsay (key|missing|rest|start|schema)=", r"say --\1 "),
+        (r"\bmode='(\S+)'", r"--mode \1"),
+        (r"\bmissing='(\S+)'", r"--missing \1"),
+        (r"\bstart='(\S+)'", r"--start \1"),
+        (r"\bmax_messages=", "--max-messages "),
+        (r"\bin_a_row=", "--dead-letter-limit "),
+        (r"\bin_window=", "--dead-letter-window "),
+        (r"\b(epoch|fields|update|newest_by|metadata|on_tombstone|naive_timestamps|decimal)=", r"\1 = "),
+    )
+]
+"""What the library's errors say in Python, and how the command line and the file say it."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
@@ -45,31 +75,39 @@ class Task:
     is_live: bool = False
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
 
-    def open(self) -> Connection:
+    def open(self) -> Database:
         """Connect to Postgres."""
         return (self.connect or connector(self.conninfo or ""))()
 
 
-def work(task: Task) -> None:
-    """Copy messages until a signal, the end or an error."""
+def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
+    """Copy messages until a signal, the end or an error; ``report`` takes what would be shown else."""
     topics = [topic for flow in task.flows for topic in flow.topics]
-    sinks = {topic: sink for flow in task.flows for sink in [flow.sink()] for topic in flow.topics}
+    tables = {flow.table: flow.sink() for flow in task.flows}
+    sinks = {topic: tables[flow.table] for flow in task.flows for topic in flow.topics}
     given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
     limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
-    progress = Progress(is_live=task.is_live, rows=lambda: sum(sink.rows for sink in set(sinks.values())))
+    measured = Measurements(rows=lambda: sum(sink.rows for sink in tables.values()))
+    progress = Progress(measured.counts, is_live=task.is_live)
     served = _metrics() if task.run.metrics_port is not None else None
     with ExitStack() as stack:
-        stack.enter_context(progress)
+        stack.enter_context(Every(LEFT_OUT_SECONDS, LeftOut(tables).tell))
+        if report is None:
+            stack.callback(progress.end)
+            stack.enter_context(Every(progress.seconds, progress.tell))
+        else:
+            stack.enter_context(Every(LIVE_SECONDS, lambda: report(measured.counts())))
+        kafka = stack.enter_context(_named(task))
         consumer = stack.enter_context(
-            ExactlyOnceConsumer(
-                task.kafka,
+            _Member(
+                kafka,
                 conninfo=task.conninfo,
                 connect=task.connect,
                 schema=task.schema,
                 start=task.start,
                 max_messages=task.run.max_messages,
                 linger_seconds=task.run.linger_seconds,
-                metrics=progress if served is None else Both(progress, served),
+                metrics=measured if served is None else Both(measured, served),
             )
         )
         if served is not None:
@@ -90,15 +128,83 @@ def work(task: Task) -> None:
         )
 
 
-def work_alone(task: Task) -> None:
+class _Member(ExactlyOnceConsumer):
+    """A static member that leaves the group when it ends in order, so that its partitions are free at once.
+
+    Others keep their place until it expires, which is what a member that comes back after ``kill -9`` needs.
+    """
+
+    def _leave(self) -> None:
+        self._leave_group()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._client.assignment() and time.monotonic() < deadline:
+            self._client.poll(0.05)
+
+
+@contextmanager
+def _named(task: Task) -> Iterator[dict[str, Any]]:
+    """Give a worker the name of a place in its group that no other process of this machine has, while it lives.
+
+    The lock on a place ends with the process, however that dies, so the next one takes the same place.
+    """
+    kafka = dict(task.kafka)
+    is_classic = str(kafka.get("group.protocol", "classic")).lower() == "classic"
+    given = kafka.get("group.instance.id")
+    if not is_classic or (given is not None and task.run.workers == 1):
+        yield kafka
+        return
+    group = f"{kafka['bootstrap.servers']} {kafka['group.id']} {given or ''}"
+    name = f"exactly-once-{os.getuid()}-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
+    for number in count():
+        path = Path(tempfile.gettempdir(), f"{name}-{number}.lock")
+        try:
+            place = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            logger.warning("%s; a restart after a crash will wait for the group's session time-out", error)
+            yield kafka
+            return
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(place)
+            continue
+        try:
+            yield {**kafka, "group.instance.id": f"{given or socket.gethostname()}-{number}"}
+        finally:
+            os.close(place)
+        return
+
+
+def work_alone(task: Task, counts: Connection) -> None:
     """Be one of several workers: the whole life of a process."""
     set_up_logs(as_json=task.log_json, is_live=task.is_live)
     threading.Thread(target=_stop_with_parent, name="sink-parent", daemon=True).start()
+
+    def report(so_far: Counts) -> None:
+        with contextlib.suppress(OSError):  # of a parent that has died
+            counts.send(so_far)
+
     try:
-        work(task)
+        work(task, report)
     except Exception as error:  # noqa: BLE001 - the last place where it can become one line
-        print(f"exactly-once: error: {one_line(error, task.secrets)}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        fail(error, task)
+        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+
+
+def fail(error: Exception, task: Task) -> None:
+    """Tell the error that ends a worker in one line; as a record where the records are for programs."""
+    text = in_options(one_line(error, task.secrets))
+    if task.log_json:
+        logger.critical("%s", text, extra={"action": "failed", "error": type(error).__name__})
+    else:
+        print(f"{CLEAR if task.is_live else ''}exactly-once: error: {text}", file=sys.stderr, flush=True)
+
+
+def in_options(text: str) -> str:
+    """Say in the words of the command line what the library says in Python's."""
+    for pattern, replacement in _IN_OPTIONS:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _stop_with_parent() -> None:
@@ -113,7 +219,10 @@ def _stop_with_parent() -> None:
 def set_up_logs(*, as_json: bool, is_live: bool) -> None:
     """Send the library's records to stderr, as lines for people or for a collector."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = CLEAR if is_live else ""
+    handler.setFormatter(
+        JsonLines() if as_json else logging.Formatter(f"{before}%(asctime)s %(levelname)s %(message)s")
+    )
     log = logging.getLogger("exactly_once")
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ class TableSink:
         self.decoder = decoder
         self.rows = 0
         """How many rows were written so far, those of units that were rolled back included."""
+        self.unused_fields: Counter[str] = Counter()
+        """How often a field came that no column takes, so far; counted as ``rows`` is."""
+        self.unfilled_columns: set[str] = set()
+        """The columns that no message has filled so far."""
         self._prepared_for: Table | None = None
         self._columns: Sequence[str] = ()
 
