@@ -101,7 +101,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     run_.add_argument("--until-end", action="store_true", default=None, help="stop where the topics end now")
     run_.add_argument("--on-poison", choices=("stop", "dead-letter"), help="(stop)")
     run_.add_argument("--dry-run", action="store_true", help=f"decode {SAMPLE} messages and show the rows")
-    options.add_common(parser)
+    options.add_common(parser, json="write records as JSON, one in a line; with --dry-run print one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:

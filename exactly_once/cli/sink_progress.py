@@ -224,8 +224,19 @@ class LeftOut:
                 "unused_fields": unused,
                 "unfilled_columns": sorted(unfilled),
             }
+            by_name = {_plain(column): column for column in unfilled}
+            said += [
+                f'column {column} is not field {name}: say fields = {{{column} = "{name}", ...}}'
+                for name in unused
+                if (column := by_name.get(_plain(name))) is not None
+            ]
             if said:
                 logger.warning("table %s: %s", table, "; ".join(said), extra=extra)
+
+
+def _plain(name: str) -> str:
+    """Leave out what people and Postgres change in a name: case, and underscores."""
+    return name.replace("_", "").lower()
 
 
 def _some(names: Sequence[str]) -> str:

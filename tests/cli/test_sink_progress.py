@@ -142,6 +142,16 @@ def test_what_is_left_out_is_reported_when_it_grows(caplog: pytest.LogCaptureFix
     assert vars(caplog.records[0])["unused_fields"]["late"] == 3999
 
 
+def test_a_name_that_differs_in_case_and_underscores_only_is_pointed_at(caplog: pytest.LogCaptureFixture) -> None:
+    sink = TableSink("segment", decoder=RawDecoder())
+    sink.rows, sink.unfilled_columns = 1, {"messageid", "user_id", "other"}
+    sink.unused_fields = Counter({"messageId": 5, "userId": 5, "more": 5})
+    LeftOut({"segment": sink}).tell()
+    (record,) = caplog.records
+    assert 'column messageid is not field messageId: say fields = {messageid = "messageId", ...}' in record.getMessage()
+    assert "column user_id is not field userId" in record.getMessage()
+
+
 def test_errors_are_told_in_the_words_of_the_command_line() -> None:
     said = (
         'the cluster has no topic t; create it, or pass wait_for_topics=True. on_poison="dead-letter"; say key=, start='

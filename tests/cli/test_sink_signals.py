@@ -22,6 +22,7 @@ from tests.support.topics import create_topic
 from tests.support.waiting import until
 
 Database = psycopg.Connection[Any]
+OWNERS = "SELECT count(DISTINCT owner_token) FROM exactly_once.ledger WHERE group_id = %s AND owner_token IS NOT NULL"
 
 
 class Sink:
@@ -124,11 +125,8 @@ def test_a_member_that_ends_in_order_leaves_its_partitions_to_others(
 def test_two_sinks_of_one_group_and_machine_are_two_members(
     start: Start, source: str, db: Database, bootstrap_servers: str
 ) -> None:
-    owners = (
-        "SELECT count(DISTINCT owner_token) FROM exactly_once.ledger WHERE group_id = %s AND owner_token IS NOT NULL"
-    )
     with start() as one, start() as other:
-        until(lambda: db.execute(owners, (source,)).fetchone() == (2,), 60, "both at work")
+        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (2,), 60, "both at work")
         for sink in (one, other):
             sink.signal(signal.SIGTERM)
             assert sink.ended() == 0, sink.said
@@ -145,6 +143,7 @@ def test_what_a_stop_waits_for_is_bounded_and_told(  # noqa: PLR0917 - fixtures
         psycopg.connect(conninfo) as blocker,
     ):
         until(has(db, source, 10), 60, "the first messages")
+        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (int(workers),), 60, "every worker at work")
         blocker.execute(f"LOCK TABLE {source} IN SHARE MODE")
         send(bootstrap_servers, source, payments(4))
         until(lambda: db.execute(waits, (source,)).fetchone() != (0,), 60, "a unit that waits for the lock")
