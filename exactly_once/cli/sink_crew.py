@@ -43,6 +43,7 @@ class Crew:
                 self._workers = [self._start() for _ in range(self._task.run.workers)]
                 while self._workers:
                     code = max(code, self._watched())
+                self._receive()  # what the last ones have sent before they ended
             progress.end()
         finally:
             for worker in self._workers:

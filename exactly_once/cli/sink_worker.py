@@ -150,6 +150,10 @@ def _named(task: Task) -> Iterator[dict[str, Any]]:
     kafka = dict(task.kafka)
     is_classic = str(kafka.get("group.protocol", "classic")).lower() == "classic"
     given = kafka.get("group.instance.id")
+    if given == "":
+        del kafka["group.instance.id"]
+        yield kafka
+        return
     if not is_classic or (given is not None and task.run.workers == 1):
         yield kafka
         return

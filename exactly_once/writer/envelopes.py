@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date, datetime, timedelta
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -36,6 +36,8 @@ _WRAPPERS = {"payload", "before", "after", "data"}
 _UNAVAILABLE = "__debezium_unavailable_value"
 """What Debezium writes for a large value that Postgres has not logged, because the update left it as it was."""
 _UNAVAILABLE_FORMS = (_UNAVAILABLE, base64.b64encode(_UNAVAILABLE.encode()).decode(), [_UNAVAILABLE])
+_SHAPES = 256
+"""So many schemas are kept: of many topics, a few each."""
 _NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
 
 
@@ -55,7 +57,7 @@ class _Wrapped(msgspec.Struct):
     old: Raw = Raw()
 
 
-class Schema(msgspec.Struct, frozen=True):
+class Schema(msgspec.Struct, frozen=True, eq=False):
     """A schema of Kafka Connect, as its JsonConverter writes it."""
 
     type: str
@@ -65,9 +67,6 @@ class Schema(msgspec.Struct, frozen=True):
     items: Schema | None = None
     parameters: Mapping[str, str] | None = None
 
-    def __hash__(self) -> int:
-        return id(self)
-
     def of(self, field: str) -> Schema | None:
         """Return the schema of a field."""
         return next((each for each in self.fields if each.field == field), None)
@@ -75,8 +74,8 @@ class Schema(msgspec.Struct, frozen=True):
 
 _read = msgspec.json.Decoder(_Wrapped).decode
 _fields: Callable[[bytes], dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw]).decode
-_schema = cache(msgspec.json.Decoder(Schema).decode)
-"""Schemas by their text, which each message repeats; there are as many as a table has had shapes."""
+_schema = lru_cache(_SHAPES)(msgspec.json.Decoder(Schema).decode)
+"""Schemas by their text, which each message repeats."""
 
 
 def recognised(value: bytes | None) -> Format | None:
@@ -147,6 +146,7 @@ class EnvelopeDecoder:
                 f"envelope={envelope!r} is not possible; choose one of {', '.join(get_args(Format))}"
             )
         self._decoder = decoder
+        self._envelope = envelope
         self._changes = {"debezium": self._debezium, "connect": self._connect, "maxwell": self._maxwell}[envelope]
         self._paths = (
             None if fields is None else {c: p.split(".") if isinstance(p, str) else p for c, p in fields.items()}
@@ -165,6 +165,10 @@ class EnvelopeDecoder:
 
     def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
         """Get ready for a table."""
+        if mode == "insert-ignore" and self._envelope != "connect":
+            raise ConfigurationError(
+                f"mode='insert-ignore' would leave out the updates of envelope={self._envelope!r}: say upsert or append"
+            )
         self._decoder.prepare(table, mode=mode, key=key)
         paths = self._paths if self._paths is not None else {name: [name] for name in table.writable}
         columns = {column.name: column for column in table.columns}
@@ -352,7 +356,7 @@ def _message(source: Message, key: Any, value: bytes | None) -> Message:
 # Logical types.
 
 
-@cache
+@lru_cache(_SHAPES)
 def _conversions(schema: Schema) -> dict[str, Convert]:
     """Find the fields of an object whose values stand for something else."""
     found = ((field.field, _conversion(field)) for field in schema.fields)

@@ -155,6 +155,19 @@ def test_what_a_stop_waits_for_is_bounded_and_told(  # noqa: PLR0917 - fixtures
     assert len(rows(db, source)) == 14
 
 
+@pytest.mark.parametrize("instance", ["", "named"])
+def test_progress_is_the_sum_of_all_workers(
+    instance: str, start: Start, source: str, db: Database, tmp_path: Path
+) -> None:
+    """Also where members are dynamic, or have a name of the operator's own."""
+    file = tmp_path / "sink.toml"
+    file.write_text(f'[kafka]\ngroup.instance.id = "{instance}"\n')
+    with start("--workers", "2", "--until-end", "--config", str(file)) as sink:
+        assert sink.ended() == 0, sink.said
+    assert len(rows(db, source)) == 10
+    assert "10 messages; " in sink.said.splitlines()[-1]
+
+
 def test_a_stop_before_anything_has_begun_is_orderly(start: Start) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,

@@ -13,6 +13,7 @@ import psycopg
 import pytest
 from confluent_kafka import Message
 
+from exactly_once.errors import ConfigurationError
 from exactly_once.writer import BadRow, TableSink
 from exactly_once.writer.envelopes import EnvelopeDecoder, Format, PlainDecoder, recognised
 from exactly_once.writer.from_json import JsonDecoder
@@ -306,6 +307,13 @@ def test_an_envelope_is_recognised(value: Any, found: Format | None, table: str,
     if found is not None:
         with pytest.raises(BadRow, match=rf"t\[0\] offset 0: .*--envelope {found}"), db.transaction():
             plain.write(db, [message])
+
+
+def test_updates_are_not_left_out_by_a_mode_that_only_inserts(table: str, db: Database) -> None:
+    modes: tuple[Format, ...] = ("debezium", "maxwell")
+    for envelope in modes:
+        with pytest.raises(ConfigurationError, match="would leave out the updates"), db.transaction():
+            sink(table, envelope, "insert-ignore").write(db, [])
 
 
 def test_who_has_a_column_for_a_part_of_the_envelope_means_it(db: Database, name: str) -> None:
