@@ -24,8 +24,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}\nthe sink command needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
-FORMATS = ("json", "raw")
-MODES = get_args(Mode)
+
 ENVELOPES = (*get_args(Format), "none")
 LINGER_SECONDS = 0.05
 """At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay."""
@@ -165,7 +164,10 @@ def _flow(given: object) -> Flow:
         raise UsageError("say --topic and --table, or topics and table in a [[sink]] of the file of --config")
     if isinstance(given["topics"], str):
         given = {**given, "topics": [given["topics"]]}
-    return _checked(Flow, given, "[[sink]]")
+    flow = _checked(Flow, given, "[[sink]]")
+    if flow.format == "raw" and (idle := [name for name in given if name not in _RAW]):
+        raise UsageError(f"[[sink]]: format raw does not look into messages, so there is no {', '.join(idle)} with it")
+    return flow
 
 
 def _checked(kind: type[T], given: Mapping[str, Any], where: str) -> T:
@@ -196,4 +198,6 @@ def _choices(kind: type[Any], name: str) -> list[str]:
     return [str(value) for value in values]
 
 
+_RAW = {"topics", "table", "mode", "key", "format", "update", "metadata", "missing"}
+"""What can be said of messages that are stored as they are."""
 _KEYS = {f.name for f in fields(Flow)}

@@ -200,18 +200,18 @@ class Progress:
 class LeftOut:
     """Reports fields that no column takes and columns that nothing fills, when there is more than at the last time."""
 
-    def __init__(self, sinks: Mapping[str, TableSink]) -> None:
+    def __init__(self, sinks: Sequence[tuple[str, TableSink]]) -> None:
         self._sinks = sinks
-        self._told: dict[str, tuple[int, frozenset[str]]] = {}
+        self._told: dict[TableSink, tuple[int, frozenset[str]]] = {}
 
     def tell(self) -> None:
         """Write a record for each table of which there is something new to say."""
-        for table, sink in self._sinks.items():
+        for table, sink in self._sinks:
             unused, unfilled = dict(sink.unused_fields), frozenset(sink.unfilled_columns)
             state = sum(unused.values()), unfilled
-            if sink.rows == 0 or state == self._told.get(table, (0, frozenset())):
+            if sink.rows == 0 or state == self._told.get(sink, (0, frozenset())):
                 continue
-            self._told[table] = state
+            self._told[sink] = state
             said = []
             if unused:
                 most = sorted(unused.items(), key=lambda pair: (-pair[1], pair[0]))

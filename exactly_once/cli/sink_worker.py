@@ -83,23 +83,24 @@ class Task:
 def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
     """Copy messages until a signal, the end or an error; ``report`` takes what would be shown else."""
     topics = [topic for flow in task.flows for topic in flow.topics]
-    tables = {flow.table: flow.sink() for flow in task.flows}
-    sinks = {topic: tables[flow.table] for flow in task.flows for topic in flow.topics}
+    filled = [(flow.table, flow.sink()) for flow in task.flows]
+    sinks = {topic: sink for flow, (_, sink) in zip(task.flows, filled, strict=True) for topic in flow.topics}
     given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
     limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
-    measured = Measurements(rows=lambda: sum(sink.rows for sink in tables.values()))
+    measured = Measurements(rows=lambda: sum(sink.rows for _, sink in filled))
     progress = Progress(measured.counts, is_live=task.is_live)
     served = _metrics() if task.run.metrics_port is not None else None
     with ExitStack() as stack:
-        stack.enter_context(Every(LEFT_OUT_SECONDS, LeftOut(tables).tell))
+        stack.enter_context(Every(LEFT_OUT_SECONDS, LeftOut(filled).tell))
         if report is None:
             stack.callback(progress.end)
             stack.enter_context(Every(progress.seconds, progress.tell))
         else:
             stack.enter_context(Every(LIVE_SECONDS, lambda: report(measured.counts())))
         kafka = stack.enter_context(_named(task))
+        kind = ExactlyOnceConsumer if "group.instance.id" in task.kafka else _Member
         consumer = stack.enter_context(
-            _Member(
+            kind(
                 kafka,
                 conninfo=task.conninfo,
                 connect=task.connect,
@@ -129,9 +130,9 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
 
 
 class _Member(ExactlyOnceConsumer):
-    """A static member that leaves the group when it ends in order, so that its partitions are free at once.
+    """A member that leaves the group when it ends in order, although its name is static.
 
-    Others keep their place until it expires, which is what a member that comes back after ``kill -9`` needs.
+    Its partitions are free at once then; they wait for it only after a crash. One that an operator has named stays.
     """
 
     def _leave(self) -> None:
@@ -162,21 +163,32 @@ def _named(task: Task) -> Iterator[dict[str, Any]]:
     for number in count():
         path = Path(tempfile.gettempdir(), f"{name}-{number}.lock")
         try:
-            place = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            place = _lock(path)
+        except BlockingIOError:
+            continue
         except OSError as error:
             logger.warning("%s; a restart after a crash will wait for the group's session time-out", error)
             yield kafka
             return
         try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(place)
-            continue
-        try:
             yield {**kafka, "group.instance.id": f"{given or socket.gethostname()}-{number}"}
         finally:
             os.close(place)
         return
+
+
+def _lock(path: Path) -> int:
+    """Open and lock a file of ours.
+
+    :raises BlockingIOError: when another process has it.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 def work_alone(task: Task, counts: Connection) -> None:

@@ -124,6 +124,28 @@ def test_a_file_sends_several_topics_to_several_tables(
     assert rows(db, f'"{source} B"') == [("x", other, {"z": 1})]
 
 
+def test_two_flows_may_fill_one_table_each_in_its_way(
+    operate: Command, bootstrap_servers: str, source: str, db: Database, tmp_path: Path
+) -> None:
+    other = create_topic(bootstrap_servers, 1, name=f"{source}-other")
+    send(bootstrap_servers, source, [("0", {"id": 1})])
+    send(bootstrap_servers, other, [("0", {"number": 2})], partitions=1)
+    db.execute(f"CREATE TABLE {source} (id int)")
+    file = tmp_path / "sink.toml"
+    file.write_text(f"""
+        [[sink]]
+        topics = ["{source}"]
+        table = "{source}"
+        [[sink]]
+        topics = ["{other}"]
+        table = "{source}"
+        fields = {{ id = "number" }}
+    """)
+    result = operate("sink", "--config", file, "--until-end")
+    assert result.code == 0, result.err
+    assert rows(db, source) == [(1,), (2,)]
+
+
 def test_columns_are_added_by_request_only(operate: Command, bootstrap_servers: str, source: str, db: Database) -> None:
     db.execute(f"CREATE TABLE {source} (id int)")
     send(bootstrap_servers, source, payments(2))

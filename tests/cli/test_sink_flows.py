@@ -11,7 +11,7 @@ import pytest
 
 from exactly_once.cli.problems import UsageError
 from exactly_once.cli.sink import add_parser
-from exactly_once.cli.sink_flows import Flow, Run, read_flows, read_run
+from exactly_once.cli.sink_flows import ENVELOPES, Flow, Run, read_flows, read_run
 
 
 def parsed(*given: str) -> argparse.Namespace:
@@ -40,6 +40,7 @@ def flows_of(text: str, *given: str) -> list[Flow]:
         ('missing = "nul"', "choose one of default, keep, null"),
         ('envelope = "debezum"', "choose one of connect, debezium, maxwell, none"),
         ('metadata = { o = "offest" }', "Invalid enum value"),
+        ('format = "raw"\nenvelope = "debezium"\nlax = true', "no envelope, lax with it"),
     ],
 )
 def test_a_key_of_the_file_that_is_wrong_is_told_by_name(line: str, said: str) -> None:
@@ -101,3 +102,11 @@ def test_how_to_run_is_checked(given: tuple[str, ...], stored: Any, said: str) -
 def test_every_way_to_run_can_be_said_in_both_places() -> None:
     options = vars(parsed())
     assert {f.name for f in fields(Run)} <= set(options)
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    add_parser(subparsers)
+    for action in subparsers.choices["sink"]._actions:
+        if action.dest in (default := {f.name: f.default for f in fields(Run)}) and default[action.dest]:
+            assert f"({default[action.dest]})" in (action.help or "")
+        if action.dest == "envelope":
+            assert tuple(action.choices or ()) == ENVELOPES

@@ -125,7 +125,7 @@ def test_a_closed_consumer_is_not_asked_for_its_lag() -> None:
 
 def test_what_is_left_out_is_reported_when_it_grows(caplog: pytest.LogCaptureFixture) -> None:
     sink = TableSink("payment", decoder=RawDecoder())
-    left_out = LeftOut({"payment": sink})
+    left_out = LeftOut([("payment", sink)])
     left_out.tell()
     sink.rows, sink.unfilled_columns = 10, {"total"}
     sink.unused_fields = Counter({"late": 3999, "screenWidth": 3499, **{f"f{i:02}": 1 for i in range(30)}})
@@ -146,7 +146,7 @@ def test_a_name_that_differs_in_case_and_underscores_only_is_pointed_at(caplog: 
     sink = TableSink("segment", decoder=RawDecoder())
     sink.rows, sink.unfilled_columns = 1, {"messageid", "user_id", "other"}
     sink.unused_fields = Counter({"messageId": 5, "userId": 5, "more": 5})
-    LeftOut({"segment": sink}).tell()
+    LeftOut([("segment", sink)]).tell()
     (record,) = caplog.records
     assert 'column messageid is not field messageId: say fields = {messageid = "messageId", ...}' in record.getMessage()
     assert "column user_id is not field userId" in record.getMessage()
