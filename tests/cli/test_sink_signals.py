@@ -100,7 +100,7 @@ def test_a_restart_after_a_kill_goes_on_at_once(
         assert sink.ended() == -signal.SIGKILL
     send(bootstrap_servers, source, payments(10))
     with start("--workers", workers) as sink:
-        until(has(db, source, 20), 20, "the next ones")
+        until(has(db, source, 20), 40, "the next ones")
         sink.signal(signal.SIGTERM)
         assert sink.ended() == 0, sink.said
 
@@ -161,7 +161,8 @@ def test_progress_is_the_sum_of_all_workers(
 ) -> None:
     """Also where members are dynamic, or have a name of the operator's own."""
     file = tmp_path / "sink.toml"
-    file.write_text(f'[kafka]\ngroup.instance.id = "{instance}"\n')
+    # A member that an operator has named keeps its partitions for so long after it has read to the end.
+    file.write_text(f'[kafka]\ngroup.instance.id = "{instance}"\nsession.timeout.ms = 6000\n')
     with start("--workers", "2", "--until-end", "--config", str(file)) as sink:
         assert sink.ended() == 0, sink.said
     assert len(rows(db, source)) == 10
