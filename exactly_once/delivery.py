@@ -167,13 +167,18 @@ class Delivery:
 
     def discard(self) -> None:
         """Drop the messages of partitions that may not be delivered now, or were refetched."""
-        self._again = [(m, times) for m, times in self._again if self._is_current(m)]
-        self._waiting = [m for m in self._waiting if self._is_current(m)]
+        # After each unit that failed, with much still waiting: by runs, which stays in C, not message by message.
+        if not all(map(self._is_current, self._runs([message for message, _ in self._again]))):
+            self._again = [(m, times) for m, times in self._again if self._is_current((_partition(m), [m]))]
+        if not all(map(self._is_current, self._runs(self._waiting))):
+            self._waiting = [m for m in self._waiting if self._is_current((_partition(m), [m]))]
         self._spans = None
 
-    def _is_current(self, message: Message) -> bool:
-        holding = self._ownership.deliverable(_partition(message))
-        return holding is not None and holding.expected <= _offset(message) < holding.fetched
+    def _is_current(self, placed: tuple[Partition, list[Message]]) -> bool:
+        """Tell whether all of a run of rising offsets may be delivered now."""
+        partition, run = placed
+        holding = self._ownership.deliverable(partition)
+        return holding is not None and holding.expected <= _offset(run[0]) <= _offset(run[-1]) < holding.fetched
 
     def _in_order(self, holding: Holding, run: list[Message]) -> list[Message]:
         """Return the part of the run that continues what was fetched, and move ``fetched``."""

@@ -91,6 +91,8 @@ class Service:
         """Whether the handler could apply a part of it."""
         self._found = 0
         """How many messages of it were set aside."""
+        self._named: tuple[Partition, int] | None = None
+        """The message that the last error named, until it was tried alone."""
 
     def run(self) -> None:
         """Serve until the iteration ends."""
@@ -137,7 +139,15 @@ class Service:
             is_data = _is_doubtful(unit, error) and (not is_alone or has_landed)
             is_doubtful = is_alone and not is_data and _is_doubtful(unit, error) and self._on_poison != "stop"
             if not (unit.fault is Fault.HANDLER or is_data or is_doubtful):
+                if is_alone and _is_doubtful(unit, error):
+                    # Nobody can tell whether it is the message's, but whoever mends it must know which one it was.
+                    extra = about("stopped_at", group=unit.work.group_id, partition=suspect.partition)
+                    logger.error("%s fails alone, too: %s", suspect.place, error, extra=extra)
                 raise
+            if (before := _before_named(unit, error)) is not None and not is_alone:
+                self._search.named(len(unit.messages), before)
+                self._named = _place_of(unit, before)
+                return False
             if not is_alone and not self._is_searched(unit):
                 self._begin_search(unit, error)
             self._search.failed(len(unit.messages))
@@ -146,6 +156,10 @@ class Service:
             elif is_alone:
                 self._condemn(unit, suspect, error)
             return False
+        if self._named is not None and _first(unit) == self._named:
+            extra = about("named_and_applied", group=unit.work.group_id, several=unit.advances)
+            logger.warning("an error named %s offset %s, which was applied all the same", *self._named, extra=extra)
+            self._named = None
         return True
 
     def _begin_search(self, unit: Unit, error: Exception) -> None:
@@ -248,6 +262,7 @@ class Service:
 
     def _tell_set_aside(self, unit: Unit, suspect: _Suspect) -> None:
         self._found += 1
+        self._named = None
         epochs = {advance.partition: advance.epoch for advance in unit.advances}
         extra = about(
             "set_aside",
@@ -284,7 +299,8 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
         if len(received) == 1:
             stop()
             name = signal.Signals(number).name
-            logger.info("%s: stopping after the unit in hand", name, extra=about("stopping"))
+            text = "%s: stopping after the unit in hand, for which at most %g s are waited"
+            logger.info(text, name, stop_seconds, extra=about("stopping"))
             alarm = threading.Timer(stop_seconds, signal.pthread_kill, [threading.get_ident(), number])
             alarm.daemon = True
             alarms.append(alarm)  # before it starts: the second signal may come at any line
@@ -315,8 +331,19 @@ def _is_doubtful(unit: Unit, error: Exception) -> bool:
 
 def _first(unit: Unit) -> tuple[Partition, int]:
     """Name the first message of a unit, as the broker sent it: a handler may have changed even its topic."""
-    message = unit.sent.of(unit.messages[0])
+    return _place_of(unit, 0)
+
+
+def _place_of(unit: Unit, index: int) -> tuple[Partition, int]:
+    message = unit.sent.of(unit.messages[index])
     return Partition(str(message.topic()), message.partition() or 0), message.offset() or 0
+
+
+def _before_named(unit: Unit, error: Exception) -> int | None:
+    """Count the messages before the one that an error names by its ``topic``, ``partition`` and ``offset``."""
+    named = tuple(getattr(error, name, None) for name in ("topic", "partition", "offset"))
+    places = ((m.topic(), m.partition(), m.offset()) for m in unit.messages)
+    return next((index for index, place in enumerate(places) if place == named), None)
 
 
 def _is_consequence(error: Exception) -> bool:

@@ -84,8 +84,8 @@ class Settings:
         return {"log_level": 0, **admin_settings(self.kafka), "bootstrap.servers": self.required("bootstrap_servers")}
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every command takes."""
+def add_common(parser: argparse.ArgumentParser, *, json: str = "print one JSON document") -> None:
+    """Add the options that every command takes; ``json`` is what the help says of ``--json``."""
     group = parser.add_argument_group("where")
     group.add_argument(
         "--bootstrap-servers", metavar="HOST:PORT,...", help=_help("Kafka's brokers", "bootstrap_servers")
@@ -101,7 +101,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--schema", metavar="SCHEMA", help="schema of the ledger (exactly_once)")
     group.add_argument("--config", metavar="FILE.toml", type=Path, help="file with any of these, see below")
     look = parser.add_argument_group("how")
-    look.add_argument("--json", action="store_true", help="print one JSON document")
+    look.add_argument("--json", action="store_true", help=json)
     look.add_argument("--debug", action="store_true", help="on an error print the traceback, too")
 
 

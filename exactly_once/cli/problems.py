@@ -12,7 +12,8 @@ exit codes:
   0    done (a dry run too)
   1    not done: stderr says in one line why and what mends it; status --check: something needs an operator
   2    the command line, an environment variable or the configuration file is wrong
-  130  interrupted"""
+  130  interrupted
+  143  sink: the transaction in hand was given up, after --stop-seconds or a second SIGTERM; it comes again"""
 
 _HINTS = {
     "InsufficientPrivilege": "`exactly-once migrate --sql --role NAME` prints the grants that a role needs",

@@ -3,55 +3,92 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from exactly_once.writer.decoding import Decoder
+from exactly_once.writer.decoding import Decoder, Source
 from exactly_once.writer.sink import TableSink
 from exactly_once.writer.statements import Mode
 
 from .problems import UsageError
 
-FORMATS = ("json", "raw")
-MODES = get_args(Mode)
+try:
+    import msgspec
+    from msgspec import Meta
+
+    from exactly_once.writer.envelopes import EnvelopeDecoder, Format, PlainDecoder
+    from exactly_once.writer.from_json import JsonDecoder, OnTombstone
+except ImportError as error:
+    raise ImportError(f"{error}\nthe sink command needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
+
+
+ENVELOPES = (*get_args(Format), "none")
+LINGER_SECONDS = 0.05
+"""At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay."""
+
+T = TypeVar("T")
+_Count = Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """One table and what fills it; also the keys of a ``[[sink]]`` in the file."""
 
-    topics: tuple[str, ...]
+    topics: Annotated[tuple[str, ...], Meta(min_length=1)]
     table: str
-    mode: str = "append"
+    mode: Mode = "append"
     key: tuple[str, ...] | None = None
-    format: str = "json"
+    format: Literal["json", "raw"] = "json"
+    envelope: Format | Literal["none"] | None = None
+    """How a message wraps its row; None refuses messages that look wrapped, "none" takes them as they are."""
+    on_truncate: Literal["refuse", "skip"] = "refuse"
     update: tuple[str, ...] | None = None
     newest_by: str | None = None
-    missing: str = "null"
-    fields: Mapping[str, Any] | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    epoch: Mapping[str, Any] = field(default_factory=dict)
+    missing: Literal["null", "default", "keep"] | None = None
+    fields: Mapping[str, str | tuple[str, ...]] | None = None
+    metadata: Mapping[str, Source] = field(default_factory=dict)
+    epoch: Mapping[str, str] = field(default_factory=dict)
+    decimal: Mapping[str, int] = field(default_factory=dict)
+    json_text: tuple[str, ...] = ()
+    nul: Literal["refuse", "strip"] = "refuse"
     rest: str | None = None
+    """The jsonb column for fields without a column; "" for none. --create-table makes one."""
     lax: bool = False
-    naive_timestamps: str = "refuse"
-    on_tombstone: str | None = None
+    naive_timestamps: Literal["refuse", "utc"] = "refuse"
+    on_tombstone: OnTombstone | None = None
 
     def decoder(self) -> Decoder:
-        """Make the decoder; msgspec is imported only here."""
+        """Make the decoder."""
         if self.format == "raw":
             from exactly_once.writer.raw import RawDecoder  # noqa: PLC0415
 
             return RawDecoder(metadata=self.metadata)
-        from exactly_once.writer.from_json import JsonDecoder  # noqa: PLC0415 - an extra
-
         options: dict[str, Any] = {
-            "missing": "null" if self.missing == "null" else "apart",
+            "rest": self.rest or None,
+            "epoch": self.epoch,
+            "lax": self.lax,
             "naive_timestamps": self.naive_timestamps,
             "on_tombstone": self.on_tombstone,
         }
-        return JsonDecoder(
-            self.fields, metadata=self.metadata, rest=self.rest, epoch=self.epoch, lax=self.lax, **options
+        options |= {name: value for name in ("decimal", "json_text") if (value := getattr(self, name))}
+        options |= {"missing": "null" if self.missing == "null" else "apart"} if self.missing else {}
+        options |= {"nul": self.nul} if self.nul != "refuse" else {}
+        decoder = JsonDecoder(self.fields, metadata=self.metadata, **options)
+        if self.envelope is None:
+            return PlainDecoder(decoder, self.fields)
+        if self.envelope == "none":
+            return decoder
+        return EnvelopeDecoder(
+            decoder,
+            self.envelope,
+            fields=self.fields,
+            metadata=set(self.metadata) & set(self.key or ()),
+            missing=self.missing or "null",
+            on_tombstone=self.on_tombstone,
+            on_truncate=self.on_truncate,
         )
 
     def sink(self) -> TableSink:
@@ -63,20 +100,51 @@ class Flow:
             key=self.key,
             update=self.update,
             newest_by=self.newest_by,
-            missing=self.missing,
             naive_timestamps=self.naive_timestamps,
+            **({"missing": self.missing} if self.missing else {}),
         )
 
 
-def read_flows(args: argparse.Namespace, stored: Sequence[Mapping[str, Any]]) -> list[Flow]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How the workers run; also the keys of ``[run]`` in the file."""
+
+    start: str | None = None
+    workers: _Count = 1
+    until_end: bool = False
+    max_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
+    linger_seconds: Annotated[float, Meta(ge=0)] = LINGER_SECONDS
+    stop_seconds: Annotated[float, Meta(gt=0)] = 20.0
+    """Below the 30 seconds that Kubernetes gives by default."""
+    on_poison: Literal["stop", "dead-letter"] = "stop"
+    dead_letter_limit: _Count | None = None
+    dead_letter_window: _Count | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
+
+
+def read_run(args: argparse.Namespace, stored: object) -> Run:
+    """Put together what the command line says, then what ``[run]`` in the file says.
+
+    :raises UsageError: for a key that nobody knows, or a value that is not possible.
+    """
+    if not isinstance(stored, Mapping):
+        raise UsageError("run in the file must be a table: [run]")
+    given = {f.name: getattr(args, f.name) for f in fields(Run) if getattr(args, f.name) is not None}
+    return _checked(Run, {**stored, **given}, "[run]")
+
+
+def read_flows(args: argparse.Namespace, stored: object) -> list[Flow]:
     """Put the flows together: those of the file, or the one of the command line.
 
     :raises UsageError: for a key that nobody knows, and where topic or table are missing.
     """
-    given = {name: getattr(args, name) for name in ("topics", "table", "mode", "key", "format")}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {f.name: value for f in fields(Flow) if (value := getattr(args, f.name, None)) is not None}
+    if isinstance(stored, Mapping) or not isinstance(stored, Sequence) or isinstance(stored, str):
+        raise UsageError("the file has [sink]; write [[sink]] with two brackets, once for each table")
     if stored and given:
-        raise UsageError("the file has [[sink]] tables; say --topic, --table, --mode, --key and --format there")
+        named = ", ".join(f"--{'topic' if n == 'topics' else n.replace('_', '-')}" for n in given)
+        raise UsageError(f"the file has [[sink]] tables; say {named} there")
     flows = [_flow(one) for one in stored or [given]]
     topics = [topic for flow in flows for topic in flow.topics]
     if len(set(topics)) < len(topics):
@@ -84,17 +152,52 @@ def read_flows(args: argparse.Namespace, stored: Sequence[Mapping[str, Any]]) ->
     return flows
 
 
-def _flow(given: Mapping[str, Any]) -> Flow:
-    known = {f.name for f in fields(Flow)}
-    if unknown := sorted(set(given) - known):
-        raise UsageError(f"[[sink]]: unknown key {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    if not given.get("topics") or not given.get("table"):
+def with_rest(flow: Flow, column: str | None) -> Flow:
+    """Let a column take the fields without one, unless the flow says which one does."""
+    return flow if flow.rest is not None or flow.format == "raw" or column is None else replace(flow, rest=column)
+
+
+def _flow(given: object) -> Flow:
+    if not isinstance(given, Mapping):
+        raise UsageError("[[sink]] in the file must be tables")
+    if not (given.get("topics") and given.get("table")) and set(given) <= _KEYS:
         raise UsageError("say --topic and --table, or topics and table in a [[sink]] of the file of --config")
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    if isinstance(values["topics"], str):
-        values["topics"] = (values["topics"],)
-    flow = Flow(**values)
-    for name, value, choices in (("mode", flow.mode, MODES), ("format", flow.format, FORMATS)):
-        if value not in choices:
-            raise UsageError(f"{name} {value!r} is not possible; choose one of {', '.join(choices)}")
+    if isinstance(given["topics"], str):
+        given = {**given, "topics": [given["topics"]]}
+    flow = _checked(Flow, given, "[[sink]]")
+    if flow.format == "raw" and (idle := [name for name in given if name not in _RAW]):
+        raise UsageError(f"[[sink]]: format raw does not look into messages, so there is no {', '.join(idle)} with it")
     return flow
+
+
+def _checked(kind: type[T], given: Mapping[str, Any], where: str) -> T:
+    """Make a dataclass of what was given, and say by name what is wrong with it."""
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
+            raise UsageError(f"{where}: unknown key {name}; {meant}")
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        said, _, place = str(error).partition(" - at `")
+        path = place.rstrip("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
+        (key,) = re.findall(r"^\w*", path)[:1]
+        option = f" (--{key.replace('_', '-')})" if kind is Run and key else ""
+        choices = f"; choose one of {', '.join(_choices(kind, key))}" if "Invalid enum value" in said else ""
+        raise UsageError(f"{where}: {path or 'it'}{option}: {said.replace('`', '')}{choices}") from None
+
+
+def _choices(kind: type[Any], name: str) -> list[str]:
+    """Return the texts that a key can be."""
+    annotation = msgspec.inspect.type_info(kind)
+    (one,) = [f.type for f in annotation.fields if f.name == name]  # type: ignore[attr-defined]
+    literals = [one, *getattr(one, "types", ())]
+    values = (value for each in literals for value in getattr(each, "values", ()))
+    return [str(value) for value in values]
+
+
+_RAW = {"topics", "table", "mode", "key", "format", "update", "metadata", "missing"}
+"""What can be said of messages that are stored as they are."""
+_KEYS = {f.name for f in fields(Flow)}

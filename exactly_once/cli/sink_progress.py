@@ -1,4 +1,4 @@
-"""Progress of the sink command: what was committed, how fast, and how far the topics are ahead."""
+"""Progress of the sink command: what was committed, how fast, how far the topics are ahead, and what is left out."""
 
 from __future__ import annotations
 
@@ -7,55 +7,63 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TextIO
+from typing import Self, TextIO
 
 from exactly_once import metrics as m
+from exactly_once.writer import TableSink
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_LIVE = 1.0
-_SECONDS_LOGGED = 10.0
+LIVE_SECONDS = 1.0
+LOGGED_SECONDS = 10.0
+LEFT_OUT_SECONDS = 60.0
+_NAMES = 20
+"""So many fields or columns are named in one record."""
+CLEAR = "\r\x1b[K"
+"""Takes the line that moves off a terminal."""
 
 
-class Progress:
-    """Takes a consumer's measurements and says how it goes: a line that moves on a terminal, else records.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What one consumer, or several, have done so far."""
 
-    Use it as a context manager around the consumer: it says the rest when that is closed.
-    """
+    messages: float = 0
+    units: float = 0
+    commit_seconds: float = 0
+    rows: int = 0
+    owned: int = 0
+    lag: Mapping[str, int] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        *,
-        is_live: bool,
-        rows: Callable[[], int],
-        out: TextIO = sys.stderr,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._is_live = is_live
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            messages=self.messages + other.messages,
+            units=self.units + other.units,
+            commit_seconds=self.commit_seconds + other.commit_seconds,
+            rows=self.rows + other.rows,
+            owned=self.owned + other.owned,
+            lag={**self.lag, **other.lag},
+        )
+
+
+class Measurements:
+    """Takes what one consumer measures."""
+
+    def __init__(self, rows: Callable[[], int]) -> None:
         self._rows = rows
-        self._out = out
-        self._clock = clock
-        self._seconds = _SECONDS_LIVE if is_live else _SECONDS_LOGGED
-        self._told_at = clock()
-        # What was there when it was told the last time.
-        self._messages = self._units = self._commit_seconds = 0.0
-        self._rows_told = 0
         self._total: dict[m.Metric, float] = dict.fromkeys((m.MESSAGES, m.UNITS, m.COMMIT_SECONDS), 0.0)
         self._read: m.Read | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sink-progress", daemon=True)
-
-    # What a consumer asks of its metrics.
 
     def add(self, metric: m.Metric, amount: float, labels: tuple[str, ...]) -> None:
         """Count."""
-        self._count(metric, amount)
+        if metric in self._total:
+            self._total[metric] += amount
 
     def observe(self, metric: m.Metric, value: float, labels: tuple[str, ...]) -> None:
         """Sum up."""
-        self._count(metric, value)
+        self.add(metric, value, labels)
 
     def attach(self, read: m.Read) -> None:
         """Learn where lag is read."""
@@ -65,13 +73,30 @@ class Progress:
         """Forget it again."""
         self._read = None
 
-    def _count(self, metric: m.Metric, amount: float) -> None:
-        if metric in self._total:
-            self._total[metric] += amount
+    def counts(self) -> Counts:
+        """Return what there is now."""
+        read = self._read
+        samples = list(read()) if read is not None else []
+        return Counts(
+            messages=self._total[m.MESSAGES],
+            units=self._total[m.UNITS],
+            commit_seconds=self._total[m.COMMIT_SECONDS],
+            rows=self._rows(),
+            owned=sum(int(s.value) for s in samples if s.metric is m.OWNED),
+            lag={f"{s.labels[2]}[{s.labels[3]}]": int(s.value) for s in samples if s.metric is m.LAG},
+        )
 
-    # What is said.
 
-    def __enter__(self) -> Progress:
+class Every:
+    """Calls a function again and again from a thread of its own, and once more when it is left."""
+
+    def __init__(self, seconds: float, function: Callable[[], object]) -> None:
+        self._seconds = seconds
+        self._function = function
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sink-progress", daemon=True)
+
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -80,44 +105,143 @@ class Progress:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        self.tell()
-        if self._is_live:
-            print(file=self._out)
+        self._function()
 
     def _run(self) -> None:
         while not self._ended.wait(self._seconds):
-            self.tell()
+            self._function()
+
+
+class Progress:
+    """Says how it goes: by a line that moves on a terminal, else by records."""
+
+    def __init__(
+        self,
+        counts: Callable[[], Counts],
+        *,
+        is_live: bool,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._counts = counts
+        self._is_live = is_live
+        self._out = out or sys.stderr
+        self._clock = clock
+        self._told = Counts()
+        self._told_at = self._idle_since = clock()
+        self.seconds = LIVE_SECONDS if is_live else LOGGED_SECONDS
+        """How often to say it."""
 
     def tell(self) -> None:
         """Say what happened since the last time."""
-        lag = self._lag()
-        now, rows = self._clock(), self._rows()
-        messages, units, commit_seconds = (self._total[each] for each in (m.MESSAGES, m.UNITS, m.COMMIT_SECONDS))
+        counts, now = self._counts(), self._clock()
         seconds = max(now - self._told_at, 1e-9)
-        done = units - self._units
-        text = f"{messages:,.0f} messages; {(messages - self._messages) / seconds:,.0f} messages/s, "
-        text += f"{(rows - self._rows_told) / seconds:,.0f} rows/s"
-        if done:
-            size, commit = (messages - self._messages) / done, (commit_seconds - self._commit_seconds) / done
-            text += f", {size:,.0f} a unit, commit {1000 * commit:,.1f} ms"
-        if lag:
-            worst = max(lag, key=lag.__getitem__)
-            text += f", lag {sum(lag.values()):,} (most: {worst} {lag[worst]:,})" if lag[worst] else ", lag 0"
-        self._print(text, messages=int(messages), rows=rows, lag=lag)
-        self._told_at, self._messages, self._units = now, messages, units
-        self._rows_told, self._commit_seconds = rows, commit_seconds
-
-    def _lag(self) -> dict[str, int]:
-        read = self._read
-        samples = read() if read is not None else ()
-        return {f"{s.labels[2]}[{s.labels[3]}]": int(s.value) for s in samples if s.metric is m.LAG}
-
-    def _print(self, text: str, **fields: object) -> None:
+        before, self._told, self._told_at = self._told, counts, now
+        if counts.owned or counts.units > before.units:
+            self._idle_since = now
         if self._is_live:
             width = shutil.get_terminal_size().columns - 1
-            print(f"\r{text[:width]:<{width}}", end="", file=self._out, flush=True)
+            print(f"{CLEAR}{self._line(counts, before, seconds, width)}", end="", file=self._out, flush=True)
+            return
+        fields = {"messages": int(counts.messages), "rows": counts.rows, "lag": dict(counts.lag)}
+        logger.info("%s", self._text(counts, before, seconds), extra={"action": "progress", **fields})
+
+    def end(self) -> None:
+        """Leave the line that moves."""
+        if self._is_live:
+            print(file=self._out)
+
+    def _waiting(self, counts: Counts) -> str | None:
+        """Say for how long no partition was had; at the end and in between there may be none."""
+        seconds = self._clock() - self._idle_since
+        return f"waiting for the group: {seconds:,.0f} s" if not counts.owned and seconds >= 1 else None
+
+    def _text(self, counts: Counts, before: Counts, seconds: float) -> str:
+        text = f"{counts.messages:,.0f} messages; "
+        if (waiting := self._waiting(counts)) is not None:
+            return text + waiting
+        text += f"{(counts.messages - before.messages) / seconds:,.0f} messages/s, "
+        text += f"{(counts.rows - before.rows) / seconds:,.0f} rows/s"
+        if done := counts.units - before.units:
+            size = (counts.messages - before.messages) / done
+            commit = (counts.commit_seconds - before.commit_seconds) / done
+            text += f", {size:,.0f} a unit, commit {1000 * commit:,.1f} ms"
+        if lag := counts.lag:
+            worst = max(lag, key=lag.__getitem__)
+            text += f", lag {sum(lag.values()):,} (most: {worst} {lag[worst]:,})" if lag[worst] else ", lag 0"
+        return text
+
+    def _line(self, counts: Counts, before: Counts, seconds: float, width: int) -> str:
+        """Put together what fits into a line; each number has its place, so that nothing moves but the numbers."""
+        parts = [f"{counts.messages:>13,.0f} messages"]
+        if (waiting := self._waiting(counts)) is not None:
+            parts.append(waiting)
         else:
-            logger.info("%s", text, extra={"action": "progress", **fields})
+            done = max(counts.units - before.units, 1e-9)
+            messages = counts.messages - before.messages
+            parts += [
+                f"{messages / seconds:>9,.0f}/s",
+                f"lag {sum(counts.lag.values()):>11,}",
+                f"{(counts.rows - before.rows) / seconds:>9,.0f} rows/s",
+                f"{messages / done:>9,.0f} a unit",
+                f"commit {min(1000 * (counts.commit_seconds - before.commit_seconds) / done, 99999.9):>8,.1f} ms",
+            ]
+            if counts.lag:
+                worst = max(counts.lag, key=counts.lag.__getitem__)
+                parts.append(f"most: {worst} {counts.lag[worst]:,}")
+        line = parts[0]
+        for part in parts[1:]:
+            if len(line) + 2 + len(part) > width:
+                break
+            line += f"  {part}"
+        return line[:width]
+
+
+class LeftOut:
+    """Reports fields that no column takes and columns that nothing fills, when there is more than at the last time."""
+
+    def __init__(self, sinks: Sequence[tuple[str, TableSink]]) -> None:
+        self._sinks = sinks
+        self._told: dict[TableSink, tuple[int, frozenset[str]]] = {}
+
+    def tell(self) -> None:
+        """Write a record for each table of which there is something new to say."""
+        for table, sink in self._sinks:
+            unused, unfilled = dict(sink.unused_fields), frozenset(sink.unfilled_columns)
+            state = sum(unused.values()), unfilled
+            if sink.rows == 0 or state == self._told.get(sink, (0, frozenset())):
+                continue
+            self._told[sink] = state
+            said = []
+            if unused:
+                most = sorted(unused.items(), key=lambda pair: (-pair[1], pair[0]))
+                said.append(f"fields without a column: {_some([f'{name} ({count:,})' for name, count in most])}")
+            if unfilled:
+                said.append(f"columns that no message has filled: {_some(sorted(unfilled))}")
+            extra = {
+                "action": "left_out",
+                "table": table,
+                "unused_fields": unused,
+                "unfilled_columns": sorted(unfilled),
+            }
+            by_name = {_plain(column): column for column in unfilled}
+            said += [
+                f'column {column} is not field {name}: say fields = {{{column} = "{name}", ...}}'
+                for name in unused
+                if (column := by_name.get(_plain(name))) is not None
+            ]
+            if said:
+                logger.warning("table %s: %s", table, "; ".join(said), extra=extra)
+
+
+def _plain(name: str) -> str:
+    """Leave out what people and Postgres change in a name: case, and underscores."""
+    return name.replace("_", "").lower()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
 
 
 class Both:

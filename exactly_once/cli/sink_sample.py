@@ -1,25 +1,45 @@
-"""Sample of a topic: its first messages, the columns they ask for, and the DDL that makes them."""
+"""Sample of a topic: messages of both ends of each partition, the columns they ask for, and the DDL that makes them."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, TopicPartition
+import msgspec
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 from psycopg import sql
 
 from exactly_once.errors import UnknownTopic
-from exactly_once.writer import Table
+from exactly_once.kafka_log import kafka_logger
+from exactly_once.sql import query
+from exactly_once.writer import BadRow, Table
+from exactly_once.writer.envelopes import EnvelopeDecoder, key_of, recognised, schema_of
+from exactly_once.writer.errors import cut
 
+from .problems import CommandError
 from .sink_flows import Flow
 
+logger = logging.getLogger(__name__)
+
 SAMPLE = 100
+"""Messages of each end of each partition: enough to meet what most messages have, and read in a second."""
+REST_COMMENT = "exactly-once sink: the fields that have no column of their own"
+"""Tells later runs which column it is."""
+Positions = Mapping[tuple[str, int], int]
+"""Offsets by topic and partition."""
+
 _NAME = re.compile(r'"(?:[^"]|"")*"|[^."]+')
 _WAIT_SECONDS = 10.0
+_NAME_BYTES = 63
+"""Postgres cuts longer names."""
+_SYSTEM_COLUMNS = {"tableoid", "xmin", "cmin", "xmax", "cmax", "ctid"}
 _METADATA_TYPES = {
     "topic": "text",
     "partition": "int",
@@ -28,71 +48,233 @@ _METADATA_TYPES = {
     "key": "bytea",
     "headers": "jsonb",
 }
+_moment: Callable[[bytes], datetime] = msgspec.json.Decoder(Annotated[datetime, msgspec.Meta(tz=True)]).decode
 
 
-def first_messages(kafka: Mapping[str, Any], topics: Sequence[str], count: int = SAMPLE) -> list[Message]:
-    """Read the first messages of topics, of each partition in turn, without being a member of any group."""
-    settings = {**kafka, "enable.auto.commit": False, "enable.partition.eof": True, "log_level": 0}
-    client = Consumer(settings)
+def sample(kafka: Mapping[str, Any], topics: Sequence[str], positions: Positions | None = None) -> list[Message]:
+    """Read the first and the last messages of each partition, without being a member of any group.
+
+    With ``positions`` the first ones are those from there on.
+
+    :raises UnknownTopic: for a topic that is not there.
+    """
+    settings = {key: value for key, value in kafka.items() if key != "group.instance.id"}
+    settings |= {"enable.auto.commit": False, "enable.partition.eof": True, "auto.offset.reset": "earliest"}
+    client = Consumer({**settings, "logger": kafka_logger()})
     try:
-        places = []
+        logs: dict[tuple[str, int], tuple[int, int]] = {}
         for topic in topics:
             found = client.list_topics(topic, timeout=_WAIT_SECONDS).topics[topic]
             if found.error is not None:
                 raise UnknownTopic(f"the cluster has no topic {topic}")
-            places += [TopicPartition(topic, number, OFFSET_BEGINNING) for number in found.partitions]
-        client.assign(places)
-        messages: list[Message] = []
-        ended = 0
-        deadline = time.monotonic() + _WAIT_SECONDS
-        while len(messages) < count and ended < len(places) and time.monotonic() < deadline:
-            for message in client.consume(count - len(messages), 0.2):
-                if message.error() is None:
-                    messages.append(message)
-                else:
-                    ended += 1
-        return messages
+            for number in found.partitions:
+                start, end = client.get_watermark_offsets(TopicPartition(topic, number), timeout=_WAIT_SECONDS)
+                logs[topic, number] = start, end
+        starts = {place: max(start, (positions or {}).get(place, 0)) for place, (start, end) in logs.items()}
+        head = _read(client, {place: start for place, start in starts.items() if start < logs[place][1]}, logs)
+        known = {(m.topic(), m.partition(), m.offset()) for m in head}
+        tails = {place: max(start, end - SAMPLE) for place, (start, end) in logs.items() if start < end}
+        tail = _read(client, tails, logs)
+        return head + [m for m in tail if (m.topic(), m.partition(), m.offset()) not in known]
     finally:
         client.close()
 
 
-def columns_of(flow: Flow, messages: Iterable[Message]) -> dict[str, str]:
-    """Find the columns and types that messages ask for; a field that was null everywhere is jsonb."""
-    found: dict[str, str | None] = {}
+def _read(
+    client: Consumer, starts: Mapping[tuple[str, int], int], logs: Mapping[tuple[str, int], tuple[int, int]]
+) -> list[Message]:
+    """Read at most so many messages from each place."""
+    if not starts:
+        return []
+    client.assign([TopicPartition(topic, number, start) for (topic, number), start in starts.items()])
+    found: dict[tuple[str, int], list[Message]] = {place: [] for place in starts}
+    left = set(starts)
+    heard_at = time.monotonic()
+    while left and time.monotonic() - heard_at < _WAIT_SECONDS:
+        for message in client.consume(1000, 0.2):
+            heard_at, place = time.monotonic(), (str(message.topic()), message.partition() or 0)
+            if message.error() is None and place in left:
+                found[place].append(message)
+            error, offset = message.error(), message.offset() or 0
+            ends = error is not None and error.code() == KafkaError._PARTITION_EOF
+            if ends or len(found.get(place, ())) >= SAMPLE or offset >= logs[place][1] - 1:
+                left.discard(place)
+    if left:
+        names = ", ".join(f"{topic}[{number}]" for topic, number in sorted(left))
+        logger.warning("the sample lacks messages of %s: Kafka sent none for %g s", names, _WAIT_SECONDS)
+    return [message for place in sorted(found) for message in found[place]]
+
+
+@dataclass(slots=True)
+class Columns:
+    """The columns that a sample asks for."""
+
+    types: dict[str, str] = field(default_factory=dict)
+    key: tuple[str, ...] = ()
+    """The fields of the messages' keys, where an envelope tells them."""
+    rest: str | None = None
+    """The column that was not asked for by name, and takes what has no column."""
+    left_out: list[str] = field(default_factory=list)
+    """Fields that can be no columns."""
+
+
+def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) -> Columns:
+    """Find the columns and types that messages ask for; a field that was null everywhere is jsonb.
+
+    A new table gets a column for what has none, unless ``rest`` or ``fields`` say otherwise.
+
+    :raises CommandError: when no message of the sample is of the format, or one is in an envelope that was not named.
+    """
+    result = Columns()
     if flow.format == "raw":
-        found = {"key": "bytea", "value": "bytea"}
+        result.types = {"key": "bytea", "value": "bytea"}
+    elif messages:
+        objects, types = _objects(flow, messages)
+        result.types = _types(flow, objects, types)
+        result.left_out = [name for name in result.types if not _can_be_column(name)]
+        result.types = {name: kind for name, kind in result.types.items() if name not in result.left_out}
+        result.key = next((key for m in messages if flow.envelope not in (None, "none") and (key := key_of(m))), ())
+    result.types |= {column: _METADATA_TYPES[source] for column, source in flow.metadata.items()}
+    if flow.rest:
+        result.types[flow.rest] = "jsonb"
+    elif for_new_table and flow.rest is None and flow.format == "json" and flow.fields is None:
+        result.rest = next(name for name in ("rest", "rest_", "other_fields") if name not in result.types)
+        result.types[result.rest] = "jsonb"
+    if result.left_out:
+        where = f"they go to {flow.rest or result.rest}" if flow.rest or result.rest else "they are lost"
+        names = ", ".join(map(cut, result.left_out))
+        told = f"no column can have the name of {names} (over {_NAME_BYTES} bytes, a quote, or Postgres's own); {where}"
+        if for_new_table and not (flow.rest or result.rest):
+            raise CommandError(f"{told}: say fields = {{column = path}} in a [[sink]], or rest")
+        logger.warning("%s", told, extra={"action": "fields_left_out"})
+    return result
+
+
+def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the rows in messages, and the types that their schemas tell."""
+    if flow.envelope is None and (found := next(filter(None, (recognised(m.value()) for m in messages)), None)):
+        raise CommandError(
+            f"the messages are in an envelope of {found.capitalize()}: say --envelope {found}, or --envelope none to "
+            "take its fields as they are"
+        )
+    objects: list[dict[str, Any]] = []
+    types: dict[str, str] = {}
+    bad: list[tuple[Message, str]] = []
+    is_plain = flow.envelope is None or flow.envelope == "none"
+    unwrapped = (
+        (lambda m: [m])
+        if is_plain
+        else EnvelopeDecoder(None, flow.envelope, missing="keep", on_tombstone="skip", on_truncate="skip").unwrapped  # type: ignore[arg-type]
+    )
+    for message in messages:
+        try:
+            rows = [_object(m.value()) for m in unwrapped(message) if m.value() is not None]
+            objects += rows
+            types |= {} if is_plain or not rows else schema_of(message)
+        except (ValueError, BadRow) as error:
+            bad.append((message, error.reason if isinstance(error, BadRow) else str(error)))
+    if bad:
+        message, reason = bad[0]
+        place = f"{message.topic()}[{message.partition()}] offset {message.offset()}"
+        told = f"{len(bad)} of {len(messages)} messages of the sample are no JSON objects; {place}: {reason}"
+        if (message.value() or b"").startswith(b"\0"):
+            told += "; a zero byte at the start is the wire format of a Schema Registry, which the sink cannot read"
+        if not objects:
+            raise CommandError(told)
+        logger.warning("%s", told, extra={"action": "sample_skipped"})
+    return objects, types
+
+
+def _object(value: bytes | None) -> dict[str, Any]:
+    """Read an object as the decoder does, which knows no NaN and no encoding but UTF-8.
+
+    :raises ValueError: showing what it is instead.
+    """
+    try:
+        found = json.loads((value or b"").decode(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{cut(value)} ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(cut(value))
+    return found
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"JSON has no {text}")
+
+
+def _types(flow: Flow, objects: Sequence[dict[str, Any]], types: Mapping[str, str]) -> dict[str, str]:
+    """Find the type of each column."""
+    if flow.fields is None:
+        paths: dict[str, tuple[str, ...]] = {name: (name,) for one in [types, *objects] for name in one}
+        taken = {*flow.metadata, flow.rest}
+        paths = {name: path for name, path in paths.items() if name not in taken}
     else:
-        for message in messages:
-            value = json.loads(message.value() or b"{}")
-            for name, field in value.items() if isinstance(value, dict) else ():
-                found[name] = _wider(found.get(name), _type(field))
-        if flow.fields is not None:
-            at_top = {c: p for c, p in flow.fields.items() if isinstance(p, str)}
-            found = {column: found.get(path) or "jsonb" for column, path in at_top.items()}
-        found |= dict.fromkeys(flow.epoch, "timestamptz")
-    found |= {column: _METADATA_TYPES[source] for column, source in flow.metadata.items()}
-    if flow.rest is not None:
-        found[flow.rest] = "jsonb"
-    return {name: kind or "jsonb" for name, kind in found.items()}
+        paths = {c: tuple(p.split(".")) if isinstance(p, str) else tuple(p) for c, p in flow.fields.items()}
+    found: dict[str, str] = {}
+    for column, path in paths.items():
+        kind: str | None = types.get(path[0]) if len(path) == 1 else None
+        if kind is None:
+            for one in objects:
+                kind = _wider(kind, _type(_at(one, path)))
+        found[column] = kind or "jsonb"
+    found |= {column: "date" if unit == "days" else "timestamptz" for column, unit in flow.epoch.items()}
+    found |= dict.fromkeys(flow.decimal, "numeric") | dict.fromkeys(flow.json_text, "jsonb")
+    return found
 
 
-def create_table(flow: Flow, columns: Mapping[str, str]) -> sql.Composed:
-    """Write the CREATE TABLE; the key becomes the primary key."""
-    name = sql.Identifier(*(_unquoted(part) for part in _NAME.findall(flow.table)))
-    parts = [sql.SQL("{} {}").format(sql.Identifier(c), sql.SQL(kind)) for c, kind in columns.items()]
-    if flow.key:
-        parts.append(sql.SQL("PRIMARY KEY ({})").format(sql.SQL(", ").join(map(sql.Identifier, flow.key))))
-    return sql.SQL("CREATE TABLE IF NOT EXISTS {} ({})").format(name, sql.SQL(", ").join(parts))
+def _at(value: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
-def add_columns(table: Table, columns: Mapping[str, str]) -> sql.Composed | None:
+def _can_be_column(name: str) -> bool:
+    is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= _NAME_BYTES
+    return is_short and name not in _SYSTEM_COLUMNS and not set('"\\\0') & set(name)
+
+
+def create_table(flow: Flow, columns: Columns) -> list[sql.Composed]:
+    """Write the CREATE TABLE; the key becomes the primary key.
+
+    :raises CommandError: for a column of the key that the sample does not have.
+    """
+    key = flow.key or (columns.key if flow.mode == "upsert" else ())
+    if flow.mode == "upsert" and not key:
+        raise CommandError("an upsert needs a key: say --key COLUMN")
+    if unknown := [name for name in key if name not in columns.types]:
+        raise CommandError(
+            f"no message of the sample has {', '.join(unknown)}, which --key names; "
+            f"there are {', '.join(columns.types)}"
+        )
+    name = table_name(flow)
+    parts = [sql.SQL("{} {}").format(sql.Identifier(c), sql.SQL(kind)) for c, kind in columns.types.items()]
+    if key:
+        parts.append(sql.SQL("PRIMARY KEY ({})").format(sql.SQL(", ").join(map(sql.Identifier, key))))
+    made = [sql.SQL("CREATE TABLE IF NOT EXISTS {} ({})").format(name, sql.SQL(", ").join(parts))]
+    if columns.rest is not None:
+        column = sql.Identifier(*_name_parts(flow), columns.rest)
+        made.append(query("comment_on_rest_column", "", column=column, comment=sql.Literal(REST_COMMENT)))
+    return made
+
+
+def add_columns(table: Table, columns: Mapping[str, str]) -> list[sql.Composed]:
     """Write the ALTER TABLE that adds what is missing; nothing is ever dropped or changed."""
     there = {c.name for c in table.columns}
     new = {name: kind for name, kind in columns.items() if name not in there}
     if not new:
-        return None
+        return []
     parts = [sql.SQL("ADD COLUMN IF NOT EXISTS {} {}").format(sql.Identifier(n), sql.SQL(k)) for n, k in new.items()]
-    return sql.SQL("ALTER TABLE {} {}").format(table.identifier, sql.SQL(", ").join(parts))
+    return [sql.SQL("ALTER TABLE {} {}").format(table.identifier, sql.SQL(", ").join(parts))]
+
+
+def table_name(flow: Flow) -> sql.Identifier:
+    """Read the name of the table as SQL does."""
+    return sql.Identifier(*_name_parts(flow))
+
+
+def _name_parts(flow: Flow) -> list[str]:
+    return [_unquoted(part) for part in _NAME.findall(flow.table)]
 
 
 def _unquoted(part: str) -> str:
@@ -108,17 +290,19 @@ def _type(value: Any) -> str | None:
     if isinstance(value, int):
         return "bigint" if -(1 << 63) <= value < (1 << 63) else "numeric"
     if isinstance(value, float):
-        return "numeric"  # a double would change most decimal fractions
+        return "numeric" if math.isfinite(value) else "jsonb"  # a double would change most decimal fractions
     if isinstance(value, str):
         return "timestamptz" if _is_moment(value) else "text"
     return "jsonb"
 
 
 def _is_moment(value: str) -> bool:
+    """Tell whether the decoder takes a text for a moment: other notations of ISO 8601 it refuses."""
     try:
-        return "T" in value and datetime.fromisoformat(value).tzinfo is not None
-    except ValueError:
+        _moment(msgspec.json.encode(value))
+    except (msgspec.ValidationError, UnicodeEncodeError):
         return False
+    return True
 
 
 def _wider(one: str | None, other: str | None) -> str | None:

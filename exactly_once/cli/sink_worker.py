@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
+import hashlib
 import json
 import logging
+import multiprocessing
+import os
+import re
+import signal
+import socket
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from exactly_once import DeadLetterLimit, ExactlyOnceConsumer
-from exactly_once.session import Connection, connector
+from exactly_once.errors import ConfigurationError
+from exactly_once.session import Connection as Database
+from exactly_once.session import connector
 from exactly_once.writer.sink import Router
 
 from .named import NamedConnect
 from .problems import one_line
-from .sink_flows import Flow
-from .sink_progress import Both, Progress
+from .sink_flows import Flow, Run
+from .sink_progress import CLEAR, LEFT_OUT_SECONDS, LIVE_SECONDS, Both, Counts, Every, LeftOut, Measurements, Progress
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS = 0.05
-"""At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay."""
+_LEAVE_SECONDS = 2.0
+"""How long a member that ends waits until Kafka has taken its partitions back."""
+_IN_OPTIONS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r'on_poison="dead-letter"', "--on-poison dead-letter"),
+        (r",? or pass wait_for_topics=True", ""),
+        (r"\bsay (key|missing|rest|start|schema)=", r"say --\1 "),
+        (r"\bmode='(\S+)'", r"--mode \1"),
+        (r"\bmissing='(\S+)'", r"--missing \1"),
+        (r"\bstart='(\S+)'", r"--start \1"),
+        (r"\bmax_messages=", "--max-messages "),
+        (r"\bin_a_row=", "--dead-letter-limit "),
+        (r"\bin_window=", "--dead-letter-window "),
+        (r"\b(epoch|fields|update|newest_by|metadata|on_tombstone|naive_timestamps|decimal)=", r"\1 = "),
+    )
+]
+"""What the library's errors say in Python, and how the command line and the file say it."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
@@ -37,68 +69,176 @@ class Task:
     conninfo: str | None = field(repr=False)
     connect: NamedConnect | None = None
     schema: str
+    run: Run
     start: Any = None
-    max_messages: int = 10_000
-    linger_seconds: float = LINGER_SECONDS
-    until_end: bool = False
-    on_poison: Any = "stop"
-    dead_letter_limit: int | None = None
-    metrics_port: int | None = None
     log_json: bool = False
     is_live: bool = False
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
 
-    def open(self) -> Connection:
+    def open(self) -> Database:
         """Connect to Postgres."""
         return (self.connect or connector(self.conninfo or ""))()
 
 
-def work(task: Task) -> None:
-    """Copy messages until a signal, the end or an error."""
+def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
+    """Copy messages until a signal, the end or an error; ``report`` takes what would be shown else."""
     topics = [topic for flow in task.flows for topic in flow.topics]
-    sinks = {topic: sink for flow in task.flows for sink in [flow.sink()] for topic in flow.topics}
-    limit = DeadLetterLimit() if task.dead_letter_limit is None else DeadLetterLimit(in_a_row=task.dead_letter_limit)
-    progress = Progress(is_live=task.is_live, rows=lambda: sum(sink.rows for sink in set(sinks.values())))
-    served = _metrics() if task.metrics_port is not None else None
+    filled = [(flow.table, flow.sink()) for flow in task.flows]
+    sinks = {topic: sink for flow, (_, sink) in zip(task.flows, filled, strict=True) for topic in flow.topics}
+    given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
+    limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
+    measured = Measurements(rows=lambda: sum(sink.rows for _, sink in filled))
+    progress = Progress(measured.counts, is_live=task.is_live)
+    served = _metrics() if task.run.metrics_port is not None else None
     with ExitStack() as stack:
-        stack.enter_context(progress)
+        stack.enter_context(Every(LEFT_OUT_SECONDS, LeftOut(filled).tell))
+        if report is None:
+            stack.callback(progress.end)
+            stack.enter_context(Every(progress.seconds, progress.tell))
+        else:
+            stack.enter_context(Every(LIVE_SECONDS, lambda: report(measured.counts())))
+        kafka = stack.enter_context(_named(task))
+        kind = ExactlyOnceConsumer if "group.instance.id" in task.kafka else _Member
         consumer = stack.enter_context(
-            ExactlyOnceConsumer(
-                task.kafka,
+            kind(
+                kafka,
                 conninfo=task.conninfo,
                 connect=task.connect,
                 schema=task.schema,
                 start=task.start,
-                max_messages=task.max_messages,
-                linger_seconds=task.linger_seconds,
-                metrics=progress if served is None else Both(progress, served),
+                max_messages=task.run.max_messages,
+                linger_seconds=task.run.linger_seconds,
+                metrics=measured if served is None else Both(measured, served),
             )
         )
         if served is not None:
             from exactly_once.endpoints import Endpoints  # noqa: PLC0415 - a port is opened only when asked for
 
-            stack.enter_context(Endpoints(consumer, port=task.metrics_port or 0, render=served.render))
+            port = task.run.metrics_port or 0
+            stack.enter_context(Endpoints(consumer, port=port, host=task.run.metrics_host, render=served.render))
         consumer.subscribe(topics)
         # What is here now stays to the end; looking through it for garbage takes time from each unit.
         gc.collect()
         gc.freeze()
-        consumer.run(Router(sinks), on_poison=task.on_poison, dead_letter_limit=limit, until_end=task.until_end)
+        consumer.run(
+            Router(sinks),
+            on_poison=task.run.on_poison,
+            dead_letter_limit=limit,
+            stop_seconds=task.run.stop_seconds,
+            until_end=task.run.until_end,
+        )
 
 
-def work_alone(task: Task) -> None:
-    """Be one of several workers: the whole life of a process."""
-    set_up_logs(as_json=task.log_json)
+class _Member(ExactlyOnceConsumer):
+    """A member that leaves the group when it ends in order, although its name is static.
+
+    Its partitions are free at once then; they wait for it only after a crash. One that an operator has named stays.
+    """
+
+    def _leave(self) -> None:
+        self._leave_group()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._client.assignment() and time.monotonic() < deadline:
+            self._client.poll(0.05)
+
+
+@contextmanager
+def _named(task: Task) -> Iterator[dict[str, Any]]:
+    """Give a worker the name of a place in its group that no other process of this machine has, while it lives.
+
+    The lock on a place ends with the process, however that dies, so the next one takes the same place.
+    """
+    kafka = dict(task.kafka)
+    is_classic = str(kafka.get("group.protocol", "classic")).lower() == "classic"
+    given = kafka.get("group.instance.id")
+    if given == "":
+        del kafka["group.instance.id"]
+        yield kafka
+        return
+    if not is_classic or (given is not None and task.run.workers == 1):
+        yield kafka
+        return
+    group = f"{kafka['bootstrap.servers']} {kafka['group.id']} {given or ''}"
+    name = f"exactly-once-{os.getuid()}-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
+    for number in count():
+        path = Path(tempfile.gettempdir(), f"{name}-{number}.lock")
+        try:
+            place = _lock(path)
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            logger.warning("%s; a restart after a crash will wait for the group's session time-out", error)
+            yield kafka
+            return
+        try:
+            yield {**kafka, "group.instance.id": f"{given or socket.gethostname()}-{number}"}
+        finally:
+            os.close(place)
+        return
+
+
+def _lock(path: Path) -> int:
+    """Open and lock a file of ours.
+
+    :raises BlockingIOError: when another process has it.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        work(task)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def work_alone(task: Task, counts: Connection) -> None:
+    """Be one of several workers: the whole life of a process."""
+    set_up_logs(as_json=task.log_json, is_live=task.is_live)
+    threading.Thread(target=_stop_with_parent, name="sink-parent", daemon=True).start()
+
+    def report(so_far: Counts) -> None:
+        with contextlib.suppress(OSError):  # of a parent that has died
+            counts.send(so_far)
+
+    try:
+        work(task, report)
     except Exception as error:  # noqa: BLE001 - the last place where it can become one line
-        print(f"exactly-once: error: {one_line(error, task.secrets)}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        fail(error, task)
+        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
 
 
-def set_up_logs(*, as_json: bool) -> None:
+def fail(error: Exception, task: Task) -> None:
+    """Tell the error that ends a worker in one line; as a record where the records are for programs."""
+    text = in_options(one_line(error, task.secrets))
+    if task.log_json:
+        logger.critical("%s", text, extra={"action": "failed", "error": type(error).__name__})
+    else:
+        print(f"{CLEAR if task.is_live else ''}exactly-once: error: {text}", file=sys.stderr, flush=True)
+
+
+def in_options(text: str) -> str:
+    """Say in the words of the command line what the library says in Python's."""
+    for pattern, replacement in _IN_OPTIONS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _stop_with_parent() -> None:
+    """Stop as a signal does when the process that started this one is gone, however it died."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    logger.warning("the process that started this worker has died; stopping", extra={"action": "parent_died"})
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def set_up_logs(*, as_json: bool, is_live: bool) -> None:
     """Send the library's records to stderr, as lines for people or for a collector."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = CLEAR if is_live else ""
+    handler.setFormatter(
+        JsonLines() if as_json else logging.Formatter(f"{before}%(asctime)s %(levelname)s %(message)s")
+    )
     log = logging.getLogger("exactly_once")
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)

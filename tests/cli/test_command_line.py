@@ -117,10 +117,10 @@ def test_a_reader_that_leaves_early_is_no_error(conninfo: str) -> None:
 
 
 def test_the_commands_import_nothing_beyond_the_core() -> None:
-    """The demo and what it needs are imported only when the command line names it."""
+    """The demo, the sink and what they need are imported only when the command line names them."""
     allowed = {*sys.stdlib_module_names, "exactly_once", "confluent_kafka", "psycopg", "tenacity"}
     for path in (PACKAGE / "cli").glob("*.py"):
-        if path.name.startswith("demo"):
+        if path.name.startswith(("demo", "sink_")):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -129,7 +129,7 @@ def test_the_commands_import_nothing_beyond_the_core() -> None:
             assert {name.split(".")[0] for name in names} <= allowed, path
     script = (
         "import sys; from exactly_once.cli import main; main(['migrate', '--sql']);"
-        "sys.exit('exactly_once.cli.demo' in sys.modules or 'rich' in sys.modules)"
+        "sys.exit('exactly_once.cli.demo' in sys.modules or 'rich' in sys.modules or 'msgspec' in sys.modules)"
     )
     assert python("-c", script).returncode == 0
 

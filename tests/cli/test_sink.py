@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -62,7 +63,7 @@ def test_a_topic_becomes_a_table_once(operate: Command, bootstrap_servers: str, 
     kinds = "SELECT string_agg(column_name || ' ' || data_type, ', ' ORDER BY ordinal_position) "
     kinds += "FROM information_schema.columns WHERE table_name = %s"
     assert db.execute(kinds, (source,)).fetchone() == (
-        "id bigint, name text, amount numeric, at timestamp with time zone",
+        "id bigint, name text, amount numeric, at timestamp with time zone, rest jsonb",
     )
     assert "messages/s" in result.err
 
@@ -123,6 +124,28 @@ def test_a_file_sends_several_topics_to_several_tables(
     assert rows(db, f'"{source} B"') == [("x", other, {"z": 1})]
 
 
+def test_two_flows_may_fill_one_table_each_in_its_way(
+    operate: Command, bootstrap_servers: str, source: str, db: Database, tmp_path: Path
+) -> None:
+    other = create_topic(bootstrap_servers, 1, name=f"{source}-other")
+    send(bootstrap_servers, source, [("0", {"id": 1})])
+    send(bootstrap_servers, other, [("0", {"number": 2})], partitions=1)
+    db.execute(f"CREATE TABLE {source} (id int)")
+    file = tmp_path / "sink.toml"
+    file.write_text(f"""
+        [[sink]]
+        topics = ["{source}"]
+        table = "{source}"
+        [[sink]]
+        topics = ["{other}"]
+        table = "{source}"
+        fields = {{ id = "number" }}
+    """)
+    result = operate("sink", "--config", file, "--until-end")
+    assert result.code == 0, result.err
+    assert rows(db, source) == [(1,), (2,)]
+
+
 def test_columns_are_added_by_request_only(operate: Command, bootstrap_servers: str, source: str, db: Database) -> None:
     db.execute(f"CREATE TABLE {source} (id int)")
     send(bootstrap_servers, source, payments(2))
@@ -175,7 +198,7 @@ def test_a_table_that_is_not_there_is_told(operate: Command, source: str) -> Non
     assert "there is no table no_such_table" in result.err
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def workers_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children()
     return [c for c in children if "spawn_main" in " ".join(c.cmdline())]
 
@@ -242,5 +265,29 @@ def test_lingering_does_not_hold_up_the_end(
 def test_a_linger_time_that_is_none_is_refused(operate: Command, source: str, db: Database) -> None:
     db.execute(f'CREATE TABLE "{source}" (id bigint)')
     result = operate("sink", "--topic", source, "--table", f'"{source}"', "--linger-seconds", "-1")
-    assert result.code != 0
-    assert "linger_seconds=-1.0 must be 0 or more" in result.err
+    assert result.code == 2
+    assert "linger_seconds (--linger-seconds): Expected float >= 0.0" in result.err
+
+
+def test_workers_end_with_the_process_that_started_them(
+    bootstrap_servers: str, conninfo: str, source: str, db: Database
+) -> None:
+    db.execute(f"CREATE TABLE {source} (id int)")
+    command = [sys.executable, "-m", "exactly_once", "sink", "--topic", source, "--table", source, "--workers", "2"]
+    command += ["--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--group-id", source]
+    owners = (
+        "SELECT count(DISTINCT owner_token) FROM exactly_once.ledger WHERE group_id = %s AND owner_token IS NOT NULL"
+    )
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        workers: list[psutil.Process] = []
+        try:
+            until(lambda: db.execute(owners, (source,)).fetchone() == (2,), 60, "both workers at work")
+            workers = workers_of(process)
+            process.kill()
+            _, alive = psutil.wait_procs(workers, timeout=30)
+            assert not alive
+        finally:
+            process.kill()
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()

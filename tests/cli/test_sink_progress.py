@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+from collections import Counter
 
 import pytest
 
 from exactly_once import metrics as m
-from exactly_once.cli.sink_progress import Both, Progress
+from exactly_once.cli.sink_progress import CLEAR, Both, Counts, LeftOut, Measurements, Progress
+from exactly_once.cli.sink_worker import in_options
+from exactly_once.writer import RawDecoder, TableSink
 
 LABELS = ("group", "owner")
 
@@ -20,15 +24,25 @@ class Sink:
         self.now = 100.0
         self.rows = 0
         self.lag = {("payments", "0"): 7, ("payments", "1"): 30}
+        self.owned = 2
         self.out = io.StringIO()
-        self.progress = Progress(is_live=is_live, rows=lambda: self.rows, out=self.out, clock=lambda: self.now)
-        self.progress.attach(lambda: [m.Sample(m.LAG, (*LABELS, *p), lag) for p, lag in self.lag.items()])
+        self.measured = Measurements(rows=lambda: self.rows)
+        self.progress = Progress(self.measured.counts, is_live=is_live, out=self.out, clock=lambda: self.now)
+        self.measured.attach(self.read)
+
+    def read(self) -> list[m.Sample]:
+        lag = [m.Sample(m.LAG, (*LABELS, *p), lag) for p, lag in self.lag.items()]
+        return [m.Sample(m.OWNED, LABELS, self.owned), *lag]
 
     def unit(self, messages: int, *, commit_seconds: float) -> None:
-        Both(self.progress).add(m.MESSAGES, messages, LABELS)
-        Both(self.progress).add(m.UNITS, 1, LABELS)
-        Both(self.progress).observe(m.COMMIT_SECONDS, commit_seconds, LABELS)
+        Both(self.measured).add(m.MESSAGES, messages, LABELS)
+        Both(self.measured).add(m.UNITS, 1, LABELS)
+        Both(self.measured).observe(m.COMMIT_SECONDS, commit_seconds, LABELS)
         self.rows += 2 * messages
+
+    def line(self) -> str:
+        """The line that stands on the terminal now."""
+        return self.out.getvalue().split(CLEAR)[-1]
 
 
 def test_a_record_tells_rates_since_the_last_one_and_lag(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,21 +67,93 @@ def test_a_record_tells_rates_since_the_last_one_and_lag(caplog: pytest.LogCaptu
     assert (vars(second)["messages"], vars(second)["rows"]) == (3500, 7000)
 
 
-def test_on_a_terminal_one_line_moves_and_is_never_wider_than_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
+@pytest.mark.parametrize("width", [40, 80, 100, 160])
+def test_on_a_terminal_one_line_moves_and_holds_still(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the numbers are, each stands where it stood, and nothing is cut in the middle of a word."""
+    monkeypatch.setenv("COLUMNS", str(width))
     sink = Sink(is_live=True)
-    sink.unit(1000, commit_seconds=0.010)
-    sink.now += 1
-    with sink.progress:
+    shapes = set()
+    for messages, lag in ((1, 5), (1000, 123_456_789), (1_234_567, 0), (0, 7)):
+        if messages:
+            sink.unit(messages, commit_seconds=0.0103)
+        sink.lag = {("payments", "0"): lag}
+        sink.now += 1
         sink.progress.tell()
-    lines = sink.out.getvalue().split("\r")
-    assert lines[1] == "1,000 messages; 1,000 messages/s, 2,000"
-    assert all(len(line.rstrip("\n")) <= 39 for line in lines)
+        line = sink.line()
+        assert len(line) < width
+        assert re.fullmatch(r" *[\d,]+ messages(  +.*(/s|[\d,]+|a unit|ms))?", line), line
+        shapes.add(tuple((found.start(), found[0]) for found in re.finditer(r"[a-z]+(/s)?|/s", line.split("most")[0])))
+    assert len(shapes) == 1, shapes
+    shown = {40: ["/s"], 80: ["lag", "rows/s"], 100: ["a unit"], 160: ["commit", "most: payments[0] 7"]}
+    assert all(text in line for at, texts in shown.items() if at <= width for text in texts), line
+    sink.progress.end()
     assert sink.out.getvalue().endswith("\n")
 
 
+def test_it_says_for_how_long_it_waits_for_the_group(caplog: pytest.LogCaptureFixture) -> None:
+    sink, live = Sink(is_live=False), Sink(is_live=True)
+    with caplog.at_level(logging.INFO):
+        for each in (sink, live):
+            each.owned, each.lag = 0, {}
+            for _ in range(2):
+                each.now += 12
+                each.progress.tell()
+            each.owned = 1
+            each.progress.tell()
+    assert [r.getMessage() for r in caplog.records] == [
+        "0 messages; waiting for the group: 12 s",
+        "0 messages; waiting for the group: 24 s",
+        "0 messages; 0 messages/s, 0 rows/s",
+    ]
+    assert "waiting for the group: 24 s" in live.out.getvalue()
+    assert "waiting" not in live.line()
+
+
+def test_what_several_workers_have_done_is_summed_up() -> None:
+    one = Counts(messages=5, units=1, commit_seconds=0.5, rows=4, owned=1, lag={"t[0]": 3})
+    other = Counts(messages=2, units=2, commit_seconds=0.1, rows=2, owned=2, lag={"t[1]": 1})
+    assert sum([one, other], Counts()) == Counts(
+        messages=7, units=3, commit_seconds=0.6, rows=6, owned=3, lag={"t[0]": 3, "t[1]": 1}
+    )
+
+
 def test_a_closed_consumer_is_not_asked_for_its_lag() -> None:
-    sink = Sink(is_live=True)
-    sink.progress.detach(list)
-    sink.progress.tell()
-    assert "lag" not in sink.out.getvalue()
+    sink = Sink(is_live=False)
+    sink.measured.detach(list)
+    assert sink.measured.counts().lag == {}
+
+
+def test_what_is_left_out_is_reported_when_it_grows(caplog: pytest.LogCaptureFixture) -> None:
+    sink = TableSink("payment", decoder=RawDecoder())
+    left_out = LeftOut([("payment", sink)])
+    left_out.tell()
+    sink.rows, sink.unfilled_columns = 10, {"total"}
+    sink.unused_fields = Counter({"late": 3999, "screenWidth": 3499, **{f"f{i:02}": 1 for i in range(30)}})
+    left_out.tell()
+    left_out.tell()
+    sink.unused_fields["late"] += 1
+    sink.unfilled_columns = set()
+    left_out.tell()
+    first, second = [r.getMessage() for r in caplog.records]
+    assert first.startswith("table payment: fields without a column: late (3,999), screenWidth (3,499), f00 (1), ")
+    assert first.endswith("f17 (1) and 12 more; columns that no message has filled: total")
+    assert "late (4,000)" in second
+    assert "columns" not in second.partition(":")[2].replace("without a column", "")
+    assert vars(caplog.records[0])["unused_fields"]["late"] == 3999
+
+
+def test_a_name_that_differs_in_case_and_underscores_only_is_pointed_at(caplog: pytest.LogCaptureFixture) -> None:
+    sink = TableSink("segment", decoder=RawDecoder())
+    sink.rows, sink.unfilled_columns = 1, {"messageid", "user_id", "other"}
+    sink.unused_fields = Counter({"messageId": 5, "userId": 5, "more": 5})
+    LeftOut([("segment", sink)]).tell()
+    (record,) = caplog.records
+    assert 'column messageid is not field messageId: say fields = {messageid = "messageId", ...}' in record.getMessage()
+    assert "column user_id is not field userId" in record.getMessage()
+
+
+def test_errors_are_told_in_the_words_of_the_command_line() -> None:
+    said = (
+        'the cluster has no topic t; create it, or pass wait_for_topics=True. on_poison="dead-letter"; say key=, start='
+    )
+    assert in_options(said) == "the cluster has no topic t; create it. --on-poison dead-letter; say --key , start="

@@ -66,6 +66,54 @@ def test_dead_letters_are_exactly_the_poison_and_the_rest_is_applied_once(make_s
     assert scene.ledger("next_offset") == [100, 100, 100]
 
 
+class Named(ValueError):
+    """An error that names a message, as the table writer's do."""
+
+    def __init__(self, message: Message) -> None:
+        super().__init__("no payment")
+        self.topic, self.partition, self.offset = message.topic(), message.partition(), message.offset()
+
+
+def test_messages_that_errors_name_are_set_aside_in_two_tries_each(
+    make_scene: MakeScene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = make_scene(300, partitions=3)
+    bad = {5, 6, 40, 99}
+    failures = 0
+
+    def handler(unit: Unit) -> None:
+        nonlocal failures
+        record(unit, "test")
+        for message in unit.messages:
+            if message.offset() in bad:
+                failures += 1
+                raise Named(message)
+
+    caplog.set_level("INFO", "exactly_once.service")
+    run(scene.consumer(max_messages=100), handler, on_poison="dead-letter")
+    assert dead(scene) == sorted(bad) * 3
+    assert sorted(scene.applied()) == sorted([n for n in range(100) if n not in bad] * 3)
+    assert failures <= 2 * len(bad) * 3
+    told = [r.getMessage() for r in caplog.records if r.name == "exactly_once.service"]
+    assert len(told) == len(bad) * 3, told
+
+
+def test_an_error_that_names_the_wrong_message_sets_none_aside(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """The first batch fails by an error that names its fourth message, which can be applied alone."""
+    left = [1]
+
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        if left:
+            left.pop()
+            raise Named(unit.messages[3])
+
+    run(scene.consumer(), handler, on_poison="dead-letter")
+    assert dead(scene) == []
+    scene.assert_exact()
+    assert "offset 3, which was applied all the same" in caplog.text
+
+
 def test_order_within_a_partition_is_kept(make_scene: MakeScene) -> None:
     scene = make_scene(100)
     seen = scene.table("n int GENERATED ALWAYS AS IDENTITY, o bigint")

@@ -52,3 +52,29 @@ def test_a_batch_that_fails_once_only_is_applied_whole() -> None:
         assert search.max_messages == expected
         search.landed(expected)
     assert search.max_messages is None
+
+
+@given(st.integers(1, 3000), st.sets(st.integers(0, 2999), max_size=40))
+def test_messages_that_errors_name_cost_two_failures_each(messages: int, poisonous: set[int]) -> None:
+    """Every unit that fails names its first poisonous message, as the writer's errors do."""
+    there = {number for number in poisonous if number < messages}
+    search, applied, aside, failures, handed_out, done = Search(), 0, [], 0, 0, 0
+    while done < messages:
+        batch = range(done, min(messages, done + (search.max_messages or BATCH)))
+        handed_out += len(batch)
+        bad = sorted(there.intersection(batch))
+        failures += bool(bad)
+        if bad and len(batch) > 1:
+            search.named(len(batch), bad[0] - done)
+            continue
+        aside += bad
+        if bad:
+            search.failed(1)
+        else:
+            applied += len(batch)
+        done += len(batch)
+        search.landed(len(batch))
+    assert aside == sorted(there)
+    assert applied == messages - len(there)
+    assert failures <= 2 * len(there)
+    assert handed_out <= 4 * messages + (BATCH + 66) * (len(there) + 1)

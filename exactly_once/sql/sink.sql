@@ -1,0 +1,12 @@
+-- Statements of the sink command.
+
+-- name: find_rest_column
+-- Find the column that an earlier run made for fields without a column of their own.
+SELECT a.attname::text
+FROM pg_attribute a
+WHERE a.attrelid = to_regclass(%(name)s) AND a.attnum > 0 AND NOT a.attisdropped
+  AND col_description(a.attrelid, a.attnum) = %(comment)s
+
+-- name: comment_on_rest_column
+-- Mark that column, so that later runs fill it, too.
+COMMENT ON COLUMN {column} IS {comment}

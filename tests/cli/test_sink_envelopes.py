@@ -1,0 +1,181 @@
+"""The pages on envelopes are followed with a real broker and a real Postgres: the source's rows are what is left."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Producer
+
+from exactly_once.cli.sink_flows import Flow, _checked
+from tests.cli.conftest import Command
+from tests.support.topics import create_topic, delete_topic
+from tests.writer.test_envelopes import CONNECT, DEBEZIUM, base64_of, change, connect, encoded, field
+
+Database = psycopg.Connection[Any]
+Run = Callable[..., None]
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (HOW_TO / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def send(bootstrap_servers: str, topic: str, pairs: Iterable[tuple[Any, Any]]) -> None:
+    producer = Producer({"bootstrap.servers": bootstrap_servers})
+    for key, value in pairs:
+        producer.produce(topic, encoded(value), encoded(key), partition=0)
+    assert producer.flush(30) == 0
+
+
+@pytest.fixture
+def follow(command: Command, bootstrap_servers: str, conninfo: str, name: str, db: Database) -> Iterator[Run]:
+    """Runs the command of a page, with more options; its topic and table are there for this test only."""
+    topics: set[str] = set()
+    tables: set[str] = set()
+
+    def run(page: str, pairs: Iterable[tuple[Any, Any]], *more: str) -> None:
+        (line,) = blocks(page, "sh")
+        text = line.replace("localhost:9092", bootstrap_servers).replace("postgresql://localhost/bank", conninfo)
+        words = shlex.split(text)[1:]
+        topic, table = words[words.index("--topic") + 1], words[words.index("--table") + 1]
+        if topic not in topics:
+            topics.add(create_topic(bootstrap_servers, 1, name=topic))
+            tables.add(table)
+        send(bootstrap_servers, topic, pairs)
+        result = command(*words, *more, "--group-id", name)
+        assert result.code == 0, result.err
+
+    yield run
+    for topic in topics:
+        delete_topic(bootstrap_servers, topic)
+    for table in tables:
+        db.execute(f"DROP TABLE IF EXISTS {table}")
+
+
+OWN = [
+    field("id", "int32"),
+    field("name", "string"),
+    field("born", "int32", f"{DEBEZIUM}time.Date"),
+    field("seen", "int64", f"{DEBEZIUM}time.MicroTimestamp"),
+    field("at", "string", f"{DEBEZIUM}time.ZonedTimestamp"),
+    field("balance", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}),
+    field("token", "string", f"{DEBEZIUM}data.Uuid"),
+    field("vip", "boolean"),
+]
+TOKEN = "01234567-89ab-cdef-0123-456789abcdef"
+
+
+def debezium(payload: Any, fields: list[dict[str, Any]]) -> dict[str, Any]:
+    parts = [{"field": part, "type": "struct", "fields": fields} for part in ("before", "after")]
+    return {"schema": {"type": "struct", "fields": [*parts, field("op", "string")]}, "payload": payload}
+
+
+def key(number: int) -> dict[str, Any]:
+    return {"schema": {"type": "struct", "fields": [field("id", "int32")]}, "payload": {"id": number}}
+
+
+def customer(number: int, name: str, cents: int, **more: Any) -> dict[str, Any]:
+    values = {"id": number, "name": name, "born": number, "seen": 1767323045000000 + number, "vip": number % 2 == 0}
+    return values | {"at": "2026-01-02T03:04:05.5Z", "balance": base64_of(cents), "token": TOKEN} | more
+
+
+def test_a_table_that_debezium_follows(follow: Run, db: Database) -> None:
+    """Every kind of event of the connector, and a column that is added at the source."""
+    first = [
+        (key(1), debezium(change("r", None, customer(1, "a", 12345)), OWN)),
+        (key(2), debezium(change("r", None, customer(2, "b", -5)), OWN)),
+        (key(3), debezium(change("c", None, customer(3, "c", 0)), OWN)),
+        (key(2), debezium(change("u", None, customer(2, "B", 10**20)), OWN)),
+        (key(1), debezium(change("d", customer(1, "a", 12345), None), OWN)),
+        (key(1), None),
+        (key(3), debezium(change("d", {"id": 3}, None), OWN)),
+        (key(3), None),
+        (key(33), debezium(change("c", None, customer(33, "c", 1)), OWN)),
+    ]
+    follow("table-sink-debezium.md", first)
+    kinds = "SELECT string_agg(format_type(atttypid, -1), ', ' ORDER BY attnum) FROM pg_attribute "
+    kinds += "WHERE attrelid = 'customer'::regclass AND attnum > 0"
+    assert db.execute(kinds).fetchone() == (
+        "integer, text, date, timestamp without time zone, timestamp with time zone, numeric, uuid, boolean, jsonb",
+    )
+    found = db.execute(
+        "SELECT id, name, born::text, seen::text, at = '2026-01-02 03:04:05.5Z', balance, token::text, vip "
+        "FROM customer ORDER BY id"
+    )
+    assert found.fetchall() == [
+        (2, "B", "1970-01-03", "2026-01-02 03:04:05.000002", True, Decimal(10**20) / 100, TOKEN, True),
+        (33, "c", "1970-02-03", "2026-01-02 03:04:05.000033", True, Decimal("0.01"), TOKEN, False),
+    ]
+    wider = [*OWN, field("phone", "string"), field("since", "int32", f"{CONNECT}Date")]
+    second = [
+        (key(2), debezium(change("u", None, customer(2, "B", 7, phone="+49", since=1)), wider)),
+        (key(40), debezium(change("u", customer(33, "c", 1), customer(40, "c", 2, phone=None, since=2)), wider)),
+    ]
+    follow("table-sink-debezium.md", second, "--add-columns")
+    after = db.execute("SELECT id, balance, phone, since::text FROM customer ORDER BY id").fetchall()
+    assert after == [(2, Decimal("0.07"), "+49", "1970-01-02"), (40, Decimal("0.02"), None, "1970-01-03")]
+
+
+def test_a_topic_of_connect(follow: Run, db: Database) -> None:
+    fields = [
+        field("id", "string"),
+        field("day", "int32", f"{CONNECT}Date"),
+        field("at", "int64", f"{CONNECT}Timestamp"),
+        field("price", "bytes", f"{CONNECT}Decimal", parameters={"scale": "3"}),
+        field("count", "int16"),
+        field("weight", "double"),
+    ]
+
+    def order(name: str, price: int) -> dict[str, Any]:
+        payload = {"id": name, "day": 0, "at": 1767323045678, "price": base64_of(price), "count": 3, "weight": 0.5}
+        return {"schema": {"type": "struct", "fields": fields}, "payload": payload}
+
+    keys = {"schema": {"type": "struct", "fields": fields[:1]}}
+    pairs = [({**keys, "payload": {"id": n}}, order(n, p)) for n, p in (("x", 1500), ("y", -1), ("x", 2000))]
+    follow("table-sink-connect.md", [*pairs, ({**keys, "payload": {"id": "y"}}, None)])
+    found = db.execute("SELECT id, day::text, at::text, price, count, weight FROM orders").fetchall()
+    assert found == [("x", "1970-01-01", "2026-01-02 03:04:05.678", Decimal(2), 3, 0.5)]
+    follow("table-sink-connect.md", [({**keys, "payload": {"id": "x"}}, connect(None))])
+    assert db.execute("SELECT count(*) FROM orders").fetchone() == (0,)
+
+
+def test_a_table_that_maxwell_follows(follow: Run, db: Database) -> None:
+    def event(kind: str, number: int, called: str, **old: Any) -> tuple[Any, Any]:
+        value = {"database": "shop", "table": "customer", "type": kind, "ts": 1, "xid": 2, "commit": True}
+        value |= {"data": {"id": number, "name": called}} | ({"old": old} if old else {})
+        return {"database": "shop", "table": "customer", "pk.id": number}, value
+
+    events = [event("insert", 1, "a"), event("insert", 2, "b"), event("update", 1, "A", name="a")]
+    events += [event("delete", 2, "b"), event("insert", 3, "c"), event("update", 30, "c", id=3)]
+    follow("table-sink-maxwell.md", events)
+    assert db.execute("SELECT id, name FROM customer ORDER BY id").fetchall() == [(1, "A"), (30, "c")]
+
+
+def test_an_envelope_that_is_not_named_is_refused_with_the_name_of_the_option(
+    command: Command, bootstrap_servers: str, conninfo: str, name: str, db: Database
+) -> None:
+    create_topic(bootstrap_servers, 1, name=name)
+    db.execute(f"CREATE TABLE {name} (id int, name text)")
+    send(bootstrap_servers, name, [(key(1), debezium(change("c", None, customer(1, "a", 1)), OWN))])
+    where = ("--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--group-id", name)
+    result = command("sink", "--topic", name, "--table", name, "--until-end", *where)
+    assert result.code == 1
+    assert f"{name}[0] offset 0" in result.err
+    assert "--envelope debezium" in result.err
+    assert db.execute(f"SELECT count(*) FROM {name}").fetchone() == (0,)
+
+
+def test_the_file_of_the_page_is_understood() -> None:
+    (file,) = blocks("table-sink-debezium.md", "toml")
+    (flow,) = tomllib.loads(file)["sink"]
+    assert json.loads(json.dumps(flow))["envelope"] == "debezium"
+    _checked(Flow, flow, "[[sink]]").sink()

@@ -1,0 +1,112 @@
+"""The file and the command line of the sink are checked by one schema; what is wrong is told by name. No servers."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from exactly_once.cli.problems import UsageError
+from exactly_once.cli.sink import add_parser
+from exactly_once.cli.sink_flows import ENVELOPES, Flow, Run, read_flows, read_run
+
+
+def parsed(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    return parser.parse_args(["sink", *given])
+
+
+def flows_of(text: str, *given: str) -> list[Flow]:
+    return read_flows(parsed(*given), tomllib.loads(text).get("sink", ()))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('tabel = "t"', "unknown key tabel; did you mean table?"),
+        ('naive_timestamp = "utc"', "did you mean naive_timestamps?"),
+        ("xyz = 1", "unknown key xyz; there are decimal, "),
+        ('fields = "id"', "fields: Expected object | null, got str"),
+        ("epoch = 5", "epoch: Expected object, got int"),
+        ("epoch = { at = 5 }", "epoch[...]: Expected str, got int"),
+        ('key = "id"', "key: Expected array | null, got str"),
+        ('lax = "false"', "lax: Expected bool, got str"),
+        ('on_tombstone = "ignore"', "choose one of delete, refuse, skip"),
+        ('mode = "replace"', "choose one of append, insert-ignore, upsert"),
+        ('missing = "nul"', "choose one of default, keep, null"),
+        ('envelope = "debezum"', "choose one of connect, debezium, maxwell, none"),
+        ('metadata = { o = "offest" }', "Invalid enum value"),
+        ('format = "raw"\nenvelope = "debezium"\nlax = true', "no envelope, lax with it"),
+    ],
+)
+def test_a_key_of_the_file_that_is_wrong_is_told_by_name(line: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        flows_of(f'[[sink]]\ntopics = ["a"]\ntable = "t"\n{line}')
+    assert str(caught.value).startswith("[[sink]]: ")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[sink]\ntopics = ["a"]\ntable = "t"', "write [[sink]] with two brackets"),
+        ('sink = "t"', "write [[sink]] with two brackets"),
+        ('sink = ["t"]', "must be tables"),
+        ('[[sink]]\ntable = "t"', "say --topic and --table"),
+        ('[[sink]]\ntopics = []\ntable = "t"', "say --topic and --table"),
+    ],
+)
+def test_a_file_that_is_not_of_the_form_is_told(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        flows_of(text)
+    assert said in str(caught.value)
+
+
+def test_what_the_file_says_is_not_said_on_the_command_line_too() -> None:
+    with pytest.raises(UsageError, match="say --topic, --mode there"):
+        flows_of('[[sink]]\ntopics = ["a"]\ntable = "t"', "--topic", "b", "--mode", "upsert")
+
+
+def test_the_command_line_goes_before_the_file() -> None:
+    stored = tomllib.loads(
+        'workers = 3\nmax_messages = 5\non_poison = "dead-letter"\ndead_letter_window = 9\nuntil_end = true'
+    )
+    run = read_run(parsed("--max-messages", "7"), stored)
+    assert (run.workers, run.max_messages, run.on_poison, run.dead_letter_window) == (3, 7, "dead-letter", 9)
+    assert run.until_end
+    assert read_run(parsed(), {}) == Run()
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "said"),
+    [
+        (("--workers", "0"), {}, "workers (--workers): Expected int >= 1"),
+        (("--metrics-port", "99999"), {}, "metrics_port (--metrics-port): Expected int <= 65535"),
+        (("--max-messages", "0"), {}, "max_messages (--max-messages)"),
+        ((), {"workers": "2"}, "workers (--workers): Expected int, got str"),
+        ((), {"worker": 2}, "unknown key worker; did you mean workers?"),
+        ((), {"on_poison": "ignore"}, "choose one of dead-letter, stop"),
+        ((), [], "run in the file must be a table"),
+    ],
+)
+def test_how_to_run_is_checked(given: tuple[str, ...], stored: Any, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_run(parsed(*given), stored)
+    assert said in str(caught.value)
+
+
+def test_every_way_to_run_can_be_said_in_both_places() -> None:
+    options = vars(parsed())
+    assert {f.name for f in fields(Run)} <= set(options)
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    add_parser(subparsers)
+    for action in subparsers.choices["sink"]._actions:
+        if action.dest in (default := {f.name: f.default for f in fields(Run)}) and default[action.dest]:
+            assert f"({default[action.dest]})" in (action.help or "")
+        if action.dest == "envelope":
+            assert tuple(action.choices or ()) == ENVELOPES

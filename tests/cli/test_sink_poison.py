@@ -1,0 +1,81 @@
+"""Messages that only Postgres refuses: set aside or named, whatever the class of the error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from tests.cli.conftest import Command
+from tests.cli.test_sink import rows, send
+from tests.support.topics import create_topic
+
+Database = psycopg.Connection[Any]
+
+BIG = "".join(chr(65 + i * i % 57) + str(i) for i in range(3000))
+"""Text that compression does not make small enough for an index."""
+REFUSED = {
+    "54000: an index entry that is too large": ("CREATE TABLE {0} (id int, v text); CREATE INDEX ON {0} (v)", BIG),
+    "54001: a depth that the server refuses": (
+        "CREATE TABLE {0} (id int, v text CHECK (v::jsonb IS NOT NULL))",
+        "[" * 60_000 + "]" * 60_000,
+    ),
+    "42501: a row that a policy refuses": (
+        (
+            "CREATE TABLE {0} (id int, v text); ALTER TABLE {0} ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY; "
+            "CREATE POLICY p ON {0} USING (true) WITH CHECK (v <> 'no')"
+        ),
+        "no",
+    ),
+}
+
+
+@pytest.fixture
+def source(bootstrap_servers: str, name: str) -> str:
+    """An empty topic of one partition."""
+    return create_topic(bootstrap_servers, 1, name=name)
+
+
+@pytest.fixture
+def no_superuser(db: Database, name: str) -> Iterator[str]:
+    """A role that policies apply to, with what a worker needs."""
+    role = f"{name}_role"
+    db.execute(f"CREATE ROLE {role} LOGIN IN ROLE pg_read_all_data, pg_write_all_data")
+    db.execute(
+        f"GRANT USAGE ON SCHEMA exactly_once TO {role}; GRANT ALL ON ALL TABLES IN SCHEMA exactly_once TO {role}"
+    )
+    db.execute(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA exactly_once TO {role}")
+    yield role
+    db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+@pytest.mark.parametrize("place", [0, 7])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_only_postgres_refuses_is_set_aside_or_named(  # noqa: PLR0917 - fixtures
+    case: str,
+    place: int,
+    command: Command,
+    bootstrap_servers: str,
+    conninfo: str,
+    source: str,
+    db: Database,
+    no_superuser: str,
+) -> None:
+    ddl, value = REFUSED[case]
+    db.execute(ddl.format(source))
+    good = "1" if case.startswith("54001") else "x"
+    send(bootstrap_servers, source, [("0", {"id": i, "v": value if i == place else good}) for i in range(20)], 1)
+    where = ["--topic", source, "--table", source, "--until-end", "--bootstrap-servers", bootstrap_servers]
+    where += ["--group-id", source, "--conninfo", make_conninfo(conninfo, options=f"-c role={no_superuser}")]
+    stopped = command("sink", *where)
+    assert stopped.code == 1
+    assert f"{source}[0] offset {place}" in stopped.err
+    assert rows(db, source, "id") == [(i,) for i in range(place)]
+    result = command("sink", *where, "--on-poison", "dead-letter")
+    assert result.code == 0, result.err
+    assert rows(db, source, "id") == [(i,) for i in range(20) if i != place]
+    found = "SELECT message_offset, sqlstate FROM exactly_once.dead_letter WHERE topic = %s"
+    assert db.execute(found, (source,)).fetchall() == [(place, case[:5])]

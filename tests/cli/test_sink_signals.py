@@ -1,0 +1,191 @@
+"""Signals, kills and restarts of the sink command, in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.cli.test_sink import payments, rows, send, workers_of
+from tests.conftest import MakeConsumer
+from tests.support.topics import create_topic
+from tests.support.waiting import until
+
+Database = psycopg.Connection[Any]
+OWNERS = "SELECT count(DISTINCT owner_token) FROM exactly_once.ledger WHERE group_id = %s AND owner_token IS NOT NULL"
+
+
+class Sink:
+    """A sink process and what it says."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text("utf-8")
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def ended(self, seconds: float = 60) -> int:
+        return self.process.wait(seconds)
+
+
+class Start:
+    """Starts sinks of one topic into one table."""
+
+    def __init__(self, source: str, where: list[str], folder: Path) -> None:
+        self.command = [sys.executable, "-m", "exactly_once", "sink", "--topic", source, "--table", source, *where]
+        self._folder = folder
+        self._count = 0
+
+    @contextmanager
+    def __call__(self, *more: str) -> Iterator[Sink]:
+        self._count += 1
+        log = self._folder / f"sink-{self._count}.log"
+        with log.open("w") as stderr, subprocess.Popen([*self.command, *more], stderr=stderr, text=True) as process:
+            try:
+                yield Sink(process, log)
+            finally:
+                children = workers_of(process) if process.poll() is None else []
+                process.kill()
+                for child in children:
+                    with contextlib.suppress(Exception):
+                        child.kill()
+
+
+@pytest.fixture
+def source(bootstrap_servers: str, name: str, db: Database) -> str:
+    """A topic of two partitions with ten messages, and a table for it."""
+    create_topic(bootstrap_servers, 2, name=name)
+    db.execute(f"CREATE TABLE {name} (id int)")
+    send(bootstrap_servers, name, payments(10))
+    return name
+
+
+@pytest.fixture
+def start(bootstrap_servers: str, conninfo: str, source: str, tmp_path: Path) -> Start:
+    where = ["--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--group-id", source]
+    return Start(source, [*where, "--start", "earliest"], tmp_path)
+
+
+def has(db: Database, table: str, count: int) -> Any:
+    return lambda: len(rows(db, table)) == count
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_restart_after_a_kill_goes_on_at_once(
+    workers: str, start: Start, source: str, db: Database, bootstrap_servers: str
+) -> None:
+    """Well before the group's session time-out of 45 seconds, for which members that died keep their partitions."""
+    with start("--workers", workers) as sink:
+        until(has(db, source, 10), 60, "the first messages")
+        # The workers of the first one end with it, in order, or are killed as well.
+        killed = workers_of(sink.process)
+        sink.signal(signal.SIGKILL)
+        for worker in killed:
+            worker.kill()
+        assert sink.ended() == -signal.SIGKILL
+    send(bootstrap_servers, source, payments(10))
+    with start("--workers", workers) as sink:
+        until(has(db, source, 20), 40, "the next ones")
+        sink.signal(signal.SIGTERM)
+        assert sink.ended() == 0, sink.said
+
+
+def test_a_member_that_ends_in_order_leaves_its_partitions_to_others(
+    start: Start, source: str, db: Database, bootstrap_servers: str, make_consumer: MakeConsumer
+) -> None:
+    with start() as sink:
+        until(has(db, source, 10), 60, "the first messages")
+        sink.signal(signal.SIGTERM)
+        assert sink.ended() == 0, sink.said
+    with make_consumer({"group.id": source}) as consumer:
+        consumer.subscribe([source])
+        send(bootstrap_servers, source, payments(2))
+        units = consumer.units(idle_seconds=20)
+        got = 0
+        while got < 2:
+            with next(units) as unit:
+                got += len(unit.messages)
+
+
+def test_two_sinks_of_one_group_and_machine_are_two_members(
+    start: Start, source: str, db: Database, bootstrap_servers: str
+) -> None:
+    with start() as one, start() as other:
+        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (2,), 60, "both at work")
+        for sink in (one, other):
+            sink.signal(signal.SIGTERM)
+            assert sink.ended() == 0, sink.said
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_what_a_stop_waits_for_is_bounded_and_told(  # noqa: PLR0917 - fixtures
+    workers: str, start: Start, source: str, db: Database, conninfo: str, bootstrap_servers: str
+) -> None:
+    """The table is locked; the unit in hand is given up after --stop-seconds, and comes again."""
+    waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = %s::regclass"
+    with (
+        start("--stop-seconds", "0.5", "--workers", workers) as sink,
+        psycopg.connect(conninfo) as blocker,
+    ):
+        until(has(db, source, 10), 60, "the first messages")
+        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (int(workers),), 60, "every worker at work")
+        blocker.execute(f"LOCK TABLE {source} IN SHARE MODE")
+        send(bootstrap_servers, source, payments(4))
+        until(lambda: db.execute(waits, (source,)).fetchone() != (0,), 60, "a unit that waits for the lock")
+        sink.signal(signal.SIGTERM)
+        assert sink.ended(30) == 143, sink.said
+        assert "for which at most 0.5 s are waited" in sink.said
+    with start("--until-end") as sink:
+        assert sink.ended() == 0, sink.said
+    assert len(rows(db, source)) == 14
+
+
+@pytest.mark.parametrize("instance", ["", "named"])
+def test_progress_is_the_sum_of_all_workers(
+    instance: str, start: Start, source: str, db: Database, tmp_path: Path
+) -> None:
+    """Also where members are dynamic, or have a name of the operator's own."""
+    file = tmp_path / "sink.toml"
+    # A member that an operator has named keeps its partitions for so long after it has read to the end.
+    file.write_text(f'[kafka]\ngroup.instance.id = "{instance}"\nsession.timeout.ms = 6000\n')
+    with start("--workers", "2", "--until-end", "--config", str(file)) as sink:
+        assert sink.ended() == 0, sink.said
+    assert len(rows(db, source)) == 10
+    assert "10 messages; " in sink.said.splitlines()[-1]
+
+
+def test_a_stop_before_anything_has_begun_is_orderly(start: Start) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        start("--conninfo", f"postgresql://127.0.0.1:{silent.getsockname()[1]}/x") as sink,
+    ):
+        silent.settimeout(30)
+        connection, _ = silent.accept()
+        sink.signal(signal.SIGTERM)
+        assert sink.ended(30) == 0, sink.said
+        connection.close()
+    assert "SIGTERM" in sink.said
+
+
+def test_records_are_one_stream_of_json_to_the_end(start: Start, source: str, db: Database) -> None:
+    db.execute(f"ALTER TABLE {source} ADD CHECK (id <> 5)")
+    for workers in ("1", "2"):
+        with start("--json", "--workers", workers) as sink:
+            assert sink.ended() == 1
+            records = [json.loads(line) for line in sink.said.splitlines()]
+        assert any(r.get("action") == "failed" and "--on-poison dead-letter" in r["text"] for r in records), records

@@ -1,0 +1,324 @@
+"""Envelopes: what Debezium, Connect and Maxwell wrap ends as the rows of the source table."""
+
+# ruff: noqa: E501, PLR0917 - a table of types; fixtures and parameters are positional
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Message
+
+from exactly_once.errors import ConfigurationError
+from exactly_once.writer import BadRow, TableSink
+from exactly_once.writer.envelopes import EnvelopeDecoder, Format, PlainDecoder, recognised
+from exactly_once.writer.from_json import JsonDecoder
+
+Database = psycopg.Connection[Any]
+DEBEZIUM, CONNECT = "io.debezium.", "org.apache.kafka.connect.data."
+
+
+def encoded(value: Any) -> bytes | None:
+    return value if isinstance(value, bytes) or value is None else json.dumps(value).encode()
+
+
+def messages(*pairs: tuple[Any, Any], start: int = 0) -> list[Message]:
+    return [
+        Message(
+            topic="t", partition=0, offset=start + i, key=encoded(key), value=encoded(value), timestamp=(1, 1000 + i)
+        )
+        for i, (key, value) in enumerate(pairs)
+    ]
+
+
+def base64_of(number: int) -> str:
+    size = number.bit_length() // 8 + 1
+    return base64.b64encode(number.to_bytes(size, "big", signed=True)).decode()
+
+
+def field(name: str, kind: str, logical: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"field": name, "type": kind, "optional": True} | ({"name": logical} if logical else {}) | more
+
+
+def sink(table: str, envelope: Format, mode: Any = "upsert", **options: Any) -> TableSink:
+    missing = options.pop("missing", "null")
+    own = {name: options.pop(name) for name in ("on_truncate",) if name in options}
+    decoder = JsonDecoder(missing="null" if missing == "null" else "apart", **options)
+    wrapper = EnvelopeDecoder(
+        decoder,
+        envelope,
+        missing=missing,
+        fields=options.get("fields"),
+        on_tombstone=options.get("on_tombstone"),
+        **own,
+    )
+    return TableSink(table, decoder=wrapper, mode=mode, missing=missing)
+
+
+@pytest.fixture
+def table(db: Database, name: str) -> str:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, name text)")
+    return name
+
+
+def change(op: str, before: Any, after: Any) -> dict[str, Any]:
+    return {"before": before, "after": after, "op": op, "source": {"table": "x"}, "ts_ms": 5, "transaction": None}
+
+
+def rows(db: Database, table: str) -> list[tuple[Any, ...]]:
+    return db.execute(f"SELECT * FROM {table} ORDER BY 1").fetchall()
+
+
+def write(db: Database, to: TableSink, batches: Sequence[Sequence[Message]]) -> None:
+    for batch in batches:
+        with db.transaction():
+            to.write(db, batch)
+
+
+def row(number: int, name: str) -> dict[str, Any]:
+    return {"id": number, "name": name}
+
+
+CHANGES: list[tuple[Any, Any]] = [
+    ({"id": 1}, change("r", None, row(1, "a"))),
+    ({"id": 2}, change("c", None, row(2, "b"))),
+    ({"id": 3}, change("c", None, row(3, "c"))),
+    ({"id": 4}, change("c", None, row(4, "d"))),
+    ({"id": 2}, change("u", None, row(2, "B"))),
+    ({"id": 1}, change("d", row(1, "a"), None)),
+    ({"id": 1}, None),
+    ({"id": 30}, change("u", row(3, "c"), row(30, "c"))),  # a change of the key in one event
+    ({"id": 4}, change("d", {"id": 4, "name": None}, None)),  # and as Postgres's connector writes it: three events
+    ({"id": 4}, None),
+    ({"id": 40}, change("c", None, row(40, "d"))),
+    ({"id": 50}, change("c", None, row(50, "e"))),
+    ({"id": 50}, None),  # compaction left the tombstone of a delete
+]
+LEFT = [(2, "B"), (30, "c"), (40, "d")]
+
+
+def with_schema(value: Any, *, key: bool = False) -> Any:
+    if value is None:
+        return None
+    own = [field("id", "int32"), field("name", "string")]
+    if key:
+        return {"schema": {"type": "struct", "fields": own[:1]}, "payload": value}
+    rows_of = [{"field": part, "type": "struct", "fields": own} for part in ("before", "after")]
+    return {"schema": {"type": "struct", "fields": rows_of}, "payload": value}
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.parametrize("has_schema", [False, True])
+def test_changes_of_debezium_end_as_the_rows_of_the_source(
+    has_schema: Any, size: int, table: str, db: Database
+) -> None:
+    pairs = [(with_schema(k, key=True), with_schema(v)) for k, v in CHANGES] if has_schema else CHANGES
+    sent = messages(*pairs)
+    write(db, sink(table, "debezium"), [sent[i : i + size] for i in range(0, len(sent), size)])
+    assert rows(db, table) == LEFT
+
+
+def test_a_delete_takes_its_key_from_the_row_where_the_message_has_none(table: str, db: Database) -> None:
+    sent = messages(
+        (None, change("c", None, row(1, "a"))),
+        (b"\0\0\0\0\1\2", change("c", None, row(2, "b"))),
+        ({"other": 5}, change("c", None, row(3, "c"))),
+        (None, change("d", row(1, "a"), None)),
+        (b"\0\0\0\0\1\2", change("d", row(2, "b"), None)),
+        ({"other": 5}, change("d", row(3, "c"), None)),
+    )
+    write(db, sink(table, "debezium"), [sent[:3]])
+    assert len(rows(db, table)) == 3
+    write(db, sink(table, "debezium"), [sent[3:]])
+    assert rows(db, table) == []
+
+
+@pytest.mark.parametrize(
+    ("envelope", "mode", "pair", "said"),
+    [
+        ("debezium", "upsert", ({"id": 1}, {"id": 1}), "no change event of Debezium"),
+        ("debezium", "upsert", ({"id": 1}, b"[1]"), "Expected `object`"),
+        ("debezium", "upsert", (None, change("d", None, None)), "a delete without id: set REPLICA IDENTITY FULL"),
+        ("debezium", "upsert", (None, change("t", None, None)), "on_truncate"),
+        ("debezium", "append", ({"id": 1}, change("d", row(1, "a"), None)), "rows are only appended"),
+        ("debezium", "upsert", (1, change("u", None, row(1, "__debezium_unavailable_value"))), 'missing = "keep"'),
+        ("connect", "upsert", ({"id": 1}, {"id": 1}), "no schema and payload"),
+        ("maxwell", "upsert", (None, {"type": "table-alter", "database": "d"}), "no change of a row by Maxwell"),
+        ("connect", "upsert", ({"payload": {"no": 1}}, None), "a tombstone whose key has no id"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_named(
+    envelope: Format, mode: Any, pair: tuple[Any, Any], said: str, table: str, db: Database
+) -> None:
+    with pytest.raises(BadRow, match=rf"t\[0\] offset 7: .*{said}"), db.transaction():
+        sink(table, envelope, mode).write(db, messages(pair, start=7))
+    assert rows(db, table) == []
+
+
+def test_deletes_and_truncates_can_be_skipped(table: str, db: Database) -> None:
+    sent = messages(*CHANGES[:7], (None, change("t", None, None)))
+    write(db, sink(table, "debezium", "append", on_tombstone="skip", on_truncate="skip"), [sent[:4], sent[5:]])
+    assert rows(db, table) == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+
+
+def test_a_large_value_that_was_not_logged_stays(db: Database, table: str) -> None:
+    db.execute(f"ALTER TABLE {table} ADD b bytea")
+    gone = "__debezium_unavailable_value"
+    long = "x" * 5000
+    sent = messages(
+        (1, change("c", None, {"id": 1, "name": long, "b": "AQI="})),
+        (1, change("u", None, {"id": 1, "name": gone, "b": base64.b64encode(gone.encode()).decode()})),
+        (1, change("u", None, {"id": 1, "name": gone + "!", "b": None})),
+    )
+    write(db, sink(table, "debezium", missing="keep"), [sent[:2]])
+    assert rows(db, table) == [(1, long, b"\1\2")]
+    write(db, sink(table, "debezium", missing="keep"), [sent[2:]])
+    assert rows(db, table) == [(1, gone + "!", None)]
+
+
+TYPES: list[tuple[str, dict[str, Any], Any, str]] = [
+    # column, schema, value, and what Postgres itself reads
+    ("date", field("v", "int32", f"{DEBEZIUM}time.Date"), 20455, "2026-01-02"),
+    ("date", field("v", "int32", f"{CONNECT}Date"), -1, "1969-12-31"),
+    ("int", field("v", "int32", f"{CONNECT}Date"), -1, "-1"),
+    ("text", field("v", "int32", f"{DEBEZIUM}time.Date"), 0, "1970-01-01"),
+    ("time", field("v", "int32", f"{DEBEZIUM}time.Time"), 3723004, "01:02:03.004"),
+    ("time", field("v", "int64", f"{DEBEZIUM}time.MicroTime"), 86399999999, "23:59:59.999999"),
+    ("time", field("v", "int64", f"{DEBEZIUM}time.NanoTime"), 1000, "00:00:00.000001"),
+    ("time", field("v", "int32", f"{CONNECT}Time"), 0, "00:00"),
+    ("timestamp", field("v", "int64", f"{DEBEZIUM}time.Timestamp"), 1767323045678, "2026-01-02 03:04:05.678"),
+    ("timestamp", field("v", "int64", f"{DEBEZIUM}time.MicroTimestamp"), -1, "1969-12-31 23:59:59.999999"),
+    ("timestamptz", field("v", "int64", f"{DEBEZIUM}time.NanoTimestamp"), 1_500, "1970-01-01 00:00:00.000002+00"),
+    ("timestamptz", field("v", "int64", f"{CONNECT}Timestamp"), 1767323045678, "2026-01-02 03:04:05.678+00"),
+    ("bigint", field("v", "int64", f"{CONNECT}Timestamp"), 1767323045678, "1767323045678"),
+    ("timestamptz", field("v", "string", f"{DEBEZIUM}time.ZonedTimestamp"), "2026-01-02T03:04:05.1Z", "2026-01-02 03:04:05.1+00"),
+    ("interval", field("v", "int64", f"{DEBEZIUM}time.MicroDuration"), 90_000_001, "90.000001 seconds"),
+    ("interval", field("v", "string", f"{DEBEZIUM}time.Interval"), "P1Y2M3DT4H5M6S", "1 year 2 mons 3 days 04:05:06"),
+    ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), base64_of(-2658824), "-26588.24"),
+    ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "3"}), base64_of(5), "0.005"),
+    ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "0"}), "1234", "-2658824"),
+    ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "-2"}), base64_of(-7), "-700"),
+    ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), 1.5, "1.5"),
+    ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "40"}), base64_of(10**60 + 1), str(10**20) + "." + "0" * 39 + "1"),
+    ("text", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), base64_of(150), "1.50"),
+    ("numeric", field("v", "struct", f"{DEBEZIUM}data.VariableScaleDecimal"), {"scale": 1, "value": base64_of(15)}, "1.5"),
+    ("text", field("v", "string", f"{DEBEZIUM}data.Json"), '{"lang": "de"}', '{"lang": "de"}'),
+    ("uuid", field("v", "string", f"{DEBEZIUM}data.Uuid"), "01234567-89ab-cdef-0123-456789abcdef", "01234567-89ab-cdef-0123-456789abcdef"),
+    ("bit(10)", field("v", "bytes", f"{DEBEZIUM}data.Bits", parameters={"length": "10"}), base64.b64encode(b"\x05\x02").decode(), "1000000101"),
+    ("point", field("v", "struct", f"{DEBEZIUM}data.geometry.Point"), {"x": 1.5, "y": -2, "wkb": "", "srid": None}, "(1.5,-2)"),
+    ("date[]", field("v", "array", items={"type": "int32", "name": f"{DEBEZIUM}time.Date"}), [0, None, 1], '{1970-01-01,NULL,1970-01-02}'),
+    ("bytea", field("v", "bytes"), "AQI=", "\\x0102"),
+    ("numeric", field("v", "string"), "1234", "1234"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "schema", "value", "meant"), TYPES, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize("envelope", ["debezium", "connect"])
+def test_a_value_of_a_logical_type_becomes_what_it_stands_for(
+    envelope: Format, column: str, schema: dict[str, Any], value: Any, meant: str, db: Database, name: str
+) -> None:
+    db.execute(f"SET timezone = 'UTC'; CREATE TABLE {name} (id int PRIMARY KEY, v {column})")
+    struct = {"type": "struct", "fields": [field("id", "int32"), schema]}
+    sent = {"id": 1, "v": value}
+    if envelope == "connect":
+        wrapped: Any = {"schema": struct, "payload": sent}
+    else:
+        parts = [{**struct, "field": "before"}, {**struct, "field": "after"}]
+        wrapped = {"schema": {"type": "struct", "fields": parts}, "payload": change("c", None, sent)}
+    null = json.loads(json.dumps(wrapped))
+    (null["payload"] if envelope == "connect" else null["payload"]["after"]).update(id=2, v=None)
+    write(db, sink(name, envelope), [messages(({"id": 1}, wrapped), ({"id": 2}, null))])
+    found = db.execute(f"SELECT v::text, (%s::text::{column})::text FROM {name} ORDER BY id", (meant,)).fetchall()
+    assert found[0][0] == found[0][1]
+    assert found[1][0] is None
+
+
+def test_a_value_that_is_not_of_its_logical_type_names_its_field(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, v numeric)")
+    kind = field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"})
+    wrapped = {"schema": {"type": "struct", "fields": [kind]}, "payload": {"id": 1, "v": "no base64!"}}
+    with pytest.raises(BadRow, match=r"t\[0\] offset 0: column v: .*no base64!"), db.transaction():
+        sink(name, "connect").write(db, messages((None, wrapped)))
+
+
+def connect(payload: Any) -> dict[str, Any]:
+    return {"schema": None if payload is None else {"type": "struct", "fields": []}, "payload": payload}
+
+
+def test_keys_and_values_of_connect_are_unwrapped(table: str, db: Database) -> None:
+    sent = messages(
+        (connect({"id": 1}), connect(row(1, "a"))),
+        (connect({"id": 2}), connect(row(2, "b"))),
+        (connect(3), connect(row(3, "c"))),
+        (b"4", connect(row(4, "d"))),
+        (connect({"id": 5}), connect(row(5, "e"))),
+        (connect({"id": 1}), None),
+        (connect({"id": 2}), connect(None)),
+        (connect(3), None),
+        (b"4", None),
+    )
+    write(db, sink(table, "connect"), [sent])
+    assert rows(db, table) == [(5, "e")]
+
+
+def test_changes_of_maxwell_end_as_the_rows_of_the_source(table: str, db: Database) -> None:
+    def event(kind: str, data: Any, **more: Any) -> dict[str, Any]:
+        return {"database": "d", "table": "t", "type": kind, "ts": 1, "xid": 2, "data": data} | more
+
+    sent = messages(
+        (None, event("bootstrap-start", {})),
+        (None, event("bootstrap-insert", row(1, "a"))),
+        (None, event("bootstrap-complete", {})),
+        (None, event("insert", row(2, "b"))),
+        (None, event("insert", row(3, "c"))),
+        (None, event("update", row(1, "A"), old={"name": "a"})),
+        (None, event("update", row(20, "b"), old={"id": 2})),
+        (None, event("delete", row(3, "c"))),
+    )
+    for size in (1, 8):
+        write(db, sink(table, "maxwell"), [sent[i : i + size] for i in range(0, 8, size)])
+        assert rows(db, table) == [(1, "A"), (20, "b")]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (change("c", None, {}), "debezium"),
+        ({"schema": {}, "payload": change("d", {}, None)}, "debezium"),
+        (connect({"id": 1}), "connect"),
+        ({"database": "d", "table": "t", "type": "insert", "data": {}}, "maxwell"),
+        ({"op": "c", "after": {}}, None),
+        ({"payload": {"id": 1}}, None),
+        ({"id": 1}, None),
+        ([1], None),
+        (b"no json", None),
+        (b"\xff\0", None),
+        (None, None),
+    ],
+)
+def test_an_envelope_is_recognised(value: Any, found: Format | None, table: str, db: Database) -> None:
+    (message,) = messages((None, value))
+    assert recognised(message.value()) == found
+    plain = TableSink(table, decoder=PlainDecoder(JsonDecoder()))
+    if found is not None:
+        with pytest.raises(BadRow, match=rf"t\[0\] offset 0: .*--envelope {found}"), db.transaction():
+            plain.write(db, [message])
+
+
+def test_updates_are_not_left_out_by_a_mode_that_only_inserts(table: str, db: Database) -> None:
+    modes: tuple[Format, ...] = ("debezium", "maxwell")
+    for envelope in modes:
+        with pytest.raises(ConfigurationError, match="would leave out the updates"), db.transaction():
+            sink(table, envelope, "insert-ignore").write(db, [])
+
+
+def test_who_has_a_column_for_a_part_of_the_envelope_means_it(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, op text)")
+    fields = {"id": "after.id", "op": "op"}
+    plain = TableSink(name, decoder=PlainDecoder(JsonDecoder(fields), fields))
+    write(db, plain, [messages((None, change("c", None, row(1, "a"))))])
+    assert rows(db, name) == [(1, "c")]
