@@ -338,13 +338,19 @@ class ExactlyOnceConsumer:
         elif self._topics != list(topics):
             # Messages of the topics of before may still come, until Kafka has taken those away.
             self._delivery.only_topic = None
-        self._topics = list(topics)
+        before, self._topics = self._topics, list(topics)
         self._callbacks = {
             Change.ASSIGNED: on_assign,
             Change.REVOKED: on_revoke,
             Change.LOST: on_lost or on_revoke,
         }
-        self._join_group()
+        try:
+            self._join_group()
+        except KafkaException as error:
+            self._topics = before
+            if error.args[0].code() != KafkaError._INVALID_ARG:  # noqa: SLF001 - that is its public name
+                raise
+            raise ConfigurationError(f"the client refuses topics={topics!r}: {error.args[0].str()}") from None
         self._observer.turned()
 
     def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
@@ -593,6 +599,7 @@ class ExactlyOnceConsumer:
 
     def _idle(self, seconds: float) -> None:
         """Wait, polling with partitions paused so that the membership survives."""
+        self._check_use()  # a handler may have closed the consumer
         self._assignment.pause(self._client)
         deadline = time.monotonic() + seconds
         while not self._stopping.is_set and (left := deadline - time.monotonic()) > 0:
