@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -200,6 +201,10 @@ class ExactlyOnceConsumer:
         self._stopping = Stop()
         self._closed = False
         self._must_reopen = False
+        self._idled_at = 0.0
+        """Until when the client was polled with partitions paused, on the monotonic clock."""
+        self._closing: list[deque[Callable[[], object]]] | None = None
+        """What closing still has to do, with Postgres and without; None before it."""
         self._warned: set[tuple[int, str]] = set()
         self._assemble(self._options, metrics)
         self._client = self._open_client()
@@ -448,11 +453,13 @@ class ExactlyOnceConsumer:
     def close(self) -> None:
         """Release the rows and leave the group. Idempotent; trouble on the way is logged, not raised.
 
+        Where an exception of a signal handler has cut it short, another call does the rest.
+
         What Postgres has to be asked for gets :data:`CLOSE_SECONDS`: rows that are not released keep nobody out.
 
         :raises WrongProcess: in another thread, while the one that subscribed is alive; nothing has happened then.
         """
-        if self._closed or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return
         if self._thread not in (None, threading.current_thread()) and self._thread.is_alive():
             raise WrongProcess(
@@ -460,27 +467,29 @@ class ExactlyOnceConsumer:
                 "stop() and have that thread close the consumer, or wait until it has ended"
             )
         self._closed = True
-        with self._session.cut_after(CLOSE_SECONDS):
-            for step in (
+        if self._closing is None:
+            with_postgres = (
                 self._watcher.close,
                 self._end_unit,
                 self._settlement.tell_unused,
                 self._move_to_ends,
                 self._say_goodbye,
                 self._release,
-            ):
-                self._try_to_close(step)
-        for step in (
-            self._leave,
-            self._client.close,
-            self._cluster.close,
-            self._session.close,
-            self._observer.close,
-        ):
-            self._try_to_close(step)
+            )
+            without = (self._leave, self._client.close, self._cluster.close, self._session.close, self._observer.close)
+            self._closing = [deque(with_postgres), deque(without)]
+        if self._closing[0]:
+            with self._session.cut_after(CLOSE_SECONDS):
+                self._close_by(self._closing[0])
+        self._close_by(self._closing[1])
         # It holds our callbacks, which hold us: nothing but the garbage collector would free it, and until then it
         # keeps one of the 1,024 thread-local keys of the process.
-        del self._client
+        vars(self).pop("_client", None)
+
+    def _close_by(self, steps: deque[Callable[[], object]]) -> None:
+        while steps:
+            self._try_to_close(steps[0])
+            steps.popleft()
 
     def _try_to_close(self, step: Callable[[], object]) -> None:
         try:
@@ -499,6 +508,8 @@ class ExactlyOnceConsumer:
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
             self._delivery.drop_all()
             self._ownership.misplaced()
+        if self._unit is not None:
+            units.came()  # it may have taken long, and in a thread nothing was fetched meanwhile
         with self._ownership.changing():
             self._unit = self._find_unit(units)
         self._observer.turned()
@@ -529,7 +540,7 @@ class ExactlyOnceConsumer:
             if messages:
                 units.came()
                 return self._hand_out(messages, spans, units.max_unit_seconds)
-            if units.is_left_without():
+            if units.is_left_without(since=self._idled_at):
                 return None
         return None
 
@@ -604,6 +615,7 @@ class ExactlyOnceConsumer:
         deadline = time.monotonic() + seconds
         while not self._stopping.is_set and (left := deadline - time.monotonic()) > 0:
             self._fetch(min(left, POLL_SECONDS), 1)
+            self._idled_at = time.monotonic()
             if self._assignment.failures:
                 raise self._assignment.failures.popleft()
 

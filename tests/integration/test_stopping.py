@@ -18,6 +18,7 @@ from confluent_kafka.admin import AdminClient
 from exactly_once import ConfigurationError, ExactlyOnceConsumer, Unit, WrongProcess
 from tests.conftest import MakeConsumer
 from tests.support import journal
+from tests.support.interrupts import Interrupt, Interrupter
 from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
@@ -305,6 +306,20 @@ def test_a_handler_that_closes_the_consumer_is_told_and_stores_nothing(
     with make_consumer() as again:
         again.subscribe([topic])
         assert drain(again) == MESSAGES
+
+
+@pytest.mark.parametrize("lines", [4, 10, 40, 150])
+def test_closing_again_does_what_an_interrupt_has_left(
+    lines: int, make_consumer: MakeConsumer, topic: str, bootstrap_servers: str, name: str
+) -> None:
+    """Else the member would stay in its group for as long as the process lives, and so keep its partitions."""
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+    drain(consumer)
+    with pytest.raises(Interrupt), Interrupter().after(lines):
+        consumer.close()
+    consumer.close()
+    assert members(bootstrap_servers, name) == 0
 
 
 def test_closing_a_consumer_that_never_subscribed_is_quick(make_consumer: MakeConsumer) -> None:
