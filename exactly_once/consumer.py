@@ -62,7 +62,7 @@ from .service import OnPoison, Service, stopping_on_signals
 from .session import Connection, Session
 from .settlement import Counters, Settlement
 from .start import Starter
-from .startup import look_at_database, look_at_topics
+from .startup import look_at_database, look_at_topics, naming_grants
 from .unit import Stage, Unit
 from .unit_of_work import UnitOfWork
 from .units import Units
@@ -587,7 +587,8 @@ class ExactlyOnceConsumer:
 
     def _step_unless_read_only(self) -> None:
         try:
-            self._upkeep.step(self._client)
+            with naming_grants(self._options.schema):
+                self._upkeep.step(self._client)
         except psycopg.errors.ReadOnlySqlTransaction:
             self._read_only.met()
             raise
