@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _SEEK_SECONDS = 0.5
 _SEEK_WAIT_SECONDS = 0.005
 _METADATA = b"CGMDv2:"
+_TRIES = 3
+"""How often a callback is gone through that exceptions of signal handlers cut short."""
 
 Positions = Mapping[Partition, tuple[int, int | None]]
 """For each partition the offset to fetch from, and the leader epoch it belongs to."""
@@ -123,12 +125,20 @@ class Assignment:
         self, change: Change, act: Callable[[Consumer, list[Partition]], None]
     ) -> Callable[[Consumer, list[TopicPartition]], None]:
         def callback(client: Consumer, assigned: list[TopicPartition]) -> None:
-            try:
-                partitions = [Partition(tp.topic, tp.partition) for tp in assigned]
-                self.events.append(Event(change, tuple(partitions)))
-                act(client, partitions)
-            except BaseException as error:  # noqa: BLE001 - out of a callback it would lose messages
-                self.failures.append(error)
+            is_recorded = False
+            # A signal handler may raise here, too, and nobody would ever read what was assigned then: once more.
+            for _ in range(_TRIES):
+                try:
+                    partitions = [Partition(tp.topic, tp.partition) for tp in assigned]
+                    if not is_recorded:
+                        self.events.append(Event(change, tuple(partitions)))
+                        is_recorded = True
+                    return act(client, partitions)
+                except BaseException as error:  # noqa: BLE001 - out of a callback it would lose messages
+                    self.failures.append(error)
+                    if isinstance(error, KafkaException):
+                        return None
+            return None
 
         return callback
 

@@ -39,6 +39,9 @@ _REFRESH_SECONDS = 1.0
 _QUICK_SECONDS = 0.5
 """How long something is asked for that can be done without, by a loop that does not poll meanwhile."""
 
+_GRACE = 1.2
+"""The client's own time-out comes first: it brings the answers of those leaders that are not waited for."""
+
 _ZERO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
 _NO_IDS = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -169,10 +172,20 @@ class Cluster:
 
         :raises BrokerUnreachable: when a leader does not answer.
         """
-        partitions = list(partitions)
-        low = self._offsets(partitions, _EARLIEST)
-        high = self._offsets(partitions, _LATEST)
-        return {p: (low[p], high[p]) for p in partitions}
+        ranges, trouble = self.available_ranges(partitions)
+        if trouble is not None:
+            raise trouble
+        return ranges
+
+    def available_ranges(
+        self, partitions: Iterable[Partition]
+    ) -> tuple[dict[Partition, tuple[int, int]], BrokerUnreachable | None]:
+        """Return the ranges of the logs whose leaders answer, and why others are missing, if any are."""
+        low, silent = self._ask_offsets(list(partitions), _EARLIEST)
+        high, also_silent = self._ask_offsets(list(low), _LATEST)
+        ranges = {p: (low[p].offset, found.offset) for p, found in high.items()}
+        silent |= also_silent
+        return ranges, self._unreachable(next(iter(silent.values()))) if silent else None
 
     def ends(self, partitions: Iterable[Partition], *, read_committed: bool = True) -> dict[Partition, int]:
         """Return where a consumer of that isolation level would stop reading now."""
@@ -182,23 +195,13 @@ class Cluster:
         self, seconds: float, partitions: list[Partition], *, read_committed: bool = True
     ) -> dict[Partition, int]:
         """Return the ends that brokers tell so quickly; none is no error. Safe from any thread."""
-        try:
-            asked = self._ask_offsets(partitions, _LATEST, read_committed=read_committed, seconds=seconds)
-        except (KafkaException, BrokerUnreachable):
-            return {}
-        answered, _ = wait(asked.values(), seconds)
-        told = {p: f.result().offset for p, f in asked.items() if f in answered and f.exception() is None}
-        return {p: offset for p, offset in told.items() if offset != OFFSET_INVALID}
+        told = self._ask_quickly(seconds, partitions, read_committed=read_committed)
+        return {p: found.offset for p, found in told.items()}
 
     def leader_epochs(self, partitions: list[Partition]) -> dict[Partition, int]:
         """Return the leader epochs that logs end in now, of those partitions whose leaders tell it quickly."""
-        try:
-            asked = self._ask_offsets(partitions, _LATEST, read_committed=False, seconds=_QUICK_SECONDS)
-        except KafkaException:
-            return {}
-        answered, _ = wait(asked.values(), _QUICK_SECONDS)
-        told = {p: f.result().leader_epoch for p, f in asked.items() if f in answered and f.exception() is None}
-        return {p: epoch for p, epoch in told.items() if known_epoch(epoch) is not None}
+        told = self._ask_quickly(_QUICK_SECONDS, partitions, read_committed=False)
+        return {p: found.leader_epoch for p, found in told.items() if known_epoch(found.leader_epoch) is not None}
 
     def at(self, partitions: Iterable[Partition], when: datetime) -> dict[Partition, int]:
         """Return the offsets of the first messages not older than ``when``; the log end if there is none."""
@@ -255,28 +258,50 @@ class Cluster:
     def _offsets(
         self, partitions: list[Partition], spec: OffsetSpec, *, read_committed: bool = False
     ) -> dict[Partition, int]:
-        asked = self._ask_offsets(partitions, spec, read_committed=read_committed, seconds=REQUEST_SECONDS)
+        told, silent = self._ask_offsets(partitions, spec, read_committed=read_committed)
+        for error in silent.values():
+            raise self._unreachable(error)
+        return {p: found.offset for p, found in told.items()}
+
+    def _ask_quickly(
+        self, seconds: float, partitions: list[Partition], *, read_committed: bool
+    ) -> dict[Partition, Any]:
+        """Ask where logs end, for what can be done without; also of a cluster that is closed meanwhile."""
         try:
-            offsets = {p: future.result(REQUEST_SECONDS + 1).offset for p, future in asked.items()}
-        except (KafkaException, TimeoutError) as error:
-            raise self._unreachable(error) from error
-        for partition, offset in offsets.items():
-            # Where a leader is gone librdkafka may answer without an error and without an offset.
-            if offset == OFFSET_INVALID:
-                raise self._unreachable(LookupError(f"nobody tells the offsets of {partition}"))
-        return offsets
+            return self._ask_offsets(partitions, _LATEST, read_committed=read_committed, seconds=seconds)[0]
+        except (KafkaException, BrokerUnreachable):
+            return {}
 
     def _ask_offsets(
-        self, partitions: list[Partition], spec: OffsetSpec, *, read_committed: bool, seconds: float
-    ) -> dict[Partition, Future[Any]]:
+        self,
+        partitions: list[Partition],
+        spec: OffsetSpec,
+        *,
+        read_committed: bool = False,
+        seconds: float = REQUEST_SECONDS,
+    ) -> tuple[dict[Partition, Any], dict[Partition, Exception]]:
+        """Ask the leaders of partitions; return what they tell, and of those that do not, why."""
         if not partitions:
-            return {}
+            return {}, {}
         futures: dict[TopicPartition, Future[Any]] = self._admin.list_offsets(
             {TopicPartition(*p): spec for p in partitions},
             isolation_level=IsolationLevel.READ_COMMITTED if read_committed else IsolationLevel.READ_UNCOMMITTED,
             request_timeout=seconds,
         )
-        return {Partition(tp.topic, tp.partition): future for tp, future in futures.items()}
+        wait(futures.values(), seconds * _GRACE)
+        told: dict[Partition, Any] = {}
+        silent: dict[Partition, Exception] = {}
+        for tp, future in futures.items():
+            partition = Partition(tp.topic, tp.partition)
+            error = future.exception() if future.done() else TimeoutError(f"no offsets of {partition} in {seconds:g} s")
+            # Where a leader is gone librdkafka may answer without an error and without an offset.
+            if error is None and future.result().offset == OFFSET_INVALID:
+                error = LookupError(f"nobody tells the offsets of {partition}")
+            if isinstance(error, Exception):
+                silent[partition] = error
+            else:
+                told[partition] = future.result()
+        return told, silent
 
     def _not_described(self, name: str, error: Exception) -> Topic:
         code = error.args[0].code() if isinstance(error, KafkaException) else None

@@ -24,6 +24,11 @@ _POLL_INTERVAL_MS = 300_000
 _UNIT_SECONDS = 60.0
 _MAX_MESSAGES = 1_000_000
 
+_GROUP_ID_BYTES = 2000
+"""An entry of the ledger's index holds 2,704 bytes: group, topic and partition."""
+_TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
+"""What a broker takes for the name of a topic."""
+
 _INSTANCE = re.compile(r"(-[bcdfghjklmnpqrstvwxz0-9]{5,10}){1,2}$|[-_.]?\d+$")
 """What tells one instance from the next: the random ends of a pod's name, or a number."""
 
@@ -111,8 +116,18 @@ def check_schema_name(schema: str) -> None:
 
 def check_topics(topics: Sequence[str]) -> None:
     """Refuse what is no list of names; a single name would pass for a list of letters."""
-    if isinstance(topics, str) or not topics or not all(topics):
+    names: Sequence[object] = topics
+    if isinstance(topics, str) or not names or not all(isinstance(name, str) and name for name in names):
         raise ConfigurationError(f"topics={topics!r} is not possible; give a list of names: ['payments']")
+    for topic in topics:
+        # Of a pattern the client itself says what is wrong, but that it would stop reading at a NUL.
+        if "\0" in topic or not (topic.startswith("^") or _TOPIC.fullmatch(topic)):
+            raise ConfigurationError(
+                f"{topic!r} cannot be the name of a topic: up to 249 letters and digits of ASCII, '.', '_' and '-'; "
+                "or '^' and a regular expression"
+            )
+    if len(set(topics)) < len(topics):
+        raise ConfigurationError(f"topics={topics!r} names a topic twice")
 
 
 def client_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +241,16 @@ def _group_id(kafka: Mapping[str, Any]) -> str:
         raise ConfigurationError(
             'group.id is missing from the Kafka settings; the ledger is kept per group: {"group.id": "accounts"}'
         )
-    return str(group_id)
+    name = str(group_id)
+    # The client would take it for another group without a word, so that two groups of the ledger are one in Kafka.
+    encoded = name.encode(errors="ignore")  # half a pair of surrogates, say
+    is_cut = "\0" in name or name[0] in " \t\n\v\f\r" or encoded.decode() != name
+    if is_cut or len(encoded) > _GROUP_ID_BYTES:
+        raise ConfigurationError(
+            f"group.id={name[:50]!r} is not possible: give up to {_GROUP_ID_BYTES} bytes of UTF-8 without a NUL, and "
+            "without white space before it"
+        )
+    return name
 
 
 def _unit_seconds(kafka: Mapping[str, Any], given: float | None) -> float:

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -62,7 +63,7 @@ from .service import OnPoison, Service, stopping_on_signals
 from .session import Connection, Session
 from .settlement import Counters, Settlement
 from .start import Starter
-from .startup import look_at_database, look_at_topics
+from .startup import look_at_database, look_at_topics, naming_grants
 from .unit import Stage, Unit
 from .unit_of_work import UnitOfWork
 from .units import Units
@@ -201,6 +202,10 @@ class ExactlyOnceConsumer:
         self._stopping = Stop()
         self._closed = False
         self._must_reopen = False
+        self._idled_at = 0.0
+        """Until when the client was polled with partitions paused, on the monotonic clock."""
+        self._closing: list[deque[Callable[[], object]]] | None = None
+        """What closing still has to do, with Postgres and without; None before it."""
         self._warned: set[tuple[int, str]] = set()
         self._assemble(self._options, metrics)
         self._client = self._open_client()
@@ -339,13 +344,19 @@ class ExactlyOnceConsumer:
         elif self._topics != list(topics):
             # Messages of the topics of before may still come, until Kafka has taken those away.
             self._delivery.only_topic = None
-        self._topics = list(topics)
+        before, self._topics = self._topics, list(topics)
         self._callbacks = {
             Change.ASSIGNED: on_assign,
             Change.REVOKED: on_revoke,
             Change.LOST: on_lost or on_revoke,
         }
-        self._join_group()
+        try:
+            self._join_group()
+        except KafkaException as error:
+            self._topics = before
+            if error.args[0].code() != KafkaError._INVALID_ARG:  # noqa: SLF001 - that is its public name
+                raise
+            raise ConfigurationError(f"the client refuses topics={topics!r}: {error.args[0].str()}") from None
         self._observer.turned()
 
     def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
@@ -443,11 +454,13 @@ class ExactlyOnceConsumer:
     def close(self) -> None:
         """Release the rows and leave the group. Idempotent; trouble on the way is logged, not raised.
 
+        Where an exception of a signal handler has cut it short, another call does the rest.
+
         What Postgres has to be asked for gets :data:`CLOSE_SECONDS`: rows that are not released keep nobody out.
 
         :raises WrongProcess: in another thread, while the one that subscribed is alive; nothing has happened then.
         """
-        if self._closed or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return
         if self._thread not in (None, threading.current_thread()) and self._thread.is_alive():
             raise WrongProcess(
@@ -455,27 +468,29 @@ class ExactlyOnceConsumer:
                 "stop() and have that thread close the consumer, or wait until it has ended"
             )
         self._closed = True
-        with self._session.cut_after(CLOSE_SECONDS):
-            for step in (
+        if self._closing is None:
+            with_postgres = (
                 self._watcher.close,
                 self._end_unit,
                 self._settlement.tell_unused,
                 self._move_to_ends,
                 self._say_goodbye,
                 self._release,
-            ):
-                self._try_to_close(step)
-        for step in (
-            self._leave,
-            self._client.close,
-            self._cluster.close,
-            self._session.close,
-            self._observer.close,
-        ):
-            self._try_to_close(step)
+            )
+            without = (self._leave, self._client.close, self._cluster.close, self._session.close, self._observer.close)
+            self._closing = [deque(with_postgres), deque(without)]
+        if self._closing[0]:
+            with self._session.cut_after(CLOSE_SECONDS):
+                self._close_by(self._closing[0])
+        self._close_by(self._closing[1])
         # It holds our callbacks, which hold us: nothing but the garbage collector would free it, and until then it
         # keeps one of the 1,024 thread-local keys of the process.
-        del self._client
+        vars(self).pop("_client", None)
+
+    def _close_by(self, steps: deque[Callable[[], object]]) -> None:
+        while steps:
+            self._try_to_close(steps[0])
+            steps.popleft()
 
     def _try_to_close(self, step: Callable[[], object]) -> None:
         try:
@@ -494,6 +509,8 @@ class ExactlyOnceConsumer:
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
             self._delivery.drop_all()
             self._ownership.misplaced()
+        if self._unit is not None:
+            units.came()  # it may have taken long, and in a thread nothing was fetched meanwhile
         with self._ownership.changing():
             self._unit = self._find_unit(units)
         self._observer.turned()
@@ -524,7 +541,7 @@ class ExactlyOnceConsumer:
             if messages:
                 units.came()
                 return self._hand_out(messages, spans, units.max_unit_seconds)
-            if units.is_left_without():
+            if units.is_left_without(since=self._idled_at):
                 return None
         return None
 
@@ -571,7 +588,8 @@ class ExactlyOnceConsumer:
 
     def _step_unless_read_only(self) -> None:
         try:
-            self._upkeep.step(self._client)
+            with naming_grants(self._options.schema):
+                self._upkeep.step(self._client)
         except psycopg.errors.ReadOnlySqlTransaction:
             self._read_only.met()
             raise
@@ -594,10 +612,12 @@ class ExactlyOnceConsumer:
 
     def _idle(self, seconds: float) -> None:
         """Wait, polling with partitions paused so that the membership survives."""
+        self._check_use()  # a handler may have closed the consumer
         self._assignment.pause(self._client)
         deadline = time.monotonic() + seconds
         while not self._stopping.is_set and (left := deadline - time.monotonic()) > 0:
             self._fetch(min(left, POLL_SECONDS), 1)
+            self._idled_at = time.monotonic()
             if self._assignment.failures:
                 raise self._assignment.failures.popleft()
 

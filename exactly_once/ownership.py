@@ -170,9 +170,10 @@ class Ownership:
         holding = self.holdings.get(partition)
         if holding is None or holding.token != row.owner_token or row.next_offset is None:
             return
-        holding.state = State.OWNED
         holding.topic_id, holding.cluster_id = row.topic_id, row.cluster_id
         self._go_to(holding, row)
+        # Last: one that an interrupt had left owned without an offset would be read from the end of its log.
+        holding.state = State.OWNED
 
     def not_started(self, partitions: Iterable[Partition]) -> None:
         """Give back what was acquired and cannot be started; it is pending again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -293,8 +294,14 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
         return
     received: list[int] = []
     alarms: list[threading.Timer] = []
+    process = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:
+            # A child that the handler has forked, a worker of a pool say: it ends as it would without us.
+            signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         received.append(number)
         if len(received) == 1:
             stop()

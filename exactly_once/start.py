@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .cluster import Cluster, Topic
 from .config import RangePolicy, StartPolicy
 from .errors import (
+    BrokerUnreachable,
     ClusterChanged,
     LedgerRowMissing,
     LogTruncated,
@@ -39,10 +40,14 @@ _OF_ONE_PARTITION = (LedgerRowMissing, PartitionHalted, OffsetOutOfRange, TopicR
 
 
 class Checked(NamedTuple):
-    """What came of acquired rows; those in neither were taken by somebody else meanwhile."""
+    """What came of acquired rows; those in none were taken by somebody else meanwhile."""
 
     ready: list[Row]
     bad: dict[Partition, StartError]
+    postponed: list[Partition]
+    """Those whose logs no leader tells of now."""
+    trouble: BrokerUnreachable | None
+    """Why that is so."""
 
 
 class Starter:
@@ -133,7 +138,9 @@ class Starter:
                 checked.append(self.identified(row))
             except _OF_ONE_PARTITION as error:
                 bad[row.partition] = error
-        ranges = self._cluster.ranges(row.partition for row in checked)
+        ranges, trouble = self._cluster.available_ranges(row.partition for row in checked)
+        postponed = [row.partition for row in checked if row.partition not in ranges]
+        checked = [row for row in checked if row.partition in ranges]
         new = [row for row in checked if row.next_offset is None]
         ready: list[Row] = []
         for row in [row for row in checked if row.next_offset is not None] + self._choose(new, ranges):
@@ -143,7 +150,7 @@ class Starter:
                 bad[row.partition] = error
             else:
                 ready += [] if moved is None else [moved]
-        return Checked(ready, bad)
+        return Checked(ready, bad, postponed, trouble)
 
     def in_range(self, row: Row, log: Range, *, truncated: bool = False) -> Row | None:
         """Check one row against its log; move it if ``on_out_of_range`` says so.

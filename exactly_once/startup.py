@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import psycopg
 
@@ -40,12 +41,26 @@ def look_at_database(session: Session, options: Options) -> None:
         schemas.check(connection, options.schema)
 
     try:
-        at_start(
-            look, seconds=options.startup_seconds, what=f"Postgres at {options.database}", group_id=options.group_id
-        )
+        with naming_grants(options.schema):
+            at_start(
+                look, seconds=options.startup_seconds, what=f"Postgres at {options.database}", group_id=options.group_id
+            )
     except psycopg.OperationalError as error:
         reason = " ".join(str(error).split())
         raise DatabaseUnreachable(f"no connection to Postgres at {options.database}: {reason}") from error
+
+
+@contextlib.contextmanager
+def naming_grants(schema: str) -> Iterator[None]:
+    """Add to what the server refuses in the block, which holds statements of the library only, what mends it."""
+    try:
+        yield
+    except psycopg.errors.InsufficientPrivilege as error:
+        error.add_note(
+            f"the role of the connection lacks grants. exactly-once migrate --schema {schema} --role NAME gives a role "
+            "all that a consumer needs; with --sql it prints them"
+        )
+        raise
 
 
 def look_at_topics(cluster: Cluster, topics: Sequence[str], options: Options) -> None:

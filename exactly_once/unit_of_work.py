@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from threading import get_ident
 
 import psycopg
 from psycopg import abc, adapt
@@ -45,8 +46,9 @@ class UnitOfWork:
         """Whether the ledger was moved in a joined transaction."""
         self._deferred: list[Bound] = []
         """Statements that wait for the next flush, or for COMMIT."""
-        self._transformer: abc.Transformer | None = None
-        """What converts their parameters; a new one after a flush, behind which encoding or adapters may change."""
+        self._transformers: dict[int, abc.Transformer] = {}
+        """What converts their parameters, for each thread of the handler, since it keeps what it converts; new ones
+        after a flush, behind which encoding or adapters may change."""
         self._is_refused = False
         """Whether the server refused a statement that went before COMMIT, so that COMMIT was not reached."""
 
@@ -103,9 +105,11 @@ class UnitOfWork:
 
     def defer(self, statement: abc.Query, params: abc.Params | None) -> None:
         """Keep a statement until :meth:`flush` or :meth:`commit`, with its parameters as they are now."""
-        if self._transformer is None:
-            self._transformer = adapt.Transformer(self.connection)
-        self._deferred.append(bind(self._transformer, statement, params))
+        transformer = self._transformers.get(get_ident())
+        if transformer is None:
+            transformer = self._transformers[get_ident()] = adapt.Transformer(self.connection)
+        bound = bind(transformer, statement, params)
+        self._deferred.append(bound)  # of the list that is there now: another thread may have flushed meanwhile
 
     def flush(self) -> None:
         """Execute what was deferred, in order and in one round trip.
@@ -113,7 +117,13 @@ class UnitOfWork:
         :raises TransactionEnded: when there is no transaction, or one of the statements ends it.
         :raises psycopg.Error: for one that fails.
         """
-        deferred, self._deferred, self._transformer = self._deferred, [], None
+        if not self._deferred:
+            return
+        with self.connection.lock:  # as cursors do: another thread of the handler may execute something just now
+            self._flush()
+
+    def _flush(self) -> None:
+        deferred, self._deferred, self._transformers = self._deferred, [], {}
         if not deferred:
             return
         if self.connection.pgconn.transaction_status == TransactionStatus.IDLE:
@@ -181,6 +191,9 @@ class UnitOfWork:
 
     def roll_back(self) -> None:
         """End the transaction without effects; a connection that cannot do it is discarded."""
+        if not self.is_joined and self._connection is not None and self._connection.lock.locked():
+            # An interrupt can leave it locked, a handler a thread that uses it still: nobody else could.
+            self._ledger.session.discard()
         self._ledger.session.roll_back()
 
     def fate(self) -> str:

@@ -100,14 +100,17 @@ class Units:
             if h.state is not State.BAD
         )
 
-    def is_left_without(self) -> bool:
-        """Judge, at a moment when a fetch brought nothing, whether nothing will come any more."""
+    def is_left_without(self, *, since: float) -> bool:
+        """Judge, at a moment when a fetch brought nothing, whether nothing will come any more.
+
+        ``since`` is when partitions were paused for the last time.
+        """
         # Nothing held is also what a member has before and between assignments, and says nothing of what is to come.
         holdings = self._ownership.holdings
         can_read = all(h.placed or h.state is State.BAD for h in holdings.values())
         if not (can_read if holdings else self._upkeep.is_left_idle):
             self.came()
-        elif self._idle_seconds is not None and time.monotonic() - self._busy_at >= self._idle_seconds:
+        elif self._idle_seconds is not None and time.monotonic() - max(self._busy_at, since) >= self._idle_seconds:
             return True
         self.note_ends()
         return self.until_end and self._upkeep.is_left_idle

@@ -27,6 +27,7 @@ from .errors import (
     ExactlyOnceError,
     LedgerRowMissing,
     OffsetOutOfRange,
+    StartError,
     TopicRecreated,
     UnknownTopic,
 )
@@ -63,6 +64,8 @@ _COMPARED_AT_MOST = 200
 """How many partitions beside the new ones are compared at once: many members may each ask about many partitions."""
 _BUSY_SECONDS = 1.0
 _FREE_SECONDS = 0.1
+_ASKING_SHARE = 0.25
+"""For how much of its time a loop that reads others may stand still for a leader that gives no answer."""
 _AGAIN_SECONDS = 0.05
 
 Notify = Callable[[Change, list[TopicPartition]], None]
@@ -118,7 +121,12 @@ class Upkeep:
         self._bad: dict[Partition, Bad] = {}
         self._next_rows = 0.0
         self._next_look = 0.0
+        self._began_at = 0.0
+        """When the step began that goes on now."""
         self._not_before = 0.0
+        self._next_examination = 0.0
+        self._postponed: tuple[Partition, ...] = ()
+        """What was told of last as waiting for an answer of its leader."""
         self._told_at = 0.0
         self._generation = -1
         self._next_comparison = 0.0
@@ -139,7 +147,7 @@ class Upkeep:
             or self._ownership.is_unsettled
             or self._settlement.is_pending
             or self._settlement.failed is not None
-            or self._suspects
+            or (self._suspects and time.monotonic() >= self._next_examination)
             or self._unreadable()
             or self._ledger.session.lost
             or time.monotonic() >= self._next_look
@@ -147,7 +155,8 @@ class Upkeep:
 
     def step(self, client: Consumer) -> None:
         """Do what is due. Call it again after an error that passes."""
-        self._next_look = time.monotonic() + MIRROR_SECONDS / 2
+        self._began_at = time.monotonic()
+        self._next_look = self._began_at + MIRROR_SECONDS / 2
         self.take_events()
         if self._settlement.failed is not None:
             raise self._settlement.failed
@@ -176,6 +185,7 @@ class Upkeep:
             event = self._assignment.events[0]
             if event.change is Change.ASSIGNED:
                 self._ownership.assigned(event.partitions)
+                self._not_before = 0.0  # these need not wait for what others wait for
             else:
                 self._ownership.revoked(event.partitions)
                 self._mirror.forget(event.partitions)
@@ -254,20 +264,51 @@ class Upkeep:
         if not pending or time.monotonic() < self._not_before:
             return
         try:
-            known = self._known(pending)
-            bad = self._starter.enrol(known) if known else {}
-            rows = self._acquire_free([p for p in known if p not in bad])
             self.unreachable = None
+            known, bad = self._enrol(self._known(pending))
+            rows = self._acquire_free([p for p in known if p not in bad])
             self._ownership.acquired(rows)
             self._begin(rows)
             self._reject(bad)
         except BrokerUnreachable as error:
             # Partitions that were acquired before need not wait for a leader of these.
-            self.unreachable = str(error)
-            extra = self._about("start_postponed", several=pending)
-            logger.warning("%s cannot be started now: %s", ", ".join(map(str, pending)), error, extra=extra)
+            self._postpone(pending, error)
         if self._ownership.to_acquire():
-            self._not_before = time.monotonic() + _BUSY_SECONDS
+            self._not_before = max(self._not_before, time.monotonic() + _BUSY_SECONDS)
+        else:
+            self._postponed = ()
+
+    def _postpone(self, partitions: Iterable[Partition], error: BrokerUnreachable) -> None:
+        """Let partitions wait for an answer of Kafka, so that others stand still for it rarely; tell it once."""
+        self.unreachable = str(error)
+        now = time.monotonic()
+        share = _ASKING_SHARE if self._ownership.owned() else 1.0
+        self._not_before = now + max(_BUSY_SECONDS, (now - self._began_at) / share)
+        names = tuple(sorted(partitions))
+        level = logging.DEBUG if names == self._postponed else logging.WARNING
+        self._postponed = names
+        text = "%s cannot be started now, and will be tried again: %s"
+        logger.log(level, text, ", ".join(map(str, names)), error, extra=self._about("start_postponed", several=names))
+
+    def _enrol(self, partitions: list[Partition]) -> tuple[list[Partition], dict[Partition, StartError]]:
+        """Make the rows that are missing; return the partitions that need not wait, and those whose row was lost."""
+        try:
+            return partitions, self._starter.enrol(partitions) if partitions else {}
+        except BrokerUnreachable:
+            topics = sorted({p.topic for p in partitions})
+        # Nobody tells where the log of an added partition begins, say: only what has no row yet has to wait for that.
+        bad: dict[Partition, StartError] = {}
+        ready: list[Partition] = []
+        for topic in topics:
+            of_topic = [p for p in partitions if p.topic == topic]
+            try:
+                bad |= self._starter.enrol(of_topic)
+                ready += of_topic
+            except BrokerUnreachable as error:
+                existing = self._ledger.existing(of_topic)
+                ready += sorted(existing)
+                self._postpone(set(of_topic) - existing, error)
+        return ready, bad
 
     def _known(self, pending: list[Partition]) -> list[Partition]:
         """Return the partitions whose topics exist, as far as the broker knows that answers; it may be behind."""
@@ -326,7 +367,9 @@ class Upkeep:
             checked = self._starter.begin(rows)
             for row in checked.ready:
                 self._ownership.started(row.partition, row)
-            self._ownership.taken(set(partitions) - set(checked.bad))
+            self._ownership.taken(set(partitions) - set(checked.bad) - set(checked.postponed))
+            if checked.trouble is not None:
+                self._postpone(checked.postponed, checked.trouble)
             self._reject(checked.bad, {row.partition: row for row in rows})
         finally:
             # What could not be started is given back and tried anew.
@@ -591,6 +634,8 @@ class Upkeep:
 
     def _examine_suspects(self) -> None:
         """Find out why the client could not read on; move, or raise, or just place it again."""
+        if not self._suspects or time.monotonic() < self._next_examination:
+            return
         # First whether it still is the same topic: no policy may move an offset into another one.
         for topic in {p.topic for p in self._suspects}:
             self._compare(topic, self._cluster.ask([topic])[topic])
@@ -599,12 +644,16 @@ class Upkeep:
             if holding is not None and holding.unreadable is None:
                 rows, locked = self._unlocked(self._ledger.read, [partition])
                 if locked:
-                    self._next_look = time.monotonic() + _BUSY_SECONDS
+                    self._next_examination = time.monotonic() + _BUSY_SECONDS
                     continue
                 self._notice([partition], rows)
-                log = self._cluster.ranges([partition])[partition]
+                logs, trouble = self._cluster.available_ranges([partition])
+                if trouble is not None:  # others are read on meanwhile
+                    self._postpone([partition], trouble)
+                    self._next_examination = self._not_before
+                    continue
                 if self._ownership.deliverable(partition) is holding:
-                    self._reposition(rows[0], log, reason)
+                    self._reposition(rows[0], logs[partition], reason)
             # Of one that is placed anew there comes another error if need be.
             self._suspects.pop(partition, None)
         self._delivery.discard()

@@ -7,11 +7,13 @@ import base64
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from exactly_once import dead_letters
 from exactly_once.dead_letters import DeadLetter
 from exactly_once.errors import ExactlyOnceError
+from exactly_once.model import Partition
 from exactly_once.replay import Replay
 from exactly_once.session import Session
 from exactly_once.unit import Unit
@@ -28,7 +30,8 @@ _REPLAY = """\
 Call a handler with dead letters in the order of the log, each in one transaction with its mark: a crash
 leaves a letter replayed with its effects, or dead without them. One that fails again stays dead; the rest
 goes on, and the command exits with 1. A dry run unless --execute is said."""
-_HEADER = ("ID", "GROUP", "TOPIC", "PARTITION", "OFFSET", "DEAD SINCE", "ATTEMPTS", "STATUS", "ERROR")
+_HEADER = ("ID", "GROUP", "PARTITION", "OFFSET", "DEAD SINCE", "TRIES", "STATUS", "ERROR")
+_GIVE = tuple(map(_HEADER.index, ("ERROR", "GROUP", "PARTITION")))
 _SHOWN_CHARACTERS = 60
 _REPLAYED, _SETTLED = "replayed", "was settled by somebody else meanwhile"
 
@@ -172,7 +175,7 @@ def _print(args: argparse.Namespace, found: list[DeadLetter], nothing: str) -> N
     if args.json:
         output.print_json({"dead_letters": [_document(letter) for letter in found]})
     elif found:
-        output.print_table(_HEADER, [_cells(letter) for letter in found])
+        output.print_table(_HEADER, [_cells(letter) for letter in found], give=_GIVE)
     else:
         print(nothing)
 
@@ -182,10 +185,9 @@ def _cells(letter: DeadLetter) -> list[object]:
     return [
         letter.id,
         letter.group_id,
-        letter.topic,
-        letter.partition,
+        Partition(letter.topic, letter.partition),
         letter.message_offset,
-        letter.dead_at.isoformat(" ", "seconds"),
+        output.ago((datetime.now(UTC) - letter.dead_at).total_seconds()),
         letter.attempts,
         letter.status,
         error if len(error) <= _SHOWN_CHARACTERS else f"{error[:_SHOWN_CHARACTERS]}...",

@@ -178,10 +178,11 @@ def _print(
             )
             for row in rows
         ],
+        give=(3, 0),
     )
     if owned and not args.execute:
         last = output.ago(min((row.advanced_seconds_ago for row in owned if row.advanced_seconds_ago), default=None))
-        print(
+        output.print_lines(
             f"dry run: nothing was changed. {owned[0].owner_kind} {owned[0].owner} has not released its rows; it last "
             f"moved one {last or 'never'}. See to it that it has stopped, then say --execute"
         )

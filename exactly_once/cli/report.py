@@ -19,7 +19,8 @@ def tell(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
         output.print_json(_document(plan, executed=args.execute))
         return
     print(f"group {plan.group_id}, topic {plan.topic}, to {plan.target}", *more, sep="\n")
-    output.print_table(*_table(plan))
+    header, rows = _table(plan)
+    output.print_table(header, rows, give=(header.index("NOTE"),))
     if _is_one_topic(plan):
         output.print_lines(_effect(plan, executed=args.execute))
     print("done" if args.execute else "dry run: nothing was changed; --execute does it")

@@ -36,6 +36,14 @@ def test_a_dry_run_shows_old_and_new_and_changes_nothing(operate: Command, consu
     assert text.out.splitlines()[2].split() == ["0", "10", "->", "0", "0", "10", "-"]
 
 
+def test_the_table_fits_the_terminal(
+    operate: Command, consumed: str, db: Db, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    db.execute("UPDATE exactly_once.ledger SET halted = repeat('because ', 20) WHERE group_id = %s", (name,))
+    assert max(map(len, operate("reset", "--topic", consumed, "--to-earliest").out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     ("target", "again", "left_out", "said"),
     [

@@ -622,6 +622,38 @@ def test_a_handler_may_do_both(scene: Scene) -> None:
     scene.assert_exact()
 
 
+def test_threads_of_a_handler_may_do_both_at_once(scene: Scene) -> None:
+    """No statement is lost, none meets another one on the connection, and those of a thread keep their order."""
+    table = scene.table("id serial, thread int, step text")
+    insert = text(f"INSERT INTO {table} (thread, step) VALUES (%s, %s)")
+
+    def work(unit: Unit, thread: int) -> None:
+        for step in range(40):
+            # A thread's types are not those of the others.
+            values = (thread, str(step)) if thread % 2 else (decimal.Decimal(thread), step)
+            (unit.execute if step % 4 == 3 else unit.defer)(insert, values)
+
+    unit = next(iter(scene.consumer()))
+    with unit, ThreadPoolExecutor(4) as pool:
+        effects(unit)
+        for done in [pool.submit(work, unit, thread) for thread in range(4)]:
+            done.result()
+    for thread in range(4):
+        steps = scene.query(f"SELECT step::int FROM {table} WHERE thread = {thread} ORDER BY id")
+        assert [step for (step,) in steps] == list(range(40))
+
+
+def test_a_connection_that_an_interrupt_has_left_locked_is_replaced(scene: Scene) -> None:
+    """The interrupt comes at the end of the block that holds the lock, where Python does not release it."""
+    consumer = scene.consumer()
+    unit = next(iter(consumer))
+    with pytest.raises(KeyboardInterrupt), unit:
+        effects(unit)
+        unit.connection.lock.acquire()
+        raise KeyboardInterrupt
+    drain(scene, consumer)
+
+
 def test_a_consumer_that_cannot_ask_resolves_later(scene: Scene) -> None:
     is_shut = False
 

@@ -80,3 +80,15 @@ def _serve(consumer: ExactlyOnceConsumer, end: dict[str, Any], failures: list[Ba
                 apply(unit)
     except BaseException as error:  # noqa: BLE001
         failures.append(error)
+
+
+def test_a_handler_in_a_thread_may_take_longer_than_nothing_may_come(
+    make_consumer: MakeConsumer, bootstrap_servers: str, name: str
+) -> None:
+    """Partitions are paused for it, which throws away what was fetched; to fetch it again takes a moment."""
+    create_topic(bootstrap_servers, 1, name=name)
+    produce(bootstrap_servers, name, 4, 1)
+    with make_consumer(max_messages=2) as consumer:
+        consumer.subscribe([name])
+        consumer.run(lambda unit: unit.execute("SELECT pg_sleep(3.2)"), in_thread=True, idle_seconds=3)
+        assert consumer.counters.messages == 4

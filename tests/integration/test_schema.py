@@ -11,6 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 from exactly_once import ConfigurationError, ExactlyOnceConsumer, SchemaTooNew, SchemaTooOld
 from exactly_once.schema import VERSION, as_sql, check, migrate
@@ -149,3 +150,28 @@ def test_the_printed_sql_makes_a_schema_that_serves_a_role_with_nothing_else(
 def _drop(conninfo: str, schema: str) -> None:
     with psycopg.connect(conninfo, autocommit=True) as connection:
         connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(schema)))
+
+
+@pytest.mark.parametrize("granted", ["USAGE ON SCHEMA", "SELECT ON ALL TABLES IN SCHEMA"])
+def test_a_role_without_grants_is_told_what_gives_them(  # noqa: PLR0917 - fixtures are positional
+    granted: str,
+    db: psycopg.Connection[Any],
+    conninfo: str,
+    bootstrap_servers: str,
+    name: str,
+    make_consumer: MakeConsumer,
+) -> None:
+    """At the start, or as soon as something is refused that the role may not do."""
+    create_topic(bootstrap_servers, 1, name=name)
+    db.execute(f"CREATE ROLE {name} LOGIN".encode())
+    db.execute(f"GRANT USAGE ON SCHEMA exactly_once TO {name}".encode())
+    db.execute(f"GRANT {granted} exactly_once TO {name}".encode())
+    try:
+        consumer = make_consumer(conninfo=make_conninfo(conninfo, user=name))
+        with pytest.raises(psycopg.errors.InsufficientPrivilege) as raised:  # noqa: PT012 - at either, by the grant
+            consumer.subscribe([name])
+            next(iter(consumer))
+        assert "exactly-once migrate --schema exactly_once --role" in raised.value.__notes__[0]
+        consumer.close()
+    finally:
+        db.execute(f"DROP OWNED BY {name}; DROP ROLE {name}".encode())

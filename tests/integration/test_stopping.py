@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -14,9 +15,10 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from exactly_once import ConfigurationError, ExactlyOnceConsumer, WrongProcess
+from exactly_once import ConfigurationError, ExactlyOnceConsumer, Unit, WrongProcess
 from tests.conftest import MakeConsumer
 from tests.support import journal
+from tests.support.interrupts import Interrupt, Interrupter
 from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
@@ -191,6 +193,37 @@ def test_use_in_a_forked_child_is_refused(make_consumer: MakeConsumer, topic: st
     consumer.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_the_handler_forked_ends_at_the_first_signal(make_consumer: MakeConsumer, topic: str) -> None:
+    """As the workers of a pool are ended: `run` stops on a signal in its own process only."""
+    context = multiprocessing.get_context("fork")
+    ends: list[int | None] = []
+    process = os.getpid()
+
+    def wait(ready: Any) -> None:
+        ready.put("ready")
+        time.sleep(60)
+
+    def handle(unit: Unit) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            ready = context.SimpleQueue()  # Python drops a signal that comes while it forks
+            child = context.Process(target=wait, args=[ready])
+            child.start()
+            assert child.pid is not None
+            ready.get()
+            os.kill(child.pid, number)
+            child.join(20)
+            ends.append(child.exitcode)
+        record(unit, "test")
+        assert os.getpid() == process
+
+    with make_consumer(max_messages=MESSAGES) as consumer:
+        consumer.subscribe([topic])
+        consumer.run(handle, until_end=True)
+    assert set(ends[::2]) == {-signal.SIGTERM}
+    assert set(ends[1::2]) == {1}  # KeyboardInterrupt
+
+
 @pytest.mark.fault("D3")
 def test_use_from_another_thread_is_refused(make_consumer: MakeConsumer, topic: str) -> None:
     with make_consumer() as consumer:
@@ -255,6 +288,38 @@ def test_close_is_idempotent_and_final(make_consumer: MakeConsumer, topic: str) 
         next(iter(consumer))
     with pytest.raises(ConfigurationError, match="closed"):
         consumer.subscribe([topic])
+
+
+def test_a_handler_that_closes_the_consumer_is_told_and_stores_nothing(
+    make_consumer: MakeConsumer, topic: str, db: Db, name: str
+) -> None:
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+
+    def handle(unit: Unit) -> None:
+        record(unit, "test")
+        consumer.close()
+
+    with pytest.raises(ConfigurationError, match="this consumer is closed"):
+        consumer.run(handle)
+    assert {offset for offset, _ in ledger(db, name)} == {0}
+    with make_consumer() as again:
+        again.subscribe([topic])
+        assert drain(again) == MESSAGES
+
+
+@pytest.mark.parametrize("lines", [4, 10, 40, 150])
+def test_closing_again_does_what_an_interrupt_has_left(
+    lines: int, make_consumer: MakeConsumer, topic: str, bootstrap_servers: str, name: str
+) -> None:
+    """Else the member would stay in its group for as long as the process lives, and so keep its partitions."""
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+    drain(consumer)
+    with pytest.raises(Interrupt), Interrupter().after(lines):
+        consumer.close()
+    consumer.close()
+    assert members(bootstrap_servers, name) == 0
 
 
 def test_closing_a_consumer_that_never_subscribed_is_quick(make_consumer: MakeConsumer) -> None:

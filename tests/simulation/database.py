@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Literal
 from uuid import UUID
 
@@ -58,6 +59,7 @@ class Connection:
         self.closed = self.broken = False
         self.transaction: Transaction | None = None
         self.is_in_error = False
+        self.lock = Lock()
         self.info = self.pgconn = self
 
     def cursor(self) -> None:

@@ -475,6 +475,9 @@ class Cluster:
     def ranges(self, partitions: Iterable[Partition]) -> dict[Partition, tuple[int, int]]:
         return {p: (0, self._world.logs[p].end) for p in partitions}
 
+    def available_ranges(self, partitions: Iterable[Partition]) -> tuple[dict[Partition, tuple[int, int]], None]:
+        return self.ranges(partitions), None
+
     def committed(self, group_id: str, topic: str, partitions: int) -> dict[Partition, Committed]:
         return {}  # a group that lost all of its rows is refused, which ends a schedule; real servers show that
 

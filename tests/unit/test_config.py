@@ -20,6 +20,7 @@ from exactly_once.config import (
     callbacks,
     check_options,
     check_run,
+    check_topics,
     client_settings,
     is_incremental,
 )
@@ -207,6 +208,36 @@ def test_a_broken_conninfo_is_refused_without_repeating_it() -> None:
 def test_a_group_id_is_required(group_id: str | None) -> None:
     with pytest.raises(ConfigurationError, match=r"group\.id is missing"):
         checked({"group.id": group_id})
+
+
+@pytest.mark.parametrize("group_id", [" g", "\tg", " ", "g\0h", "\0", "g\ud800", "g" * 2001])
+def test_a_group_id_is_refused_that_the_client_would_take_for_another(group_id: str) -> None:
+    """Or that aborts the process, or that no broker answers."""
+    with pytest.raises(ConfigurationError, match=r"group\.id=.* is not possible"):
+        checked({"group.id": group_id})
+
+
+@pytest.mark.parametrize("group_id", ["g", "grüppe 'q\" \\ ;--", "%s {0}", "g ", "a\nb", "g" * 2000])
+def test_any_other_group_id_is_taken(group_id: str) -> None:
+    assert checked({"group.id": group_id}).group_id == group_id
+
+
+@pytest.mark.parametrize(
+    "topics", [["a b"], ["ü"], ["a\0b"], ["^a\0b"], ["."], [".."], ["t" * 250], ["t\n"], ["a", "a"]]
+)
+def test_a_name_that_no_topic_can_have_is_refused(topics: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be the name of a topic|twice"):
+        check_topics(topics)
+
+
+@pytest.mark.parametrize("topics", ["abc", [], [""], [None], [b"a"], [1]])
+def test_what_is_no_list_of_names_is_refused(topics: Any) -> None:
+    with pytest.raises(ConfigurationError, match="give a list of names"):
+        check_topics(topics)
+
+
+def test_names_and_patterns_are_taken() -> None:
+    check_topics(["T" * 249, "a.b_c-1", "...", "^ü .*"])
 
 
 IMPOSSIBLE: list[tuple[str, object, str]] = [

@@ -603,3 +603,20 @@ def test_a_partition_is_left_to_nobody_by_an_interrupt_at_any_line(change: Calla
         expected = {*ownership.to_acquire(), *ownership.to_prove(), *ownership.to_place(), *ownership.bad()}
         assert expected == {P, Q}, interrupter.where
     assert line > 10, "interrupts at too few lines to mean anything"
+
+
+def test_no_partition_is_owned_without_an_offset_after_an_interrupt_at_any_line() -> None:
+    """-1 is the end of the log to the client: what is in it would be passed over."""
+    for line in range(1, 100):
+        ownership, interrupter = Ownership(), Interrupter()
+        ownership.assigned([P])
+        acquired = row(P, 5, token=uuid4())
+        ownership.acquired([acquired])
+        with contextlib.suppress(Interrupt), interrupter.after(line):
+            ownership.started(P, acquired)
+        if not interrupter.where:
+            break
+        ownership.misplaced()
+        holding = ownership.holdings[P]
+        assert holding.state is State.PENDING or (holding.state is State.OWNED and holding.expected == 5), line
+    assert line > 5, "interrupts at too few lines to mean anything"

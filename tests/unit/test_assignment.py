@@ -1,0 +1,79 @@
+"""Rebalance callbacks: what a signal handler raises in one is kept, and so is what Kafka said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+from exactly_once.assignment import Assignment, Change
+from exactly_once.model import Partition
+from tests.support.interrupts import Interrupt
+
+
+class Client:
+    """Stands for the Kafka client, of which a test cannot choose the line that a signal interrupts."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, Callable[[Client, list[Any]], None]] = {}
+        self.calls = 0
+        self.errors: list[BaseException] = []
+
+    def subscribe(self, topics: list[str], **callbacks: Any) -> None:
+        self.callbacks = callbacks
+
+    def incremental_assign(self, partitions: list[TopicPartition]) -> None:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop()
+
+    assign = incremental_assign
+
+
+class Interrupted:
+    """A partition at whose first look a signal comes."""
+
+    partition = 1
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    @property
+    def topic(self) -> str:
+        self.looks += 1
+        if self.looks == 1:
+            raise Interrupt
+        return "t"
+
+
+@pytest.fixture
+def subscribed() -> tuple[Client, Assignment]:
+    client, assignment = Client(), Assignment(incremental=True, group_id="g")
+    assignment.subscribe(client, ["t"])  # type: ignore[arg-type]
+    return client, assignment
+
+
+def test_an_interrupt_before_the_event_is_recorded_loses_nothing(subscribed: tuple[Client, Assignment]) -> None:
+    client, assignment = subscribed
+    client.callbacks["on_assign"](client, [Interrupted()])
+    assert [(e.change, e.partitions) for e in assignment.events] == [(Change.ASSIGNED, (Partition("t", 1),))]
+    assert [type(failure) for failure in assignment.failures] == [Interrupt]
+    assert client.calls == 1
+
+
+def test_an_interrupt_behind_it_records_the_event_once(subscribed: tuple[Client, Assignment]) -> None:
+    client, assignment = subscribed
+    client.errors = [Interrupt()]
+    client.callbacks["on_assign"](client, [TopicPartition("t", 1)])
+    assert len(assignment.events) == len(assignment.failures) == 1
+    assert client.calls == 2
+
+
+def test_what_the_client_refuses_is_not_tried_again(subscribed: tuple[Client, Assignment]) -> None:
+    client, assignment = subscribed
+    client.errors = [KafkaException(KafkaError(KafkaError._FATAL))]
+    client.callbacks["on_assign"](client, [TopicPartition("t", 1)])
+    assert len(assignment.events) == len(assignment.failures) == 1
+    assert client.calls == 1
