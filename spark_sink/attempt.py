@@ -32,7 +32,7 @@ from exactly_once.writer.arrow import write_arrow
 from .batch_ledger import BatchIdLedger, Counted
 from .options import Options
 from .owners import Holding, held_rows
-from .ranges import Range
+from .ranges import Range, behind
 from .unit import SinkUnit
 
 REPORT = "report string"
@@ -68,10 +68,14 @@ class Result:
     transactions: int = 0
     copy_seconds: float = 0.0
     commit_seconds: float = 0.0
+    reached: list[tuple[str, int, int]] = field(default_factory=list)
+    """Topic, partition, and the offset up to which the ledger has moved, by this attempt or one before it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers by name."""
-        return asdict(self)
+        numbers = asdict(self)
+        del numbers["reached"]
+        return numbers
 
     def as_batch(self) -> pa.RecordBatch:
         """Pack it as the row that a task returns."""
@@ -119,8 +123,14 @@ class Attempt:
         """Return where the ledger stands now, after every transaction that could still move it.
 
         :raises Fenced: when another run owns a partition.
+        :raises LedgerBehindCheckpoint: when a failover has lost what the driver had found. Token and epoch survive one.
         """
-        return {p: row.next_offset or 0 for p, row in held_rows(self.ledger, self.work.holdings).items()}
+        rows = held_rows(self.ledger, self.work.holdings)
+        standing = {partition: row.next_offset or 0 for partition, row in rows.items()}
+        for held in self.work.holdings:
+            if standing[held.partition] < held.found:
+                raise behind(held.partition, standing[held.partition], held.found, group_id=self.ledger.group_id)
+        return standing
 
     def begin(self) -> None:
         """Open the transaction."""
@@ -161,6 +171,11 @@ class Attempt:
             return
         self.result.commit_seconds += time.monotonic() - began_at
         self.result.transactions += 1
+        self.reached({partition: end for partition, (_, end) in moves.items()})
+
+    def reached(self, offsets: Mapping[Partition, int]) -> None:
+        """Tell the driver up to where the ledger has moved, which it compares with what it finds afterwards."""
+        self.result.reached = [(*partition, offset) for partition, offset in offsets.items()]
 
     def _call_also(self, moves: Mapping[Partition, tuple[int, int]]) -> None:
         also = self.work.options.also
@@ -176,6 +191,7 @@ class Attempt:
 
     def _judge(self, moves: Mapping[Partition, tuple[int, int]], error: psycopg.Error) -> None:
         """Tell an attempt that came second from one that is a zombie's."""
+        landed: dict[Partition, int] = {}
         if isinstance(self.ledger, BatchIdLedger):
             self.ledger.check()
         else:
@@ -185,6 +201,7 @@ class Attempt:
                 told = ", ".join(f"{partition} {offset}" for partition, offset in landed.items())
                 raise Ahead(f"another attempt of this task has moved the ledger meanwhile, to {told}") from error
         self.result = Result(dropped=self.result.dropped + self.result.rows)
+        self.reached(landed)
 
     def _halt_if_committed(self, error: BaseException) -> None:
         """Stop the group where ``also`` has committed by itself: a retry would double what it stored."""

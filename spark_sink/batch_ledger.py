@@ -64,6 +64,7 @@ class BatchIdLedger(Ledger):
         """Return whether the batch has been counted by now.
 
         :raises Fenced: when another run owns the group.
+        :raises LedgerBehindCheckpoint: when a failover has lost the one before it.
         :raises PartitionHalted: when nobody may go on with it.
         """
         with self.session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
@@ -74,6 +75,8 @@ class BatchIdLedger(Ledger):
             raise Fenced(
                 f"another run counts the batches of group {self.group_id!r} by now, so this one must not write any more"
             )
+        if row[1] < self._counted.batch_id - 1:
+            raise lost_batches(self.group_id, row[1], self._counted.batch_id)
         return bool(row[1] >= self._counted.batch_id)
 
 
@@ -129,11 +132,7 @@ def is_replay(stored: Counted, batch_id: int, fingerprint: str | None, *, group_
     :raises QueryChanged: when the checkpoint is an older copy, so that old numbers mean new rows.
     """
     if batch_id > stored.batch_id + 1:
-        raise LedgerBehindCheckpoint(
-            f"group {group_id!r}: the ledger has counted batch {stored.batch_id}, Spark goes on with batch {batch_id}: "
-            "the database was set back, or the query has not written through this sink before. Empty the table and "
-            "start with a new checkpoint and another group_id"
-        )
+        raise lost_batches(group_id, stored.batch_id, batch_id)
     is_same = None in (fingerprint, stored.fingerprint) or fingerprint == stored.fingerprint
     if batch_id < stored.batch_id or (batch_id == stored.batch_id and not is_same):
         raise QueryChanged(
@@ -142,6 +141,20 @@ def is_replay(stored: Counted, batch_id: int, fingerprint: str | None, *, group_
             "new checkpoint and another group_id"
         )
     return batch_id == stored.batch_id
+
+
+def lost_batches(
+    group_id: str,
+    counted: int,
+    batch_id: int,
+    *,
+    mend: str = "Empty the table and start with a new checkpoint and another group_id",
+) -> LedgerBehindCheckpoint:
+    """Describe a batch that is not the next one."""
+    return LedgerBehindCheckpoint(
+        f"group {group_id!r}: the ledger has counted batch {counted}, Spark goes on with batch {batch_id}: the "
+        f"database was set back, or the query has not written through this sink before. {mend}"
+    )
 
 
 def release(session: Session, *, group_id: str, token: UUID) -> None:

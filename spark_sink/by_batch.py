@@ -79,7 +79,8 @@ class BatchTask(NamedTuple):
     def _write(self, attempt: Attempt, rows: Iterable[pa.Table], standing: Mapping[Partition, int]) -> None:
         moves = {p: (standing[p], r.end) for p, r in self.work.ranges.items() if standing[p] < r.end}
         if not moves:
-            return  # an earlier attempt has landed, and its answer was lost
+            attempt.reached(standing)  # an earlier attempt has landed, and its answer was lost
+            return
         # What transaction="partition" would refuse in a large batch, it refuses in a small one.
         screen = Screen(standing, self.work.ranges, strictly=self.work.options.transaction == "partition")
         attempt.begin()

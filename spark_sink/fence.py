@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -23,6 +24,7 @@ from exactly_once.sql import query
 from exactly_once.watcher import Watcher
 
 from . import batch_ledger
+from .errors import LedgerBehindCheckpoint
 from .options import Options
 
 PATIENCE_SECONDS = 30.0
@@ -72,6 +74,7 @@ def register(options: Options, origin: Origin) -> None:
     """Make this run the one that writes, if it was never seen before; whether it still is, its commit finds out.
 
     :raises QueryChanged: when the group counts the batches of another query.
+    :raises LedgerBehindCheckpoint: when the query has published a batch that is not the one before this.
     :raises SchemaTooOld: when the database lacks what this needs.
     """
     briefly(PATIENCE_SECONDS)(_register, options, origin)
@@ -85,13 +88,14 @@ def watching(options: Options, origin: Origin, session: Session) -> Watcher:
 def _register(options: Options, origin: Origin) -> None:
     session = OneTransaction(options, origin)
     watcher = watching(options, origin, session)
-    parameters = {"group_id": options.group_id, "run_id": origin.run_id}
+    parameters = {"group_id": options.group_id, "run_id": origin.run_id, "batch_id": origin.batch_id}
     try:
         with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
             cursor = cursor_on(connection)
             if cursor.execute(query("spark_register", options.schema), parameters, prepare=False).rowcount:
                 with watcher.acquiring(pid, ()):
                     _acquire(session, options, origin)
+                _compare(cursor, options, origin)
                 cursor.execute(query("spark_forget", options.schema), parameters, prepare=False)
     except psycopg.errors.UndefinedTable:
         check(session.connection, options.schema)
@@ -99,6 +103,22 @@ def _register(options: Options, origin: Origin) -> None:
     finally:
         watcher.close()
         session.close()
+
+
+def _compare(cursor: psycopg.Cursor[tuple[Any, ...]], options: Options, origin: Origin) -> None:
+    """Refuse a run that would leave out batches of its query: the registration may be lost as well."""
+    parameters = {"group_id": options.group_id, "query_id": origin.query_id}
+    last = cursor.execute(query("spark_last", options.schema), parameters, prepare=False).fetchone()
+    if last is not None and last[0] < origin.batch_id - 1:
+        raise not_next(options, last[0], origin.batch_id)
+
+
+def not_next(options: Options, last: int, batch_id: int) -> LedgerBehindCheckpoint:
+    """Describe a batch in front of which some are missing."""
+    if options.ledger == "batch-id":
+        return batch_ledger.lost_batches(options.group_id, last, batch_id)
+    mend = "To read them again start the query with a new checkpoint and startingOffsets from the ledger"
+    return batch_ledger.lost_batches(options.group_id, last, batch_id, mend=mend)
 
 
 def _acquire(session: Session, options: Options, origin: Origin) -> None:

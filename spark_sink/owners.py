@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import UUID
 
 import psycopg
 
-from exactly_once.errors import Fenced, Rewound
+from exactly_once.errors import Fenced
 from exactly_once.ledger import Ledger, row_missing
 from exactly_once.logs import about
 from exactly_once.model import Advance, Partition, Row
@@ -22,7 +22,7 @@ from exactly_once.retry import briefly
 from exactly_once.start import Starter, refuse_halted
 
 from .errors import LedgerBehindCheckpoint
-from .ranges import Range, Share
+from .ranges import Range, Share, behind
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ class Holding:
     token: UUID
     epoch: int
     topic_id: str | None
+    found: int = 0
+    """Where the driver found the row when it took it for a batch. No attempt starts below that, whatever it reads."""
 
     def advance(self, expected: int, next_offset: int) -> Advance:
         """Return the move of this row that a transaction asks for."""
@@ -70,29 +72,24 @@ class Owners:
         if new:
             briefly(_ACQUIRE_SECONDS)(self._enrol, new, batch_id)
             self._acquire({r.partition: r for r in new})
-        return held_rows(self._ledger, [self.held[r.partition] for r in ranges])
+        rows = held_rows(self._ledger, [self.held[r.partition] for r in ranges])
+        for partition, row in rows.items():
+            self.held[partition] = replace(self.held[partition], found=row.next_offset or 0)
+        return rows
 
-    def finish(self, todo: Sequence[Share], *, is_whole: bool) -> None:
+    def finish(self, todo: Sequence[Share], reached: Mapping[Partition, int]) -> None:
         """Move partitions to the ends of their shares, after the tasks have written all that there was.
 
-        With ``is_whole`` the task has moved them, and it is only seen that it has.
+        ``reached`` is where they say that they have moved them; a partition without rows is where the driver found it.
 
         :raises Fenced: when somebody has taken one meanwhile.
+        :raises LedgerBehindCheckpoint: when a failover has lost what a task had committed.
         """
-        held = [self.held[share.partition] for share in todo]
-        moved = self._ledger.finish(
-            [
-                h.advance(share.end if is_whole else share.write_from, share.end)
-                for h, share in zip(held, todo, strict=True)
-            ]
-        )
-        left = [h for h in held if h.partition not in moved]
-        if left:
-            rows = held_rows(self._ledger, left)
-            raise Rewound(
-                f"all tasks have succeeded, but the ledger stands at offset {rows[left[0].partition].next_offset} of "
-                f"{left[0].partition}, outside of what they wrote: the database was set back meanwhile"
-            )
+        known = {share.partition: reached.get(share.partition, share.write_from) for share in todo}
+        moved = self._ledger.finish([self.held[s.partition].advance(known[s.partition], s.end) for s in todo])
+        left = [self.held[share.partition] for share in todo if share.partition not in moved]
+        for partition, row in held_rows(self._ledger, left).items() if left else ():
+            raise behind(partition, row.next_offset, known[partition], group_id=self._ledger.group_id)
 
     def release(self, ledger: Ledger) -> None:
         """Give all rows back over a connection of the caller's; best effort."""

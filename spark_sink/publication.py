@@ -28,7 +28,7 @@ from . import batch_ledger
 from .attempt import writer_of
 from .batch_ledger import BatchIdLedger
 from .errors import RowsOutOfOrder
-from .fence import PATIENCE_SECONDS, OneTransaction, Origin, watching
+from .fence import PATIENCE_SECONDS, OneTransaction, Origin, not_next, watching
 from .frame import check_key, columns_of
 from .options import Options
 from .owners import Holding, Owners
@@ -104,8 +104,11 @@ class Publication:
         """Do everything but the COMMIT; return the moves that it must make."""
         options, origin = self._options, self._origin
         counted = batch_ledger.owned(self._session, group_id=options.group_id, token=origin.run_id)
-        if self._recall() >= origin.batch_id:
+        published = self._recall()
+        if published >= origin.batch_id:
             return []  # done by a call whose answer was lost
+        if published != origin.batch_id - 1:
+            raise not_next(options, published, origin.batch_id)
         self._fit(schema)
         advances: list[Advance] = []
         if options.ledger == "offsets":

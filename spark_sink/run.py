@@ -27,7 +27,7 @@ from exactly_once.writer import Table
 
 from . import batch_ledger
 from .attempt import REPORT, Result, Work, read_results, writer_of
-from .batch_ledger import BatchIdLedger, Counted
+from .batch_ledger import BatchIdLedger, Counted, lost_batches
 from .by_batch import BatchTask, to_one_task
 from .by_partition import PartitionTask, to_tasks
 from .errors import RowsOutOfOrder
@@ -178,7 +178,8 @@ class Run:
                 )
         result = self._act(frame, work, count=len(todo))
         # Only now: Spark says that every task has succeeded.
-        self._owners.finish(todo, is_whole=self._options.transaction == "batch")
+        reached = {Partition(topic, number): offset for topic, number, offset in result.reached}
+        self._owners.finish(todo, reached)
         return result
 
     def _is_small(self, todo: list[Share]) -> bool:
@@ -204,7 +205,8 @@ class Run:
         counted = replace(self._counted, batch_id=batch_id, fingerprint=fingerprint)
         result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), count=1)
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=counted)
-        assert ledger.check(), "the task has succeeded, so the batch is counted"
+        if not ledger.check():
+            raise lost_batches(options.group_id, batch_id - 1, batch_id + 1)
         self._counted = counted
         return result
 

@@ -2,55 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import psycopg
 import pytest
 
-from exactly_once import ExactlyOnceConsumer, ReadOnly, StartRefused, embedded
-from exactly_once.schema import migrate
+from exactly_once import ExactlyOnceConsumer, ReadOnly, StartRefused
 from tests.conftest import MakeConsumer
+from tests.support.standby import Pair, primary_and_standby
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 
 MESSAGES = 40
 
 
-class Pair(NamedTuple):
-    """A primary and its standby, which replicates asynchronously."""
-
-    primary: embedded.Postgres
-    standby: embedded.Postgres
-
-
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     """Both running."""
-    with embedded.Postgres(settings={"fsync": "off"}) as primary:
-        with psycopg.connect(primary.conninfo, autocommit=True) as connection:
-            migrate(connection)
-        # Beside the primary's own directory, which its account can reach.
-        directory = Path(f"{primary.data_directory.parent}-standby")
-        standby = embedded.Postgres(directory=directory, settings={"fsync": "off"})
-        backup = [primary.binary("pg_basebackup"), "-d", primary.conninfo, "-D", standby.data_directory, "-R"]
-        subprocess.run([*map(str, backup), "--checkpoint=fast", "--no-sync"], check=True)
-        try:
-            with standby:
-                until(lambda: is_streaming(primary), 30, "replication")
-                yield Pair(primary, standby)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def is_streaming(primary: embedded.Postgres) -> bool:
-    """Tell whether the standby has everything."""
-    with psycopg.connect(primary.conninfo, autocommit=True) as connection:
-        query = "SELECT coalesce(bool_and(replay_lsn = pg_current_wal_lsn()), false) FROM pg_stat_replication"
-        return connection.execute(query).fetchone() == (True,)
+    with primary_and_standby() as pair:
+        yield pair
 
 
 def apply(consumer: ExactlyOnceConsumer, topic: str, messages: int) -> int:
@@ -78,7 +48,7 @@ def test_lost_commits_are_told_and_the_old_primary_is_refused(
     create_topic(bootstrap_servers, 1, name=name)
     produce(bootstrap_servers, name, MESSAGES, 1)
     assert apply(make_consumer(conninfo=primary.conninfo, max_messages=10), name, 10) == 10
-    until(lambda: is_streaming(primary), 30, "a standby that has everything")
+    until(pair.is_streaming, 30, "a standby that has everything")
     standby.stop()
     assert apply(make_consumer(conninfo=primary.conninfo, max_messages=10), name, 20) == 20
     primary.stop("immediate")
