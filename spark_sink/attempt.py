@@ -31,7 +31,7 @@ from exactly_once.writer.arrow import write_arrow
 
 from .batch_ledger import BatchIdLedger, Counted
 from .options import Options
-from .owners import Holding, held_rows
+from .owners import Holding, held_rows, rotates_at
 from .ranges import Range, behind
 from .unit import SinkUnit
 
@@ -103,6 +103,7 @@ class Attempt:
             self.session.connect, schema=options.schema, group_id=options.group_id, instance=UUID(int=0)
         )
         self._may_have_committed = False
+        self._rotates = session is not None and rotates_at(work.batch_id)  # the driver's own session
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +160,8 @@ class Attempt:
         :raises Ahead: when another attempt has landed a part; the next attempt writes the rest.
         """
         self._call_also(moves)
-        advances = [held.advance(*moves[held.partition]) for held in self.work.holdings if held.partition in moves]
+        held = [holding for holding in self.work.holdings if holding.partition in moves]
+        advances = [holding.advance(*moves[holding.partition], rotates=self._rotates) for holding in held]
         began_at = time.monotonic()
         try:
             self.unit.commit(advances)

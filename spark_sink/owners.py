@@ -17,7 +17,7 @@ import psycopg
 from exactly_once.errors import Fenced
 from exactly_once.ledger import Ledger, row_missing
 from exactly_once.logs import about
-from exactly_once.model import Advance, Partition, Row
+from exactly_once.model import ROTATE_EVERY, Advance, Partition, Row
 from exactly_once.retry import briefly
 from exactly_once.start import Starter, refuse_halted
 
@@ -39,8 +39,10 @@ class Holding:
     topic_id: str | None
     found: int = 0
     """Where the driver found the row when it took it for a batch. No attempt starts below that, whatever it reads."""
+    generation: int = 0
+    """The row's at that moment. Tasks leave it as it is."""
 
-    def advance(self, expected: int, next_offset: int) -> Advance:
+    def advance(self, expected: int, next_offset: int, *, rotates: bool = False) -> Advance:
         """Return the move of this row that a transaction asks for."""
         return Advance(
             partition=self.partition,
@@ -50,6 +52,8 @@ class Holding:
             expected=expected,
             next_offset=next_offset,
             leader_epoch=None,  # Spark does not tell it
+            generation=self.generation,
+            rotates=rotates,
         )
 
 
@@ -74,10 +78,11 @@ class Owners:
             self._acquire({r.partition: r for r in new})
         rows = held_rows(self._ledger, [self.held[r.partition] for r in ranges])
         for partition, row in rows.items():
-            self.held[partition] = replace(self.held[partition], found=row.next_offset or 0)
+            found = row.next_offset or 0
+            self.held[partition] = replace(self.held[partition], found=found, generation=row.generation)
         return rows
 
-    def finish(self, todo: Sequence[Share], reached: Mapping[Partition, int]) -> None:
+    def finish(self, todo: Sequence[Share], reached: Mapping[Partition, int], *, batch_id: int = 0) -> None:
         """Move partitions to the ends of their shares, after the tasks have written all that there was.
 
         ``reached`` is where they say that they have moved them; a partition without rows is where the driver found it.
@@ -86,7 +91,9 @@ class Owners:
         :raises LedgerBehindCheckpoint: when a failover has lost what a task had committed.
         """
         known = {share.partition: reached.get(share.partition, share.write_from) for share in todo}
-        moved = self._ledger.finish([self.held[s.partition].advance(known[s.partition], s.end) for s in todo])
+        rotates = rotates_at(batch_id)
+        advances = [self.held[s.partition].advance(known[s.partition], s.end, rotates=rotates) for s in todo]
+        moved = self._ledger.finish(advances)
         left = [self.held[share.partition] for share in todo if share.partition not in moved]
         for partition, row in held_rows(self._ledger, left).items() if left else ():
             raise behind(partition, row.next_offset, known[partition], group_id=self._ledger.group_id)
@@ -144,6 +151,11 @@ class Owners:
     def _checked(self, row: Row) -> Row:
         refuse_halted(self._ledger.group_id, row)
         return row if self._starter is None else self._starter.identified(row)
+
+
+def rotates_at(batch_id: int) -> bool:
+    """Tell whether the driver rotates rows when it finishes a batch, which tasks never do."""
+    return batch_id % ROTATE_EVERY == 0
 
 
 def held_rows(ledger: Ledger, holdings: Sequence[Holding]) -> dict[Partition, Row]:

@@ -31,7 +31,7 @@ from .errors import RowsOutOfOrder
 from .fence import PATIENCE_SECONDS, OneTransaction, Origin, not_next, watching
 from .frame import check_key, columns_of
 from .options import Options
-from .owners import Holding, Owners
+from .owners import Holding, Owners, rotates_at
 from .ranges import looked_through, shares
 from .run import starter_of
 from .screen import PLACES, Screen
@@ -152,7 +152,8 @@ class Publication:
                 self._store(screen.keep(table))
             self._dropped = screen.dropped
         self._ended |= {r.partition: r.end for r in ranges}
-        return [self._owners.held[p].advance(*move) for p, move in moves.items()]
+        rotates = rotates_at(self._origin.batch_id)
+        return [self._owners.held[p].advance(*move, rotates=rotates) for p, move in moves.items()]
 
     def _sorted(self, staged: Sequence[Staged]) -> Iterator[pa.Table]:
         """Read rows; in the order of their offsets where it matters who comes last."""

@@ -179,7 +179,7 @@ class Run:
         result = self._act(frame, work, count=len(todo))
         # Only now: Spark says that every task has succeeded.
         reached = {Partition(topic, number): offset for topic, number, offset in result.reached}
-        self._owners.finish(todo, reached)
+        self._owners.finish(todo, reached, batch_id=batch_id)
         return result
 
     def _is_small(self, todo: list[Share]) -> bool:
