@@ -1,7 +1,7 @@
 """The ledger: the changes of its rows, each one statement over all partitions concerned.
 
-Every method but :meth:`Ledger.advance` opens its own short transaction. Waiting for a lock is
-bounded; a lock time-out surfaces as ``psycopg.errors.LockNotAvailable``.
+Every method but :meth:`Ledger.advance` opens its own short transaction, in which waiting for a lock is bounded: a lock
+time-out surfaces as ``psycopg.errors.LockNotAvailable``. :meth:`Ledger.inside` is for a transaction that is open.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
@@ -64,12 +65,22 @@ class Ledger:
         self.application = application
         """Which program applies the messages: written into each row that is acquired."""
         self._can_identify = True
+        self._inside: Connection | None = None
         self._watch = watch
         self._advance = query("advance", session.schema).as_bytes(None)
         # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
         # short COMMIT's wait for a synchronous standby, after which it has committed all the same.
         self.own_time = b"SET LOCAL statement_timeout = 0"
         """What goes before the advance and the COMMIT of a unit."""
+
+    def inside(self, connection: Connection) -> Ledger:
+        """Return this ledger with changes that become part of the transaction that is open there.
+
+        Whoever has opened that tries again, the whole of it: a second try inside could only meet what the first broke.
+        """
+        joined = copy(self)
+        joined._inside = connection  # noqa: SLF001 - our own
+        return joined
 
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
         """Return which partitions have rows, and which were ever given one."""
@@ -324,6 +335,9 @@ class Ledger:
     def _changing(
         self, waiting: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS, is_durable: bool = True
     ) -> Iterator[psycopg.Cursor[tuple[Any, ...]]]:
+        if self._inside is not None:
+            yield cursor_on(self._inside)
+            return
         opening = self.session.ledger_transaction(lock_timeout_seconds=lock_seconds, is_durable=is_durable)
         with opening as (connection, pid):
             watching = self._watch(pid, waiting) if waiting else contextlib.nullcontext()

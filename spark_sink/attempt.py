@@ -31,7 +31,7 @@ from exactly_once.writer.arrow import write_arrow
 
 from .batch_ledger import BatchIdLedger, Counted
 from .options import Options
-from .owners import Holding, held_rows, rotates_at
+from .owners import Holding, held_rows, patiently, rotates_at
 from .ranges import Range, behind
 from .unit import SinkUnit
 
@@ -126,12 +126,17 @@ class Attempt:
         :raises Fenced: when another run owns a partition.
         :raises LedgerBehindCheckpoint: when a failover has lost what the driver had found. Token and epoch survive one.
         """
-        rows = held_rows(self.ledger, self.work.holdings)
+        rows = patiently(self.ledger.group_id)(held_rows, self.ledger, self.work.holdings)
         standing = {partition: row.next_offset or 0 for partition, row in rows.items()}
         for held in self.work.holdings:
             if standing[held.partition] < held.found:
                 raise behind(held.partition, standing[held.partition], held.found, group_id=self.ledger.group_id)
         return standing
+
+    def is_counted(self) -> bool:
+        """Return whether the batch has been counted by now; raises as the ledger of batch ids does."""
+        assert isinstance(self.ledger, BatchIdLedger)
+        return patiently(self.ledger.group_id)(self.ledger.check)
 
     def begin(self) -> None:
         """Open the transaction."""
@@ -195,7 +200,7 @@ class Attempt:
         """Tell an attempt that came second from one that is a zombie's."""
         landed: dict[Partition, int] = {}
         if isinstance(self.ledger, BatchIdLedger):
-            self.ledger.check()
+            self.is_counted()
         else:
             standing = self.standing()
             landed = {p: standing[p] for p in moves}

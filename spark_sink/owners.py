@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from uuid import UUID
 
 import psycopg
+import tenacity
 
 from exactly_once.errors import Fenced
 from exactly_once.ledger import Ledger, row_missing
 from exactly_once.logs import about
 from exactly_once.model import ROTATE_EVERY, Advance, Partition, Row
-from exactly_once.retry import briefly
+from exactly_once.retry import waiting
 from exactly_once.start import Starter, refuse_halted
 
 from .errors import LedgerBehindCheckpoint
@@ -26,7 +27,8 @@ from .ranges import Range, Share, behind
 
 logger = logging.getLogger(__name__)
 
-_ACQUIRE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
+"""How long a batch waits for a database that is away or busy; a query that is to stop may wait as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Owners:
         """
         new = [r for r in ranges if r.partition not in self.held]
         if new:
-            briefly(_ACQUIRE_SECONDS)(self._enrol, new, batch_id)
+            self._enrol(new, batch_id)
             self._acquire({r.partition: r for r in new})
         rows = held_rows(self._ledger, [self.held[r.partition] for r in ranges])
         for partition, row in rows.items():
@@ -122,7 +124,7 @@ class Owners:
             self._ledger.enrol(dict.fromkeys(missing), cluster_id=None, topic_ids={})
 
     def _acquire(self, ranges: dict[Partition, Range]) -> None:
-        rows = briefly(_ACQUIRE_SECONDS)(self._ledger.acquire, sorted(ranges))
+        rows = self._ledger.acquire(sorted(ranges))
         try:
             self._start(rows, ranges)
         except BaseException:
@@ -153,6 +155,11 @@ class Owners:
         return row if self._starter is None else self._starter.identified(row)
 
 
+def patiently(group_id: str) -> tenacity.Retrying:
+    """Return a retrier for whole transactions of a batch."""
+    return waiting(PATIENCE_SECONDS, group_id=group_id)
+
+
 def rotates_at(batch_id: int) -> bool:
     """Tell whether the driver rotates rows when it finishes a batch, which tasks never do."""
     return batch_id % ROTATE_EVERY == 0
@@ -164,7 +171,7 @@ def held_rows(ledger: Ledger, holdings: Sequence[Holding]) -> dict[Partition, Ro
     :raises Fenced: naming who has them now.
     :raises PartitionHalted: when an attempt has found that ``also`` commits by itself.
     """
-    rows = {row.partition: row for row in briefly(_ACQUIRE_SECONDS)(ledger.read, sorted(h.partition for h in holdings))}
+    rows = {row.partition: row for row in ledger.read(sorted(h.partition for h in holdings))}
     for held in holdings:
         row = rows.get(held.partition)
         if row is None:

@@ -20,7 +20,7 @@ from exactly_once.errors import (
 from exactly_once.model import Partition
 from exactly_once.start import Starter
 from spark_sink import LedgerBehindCheckpoint
-from spark_sink.owners import Owners
+from spark_sink.owners import Owners, patiently
 from spark_sink.ranges import Range, shares
 from tests.conftest import MakeConsumer
 from tests.spark.attempts import Place
@@ -197,5 +197,6 @@ def test_a_broker_that_has_just_started_is_waited_for(
     monkeypatch.setattr(Cluster, "committed", loading)
     ledger, cluster = place.owners()._ledger, Cluster({"bootstrap.servers": bootstrap_servers})
     owners = Owners(ledger, starter=Starter(ledger, cluster, start=None, on_out_of_range="fail"))
-    assert next_offsets(owners, place.ranges(5, 5, start=1)) == [1, 1]
+    rows = patiently(place.name)(owners.take, place.ranges(5, 5, start=1), batch_id=0)
+    assert [row.next_offset for row in rows.values()] == [1, 1]
     assert refused
