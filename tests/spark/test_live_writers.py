@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -91,7 +91,7 @@ def test_live_transactions_are_left_alone_in_every_mode(conninfo: str, name: str
     failpoints.arm("guarded", hold)
     with ThreadPoolExecutor(8) as pool, ExitStack() as stack:
         stack.callback(go.set)
-        writers = [
+        writers: list[Future[Any]] = [
             pool.submit(run, "batch", works["batch"], [places["batch"].rows(range(5)), places["batch"].mark()]),
             pool.submit(run, "partition", works["partition"], [places["partition"].rows(range(5))]),
             pool.submit(run, "batch", works["ids"], [places["ids"].rows(range(5)), places["ids"].mark()]),
