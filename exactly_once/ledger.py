@@ -1,7 +1,7 @@
 """The ledger: the changes of its rows, each one statement over all partitions concerned.
 
-Every method but :meth:`Ledger.advance` opens its own short transaction. Waiting for a lock is
-bounded; a lock time-out surfaces as ``psycopg.errors.LockNotAvailable``.
+Every method but :meth:`Ledger.advance` opens its own short transaction, in which waiting for a lock is bounded: a lock
+time-out surfaces as ``psycopg.errors.LockNotAvailable``. :meth:`Ledger.inside` is for a transaction that is open.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
+from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -63,12 +65,22 @@ class Ledger:
         self.application = application
         """Which program applies the messages: written into each row that is acquired."""
         self._can_identify = True
+        self._inside: Connection | None = None
         self._watch = watch
         self._advance = query("advance", session.schema).as_bytes(None)
         # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
         # short COMMIT's wait for a synchronous standby, after which it has committed all the same.
         self.own_time = b"SET LOCAL statement_timeout = 0"
         """What goes before the advance and the COMMIT of a unit."""
+
+    def inside(self, connection: Connection) -> Ledger:
+        """Return this ledger with changes that become part of the transaction that is open there.
+
+        Whoever has opened that tries again, the whole of it: a second try inside could only meet what the first broke.
+        """
+        joined = copy(self)
+        joined._inside = connection  # noqa: SLF001 - our own
+        return joined
 
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
         """Return which partitions have rows, and which were ever given one."""
@@ -130,6 +142,7 @@ class Ledger:
     ) -> None:
         """Make the rows of partitions; those that exist stay as they are."""
         with self._changing([]) as cursor:
+            self._run(cursor, "enrol_lock")
             self._run(
                 cursor,
                 "enrol",
@@ -149,30 +162,29 @@ class Ledger:
         :raises LedgerRowMissing: when there is no row.
         """
         with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
+            before = {row.partition: row for row in self._rows(cursor, "read_locked", _keys(partitions))}
+            self._refuse(partitions, before)
             rows = self._rows(
                 cursor,
                 "acquire",
-                partitions,
+                _row_keys(before.values()),
                 token=uuid4(),
                 owner_kind=self._owner_kind,
                 owner_instance=self.session.instance,
                 owner_name=self._owner_name,
                 application=self.application,
-                take_over=self._take_over,
             )
-            if len(rows) < len(partitions):
-                self._refuse(cursor, set(partitions) - {row.partition for row in rows})
-        return rows
+        return [_with_previous(row, before[row.partition]) for row in rows]
 
     def look(self, partitions: Sequence[Partition]) -> list[Row]:
         """Read rows without a lock and without writing: enough for a suspicion, never for an offset."""
         with self._changing([]) as cursor:
-            return self._rows(cursor, "look", partitions)
+            return self._rows(cursor, "look", _keys(partitions))
 
     def read(self, partitions: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS) -> list[Row]:
         """Read rows under lock: after every transaction that could still change them."""
         with self._changing(partitions, lock_seconds=lock_seconds, is_durable=False) as cursor:
-            return self._rows(cursor, "read_locked", partitions)
+            return self._rows(cursor, "read_locked", _keys(partitions))
 
     def start(self, rows: Iterable[Row]) -> set[Partition]:
         """Commit chosen starting offsets and ids; return the partitions that were still ours."""
@@ -181,7 +193,7 @@ class Ledger:
             self._run(
                 cursor,
                 "start",
-                **_keys(r.partition for r in rows),
+                **_row_keys(rows),
                 tokens=[r.owner_token for r in rows],
                 next_offsets=[r.next_offset for r in rows],
                 leader_epochs=[r.leader_epoch for r in rows],
@@ -201,6 +213,7 @@ class Ledger:
                 "correct",
                 topic=row.partition.topic,
                 partition=row.partition.number,
+                generation=row.generation,
                 token=row.owner_token,
                 old_offset=row.next_offset,
                 new_offset=new_offset,
@@ -211,12 +224,13 @@ class Ledger:
     def identify(self, tokens: Mapping[Partition, UUID], topic_id: str, *, cluster_id: str | None) -> None:
         """Fill in the topic id of rows of ours that have none, with an entry in the audit table."""
         with self._changing(list(tokens)) as cursor:
+            rows = self._rows(cursor, "read_locked", _keys(tokens))
             self._run(
                 cursor,
                 "identify",
-                **_keys(tokens),
-                tokens=list(tokens.values()),
-                topic_ids=[topic_id] * len(tokens),
+                **_row_keys(rows),
+                tokens=[tokens[row.partition] for row in rows],
+                topic_ids=[topic_id] * len(rows),
                 cluster_id=cluster_id,
             )
 
@@ -238,12 +252,14 @@ class Ledger:
             b"group_id": sql.Literal(self.group_id).as_bytes(connection),
             b"topics": _name_array(tuple([a.partition.topic for a in advances])),
             b"partitions": _array([a.partition.number for a in advances]),
+            b"generations": _array([a.generation for a in advances]),
             b"tokens": _token_array(tuple([a.token for a in advances])),
             b"epochs": _array([a.epoch for a in advances]),
             b"topic_ids": _name_array(tuple([a.topic_id for a in advances])),
             b"expected": _array([a.expected for a in advances]),
             b"next_offsets": _array([a.next_offset for a in advances]),
             b"leader_epochs": _array([a.leader_epoch for a in advances]),
+            b"rotates": b"true" if any(a.rotates for a in advances) else b"false",
         }
         return self._advance % values
 
@@ -262,16 +278,21 @@ class Ledger:
         For the Spark sink, whose tasks move them part of the way; return which rows were there.
         """
         with self._changing([]) as cursor:
-            self._run(
-                cursor,
-                "spark_finish",
-                **_keys(a.partition for a in advances),
-                tokens=[a.token for a in advances],
-                epochs=[a.epoch for a in advances],
-                starts=[a.expected for a in advances],
-                ends=[a.next_offset for a in advances],
-            )
-            return {Partition(topic, number) for topic, number in cursor}
+            rows = {
+                row.partition: row for row in self._rows(cursor, "read_locked", _keys(a.partition for a in advances))
+            }
+            found = [
+                replace(a, expected=row.next_offset, generation=row.generation)
+                for a in advances
+                if (row := rows.get(a.partition)) is not None
+                and (row.owner_token, row.owner_epoch) == (a.token, a.epoch)
+                and row.next_offset is not None
+                and a.expected <= row.next_offset <= a.next_offset
+            ]
+            if found:
+                self._run(cursor, "current_xid")
+                self.advance(cursor.connection, found, xid=last_row(cursor)[0], commit=False)
+            return {a.partition for a in found}
 
     def resolve(self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float) -> list[Row]:
         """Acquire our own rows under a fresh token; return those that were still ours.
@@ -282,7 +303,8 @@ class Ledger:
         tokens.append(uuid4())
         with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
             # As text: an application may have registered a loader that gives uuids as strings.
-            return self._rows(cursor, "resolve", partitions, token=tokens[-1], tokens=list(map(str, tokens)))
+            keys = _row_keys(self._rows(cursor, "read_locked", _keys(partitions)))
+            return self._rows(cursor, "resolve", keys, token=tokens[-1], tokens=list(map(str, tokens)))
 
     def release(self, held: Sequence[tuple[Partition, UUID]]) -> None:
         """Give rows back. Rows that are locked or not ours any more are left alone."""
@@ -295,13 +317,16 @@ class Ledger:
         Return which were halted: not those that have moved beyond what was expected of them.
         """
         with self._changing([a.partition for a in advances]) as cursor:
+            rows = self._rows(cursor, "read_locked", _keys(a.partition for a in advances))
+            by_partition = {a.partition: a for a in advances}
+            found = [by_partition[row.partition] for row in rows]
             self._run(
                 cursor,
                 "halt",
-                **_keys(a.partition for a in advances),
-                tokens=[a.token for a in advances],
-                topic_ids=[a.topic_id for a in advances],
-                expected=[a.expected for a in advances],
+                **_row_keys(rows),
+                tokens=[a.token for a in found],
+                topic_ids=[a.topic_id for a in found],
+                expected=[a.expected for a in found],
                 reason=reason,
             )
             return {Partition(topic, number) for topic, number in cursor}
@@ -310,6 +335,9 @@ class Ledger:
     def _changing(
         self, waiting: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS, is_durable: bool = True
     ) -> Iterator[psycopg.Cursor[tuple[Any, ...]]]:
+        if self._inside is not None:
+            yield cursor_on(self._inside)
+            return
         opening = self.session.ledger_transaction(lock_timeout_seconds=lock_seconds, is_durable=is_durable)
         with opening as (connection, pid):
             watching = self._watch(pid, waiting) if waiting else contextlib.nullcontext()
@@ -324,10 +352,10 @@ class Ledger:
         self,
         cursor: psycopg.Cursor[tuple[Any, ...]],
         name: str,
-        partitions: Iterable[Partition],
+        keys: Mapping[str, Any],
         **parameters: Any,
     ) -> list[Row]:
-        self._run(cursor, name, **_keys(partitions), **parameters)
+        self._run(cursor, name, **keys, **parameters)
         assert cursor.description is not None
         columns = [column.name for column in cursor.description][2:]
         return [
@@ -335,12 +363,14 @@ class Ledger:
             for topic, number, *rest in cursor
         ]
 
-    def _refuse(self, cursor: psycopg.Cursor[tuple[Any, ...]], refused: set[Partition]) -> None:
-        found = {row.partition: row for row in self._rows(cursor, "read_locked", sorted(refused))}
-        for partition in sorted(refused):
+    def _refuse(self, partitions: Iterable[Partition], found: Mapping[Partition, Row]) -> None:
+        """Refuse rows that are missing, or were not released by an owner of the other kind."""
+        for partition in sorted(partitions):
             row = found.get(partition)
             if row is None:
                 raise row_missing(self.group_id, partition)
+            if row.owner_token is None or row.owner_kind == self._owner_kind or self._take_over:
+                continue
             owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
             age = f"acquired {_ago(row.acquired_seconds_ago)}, last advanced {_ago(row.advanced_seconds_ago)}"
             error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
@@ -369,6 +399,18 @@ def _keys(partitions: Iterable[Partition]) -> dict[str, Any]:
     """Split partitions into the two arrays that every statement takes."""
     partitions = list(partitions)
     return {"topics": [p.topic for p in partitions], "partitions": [p.number for p in partitions]}
+
+
+def _row_keys(rows: Iterable[Row]) -> dict[str, Any]:
+    """Split rows into the arrays that statements take behind a lock, or by a grant: the key with its generation."""
+    rows = list(rows)
+    return {**_keys(row.partition for row in rows), "generations": [row.generation for row in rows]}
+
+
+def _with_previous(row: Row, before: Row) -> Row:
+    """Add who had the row: whoever released it is well, only what is taken from somebody may be held up by him."""
+    previous = before.owner_instance if before.owner_token is not None else None
+    return replace(row, previous_instance=previous, previous_application=before.application)
 
 
 def _array(values: list[int] | list[int | None]) -> bytes:

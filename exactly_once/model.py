@@ -9,6 +9,14 @@ from uuid import UUID
 MIRRORED = "exactly_once"
 """How the metadata of offsets begins that this library told Kafka: they are no place to start from."""
 
+ROTATE_EVERY = 256
+"""After how many advances of a row another one takes its place.
+
+Each advance leaves a dead version behind. While anybody holds an older snapshot they stay, and all of them are reached
+by the key, so an advance would cost more and more. A rotation costs about two advances: with one in 256 nobody can
+measure it, and 256 versions are few.
+"""
+
 OwnerKind = Literal["consumer", "spark"]
 
 
@@ -36,6 +44,8 @@ class Row:
 
     partition: Partition
     next_offset: int | None
+    generation: int = 0
+    """Which of the rows that followed each other in one place of the table this is; see :data:`ROTATE_EVERY`."""
     leader_epoch: int | None = None
     cluster_id: str | None = None
     topic_id: str | None = None
@@ -64,6 +74,10 @@ class Advance:
     next_offset: int
     leader_epoch: int | None
     cluster_id: str | None = None
+    generation: int = 0
+    """The row's, which the owner of the row knows."""
+    rotates: bool = False
+    """Whether the unit puts new rows in place of its rows, for all of which that holds; see :data:`ROTATE_EVERY`."""
     after: int | None = None
     """The offset after the message that this owner applied last; None where it does not know.
 

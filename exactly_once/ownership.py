@@ -20,7 +20,7 @@ from enum import Enum
 from typing import NamedTuple
 from uuid import UUID
 
-from .model import Advance, Partition, Row, Span
+from .model import ROTATE_EVERY, Advance, Partition, Row, Span
 
 
 class State(Enum):
@@ -65,6 +65,10 @@ class Holding:
     state: State = State.PENDING
     token: UUID | None = None
     epoch: int = 0
+    generation: int = 0
+    """The row's, as it was read last or as a rotation of ours has left it."""
+    advances: int = ROTATE_EVERY
+    """How often the row was advanced since it was rotated. Those of earlier owners are not known: our first rotates."""
     topic_id: str | None = None
     cluster_id: str | None = None
     leader_epoch: int | None = None
@@ -89,6 +93,11 @@ class Holding:
     def applied(self) -> int:
         """Up to where the log is applied: transactional and compacted ones end in offsets without messages."""
         return max(self.expected, self.log_end) if self.expected == self.fetched else self.expected
+
+    def note_advance(self, generation: int) -> None:
+        """Take note that the row was advanced and is of this generation now."""
+        self.advances = 1 if generation != self.generation else self.advances + 1
+        self.generation = generation
 
     @property
     def is_at_end(self) -> bool:
@@ -161,7 +170,7 @@ class Ownership:
                 self.releases.append((row.partition, row.owner_token))
                 continue
             holding.state = State.STARTING
-            holding.token, holding.epoch = row.owner_token, row.owner_epoch
+            holding.token, holding.epoch, holding.generation = row.owner_token, row.owner_epoch, row.generation
             holding.previous_instance = row.previous_instance
             holding.placed = False
 
@@ -276,25 +285,30 @@ class Ownership:
                     next_offset=end,
                     leader_epoch=leader_epoch,
                     cluster_id=holding.cluster_id,
+                    generation=holding.generation,
+                    rotates=holding.advances >= ROTATE_EVERY,
                     after=holding.last_applied,
                 )
             )
         return advances
 
-    def committed(self, advances: Iterable[Advance]) -> None:
+    def committed(self, advances: Sequence[Advance]) -> None:
         """Move on: the unit and its offsets are durable."""
+        generations = _generations(advances)
         for advance in advances:
             holding = self._held(advance)
             if holding is not None:
-                self._move_on(holding, advance)
+                self._move_on(holding, advance, generations[advance.partition])
 
-    def moved_to_end(self, advances: Iterable[Advance]) -> None:
+    def moved_to_end(self, advances: Sequence[Advance]) -> None:
         """Move on to the end of the log, which no unit was needed for."""
+        generations = _generations(advances)
         for advance in advances:
             holding = self._held(advance)
             if holding is not None and holding.fetched == advance.expected:
                 holding.expected = holding.handed_out = holding.fetched = advance.next_offset
                 holding.leader_epoch = advance.leader_epoch
+                holding.note_advance(generations[advance.partition])
 
     def aborted(self, advances: Iterable[Advance]) -> None:
         """Take back what a unit was given: it will never land."""
@@ -325,7 +339,7 @@ class Ownership:
                 continue
             holding.token = row.owner_token
             if landed:
-                self._move_on(holding, advance)
+                self._move_on(holding, advance, row.generation)
             elif row.next_offset == advance.expected:
                 holding.handed_out = holding.expected
             else:
@@ -344,7 +358,9 @@ class Ownership:
             if holding is None:
                 continue
             holding.handed_out = holding.expected
-            if verdict is Verdict.FENCED:
+            if verdict is Verdict.MATCHES and row is not None:
+                holding.generation = row.generation
+            elif verdict is Verdict.FENCED:
                 self._fence(holding)
             elif verdict in (Verdict.AHEAD, Verdict.REWOUND):
                 assert row is not None
@@ -380,6 +396,7 @@ class Ownership:
                 # Our own move to the end of the log, of which no answer came.
                 holding.expected = holding.handed_out = holding.fetched = holding.applied
                 holding.leader_epoch = row.leader_epoch
+                holding.note_advance(row.generation)
             else:
                 is_behind = row.next_offset is None or row.next_offset < holding.expected
                 verdicts[partition] = Verdict.REWOUND if is_behind else Verdict.AHEAD
@@ -453,7 +470,8 @@ class Ownership:
             holding.state, holding.token, holding.placed = State.FENCED, None, False
             holding.error = holding.left = None
 
-    def _move_on(self, holding: Holding, advance: Advance) -> None:
+    def _move_on(self, holding: Holding, advance: Advance, generation: int) -> None:
+        holding.note_advance(generation)
         holding.expected = holding.last_applied = advance.next_offset
         holding.leader_epoch = advance.leader_epoch
         if holding.gaps:
@@ -466,7 +484,7 @@ class Ownership:
             holding.state, holding.token, holding.placed = State.PENDING, None, False
             return
         holding.expected = holding.handed_out = holding.fetched = row.next_offset
-        holding.leader_epoch, holding.log_end = row.leader_epoch, -1
+        holding.generation, holding.leader_epoch, holding.log_end = row.generation, row.leader_epoch, -1
         holding.placed, holding.last_applied = False, None
 
 
@@ -509,4 +527,12 @@ def _to_end(partition: Partition, holding: Holding) -> Advance:
         next_offset=holding.applied,
         leader_epoch=None,
         cluster_id=holding.cluster_id,
+        generation=holding.generation,
+        rotates=holding.advances >= ROTATE_EVERY,
     )
+
+
+def _generations(advances: Sequence[Advance]) -> dict[Partition, int]:
+    """Say which generations the rows of a unit are of behind it: where one must be rotated, all are."""
+    rotates = any(advance.rotates for advance in advances)
+    return {advance.partition: advance.generation + rotates for advance in advances}

@@ -82,6 +82,20 @@ def briefly(seconds: float) -> tenacity.Retrying:
     )
 
 
+def waiting(seconds: float, *, group_id: str) -> tenacity.Retrying:
+    """Return a retrier as :func:`briefly` does, which tells what it waits for; what waiting does not mend is raised.
+
+    It belongs around whole transactions: within one that is open a second try gets another error, or a lost connection.
+    """
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_may_start_later),
+        wait=BACKOFF,
+        stop=tenacity.stop_after_delay(seconds),
+        before_sleep=partial(_log, group_id),
+        reraise=True,
+    )
+
+
 def at_start(
     ask: Callable[[], T], *, seconds: float, what: str, group_id: str, reason: Callable[[], str | None] = lambda: None
 ) -> T:

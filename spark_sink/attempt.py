@@ -31,8 +31,8 @@ from exactly_once.writer.arrow import write_arrow
 
 from .batch_ledger import BatchIdLedger, Counted
 from .options import Options
-from .owners import Holding, held_rows
-from .ranges import Range
+from .owners import Holding, held_rows, patiently, rotates_at
+from .ranges import Range, behind
 from .unit import SinkUnit
 
 REPORT = "report string"
@@ -68,10 +68,14 @@ class Result:
     transactions: int = 0
     copy_seconds: float = 0.0
     commit_seconds: float = 0.0
+    reached: list[tuple[str, int, int]] = field(default_factory=list)
+    """Topic, partition, and the offset up to which the ledger has moved, by this attempt or one before it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers by name."""
-        return asdict(self)
+        numbers = asdict(self)
+        del numbers["reached"]
+        return numbers
 
     def as_batch(self) -> pa.RecordBatch:
         """Pack it as the row that a task returns."""
@@ -99,6 +103,7 @@ class Attempt:
             self.session.connect, schema=options.schema, group_id=options.group_id, instance=UUID(int=0)
         )
         self._may_have_committed = False
+        self._rotates = session is not None and rotates_at(work.batch_id)  # the driver's own session
 
     def __enter__(self) -> Self:
         return self
@@ -119,8 +124,19 @@ class Attempt:
         """Return where the ledger stands now, after every transaction that could still move it.
 
         :raises Fenced: when another run owns a partition.
+        :raises LedgerBehindCheckpoint: when a failover has lost what the driver had found. Token and epoch survive one.
         """
-        return {p: row.next_offset or 0 for p, row in held_rows(self.ledger, self.work.holdings).items()}
+        rows = patiently(self.ledger.group_id)(held_rows, self.ledger, self.work.holdings)
+        standing = {partition: row.next_offset or 0 for partition, row in rows.items()}
+        for held in self.work.holdings:
+            if standing[held.partition] < held.found:
+                raise behind(held.partition, standing[held.partition], held.found, group_id=self.ledger.group_id)
+        return standing
+
+    def is_counted(self) -> bool:
+        """Return whether the batch has been counted by now; raises as the ledger of batch ids does."""
+        assert isinstance(self.ledger, BatchIdLedger)
+        return patiently(self.ledger.group_id)(self.ledger.check)
 
     def begin(self) -> None:
         """Open the transaction."""
@@ -149,7 +165,8 @@ class Attempt:
         :raises Ahead: when another attempt has landed a part; the next attempt writes the rest.
         """
         self._call_also(moves)
-        advances = [held.advance(*moves[held.partition]) for held in self.work.holdings if held.partition in moves]
+        held = [holding for holding in self.work.holdings if holding.partition in moves]
+        advances = [holding.advance(*moves[holding.partition], rotates=self._rotates) for holding in held]
         began_at = time.monotonic()
         try:
             self.unit.commit(advances)
@@ -161,6 +178,11 @@ class Attempt:
             return
         self.result.commit_seconds += time.monotonic() - began_at
         self.result.transactions += 1
+        self.reached({partition: end for partition, (_, end) in moves.items()})
+
+    def reached(self, offsets: Mapping[Partition, int]) -> None:
+        """Tell the driver up to where the ledger has moved, which it compares with what it finds afterwards."""
+        self.result.reached = [(*partition, offset) for partition, offset in offsets.items()]
 
     def _call_also(self, moves: Mapping[Partition, tuple[int, int]]) -> None:
         also = self.work.options.also
@@ -176,8 +198,9 @@ class Attempt:
 
     def _judge(self, moves: Mapping[Partition, tuple[int, int]], error: psycopg.Error) -> None:
         """Tell an attempt that came second from one that is a zombie's."""
+        landed: dict[Partition, int] = {}
         if isinstance(self.ledger, BatchIdLedger):
-            self.ledger.check()
+            self.is_counted()
         else:
             standing = self.standing()
             landed = {p: standing[p] for p in moves}
@@ -185,6 +208,7 @@ class Attempt:
                 told = ", ".join(f"{partition} {offset}" for partition, offset in landed.items())
                 raise Ahead(f"another attempt of this task has moved the ledger meanwhile, to {told}") from error
         self.result = Result(dropped=self.result.dropped + self.result.rows)
+        self.reached(landed)
 
     def _halt_if_committed(self, error: BaseException) -> None:
         """Stop the group where ``also`` has committed by itself: a retry would double what it stored."""

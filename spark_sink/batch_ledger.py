@@ -64,6 +64,7 @@ class BatchIdLedger(Ledger):
         """Return whether the batch has been counted by now.
 
         :raises Fenced: when another run owns the group.
+        :raises LedgerBehindCheckpoint: when a failover has lost the one before it.
         :raises PartitionHalted: when nobody may go on with it.
         """
         with self.session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
@@ -74,46 +75,54 @@ class BatchIdLedger(Ledger):
             raise Fenced(
                 f"another run counts the batches of group {self.group_id!r} by now, so this one must not write any more"
             )
+        if row[1] < self._counted.batch_id - 1:
+            raise lost_batches(self.group_id, row[1], self._counted.batch_id)
         return bool(row[1] >= self._counted.batch_id)
 
 
-def acquire(session: Session, *, group_id: str, query_id: str, name: str, token: UUID | None = None) -> Counted:
-    """Become the owner of a group's batch ids, whatever run owned them before; under a fresh token if none is given.
+def acquire(session: Session, *, group_id: str, query_id: str, name: str) -> Counted:
+    """Become the owner of a group's batch ids, whatever run owned them before, in a transaction of its own.
 
     :raises QueryChanged: when they are those of another query.
     :raises PartitionHalted: when nobody may go on with them.
     """
+    with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+        return acquire_inside(connection, session, group_id=group_id, query_id=query_id, name=name, token=uuid4())
+
+
+def acquire_inside(
+    connection: Connection, session: Session, *, group_id: str, query_id: str, name: str, token: UUID
+) -> Counted:
+    """Do it in the transaction that is open there."""
     parameters = {
         "group_id": group_id,
         "query_id": query_id,
-        "token": token or uuid4(),
+        "token": token,
         "owner_instance": session.instance,
         "owner_name": name,
     }
-    with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-        known = _read(connection, session.schema, group_id)
-        if known is not None:
-            _refuse_halted(group_id, known)
-        found = cursor_on(connection).execute(query("spark_acquire", session.schema), parameters, prepare=False)
-        row = found.fetchone()
-        if row is None:
-            raise QueryChanged(
-                f"group {group_id!r} counts the batches of query {known[0] if known else '?'}, this is query "
-                f"{query_id}: its checkpoint is another one, so the same batch id means other rows. Either start the "
-                "query with the checkpoint that belongs to the group, or start anew: empty the table and choose "
-                "another group_id"
-            )
+    known = _read(connection, session.schema, group_id)
+    if known is not None:
+        _refuse_halted(group_id, known)
+    found = cursor_on(connection).execute(query("spark_acquire", session.schema), parameters, prepare=False)
+    row = found.fetchone()
+    if row is None:
+        raise QueryChanged(
+            f"group {group_id!r} counts the batches of query {known[0] if known else '?'}, this is query "
+            f"{query_id}: its checkpoint is another one, so the same batch id means other rows. Either start the "
+            "query with the checkpoint that belongs to the group, or start anew: empty the table and choose "
+            "another group_id"
+        )
     return Counted(query_id=query_id, token=UUID(row[3]), epoch=row[4], batch_id=row[1], fingerprint=row[2])
 
 
-def owned(session: Session, *, group_id: str, token: UUID) -> Counted:
-    """Return what was counted last, as it is after every transaction that still may change it.
+def owned(connection: Connection, schema: str, *, group_id: str, token: UUID) -> Counted:
+    """Return what was counted last, as it is after every transaction that still may change it, in the open one.
 
     :raises Fenced: when the group is another owner's.
     :raises PartitionHalted: when nobody may go on with it.
     """
-    with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-        row = _read(connection, session.schema, group_id)
+    row = _read(connection, schema, group_id)
     if row is not None:
         _refuse_halted(group_id, row)
     if row is None or row[3] != str(token):
@@ -129,11 +138,7 @@ def is_replay(stored: Counted, batch_id: int, fingerprint: str | None, *, group_
     :raises QueryChanged: when the checkpoint is an older copy, so that old numbers mean new rows.
     """
     if batch_id > stored.batch_id + 1:
-        raise LedgerBehindCheckpoint(
-            f"group {group_id!r}: the ledger has counted batch {stored.batch_id}, Spark goes on with batch {batch_id}: "
-            "the database was set back, or the query has not written through this sink before. Empty the table and "
-            "start with a new checkpoint and another group_id"
-        )
+        raise lost_batches(group_id, stored.batch_id, batch_id)
     is_same = None in (fingerprint, stored.fingerprint) or fingerprint == stored.fingerprint
     if batch_id < stored.batch_id or (batch_id == stored.batch_id and not is_same):
         raise QueryChanged(
@@ -142,6 +147,20 @@ def is_replay(stored: Counted, batch_id: int, fingerprint: str | None, *, group_
             "new checkpoint and another group_id"
         )
     return batch_id == stored.batch_id
+
+
+def lost_batches(
+    group_id: str,
+    counted: int,
+    batch_id: int,
+    *,
+    mend: str = "Empty the table and start with a new checkpoint and another group_id",
+) -> LedgerBehindCheckpoint:
+    """Describe a batch that is not the next one."""
+    return LedgerBehindCheckpoint(
+        f"group {group_id!r}: the ledger has counted batch {counted}, Spark goes on with batch {batch_id}: the "
+        f"database was set back, or the query has not written through this sink before. {mend}"
+    )
 
 
 def release(session: Session, *, group_id: str, token: UUID) -> None:

@@ -60,7 +60,7 @@ class BatchTask(NamedTuple):
         rows = itertools.chain([] if first is None else [first], stream)
         with Attempt(self.work) as attempt:
             if isinstance(attempt.ledger, BatchIdLedger):
-                self._write_counted(attempt, attempt.ledger, up_to_mark(rows))
+                self._write_counted(attempt, up_to_mark(rows))
             else:
                 self._write(attempt, up_to_mark(rows), attempt.standing())
         yield attempt.result.as_batch()
@@ -79,7 +79,8 @@ class BatchTask(NamedTuple):
     def _write(self, attempt: Attempt, rows: Iterable[pa.Table], standing: Mapping[Partition, int]) -> None:
         moves = {p: (standing[p], r.end) for p, r in self.work.ranges.items() if standing[p] < r.end}
         if not moves:
-            return  # an earlier attempt has landed, and its answer was lost
+            attempt.reached(standing)  # an earlier attempt has landed, and its answer was lost
+            return
         # What transaction="partition" would refuse in a large batch, it refuses in a small one.
         screen = Screen(standing, self.work.ranges, strictly=self.work.options.transaction == "partition")
         attempt.begin()
@@ -88,8 +89,8 @@ class BatchTask(NamedTuple):
         attempt.result.dropped = screen.dropped
         attempt.commit(moves)
 
-    def _write_counted(self, attempt: Attempt, ledger: BatchIdLedger, rows: Iterable[pa.Table]) -> None:
-        if ledger.check():
+    def _write_counted(self, attempt: Attempt, rows: Iterable[pa.Table]) -> None:
+        if attempt.is_counted():
             return
         attempt.begin()
         for table in rows:

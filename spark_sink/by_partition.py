@@ -59,3 +59,4 @@ class PartitionTask(NamedTuple):
             attempt.commit(moves)
         else:
             attempt.unit.roll_back()  # an earlier attempt has landed, and its answer was lost
+            attempt.reached({partition: standing[partition] for partition in screen.last})

@@ -7,26 +7,22 @@ known and has lost that row was fenced, and never comes back, whatever it was do
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 import psycopg
 
 from exactly_once.ledger import LOCK_SECONDS
-from exactly_once.retry import briefly
 from exactly_once.schema import check
-from exactly_once.session import Begun, Connection, Session, connector, cursor_on
+from exactly_once.session import Connection, Session, connector, cursor_on
 from exactly_once.sql import query
 from exactly_once.watcher import Watcher
 
 from . import batch_ledger
+from .errors import LedgerBehindCheckpoint
 from .options import Options
-
-PATIENCE_SECONDS = 30.0
-"""How long a short outage of the database may last, and a run that is fenced may take to let go."""
+from .owners import patiently
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,43 +34,19 @@ class Origin:
     batch_id: int
 
 
-class OneTransaction(Session):
-    """A session whose changes of the ledger join the transaction that is open."""
-
-    def __init__(self, options: Options, origin: Origin) -> None:
-        super().__init__(connector(options.conninfo), schema=options.schema, instance=origin.run_id)
-        self._open: Connection | None = None
-
-    def begin(self, isolation: str, *, may_take: float = math.inf) -> Begun:
-        """Open a transaction for everything up to :meth:`close`."""
-        begun = super().begin(isolation, may_take=may_take)
-        self._open = self.connection
-        return begun
-
-    @contextlib.contextmanager
-    def ledger_transaction(
-        self, *, lock_timeout_seconds: float, is_durable: bool = True
-    ) -> Iterator[tuple[Connection, int]]:
-        """Join what is open, or open a short transaction."""
-        if self._open is not None:
-            yield self._open, self._open.info.backend_pid
-            return
-        opening = super().ledger_transaction(lock_timeout_seconds=lock_timeout_seconds, is_durable=is_durable)
-        with opening as (connection, pid):
-            self._open = connection
-            try:
-                yield connection, pid
-            finally:
-                self._open = None
+def session_of(options: Options, origin: Origin) -> Session:
+    """Make a session of a run, which is one owner in all its processes."""
+    return Session(connector(options.conninfo), schema=options.schema, instance=origin.run_id)
 
 
 def register(options: Options, origin: Origin) -> None:
     """Make this run the one that writes, if it was never seen before; whether it still is, its commit finds out.
 
     :raises QueryChanged: when the group counts the batches of another query.
+    :raises LedgerBehindCheckpoint: when the query has published a batch that is not the one before this.
     :raises SchemaTooOld: when the database lacks what this needs.
     """
-    briefly(PATIENCE_SECONDS)(_register, options, origin)
+    patiently(options.group_id)(_register, options, origin)
 
 
 def watching(options: Options, origin: Origin, session: Session) -> Watcher:
@@ -83,15 +55,16 @@ def watching(options: Options, origin: Origin, session: Session) -> Watcher:
 
 
 def _register(options: Options, origin: Origin) -> None:
-    session = OneTransaction(options, origin)
+    session = session_of(options, origin)
     watcher = watching(options, origin, session)
-    parameters = {"group_id": options.group_id, "run_id": origin.run_id}
+    parameters = {"group_id": options.group_id, "run_id": origin.run_id, "batch_id": origin.batch_id}
     try:
         with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
             cursor = cursor_on(connection)
             if cursor.execute(query("spark_register", options.schema), parameters, prepare=False).rowcount:
                 with watcher.acquiring(pid, ()):
-                    _acquire(session, options, origin)
+                    _acquire(connection, session, options, origin)
+                _compare(cursor, options, origin)
                 cursor.execute(query("spark_forget", options.schema), parameters, prepare=False)
     except psycopg.errors.UndefinedTable:
         check(session.connection, options.schema)
@@ -101,9 +74,26 @@ def _register(options: Options, origin: Origin) -> None:
         session.close()
 
 
-def _acquire(session: Session, options: Options, origin: Origin) -> None:
+def _compare(cursor: psycopg.Cursor[tuple[Any, ...]], options: Options, origin: Origin) -> None:
+    """Refuse a run that would leave out batches of its query: the registration may be lost as well."""
+    parameters = {"group_id": options.group_id, "query_id": origin.query_id}
+    last = cursor.execute(query("spark_last", options.schema), parameters, prepare=False).fetchone()
+    if last is not None and last[0] < origin.batch_id - 1:
+        raise not_next(options, last[0], origin.batch_id)
+
+
+def not_next(options: Options, last: int, batch_id: int) -> LedgerBehindCheckpoint:
+    """Describe a batch in front of which some are missing."""
+    if options.ledger == "batch-id":
+        return batch_ledger.lost_batches(options.group_id, last, batch_id)
+    mend = "To read them again start the query with a new checkpoint and startingOffsets from the ledger"
+    return batch_ledger.lost_batches(options.group_id, last, batch_id, mend=mend)
+
+
+def _acquire(connection: Connection, session: Session, options: Options, origin: Origin) -> None:
     """Take the group's row, after a publication of the run that had it."""
-    batch_ledger.acquire(
+    batch_ledger.acquire_inside(
+        connection,
         session,
         group_id=options.group_id,
         query_id=origin.query_id,

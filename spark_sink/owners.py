@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import UUID
 
 import psycopg
+import tenacity
 
-from exactly_once.errors import Fenced, Rewound
+from exactly_once.errors import Fenced
 from exactly_once.ledger import Ledger, row_missing
 from exactly_once.logs import about
-from exactly_once.model import Advance, Partition, Row
-from exactly_once.retry import briefly
+from exactly_once.model import ROTATE_EVERY, Advance, Partition, Row
+from exactly_once.retry import waiting
 from exactly_once.start import Starter, refuse_halted
 
 from .errors import LedgerBehindCheckpoint
-from .ranges import Range, Share
+from .ranges import Range, Share, behind
 
 logger = logging.getLogger(__name__)
 
-_ACQUIRE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
+"""How long a batch waits for a database that is away or busy; a query that is to stop may wait as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,12 @@ class Holding:
     token: UUID
     epoch: int
     topic_id: str | None
+    found: int = 0
+    """Where the driver found the row when it took it for a batch. No attempt starts below that, whatever it reads."""
+    generation: int = 0
+    """The row's at that moment. Tasks leave it as it is."""
 
-    def advance(self, expected: int, next_offset: int) -> Advance:
+    def advance(self, expected: int, next_offset: int, *, rotates: bool = False) -> Advance:
         """Return the move of this row that a transaction asks for."""
         return Advance(
             partition=self.partition,
@@ -48,6 +54,8 @@ class Holding:
             expected=expected,
             next_offset=next_offset,
             leader_epoch=None,  # Spark does not tell it
+            generation=self.generation,
+            rotates=rotates,
         )
 
 
@@ -68,31 +76,29 @@ class Owners:
         """
         new = [r for r in ranges if r.partition not in self.held]
         if new:
-            briefly(_ACQUIRE_SECONDS)(self._enrol, new, batch_id)
+            self._enrol(new, batch_id)
             self._acquire({r.partition: r for r in new})
-        return held_rows(self._ledger, [self.held[r.partition] for r in ranges])
+        rows = held_rows(self._ledger, [self.held[r.partition] for r in ranges])
+        for partition, row in rows.items():
+            found = row.next_offset or 0
+            self.held[partition] = replace(self.held[partition], found=found, generation=row.generation)
+        return rows
 
-    def finish(self, todo: Sequence[Share], *, is_whole: bool) -> None:
+    def finish(self, todo: Sequence[Share], reached: Mapping[Partition, int], *, batch_id: int = 0) -> None:
         """Move partitions to the ends of their shares, after the tasks have written all that there was.
 
-        With ``is_whole`` the task has moved them, and it is only seen that it has.
+        ``reached`` is where they say that they have moved them; a partition without rows is where the driver found it.
 
         :raises Fenced: when somebody has taken one meanwhile.
+        :raises LedgerBehindCheckpoint: when a failover has lost what a task had committed.
         """
-        held = [self.held[share.partition] for share in todo]
-        moved = self._ledger.finish(
-            [
-                h.advance(share.end if is_whole else share.write_from, share.end)
-                for h, share in zip(held, todo, strict=True)
-            ]
-        )
-        left = [h for h in held if h.partition not in moved]
-        if left:
-            rows = held_rows(self._ledger, left)
-            raise Rewound(
-                f"all tasks have succeeded, but the ledger stands at offset {rows[left[0].partition].next_offset} of "
-                f"{left[0].partition}, outside of what they wrote: the database was set back meanwhile"
-            )
+        known = {share.partition: reached.get(share.partition, share.write_from) for share in todo}
+        rotates = rotates_at(batch_id)
+        advances = [self.held[s.partition].advance(known[s.partition], s.end, rotates=rotates) for s in todo]
+        moved = self._ledger.finish(advances)
+        left = [self.held[share.partition] for share in todo if share.partition not in moved]
+        for partition, row in held_rows(self._ledger, left).items() if left else ():
+            raise behind(partition, row.next_offset, known[partition], group_id=self._ledger.group_id)
 
     def release(self, ledger: Ledger) -> None:
         """Give all rows back over a connection of the caller's; best effort."""
@@ -118,7 +124,7 @@ class Owners:
             self._ledger.enrol(dict.fromkeys(missing), cluster_id=None, topic_ids={})
 
     def _acquire(self, ranges: dict[Partition, Range]) -> None:
-        rows = briefly(_ACQUIRE_SECONDS)(self._ledger.acquire, sorted(ranges))
+        rows = self._ledger.acquire(sorted(ranges))
         try:
             self._start(rows, ranges)
         except BaseException:
@@ -149,13 +155,23 @@ class Owners:
         return row if self._starter is None else self._starter.identified(row)
 
 
+def patiently(group_id: str) -> tenacity.Retrying:
+    """Return a retrier for whole transactions of a batch."""
+    return waiting(PATIENCE_SECONDS, group_id=group_id)
+
+
+def rotates_at(batch_id: int) -> bool:
+    """Tell whether the driver rotates rows when it finishes a batch, which tasks never do."""
+    return batch_id % ROTATE_EVERY == 0
+
+
 def held_rows(ledger: Ledger, holdings: Sequence[Holding]) -> dict[Partition, Row]:
     """Read rows under lock, and see whether they still are their owner's.
 
     :raises Fenced: naming who has them now.
     :raises PartitionHalted: when an attempt has found that ``also`` commits by itself.
     """
-    rows = {row.partition: row for row in briefly(_ACQUIRE_SECONDS)(ledger.read, sorted(h.partition for h in holdings))}
+    rows = {row.partition: row for row in ledger.read(sorted(h.partition for h in holdings))}
     for held in holdings:
         row = rows.get(held.partition)
         if row is None:

@@ -17,8 +17,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from exactly_once.ledger import Ledger
 from exactly_once.model import Advance, Partition
-from exactly_once.retry import briefly
-from exactly_once.session import cursor_on
+from exactly_once.session import Session, cursor_on
 from exactly_once.sql import query
 from exactly_once.unit_of_work import UnitOfWork
 from exactly_once.writer import TableWriter
@@ -28,10 +27,10 @@ from . import batch_ledger
 from .attempt import writer_of
 from .batch_ledger import BatchIdLedger
 from .errors import RowsOutOfOrder
-from .fence import PATIENCE_SECONDS, OneTransaction, Origin, watching
+from .fence import Origin, not_next, session_of, watching
 from .frame import check_key, columns_of
 from .options import Options
-from .owners import Holding, Owners
+from .owners import Holding, Owners, patiently, rotates_at
 from .ranges import looked_through, shares
 from .run import starter_of
 from .screen import PLACES, Screen
@@ -50,12 +49,12 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
     :raises FrameError: when the frame does not fit the table.
     :raises StageLost: when staged rows are gone.
     """
-    briefly(PATIENCE_SECONDS)(_publish, options, schema, staged, releases=releases)
+    patiently(options.group_id)(_publish, options, schema, staged, releases=releases)
 
 
 def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool) -> None:
     origin = staged[0].origin
-    session = OneTransaction(options, origin)
+    session = session_of(options, origin)
     watcher = watching(options, origin, session)
     ledger = Ledger(
         session,
@@ -65,11 +64,13 @@ def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, 
         take_over=options.take_over,
     )
     unit = UnitOfWork(ledger)
-    starter = starter_of(options, ledger)
+    starter = None
     try:
         unit.begin()
         assert unit.begun is not None
         watcher.watch(unit.begun.pid)
+        ledger = ledger.inside(unit.connection)
+        starter = starter_of(options, ledger)
         publication = Publication(options, origin, session, Owners(ledger, starter=starter), unit)
         advances = publication.write(schema, staged)
         unit.commit(advances)
@@ -86,9 +87,7 @@ def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, 
 class Publication:
     """The transaction of one batch, from its fence to the moves of the ledger."""
 
-    def __init__(
-        self, options: Options, origin: Origin, session: OneTransaction, owners: Owners, unit: UnitOfWork
-    ) -> None:
+    def __init__(self, options: Options, origin: Origin, session: Session, owners: Owners, unit: UnitOfWork) -> None:
         self._options = options
         self._origin = origin
         self._session = session
@@ -103,9 +102,14 @@ class Publication:
     def write(self, schema: StructType, staged: Sequence[Staged]) -> list[Advance]:
         """Do everything but the COMMIT; return the moves that it must make."""
         options, origin = self._options, self._origin
-        counted = batch_ledger.owned(self._session, group_id=options.group_id, token=origin.run_id)
-        if self._recall() >= origin.batch_id:
+        counted = batch_ledger.owned(
+            self._unit.connection, options.schema, group_id=options.group_id, token=origin.run_id
+        )
+        published = self._recall()
+        if published >= origin.batch_id:
             return []  # done by a call whose answer was lost
+        if published != origin.batch_id - 1:
+            raise not_next(options, published, origin.batch_id)
         self._fit(schema)
         advances: list[Advance] = []
         if options.ledger == "offsets":
@@ -113,13 +117,13 @@ class Publication:
         elif not batch_ledger.is_replay(counted, origin.batch_id, None, group_id=options.group_id):
             self._write_counted(staged, counted)
         self._remember()
-        unstage(self._session, options, origin)
+        unstage(self._unit.connection, options, origin)
         self._tell()
         return advances
 
     def release(self) -> None:
         """Give the rows of the ledger back, after the COMMIT."""
-        session = OneTransaction(self._options, self._origin)
+        session = session_of(self._options, self._origin)
         try:
             self._owners.release(Ledger(session, group_id=self._options.group_id, owner_kind="spark"))
         finally:
@@ -149,12 +153,13 @@ class Publication:
                 self._store(screen.keep(table))
             self._dropped = screen.dropped
         self._ended |= {r.partition: r.end for r in ranges}
-        return [self._owners.held[p].advance(*move) for p, move in moves.items()]
+        rotates = rotates_at(self._origin.batch_id)
+        return [self._owners.held[p].advance(*move, rotates=rotates) for p, move in moves.items()]
 
     def _sorted(self, staged: Sequence[Staged]) -> Iterator[pa.Table]:
         """Read rows; in the order of their offsets where it matters who comes last."""
         places, is_sorted = in_order(staged)
-        tables = (placed(self._options, fetch(self._session, place)) for place in places)
+        tables = (placed(self._options, self._fetch(place)) for place in places)
         if self._options.mode == "append" or is_sorted:
             yield from tables
         else:
@@ -195,13 +200,16 @@ class Publication:
             unit.connection.execute(query("spark_empty", "", table=table), prepare=False)
         for s in staged:
             for number, chunk in enumerate(s.chunks):
-                self._store(fetch(self._session, Place(s.attempt, number, chunk)))
+                self._store(self._fetch(Place(s.attempt, number, chunk)))
         now = replace(counted, batch_id=self._origin.batch_id, fingerprint=None)
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=now)
         assert unit.begun is not None
         ledger.advance(unit.connection, [], xid=unit.begun.xid, commit=False)
 
     # Both.
+
+    def _fetch(self, place: Place) -> pa.Table:
+        return fetch(self._unit.connection, self._options.schema, place)
 
     def _store(self, rows: pa.Table) -> None:
         if rows.num_rows:

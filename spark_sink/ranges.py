@@ -50,17 +50,33 @@ def shares(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, gr
                 f"exactly-once adopt --topic {given.partition.topic}"
             )
         if given.start is not None and next_offset < given.start:
-            raise LedgerBehindCheckpoint(
-                f"{given.partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the checkpoint "
-                f"goes on at {given.start}, so {given.start - next_offset} offsets would be lost. The database was set "
-                "back (a failover that lost commits, a restore) or the ledger was reset. To read them again start the "
-                "query with a new checkpoint and startingOffsets from the ledger; to leave them out: "
-                f"exactly-once reset --topic {given.partition.topic} --partition {given.partition.number} "
+            partition = given.partition
+            mend = (
+                "To read them again start the query with a new checkpoint and startingOffsets from the ledger; to "
+                f"leave them out: exactly-once reset --topic {partition.topic} --partition {partition.number} "
                 f"--to-offset {given.start}"
             )
+            raise behind(partition, next_offset, given.start, group_id=group_id, mend=mend)
         if next_offset < given.end:
             todo.append(Share(partition=given.partition, write_from=next_offset, end=given.end))
     return todo
+
+
+START_AGAIN = (
+    "Start the query again: what this batch has written and was lost is written again, and what was lost of batches "
+    "before it is refused then, with the ways out"
+)
+
+
+def behind(
+    partition: Partition, next_offset: int | None, known: int, *, group_id: str, mend: str = START_AGAIN
+) -> LedgerBehindCheckpoint:
+    """Describe a row that is below where it is known to have stood."""
+    return LedgerBehindCheckpoint(
+        f"{partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the query goes on at {known}, "
+        f"so {known - (next_offset or 0)} offsets would be lost. The database was set back (a failover that lost "
+        f"commits, a restore) or the ledger was reset. {mend}"
+    )
 
 
 def looked_through(

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
@@ -27,14 +27,14 @@ from exactly_once.writer import Table
 
 from . import batch_ledger
 from .attempt import REPORT, Result, Work, read_results, writer_of
-from .batch_ledger import BatchIdLedger, Counted
+from .batch_ledger import BatchIdLedger, Counted, lost_batches
 from .by_batch import BatchTask, to_one_task
 from .by_partition import PartitionTask, to_tasks
 from .errors import RowsOutOfOrder
 from .frame import check_key, fit
 from .offset_log import OffsetLog, reader
 from .options import Options
-from .owners import Owners
+from .owners import Owners, patiently
 from .ranges import Range, Share, looked_through, shares
 from .report import BatchReport
 from .screen import OFFSET, PARTITION, TOPIC
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +133,20 @@ class Run:
         """Compare the frame with the table as the run has found it; if it is altered, tasks find out."""
         options = self._options
         if self._table is None:
-            with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-                self._table = self._writer.table(connection), self._writer.key(connection)
+            self._table = self._patiently(self._look_at_table)
         table, key = self._table
         prepared, columns = fit(frame, table, options)
         if options.mode in ("upsert", "insert-ignore"):
             check_key(key, columns, table)
         return prepared, columns
+
+    def _look_at_table(self) -> tuple[Table, tuple[str, ...]]:
+        with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+            return self._writer.table(connection), self._writer.key(connection)
+
+    def _patiently(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Call what opens a transaction of its own, and wait for a database that is away."""
+        return patiently(self._options.group_id)(call, *arguments, **options)
 
     # With offsets.
 
@@ -154,7 +163,7 @@ class Run:
     def _write_ranges(
         self, frame: DataFrame, columns: tuple[str, ...], batch_id: int, ranges: list[Range]
     ) -> Result | None:
-        rows = self._owners.take(ranges, batch_id=batch_id)
+        rows = self._patiently(self._owners.take, ranges, batch_id=batch_id)
         next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
         todo = shares(ranges, next_offsets, group_id=self._options.group_id)
         self._ended |= {r.partition: r.end for r in ranges}
@@ -178,7 +187,8 @@ class Run:
                 )
         result = self._act(frame, work, count=len(todo))
         # Only now: Spark says that every task has succeeded.
-        self._owners.finish(todo, is_whole=self._options.transaction == "batch")
+        reached = {Partition(topic, number): offset for topic, number, offset in result.reached}
+        self._patiently(self._owners.finish, todo, reached, batch_id=batch_id)
         return result
 
     def _is_small(self, todo: list[Share]) -> bool:
@@ -194,8 +204,12 @@ class Run:
             )
         options = self._options
         if self._counted is None:
-            self._counted = batch_ledger.acquire(
-                self._session, group_id=options.group_id, query_id=self.ids.query_id, name=self._name
+            self._counted = self._patiently(
+                batch_ledger.acquire,
+                self._session,
+                group_id=options.group_id,
+                query_id=self.ids.query_id,
+                name=self._name,
             )
         fingerprint = self._log.fingerprint(batch_id) if self._log is not None else None
         if batch_ledger.is_replay(self._counted, batch_id, fingerprint, group_id=options.group_id):
@@ -204,7 +218,8 @@ class Run:
         counted = replace(self._counted, batch_id=batch_id, fingerprint=fingerprint)
         result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), count=1)
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=counted)
-        assert ledger.check(), "the task has succeeded, so the batch is counted"
+        if not self._patiently(ledger.check):
+            raise lost_batches(options.group_id, batch_id - 1, batch_id + 1)
         self._counted = counted
         return result
 

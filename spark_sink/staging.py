@@ -82,14 +82,14 @@ def stage(options: Options, origin: Origin, batches: Iterable[pa.RecordBatch]) -
     return Staged(origin, attempt, tuple(chunks))
 
 
-def fetch(session: Session, place: Place) -> pa.Table:
+def fetch(connection: Connection, schema: str, place: Place) -> pa.Table:
     """Read staged rows.
 
     :raises StageLost: when they are not there, or not all of them.
     """
     parameters = {"attempt": place.attempt, "number": place.number}
-    cursor: psycopg.Cursor[Any] = session.connection.cursor(binary=True)
-    row = cursor.execute(query("spark_get", session.schema), parameters, prepare=False).fetchone()
+    cursor: psycopg.Cursor[Any] = connection.cursor(binary=True)
+    row = cursor.execute(query("spark_get", schema), parameters, prepare=False).fetchone()
     rows = None if row is None else _decode(row[0])
     if rows is None or rows.num_rows != place.chunk.row_count:
         raise StageLost(
@@ -123,10 +123,10 @@ def placed(options: Options, rows: pa.Table) -> pa.Table:
     return rows
 
 
-def unstage(session: Session, options: Options, origin: Origin) -> None:
+def unstage(connection: Connection, options: Options, origin: Origin) -> None:
     """Delete what the run has staged up to this batch, in the transaction that publishes it."""
     parameters = {"group_id": options.group_id, "run_id": origin.run_id, "batch_id": origin.batch_id}
-    cursor_on(session.connection).execute(query("spark_unstage", options.schema), parameters, prepare=False)
+    cursor_on(connection).execute(query("spark_unstage", options.schema), parameters, prepare=False)
 
 
 def reap(options: Options) -> None:

@@ -110,7 +110,9 @@ def _release(session: Session, rows: Sequence[Stored], args: argparse.Namespace)
         "reason": args.reason,
     }
     with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-        cursor = cursor_on(connection).execute(query("hand_over", session.schema), parameters, prepare=False)
+        cursor = cursor_on(connection)
+        for name in ("read_locked", "hand_over"):
+            cursor.execute(query(name, session.schema), parameters, prepare=False)
         offsets = {Partition(topic, number): next_offset for topic, number, next_offset in cursor}
         if len(offsets) < len(rows):
             raise CommandError("rows of the ledger were deleted at this very moment; nothing was changed, try again")

@@ -1,5 +1,7 @@
 -- Every statement of the library that is not DDL. A query starts with its name and its purpose.
 -- All that lock several rows take them in the order of (topic, partition).
+-- A partition has one row. Its generation is the last column of the key; who does not know it takes the newest, by a look
+-- from behind, which does not pass the dead ones.
 
 -- name: incarnation
 -- Tell one life of the server from the next, as an expression inside other statements. After a crash the ids of
@@ -68,9 +70,12 @@ SELECT pg_current_xact_id()::text
 
 -- name: existing
 -- Which of these partitions have rows.
-SELECT l.topic, l.partition
+SELECT w.topic, w.partition
 FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+CROSS JOIN LATERAL (
+    SELECT FROM {schema}.ledger l
+    WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+    ORDER BY l.generation DESC LIMIT 1) AS newest
 
 -- name: topic_ids
 -- Under which ids topics have rows. Two for one topic say that it was made again.
@@ -110,13 +115,20 @@ UNION ALL
 SELECT topic, partition, false FROM {schema}.audit
 WHERE action = 'enrol' AND group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
 
+-- name: enrol_lock
+-- Let one process make rows of a group. A statement behind it sees all that were made before, and no rotation is missed.
+SELECT pg_advisory_xact_lock(hashtext('exactly_once.enrol'), hashtext(%(group_id)s))
+
 -- name: enrol
--- Give partitions their rows; those that exist stay as they are.
+-- Give partitions their rows; those that exist, in whatever generation, stay as they are.
 WITH made AS (
     INSERT INTO {schema}.ledger (group_id, topic, partition, next_offset, cluster_id, topic_id)
     SELECT %(group_id)s, e.topic, e.partition, e.next_offset, %(cluster_id)s, e.topic_id
     FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[], %(topic_ids)s::text[])
          AS e(topic, partition, next_offset, topic_id)
+    WHERE NOT EXISTS (
+        SELECT FROM {schema}.ledger l
+        WHERE l.group_id = %(group_id)s AND l.topic = e.topic AND l.partition = e.partition)
     ORDER BY e.topic, e.partition
     ON CONFLICT DO NOTHING
     RETURNING group_id, topic, partition, next_offset, cluster_id, topic_id)
@@ -126,53 +138,45 @@ SELECT 'enrol', 'the first time that this group met the partition', group_id, to
 FROM made
 
 -- name: acquire
--- Become the owner. Waits for a transaction of the old owner that has advanced.
-WITH held AS (
-    SELECT l.topic, l.partition,
-           -- Whoever released the row is well; only what is taken from somebody may be held up by him.
-           CASE WHEN l.owner_token IS NOT NULL THEN l.owner_instance END AS previous_instance,
-           l.application AS previous_application
-    FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-    WHERE l.owner_token IS NULL OR l.owner_kind = %(owner_kind)s OR %(take_over)s
-    ORDER BY l.topic, l.partition
-    FOR UPDATE OF l)
+-- Become the owner of rows that are locked. Locking them has waited for a transaction of the old owner that has advanced.
 UPDATE {schema}.ledger l
 SET owner_epoch = l.owner_epoch + 1, owner_token = %(token)s, owner_kind = %(owner_kind)s,
     owner_instance = %(owner_instance)s, owner_name = %(owner_name)s, acquired_at = clock_timestamp(),
     application = coalesce(%(application)s, l.application)
-FROM held
-WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
-RETURNING l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
-          l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted,
-          l.application, held.previous_instance, held.previous_application
+FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(generations)s::bigint[]) AS w(topic, partition, generation)
+WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition AND l.generation = w.generation
+RETURNING l.topic, l.partition, l.generation, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
+          l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted, l.application
 
 -- name: look
 -- Read rows as the last transactions have left them. It only raises a suspicion; offsets are learnt under lock.
-SELECT l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
+SELECT l.topic, l.partition, l.generation, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
        l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted
 FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+CROSS JOIN LATERAL (
+    SELECT * FROM {schema}.ledger l
+    WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+    ORDER BY l.generation DESC LIMIT 1) AS l
 
 -- name: read_locked
--- Read rows as they are after every transaction that still may change them.
-SELECT l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
-       l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted,
+-- Lock rows and read them, as they are after every transaction that still may change them.
+SELECT l.topic, l.partition, l.generation, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
+       l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted, l.application,
        extract(epoch FROM clock_timestamp() - l.acquired_at)::float8 AS acquired_seconds_ago,
        extract(epoch FROM clock_timestamp() - l.advanced_at)::float8 AS advanced_seconds_ago
-FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-ORDER BY l.topic, l.partition
-FOR UPDATE OF l
+FROM (SELECT * FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
+      ORDER BY w.topic, w.partition) AS w
+CROSS JOIN LATERAL {schema}.lock_row(%(group_id)s, w.topic, w.partition) AS l
 
 -- name: start
 -- Commit the chosen starting offsets, with the ids that they belong to, before anything is fetched.
 WITH held AS (
-    SELECT l.topic, l.partition, s.next_offset, s.leader_epoch, s.topic_id
-    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[], %(next_offsets)s::bigint[],
-                %(leader_epochs)s::int[], %(topic_ids)s::text[])
-         AS s(topic, partition, token, next_offset, leader_epoch, topic_id)
+    SELECT l.topic, l.partition, l.generation, s.next_offset, s.leader_epoch, s.topic_id
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(generations)s::bigint[], %(tokens)s::uuid[],
+                %(next_offsets)s::bigint[], %(leader_epochs)s::int[], %(topic_ids)s::text[])
+         AS s(topic, partition, generation, token, next_offset, leader_epoch, topic_id)
     JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = s.topic AND l.partition = s.partition
+                          AND l.generation = s.generation
     WHERE l.owner_token = s.token AND l.next_offset IS NULL
     ORDER BY l.topic, l.partition
     FOR UPDATE OF l)
@@ -181,38 +185,28 @@ SET next_offset = held.next_offset, leader_epoch = held.leader_epoch,
     cluster_id = %(cluster_id)s, topic_id = held.topic_id
 FROM held
 WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+  AND l.generation = held.generation
 RETURNING l.topic, l.partition
 
 -- name: correct
 -- Apply on_out_of_range to one partition that we own, and write it down.
-WITH before AS (
-    SELECT * FROM {schema}.ledger
-    WHERE group_id = %(group_id)s AND topic = %(topic)s AND partition = %(partition)s
-      AND owner_token = %(token)s AND next_offset = %(old_offset)s
-    FOR UPDATE),
-after AS (
+WITH after AS (
     UPDATE {schema}.ledger l SET next_offset = %(new_offset)s, leader_epoch = NULL, moved_at = clock_timestamp()
-    FROM before
-    WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
+    WHERE l.group_id = %(group_id)s AND l.topic = %(topic)s AND l.partition = %(partition)s
+      AND l.generation = %(generation)s AND l.owner_token = %(token)s AND l.next_offset = %(old_offset)s
     RETURNING l.group_id, l.topic, l.partition)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset)
 SELECT 'out of range', %(reason)s, group_id, topic, partition, %(old_offset)s, %(new_offset)s FROM after
 
 -- name: identify
--- Fill in ids that were unknown when the row was made, and write it down.
-WITH before AS (
-    SELECT l.*, i.new_topic_id
-    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[], %(topic_ids)s::text[])
-         AS i(topic, partition, token, new_topic_id)
-    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = i.topic AND l.partition = i.partition
-    WHERE l.owner_token = i.token AND l.topic_id IS NULL
-    ORDER BY l.topic, l.partition
-    FOR UPDATE OF l),
-after AS (
+-- Fill in ids that were unknown when the rows were made, which are locked, and write it down.
+WITH after AS (
     UPDATE {schema}.ledger l
-    SET topic_id = before.new_topic_id, cluster_id = coalesce(l.cluster_id, %(cluster_id)s)
-    FROM before
-    WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
+    SET topic_id = i.new_topic_id, cluster_id = coalesce(l.cluster_id, %(cluster_id)s)
+    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(generations)s::bigint[], %(tokens)s::uuid[],
+                %(topic_ids)s::text[]) AS i(topic, partition, generation, token, new_topic_id)
+    WHERE l.group_id = %(group_id)s AND l.topic = i.topic AND l.partition = i.partition
+      AND l.generation = i.generation AND l.owner_token = i.token AND l.topic_id IS NULL
     RETURNING l.group_id, l.topic, l.partition, l.topic_id)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_topic_id, new_cluster_id)
 SELECT 'identify', 'the ids had been unknown', group_id, topic, partition, topic_id, %(cluster_id)s FROM after
@@ -220,54 +214,47 @@ SELECT 'identify', 'the ids had been unknown', group_id, topic, partition, topic
 -- name: advance
 -- The last statement of a unit of work. Raises EO001 on a short count, EO002 in a foreign transaction.
 SELECT {schema}.advance(
-    %(xid)s::xid8, %(group_id)s::text, %(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[],
-    %(epochs)s::bigint[], %(topic_ids)s::text[], %(expected)s::bigint[], %(next_offsets)s::bigint[],
-    %(leader_epochs)s::int[])
+    %(xid)s::xid8, %(group_id)s::text, %(topics)s::text[], %(partitions)s::int[], %(generations)s::bigint[],
+    %(tokens)s::uuid[], %(epochs)s::bigint[], %(topic_ids)s::text[], %(expected)s::bigint[],
+    %(next_offsets)s::bigint[], %(leader_epochs)s::int[], %(rotates)s::boolean)
 
 -- name: resolve
--- Acquire our own rows again: whatever attempt was still on its way either landed before this, or never will.
-WITH held AS (
-    SELECT l.topic, l.partition
-    FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-    WHERE l.owner_token = ANY(%(tokens)s::uuid[])
-    ORDER BY l.topic, l.partition
-    FOR UPDATE OF l)
+-- Acquire our own rows again, which are locked: whatever attempt was still on its way either landed before that, or never
+-- will.
 UPDATE {schema}.ledger l SET owner_token = %(token)s
-FROM held
-WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
-RETURNING l.topic, l.partition, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
+FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(generations)s::bigint[]) AS w(topic, partition, generation)
+WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition AND l.generation = w.generation
+  AND l.owner_token = ANY(%(tokens)s::uuid[])
+RETURNING l.topic, l.partition, l.generation, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
           l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted
 
 -- name: release
 -- Give rows back. A row that somebody has locked is being decided about elsewhere: leave it.
 WITH held AS (
-    SELECT l.topic, l.partition
-    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[]) AS w(topic, partition, token)
-    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-    WHERE l.owner_token = w.token
-    ORDER BY l.topic, l.partition
-    FOR UPDATE OF l SKIP LOCKED)
+    SELECT l.topic, l.partition, l.generation
+    FROM (SELECT * FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[]) AS w(topic, partition, token)
+          ORDER BY w.topic, w.partition) AS w
+    CROSS JOIN LATERAL (
+        SELECT * FROM {schema}.ledger l
+        WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+        ORDER BY l.generation DESC LIMIT 1
+        FOR UPDATE SKIP LOCKED) AS l
+    WHERE l.owner_token = w.token)
 UPDATE {schema}.ledger l SET owner_token = NULL
 FROM held
 WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+  AND l.generation = held.generation
 
 -- name: halt
--- Nobody may acquire these partitions until an operator has decided, and whoever owns them by now is fenced. A row
--- that has moved beyond the unit, or belongs to another topic of the name, is left alone: another owner went on.
-WITH held AS (
-    SELECT l.topic, l.partition
-    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[], %(topic_ids)s::text[],
-                %(expected)s::bigint[])
-         AS w(topic, partition, token, topic_id, expected)
-    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-    WHERE l.owner_token = w.token
-       OR coalesce(l.next_offset, 0) <= w.expected AND (l.topic_id = w.topic_id) IS NOT false
-    ORDER BY l.topic, l.partition
-    FOR UPDATE OF l)
+-- Nobody may acquire these partitions until an operator has decided, and whoever owns them by now is fenced. Rows are
+-- locked. One that has moved beyond the unit, or belongs to another topic of the name, is left alone: another owner went on.
 UPDATE {schema}.ledger l SET halted = %(reason)s, owner_epoch = l.owner_epoch + 1, owner_token = NULL
-FROM held
-WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
+FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(generations)s::bigint[], %(tokens)s::uuid[],
+            %(topic_ids)s::text[], %(expected)s::bigint[])
+     AS w(topic, partition, generation, token, topic_id, expected)
+WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition AND l.generation = w.generation
+  AND (l.owner_token = w.token
+       OR coalesce(l.next_offset, 0) <= w.expected AND (l.topic_id = w.topic_id) IS NOT false)
 RETURNING l.topic, l.partition
 
 -- name: end_stale_blockers
@@ -307,12 +294,18 @@ WHERE b.instance = %(instance)s
           WHERE s.group_id = %(group_id)s AND s.owner_instance::text = b.instance)
    OR (NOT b.lives OR b.age > b.bound) AND b.age > %(young)s AND EXISTS (
           SELECT FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-          JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+          CROSS JOIN LATERAL (
+              SELECT * FROM {schema}.ledger l
+              WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+              ORDER BY l.generation DESC LIMIT 1) AS l
           WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = b.instance)
    OR NOT b.lives AND b.age > %(young)s AND EXISTS (
           SELECT FROM unnest(%(taken_topics)s::text[], %(taken_partitions)s::int[], %(taken_from)s::text[])
                AS w(topic, partition, instance)
-          JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+          CROSS JOIN LATERAL (
+              SELECT * FROM {schema}.ledger l
+              WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+              ORDER BY l.generation DESC LIMIT 1) AS l
           WHERE w.instance = b.instance AND l.owner_instance::text = %(instance)s AND b.xact_start < l.acquired_at)
    OR NOT b.lives AND b.wait_event = 'ClientRead'
       AND b.state_change < clock_timestamp() - %(still)s * interval '1 second'
@@ -383,13 +376,12 @@ WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
 ORDER BY group_id, q.written_at, query_id
 
 -- name: hand_over
--- An operator takes rows from an owner of the other kind, which has stopped or is fenced by this; offsets stay.
+-- An operator takes rows, which are locked, from an owner of the other kind, which has stopped or is fenced by this; offsets
+-- stay.
 WITH before AS (
     SELECT l.*
     FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-    ORDER BY l.topic, l.partition
-    FOR UPDATE OF l),
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition),
 after AS (
     UPDATE {schema}.ledger l SET owner_epoch = l.owner_epoch + 1, owner_token = NULL
     FROM before
@@ -404,15 +396,13 @@ written AS (
 SELECT topic, partition, next_offset FROM before ORDER BY topic, partition
 
 -- name: reset
--- An operator moves offsets; null leaves one as it is now. Raising the epoch and clearing the token fences
+-- An operator moves offsets of rows that are locked; null leaves one as it is now. Raising the epoch and clearing the token fences
 -- a live owner.
 WITH before AS (
     SELECT l.*, r.new_offset
     FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[])
          AS r(topic, partition, new_offset)
-    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = r.topic AND l.partition = r.partition
-    ORDER BY l.topic, l.partition
-    FOR UPDATE OF l),
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = r.topic AND l.partition = r.partition),
 after AS (
     UPDATE {schema}.ledger l
     SET next_offset = coalesce(before.new_offset, before.next_offset), halted = NULL,
@@ -429,15 +419,13 @@ ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
 
 -- name: adopt
--- An operator declares that rows belong to another topic id or cluster, at the offsets given; null
+-- An operator declares that rows, which are locked, belong to another topic id or cluster, at the offsets given; null
 -- leaves an offset as it is.
 WITH before AS (
     SELECT l.*, r.new_offset, r.new_topic_id
     FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[], %(topic_ids)s::text[])
          AS r(topic, partition, new_offset, new_topic_id)
-    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = r.topic AND l.partition = r.partition
-    ORDER BY l.topic, l.partition
-    FOR UPDATE OF l),
+    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = r.topic AND l.partition = r.partition),
 after AS (
     UPDATE {schema}.ledger l
     SET next_offset = coalesce(before.new_offset, before.next_offset), leader_epoch = NULL, halted = NULL,
@@ -483,6 +471,9 @@ WITH made AS (
     INSERT INTO {schema}.ledger (group_id, topic, partition, cluster_id, topic_id)
     SELECT %(group_id)s, e.topic, e.partition, %(cluster_id)s, e.topic_id
     FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(topic_ids)s::text[]) AS e(topic, partition, topic_id)
+    WHERE NOT EXISTS (
+        SELECT FROM {schema}.ledger l
+        WHERE l.group_id = %(group_id)s AND l.topic = e.topic AND l.partition = e.partition)
     ORDER BY e.topic, e.partition
     ON CONFLICT DO NOTHING
     RETURNING group_id, topic, partition, cluster_id, topic_id)

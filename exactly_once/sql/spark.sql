@@ -1,25 +1,5 @@
 -- Statements of the Spark sink's driver.
 
--- name: spark_finish
--- Move what the tasks of a batch have written, or found to have no rows, to the ends of its ranges.
-WITH held AS (
-    SELECT l.topic, l.partition, s.range_end
-    FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[], %(epochs)s::bigint[],
-                %(starts)s::bigint[], %(ends)s::bigint[])
-         AS s(topic, partition, token, epoch, range_start, range_end)
-    JOIN {schema}.ledger l ON l.group_id = %(group_id)s AND l.topic = s.topic AND l.partition = s.partition
-    WHERE l.owner_token = s.token AND l.owner_epoch = s.epoch
-      AND l.next_offset BETWEEN s.range_start AND s.range_end
-    ORDER BY l.topic, l.partition
-    FOR UPDATE OF l)
-UPDATE {schema}.ledger l
-SET next_offset = held.range_end,
-    leader_epoch = CASE WHEN l.next_offset = held.range_end THEN l.leader_epoch END,
-    advanced_at = clock_timestamp()
-FROM held
-WHERE l.group_id = %(group_id)s AND l.topic = held.topic AND l.partition = held.partition
-RETURNING l.topic, l.partition
-
 -- name: spark_report
 -- Tell lookers what a query did last.
 INSERT INTO {schema}.spark_query AS q (group_id, query_id, run_id, batch_id, name, row_count, dropped)

@@ -2,7 +2,12 @@
 
 -- name: spark_register
 -- Make a run known; touches nothing where it is. Waits for another task of the run that is just doing it.
-INSERT INTO {schema}.spark_run (group_id, run_id) VALUES (%(group_id)s, %(run_id)s) ON CONFLICT DO NOTHING
+INSERT INTO {schema}.spark_run (group_id, run_id, batch_id) VALUES (%(group_id)s, %(run_id)s, %(batch_id)s - 1)
+ON CONFLICT DO NOTHING
+
+-- name: spark_last
+-- Which batch a query has published last, in whatever run; told in the transaction that published it.
+SELECT batch_id FROM {schema}.spark_query WHERE group_id = %(group_id)s AND query_id = %(query_id)s
 
 -- name: spark_forget
 -- Of all runs of a group remember the last thousand; what earlier ones have staged nobody will publish.

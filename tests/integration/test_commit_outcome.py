@@ -251,9 +251,7 @@ def _waiting_for_commit(scene: Scene) -> int:
 def _waiting_to_resolve(scene: Scene) -> bool:
     """Whether the ledger's row is waited for."""
     return bool(
-        scene.query(
-            "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%owner_token = ANY%%'"
-        )
+        scene.query("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%lock_row%%'")
     )
 
 

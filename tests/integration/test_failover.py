@@ -4,11 +4,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import psycopg
 import pytest
@@ -16,35 +12,16 @@ import pytest
 from exactly_once import ExactlyOnceConsumer, Fenced, ReadOnly, Redelivered, Rewound, StartRefused, embedded, upkeep
 from exactly_once.ledger import Ledger
 from exactly_once.model import Partition
-from exactly_once.schema import migrate
 from exactly_once.session import Connection, Session, connector
 from tests.conftest import MakeConsumer
 from tests.integration.scene import apply as apply_unit
 from tests.support import journal
+from tests.support.standby import Pair, ask, primary_and_standby
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import drain, record
 
 MESSAGES = 40
-
-
-class Pair(NamedTuple):
-    """A primary and its standby, which replicates asynchronously."""
-
-    primary: embedded.Postgres
-    standby: embedded.Postgres
-
-    def fall_behind(self) -> None:
-        """Have the standby receive nothing from now on, and serve what it has."""
-        until(lambda: is_streaming(self.primary), 30, "a standby that has everything")
-        for statement in ("ALTER SYSTEM SET primary_conninfo = ''", "SELECT pg_reload_conf()"):
-            ask(self.standby, statement)
-        until(lambda: ask(self.primary, "SELECT count(*) FROM pg_stat_replication") == 0, 30, "the end of replication")
-
-    def fail_over(self) -> None:
-        """Crash the primary and promote the standby."""
-        self.primary.stop("immediate")
-        assert ask(self.standby, "SELECT pg_promote()")
 
 
 class Way:
@@ -57,38 +34,11 @@ class Way:
         return connector(self.server.conninfo)()
 
 
-def ask(server: embedded.Postgres, statement: str) -> Any:
-    """Execute a statement and return the first value, if there is one."""
-    with psycopg.connect(server.conninfo, autocommit=True) as connection:
-        cursor = connection.execute(statement.encode())
-        row = cursor.fetchone() if cursor.description else None
-        return row[0] if row else None
-
-
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     """Both running."""
-    with embedded.Postgres(settings={"fsync": "off"}) as primary:
-        with psycopg.connect(primary.conninfo, autocommit=True) as connection:
-            migrate(connection)
-        # Beside the primary's own directory, which its account can reach.
-        directory = Path(f"{primary.data_directory.parent}-standby")
-        standby = embedded.Postgres(directory=directory, settings={"fsync": "off"})
-        backup = [primary.binary("pg_basebackup"), "-d", primary.conninfo, "-D", standby.data_directory, "-R"]
-        subprocess.run([*map(str, backup), "--checkpoint=fast", "--no-sync"], check=True)
-        try:
-            with standby:
-                until(lambda: is_streaming(primary), 30, "replication")
-                yield Pair(primary, standby)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def is_streaming(primary: embedded.Postgres) -> bool:
-    """Tell whether the standby has everything."""
-    with psycopg.connect(primary.conninfo, autocommit=True) as connection:
-        query = "SELECT coalesce(bool_and(replay_lsn = pg_current_wal_lsn()), false) FROM pg_stat_replication"
-        return connection.execute(query).fetchone() == (True,)
+    with primary_and_standby() as pair:
+        yield pair
 
 
 def apply(consumer: ExactlyOnceConsumer, topic: str, messages: int) -> int:
@@ -117,7 +67,7 @@ def test_lost_commits_are_told_and_the_old_primary_is_refused(
     create_topic(bootstrap_servers, 1, name=name)
     produce(bootstrap_servers, name, MESSAGES, 1)
     assert apply(make_consumer(conninfo=primary.conninfo, max_messages=10), name, 10) == 10
-    until(lambda: is_streaming(primary), 30, "a standby that has everything")
+    until(pair.is_streaming, 30, "a standby that has everything")
     standby.stop()
     assert apply(make_consumer(conninfo=primary.conninfo, max_messages=10), name, 20) == 20
     primary.stop("immediate")

@@ -63,7 +63,7 @@ def test_a_look_at_rows_writes_nothing_and_waits_for_nobody(
         idle(consumer, 3.0)
         after = next_xid(db)
     assert count(scene, ".ledger l") >= 3
-    assert not count(scene, "FOR UPDATE", "UPDATE ")
+    assert not count(scene, "lock_row", "FOR UPDATE", "UPDATE ")
     assert after == before
 
 

@@ -55,7 +55,7 @@ def test_one_locked_row_keeps_nobody_from_the_others(
 def _cancel_waiting(scene: Scene) -> None:
     """Cancel the first statement that waits for a lock."""
     waiting = (
-        "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%held%'"
+        "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%lock_row%'"
     )
     until(lambda: scene.query(waiting), 30, "a statement that waits")
 

@@ -142,6 +142,7 @@ class Database:
             row is not None
             and (row.owner_token == advance.token or not self.fences_token)
             and (row.owner_epoch == advance.epoch or not self.fences_epoch)
+            and row.generation == advance.generation
             and row.topic_id == advance.topic_id
             and (row.next_offset == advance.expected or not self.compares_expected)
         )
@@ -154,10 +155,13 @@ class Database:
         transaction.advances, transaction.executed = None, advances
         if not all(self.matches(transaction, a) for a in advances):
             raise ShortCount("advanced too few partitions")
+        rotates = any(a.rotates for a in advances)
         for a in advances:
             row = self.see(transaction, a.partition)
             assert row is not None
-            transaction.rows[a.partition] = replace(row, next_offset=a.next_offset, leader_epoch=a.leader_epoch)
+            transaction.rows[a.partition] = replace(
+                row, generation=row.generation + rotates, next_offset=a.next_offset, leader_epoch=a.leader_epoch
+            )
 
     def commit(self, transaction: Transaction) -> None:
         assert transaction.status == "in progress"

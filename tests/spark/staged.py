@@ -91,13 +91,13 @@ class Run:
         """Which batch of this run."""
         return Origin(run_id=self.run_id, query_id=self.query_id, batch_id=batch_id)
 
-    def register(self) -> None:
+    def register(self, batch_id: int = 0) -> None:
         """Do what the first task does first."""
-        register(self.options, self.origin())
+        register(self.options, self.origin(batch_id))
 
     def stage(self, *batches: pa.RecordBatch, batch_id: int = 0) -> Staged:
         """Do what one task does."""
-        self.register()
+        self.register(batch_id)
         return stage(self.options, self.origin(batch_id), batches)
 
     def publish(self, *staged: Staged) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from exactly_once import failpoints
 from exactly_once.errors import Ahead, Fenced, HandlerCommitted, PartitionHalted
+from exactly_once.model import Partition
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit, batch_ledger
 from spark_sink.batch_ledger import Counted
 from spark_sink.ranges import shares
@@ -262,7 +263,7 @@ def test_the_driver_moves_to_the_end_what_had_no_rows_there(place: Place) -> Non
     work = place.work(owners, ranges)
     run("partition", work, [place.rows([0, 2])])
     todo = shares(ranges, dict.fromkeys(work.ranges, 0), group_id=place.name)
-    owners.finish(todo, is_whole=False)
+    owners.finish(todo, {Partition(place.name, 0): 3})
     assert place.ledger() == [5, 7]
 
 

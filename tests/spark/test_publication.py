@@ -158,8 +158,8 @@ def test_a_database_without_our_schema_is_told_from_any_other_error(target: Targ
 
 def test_of_a_thousand_runs_the_latest_are_remembered(target: Target, db: Looking) -> None:
     make = """
-        INSERT INTO exactly_once.spark_run (group_id, run_id, registered_at)
-        SELECT %s, gen_random_uuid(), clock_timestamp() - n * interval '1 minute' FROM generate_series(1, 1000) AS n
+        INSERT INTO exactly_once.spark_run (group_id, run_id, batch_id, registered_at)
+        SELECT %s, gen_random_uuid(), 0, clock_timestamp() - n * interval '1 minute' FROM generate_series(1, 1000) AS n
     """
     db.execute(make, (target.name,))
     run = Run(target)
@@ -336,7 +336,7 @@ def test_a_table_that_is_missing_or_does_not_fit_is_refused_before_a_row_is_writ
     with pytest.raises(FrameError, match="'value'"):
         run.write(run.rows(0, range(5)))
     db.execute(f"ALTER TABLE {target.name} ADD COLUMN value text")
-    run.write(run.rows(0, range(5)), batch_id=1)
+    run.write(run.rows(0, range(5)))
     assert target.offsets() == [(0, n) for n in range(5)]
 
 
@@ -356,7 +356,7 @@ def test_rows_that_something_has_kept_since_an_earlier_batch_are_refused(target:
     with pytest.raises(RowsOutOfOrder, match=r"offset 5.*ended at 10"):
         run.write(run.rows(0, [5, 10]), batch_id=1)
     with pytest.raises(RowsOutOfOrder, match="no topic"):
-        run.write(run.rows(0, [10]).set_column(0, "topic", pa.array([None], pa.string())), batch_id=2)
+        run.write(run.rows(0, [10]).set_column(0, "topic", pa.array([None], pa.string())), batch_id=1)
 
 
 def test_a_replacing_batch_takes_the_place_of_all_rows(target: Target) -> None:

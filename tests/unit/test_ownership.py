@@ -64,13 +64,23 @@ def test_a_partition_passes_through_its_states_to_where_messages_flow() -> None:
 def test_an_advance_says_all_that_the_ledger_must_compare() -> None:
     ownership = Ownership()
     ownership.assigned([P])
-    mine = replace(row(P, 5, epoch=9), topic_id="id", leader_epoch=2)
+    mine = replace(row(P, 5, epoch=9), topic_id="id", leader_epoch=2, generation=3)
     ownership.acquired([mine])
     ownership.started(P, mine)
     ownership.placed([P])
     assert mine.owner_token is not None
     assert ownership.hand_out({P: Span(5, 8, 4)}) == [
-        Advance(partition=P, token=mine.owner_token, epoch=9, topic_id="id", expected=5, next_offset=8, leader_epoch=4)
+        Advance(
+            partition=P,
+            token=mine.owner_token,
+            epoch=9,
+            topic_id="id",
+            expected=5,
+            next_offset=8,
+            leader_epoch=4,
+            generation=3,
+            rotates=True,
+        )
     ]
 
 
@@ -620,3 +630,38 @@ def test_no_partition_is_owned_without_an_offset_after_an_interrupt_at_any_line(
         holding = ownership.holdings[P]
         assert holding.state is State.PENDING or (holding.state is State.OWNED and holding.expected == 5), line
     assert line > 5, "interrupts at too few lines to mean anything"
+
+
+def test_rows_are_rotated_by_their_first_unit_and_by_each_256th_from_there() -> None:
+    """All of a unit, where it is one's turn; what did not land does not count, and what is read is believed."""
+    ownership = Ownership()
+    other = Partition("a", 1)
+    ownership.assigned([P, other])
+    rows = {p: replace(row(p, 0), generation=7) for p in (P, other)}
+    ownership.acquired(rows.values())
+    for p, acquired in rows.items():
+        ownership.started(p, acquired)
+    ownership.placed(rows)
+
+    def unit(*partitions: Partition) -> list[Advance]:
+        expected = {p: ownership.holdings[p].expected for p in partitions}
+        return ownership.hand_out({p: Span(offset, offset + 1, 0) for p, offset in expected.items()})
+
+    for _ in range(2):
+        advances = unit(P)
+        assert [(a.generation, a.rotates) for a in advances] == [(7, True)]
+        ownership.aborted(advances)
+    ownership.committed(unit(P))
+    for _ in range(255):
+        advances = unit(P)
+        assert [(a.generation, a.rotates) for a in advances] == [(8, False)]
+        ownership.committed(advances)
+    advances = unit(P)
+    assert [(a.generation, a.rotates) for a in advances] == [(8, True)]
+    ownership.unknown(advances)
+    landed = replace(rows[P], next_offset=advances[0].next_offset, generation=9, owner_token=uuid4())
+    assert ownership.resolved([landed]) is Resolution.COMMITTED
+    advances = unit(P, other)
+    assert [(a.partition, a.generation, a.rotates) for a in advances] == [(P, 9, False), (other, 7, True)]
+    ownership.committed(advances)
+    assert [(a.generation, a.rotates) for a in unit(P, other)] == [(10, False), (8, False)]

@@ -43,7 +43,7 @@ BEGIN
     UPDATE {schema}.spark_batch b
     SET batch_id = new_batch, fingerprint = new_fingerprint, advanced_at = clock_timestamp()
     WHERE b.group_id = unit_group AND b.owner_token = unit_token AND b.owner_epoch = unit_epoch
-      AND b.batch_id < new_batch;
+      AND b.batch_id = new_batch - 1;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'batch % was not counted', new_batch USING ERRCODE = 'EO001';
     END IF;

@@ -19,13 +19,13 @@ CREATE INDEX spark_stage_run ON {schema}.spark_stage (group_id, run_id);
 CREATE TABLE {schema}.spark_run (
     group_id       text        NOT NULL,
     run_id         uuid        NOT NULL,
-    batch_id       bigint      NOT NULL DEFAULT -1,
+    batch_id       bigint      NOT NULL,
     held           jsonb       NOT NULL DEFAULT '[]',
     registered_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (group_id, run_id)
 ) WITH (fillfactor = 20);
 
-COMMENT ON COLUMN {schema}.spark_run.batch_id IS 'the last batch that it published; -1 before the first';
+COMMENT ON COLUMN {schema}.spark_run.batch_id IS 'the last batch that it published, or the one before its first';
 COMMENT ON COLUMN {schema}.spark_run.held IS 'the rows of the ledger that it acquired, and how far it has written each';
 
 UPDATE {schema}.version SET version = 5, migrated_at = clock_timestamp();
