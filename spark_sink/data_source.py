@@ -27,7 +27,7 @@ from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSource
 
 from exactly_once.errors import ConfigurationError
 
-from .fence import Origin, register
+from .fence import BATCH_JOB, Origin, register
 from .frame import check_places
 from .options import Options
 from .publication import publish
@@ -45,8 +45,6 @@ else:
 
 _REAP_EVERY = 100
 """Batches after which abandoned rows of other groups are looked for."""
-_JOB = "batch job"
-"""What stands for the id of a query where there is none."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class JobWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Stage the rows of one task."""
-        return _write(self._options, Origin(run_id=self._run_id, query_id=_JOB, batch_id=0), iterator)
+        return _write(self._options, Origin(run_id=self._run_id, query_id=BATCH_JOB, batch_id=0), iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Publish the attempts that count, and give the rows of the ledger back."""

@@ -29,6 +29,10 @@ PATIENCE_SECONDS = 30.0
 """How long a short outage of the database may last, and a run that is fenced may take to let go."""
 
 
+BATCH_JOB = "batch job"
+"""What stands for the id of a query where there is none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """Which run of which query writes which batch. A batch job is a run of one batch."""

@@ -7,14 +7,18 @@ reading; through Hadoop's FileSystem the checkpoint may be on any storage that S
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.logs import about
 from exactly_once.model import Partition
 
 from .ranges import Range
@@ -22,11 +26,20 @@ from .ranges import Range
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+logger = logging.getLogger(__name__)
+
 _NOTHING_YET = "-"
 """What the log says of a source that has given nothing so far."""
 
+_KEEP_KEYS = ("dedupe", "dedupeWithinWatermark", "globalLimit")
+"""What the checkpoint calls operators that keep no row for later: each comes in its message's batch, or never."""
+
 Read = Callable[[str], "bytes | None"]
 """Returns the content of a file below the checkpoint, none of a directory, or None when there is no such thing."""
+
+
+class NotKafka(ConfigurationError):
+    """A source whose offsets are not Kafka's."""
 
 
 class OffsetLog:
@@ -76,6 +89,16 @@ class OffsetLog:
         """Tell whether the query keeps something from batch to batch, which only running each batch brings forward."""
         return self._read("state") is not None
 
+    def keeps_rows(self) -> list[str]:
+        """Return the query's operators that keep rows for later batches; Spark 3.5 does not write them down."""
+        names = []
+        for number in itertools.count():
+            text = self._read(f"state/{number}/_metadata/metadata")
+            if text is None and self._read(f"state/{number}") is None:
+                break
+            names.append(_operator(text))
+        return [name for name in names if name not in _KEEP_KEYS]
+
     def _ends_of(self, batch_id: int) -> dict[Partition, int] | None:
         if self._ends is not None and self._ends[0] == batch_id:
             return self._ends[1]
@@ -95,14 +118,14 @@ class OffsetLog:
 def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
     """Read the ends of all Kafka sources from a file of the offset log.
 
-    :raises ConfigurationError: for a format that is not known, for a source that is not Kafka, and when two sources
-        read one partition.
+    :raises NotKafka: for a source that is not.
+    :raises ConfigurationError: for a format that is not known, and when two sources read one partition.
     """
     found: dict[Partition, int] = {}
     for line in _sources(text, location).values():
         offsets = _kafka_offsets(line)
         if not offsets and line != _NOTHING_YET:
-            raise ConfigurationError(
+            raise NotKafka(
                 f"the query has a source whose offsets are not Kafka's ({line[:60]}), so nobody can tell which of its "
                 "rows were written; say ledger='batch-id'"
             )
@@ -118,6 +141,13 @@ def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
 def parse_initial(text: bytes) -> dict[Partition, int]:
     """Read the first offsets of a source; the file begins with a zero byte, for the sake of Spark 2.1."""
     return _kafka_offsets(text.lstrip(b"\0").decode().partition("\n")[2].strip())
+
+
+def _operator(metadata: bytes | None) -> str:
+    """Return the name of an operator with a state; without metadata it may be any."""
+    if metadata is None:
+        return "an operator without metadata"
+    return str(json.loads(metadata.decode().partition("\n")[2])["operatorInfo"]["operatorName"])
 
 
 def _sources(text: bytes, location: str) -> dict[str, str]:
@@ -180,6 +210,26 @@ def reader(location: str, spark: SparkSession) -> Read:
             f"{place.scheme}; leave it out, or run the query where the driver is"
         )
     return _disk_reader(Path(place.path))
+
+
+def on_disk(location: str | None, query_id: str, *, warns: bool) -> OffsetLog | None:
+    """Open a query's checkpoint where there is no session; None if it is not on this machine's disk."""
+    if location is not None:
+        place = urlsplit(location)
+        log = OffsetLog(location, _disk_reader(Path(place.path)))
+        with contextlib.suppress(ConfigurationError):
+            if place.scheme in ("", "file") and log.query_id() == query_id:
+                return log
+    if warns:
+        logger.warning(
+            "query %s: its checkpoint %s, from which the data source learns what a batch covers, is not on this "
+            "machine's disk; so a ledger that was set back while the query stood still goes unnoticed, and rows that "
+            "it has lost are missing. foreachBatch reads a checkpoint from any storage",
+            query_id,
+            location or "(no option checkpointLocation)",
+            extra=about("checkpoint_unread"),
+        )
+    return None
 
 
 def _disk_reader(root: Path) -> Read:

@@ -7,6 +7,7 @@ needs no memory, and calling it again, after an answer that was lost, finds ever
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,14 +29,16 @@ from . import batch_ledger
 from .attempt import writer_of
 from .batch_ledger import BatchIdLedger
 from .errors import RowsOutOfOrder
-from .fence import PATIENCE_SECONDS, OneTransaction, Origin, watching
+from .fence import BATCH_JOB, PATIENCE_SECONDS, OneTransaction, Origin, watching
 from .frame import check_key, columns_of
+from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
 from .owners import Holding, Owners
-from .ranges import looked_through, shares
+from .ranges import Range, looked_through, shares
 from .run import starter_of
 from .screen import PLACES, Screen
 from .staging import Place, Span, Staged, fetch, in_order, placed, unstage
+from .stream_query import refuse_kept_rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -95,6 +98,7 @@ class Publication:
         self._unit = unit
         self._owners = owners
         self._ended: dict[Partition, int] = {}
+        self._log: OffsetLog | None = None
         self._writer: TableWriter = writer_of(options)
         self._columns: tuple[str, ...] = ()
         self._rows = 0
@@ -104,13 +108,16 @@ class Publication:
         """Do everything but the COMMIT; return the moves that it must make."""
         options, origin = self._options, self._origin
         counted = batch_ledger.owned(self._session, group_id=options.group_id, token=origin.run_id)
-        if self._recall() >= origin.batch_id:
+        recalled = self._recall()
+        if recalled >= origin.batch_id:
             return []  # done by a call whose answer was lost
+        if origin.query_id != BATCH_JOB:
+            self._log = on_disk(options.checkpoint_location, origin.query_id, warns=recalled == -1)
         self._fit(schema)
         advances: list[Advance] = []
         if options.ledger == "offsets":
             advances = self._write_offsets(staged)
-        elif not batch_ledger.is_replay(counted, origin.batch_id, None, group_id=options.group_id):
+        elif not batch_ledger.is_replay(counted, origin.batch_id, self._fingerprint(), group_id=options.group_id):
             self._write_counted(staged, counted)
         self._remember()
         unstage(self._session, options, origin)
@@ -135,8 +142,7 @@ class Publication:
     # With offsets.
 
     def _write_offsets(self, staged: Sequence[Staged]) -> list[Advance]:
-        spans = (span for s in staged for chunk in s.chunks for span in chunk.spans)
-        ranges = looked_through(_merged(spans, self._ended), self._ended)
+        ranges = self._ranges(staged)
         rows = self._owners.take(ranges, batch_id=self._origin.batch_id)
         next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
         moves = {
@@ -150,6 +156,15 @@ class Publication:
             self._dropped = screen.dropped
         self._ended |= {r.partition: r.end for r in ranges}
         return [self._owners.held[p].advance(*move) for p, move in moves.items()]
+
+    def _ranges(self, staged: Sequence[Staged]) -> list[Range]:
+        """Return what the batch covers, from the checkpoint where it can be had."""
+        if self._log is not None:
+            refuse_kept_rows(self._log.keeps_rows())
+            with contextlib.suppress(NotKafka):
+                return self._log.ranges(self._origin.batch_id)
+        spans = (span for s in staged for chunk in s.chunks for span in chunk.spans)
+        return looked_through(_merged(spans, self._ended), self._ended)
 
     def _sorted(self, staged: Sequence[Staged]) -> Iterator[pa.Table]:
         """Read rows; in the order of their offsets where it matters who comes last."""
@@ -170,6 +185,10 @@ class Publication:
             )
             if each["ended"] is not None:
                 self._ended[partition] = each["ended"]
+        if batch_id == -1:
+            parameters = {"query_id": self._origin.query_id, "batch_id": self._origin.batch_id}
+            for topic, number, ended in self._run("spark_ended_before", **parameters):
+                self._ended[Partition(topic, number)] = ended
         return int(batch_id)
 
     def _remember(self) -> None:
@@ -196,12 +215,15 @@ class Publication:
         for s in staged:
             for number, chunk in enumerate(s.chunks):
                 self._store(fetch(self._session, Place(s.attempt, number, chunk)))
-        now = replace(counted, batch_id=self._origin.batch_id, fingerprint=None)
+        now = replace(counted, batch_id=self._origin.batch_id, fingerprint=self._fingerprint())
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=now)
         assert unit.begun is not None
         ledger.advance(unit.connection, [], xid=unit.begun.xid, commit=False)
 
     # Both.
+
+    def _fingerprint(self) -> str | None:
+        return None if self._log is None else self._log.fingerprint(self._origin.batch_id)
 
     def _store(self, rows: pa.Table) -> None:
         if rows.num_rows:

@@ -35,9 +35,10 @@ from .frame import check_key, fit
 from .offset_log import OffsetLog, reader
 from .options import Options
 from .owners import Owners
-from .ranges import Range, Share, looked_through, shares
+from .ranges import Range, Share, shares
 from .report import BatchReport
-from .screen import OFFSET, PARTITION, TOPIC
+from .screen import OFFSET
+from .stream_query import StreamQuery, check_plan, refuse_kept_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -53,22 +54,21 @@ class Ids:
     run_id: str | None
 
 
-def ids_of(session: SparkSession) -> Ids:
-    """Ask Spark which query is calling."""
-    if not hasattr(session, "_jsparkSession"):
-        return Ids(None, None)
-    local = session.sparkContext.getLocalProperty
-    return Ids(local("sql.streaming.queryId"), local("spark.jobGroup.id"))
+def ids_of(query: StreamQuery | None) -> Ids:
+    """Return the names of the query that calls."""
+    return Ids(None, None) if query is None else Ids(query.query_id, query.run_id)
 
 
 class Run:
     """One run: its connection, what it owns, and the batches that it writes."""
 
-    def __init__(self, options: Options, ids: Ids, spark: SparkSession) -> None:
+    def __init__(self, options: Options, query: StreamQuery | None, spark: SparkSession) -> None:
         self._options = options
-        self._log = _offset_log(options, ids, spark)
-        self.ids = ids if ids.query_id or self._log is None else replace(ids, query_id=self._log.query_id())
-        self._name = options.name or f"spark query {self.ids.query_id or 'without an id'}"
+        self.query = query
+        self._log = _offset_log(options, query, spark)
+        ids = ids_of(query)
+        self.ids = ids if ids.query_id else replace(ids, query_id=self._log.query_id())
+        self._name = options.name or f"query {self.ids.query_id}"
         self._session = Session(connector(options.conninfo), schema=options.schema)
         self._watcher = Watcher(
             self._session.connect,
@@ -82,7 +82,6 @@ class Run:
         # Queries end without telling their sink.
         self.close = weakref.finalize(self, _end, self._session, starter)
         check(self._session.connection, options.schema)
-        self._ended: dict[Partition, int] = {}
         self._counted: Counted | None = None
         self._writer = writer_of(options)
         self._table: tuple[Table, tuple[str, ...]] | None = None
@@ -131,6 +130,7 @@ class Run:
         """Compare the frame with the table as the run has found it; if it is altered, tasks find out."""
         options = self._options
         if self._table is None:
+            self._check_plan(frame)
             with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
                 self._table = self._writer.table(connection), self._writer.key(connection)
         table, key = self._table
@@ -139,27 +139,21 @@ class Run:
             check_key(key, columns, table)
         return prepared, columns
 
+    def _check_plan(self, frame: DataFrame) -> None:
+        if self.query is not None:
+            check_plan(self.query, frame, self._options)
+        elif self._options.ledger == "offsets":
+            refuse_kept_rows(self._log.keeps_rows())
+
     # With offsets.
 
     def _write_offsets(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
-        if self._log is not None:
-            return self._write_ranges(frame, columns, batch_id, self._log.ranges(batch_id))
-        # Before any action: a frame that has run once would be read from Kafka again, persisted or not.
-        frame = frame.persist()
-        try:
-            return self._write_ranges(frame, columns, batch_id, _look_through(frame, self._ended))
-        finally:
-            frame.unpersist()
-
-    def _write_ranges(
-        self, frame: DataFrame, columns: tuple[str, ...], batch_id: int, ranges: list[Range]
-    ) -> Result | None:
+        ranges = self._log.ranges(batch_id)
         rows = self._owners.take(ranges, batch_id=batch_id)
         next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
         todo = shares(ranges, next_offsets, group_id=self._options.group_id)
-        self._ended |= {r.partition: r.end for r in ranges}
         if not todo and any(r.first < r.end for r in ranges):
-            if self._log is not None and self._log.has_state():
+            if self._log.has_state():
                 _run_through(frame)
             return None
         if not todo:
@@ -188,16 +182,13 @@ class Run:
     # With batch ids.
 
     def _write_counted(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
-        if self.ids.query_id is None:
-            raise ConfigurationError(
-                "ledger='batch-id' needs the query's id, which Spark Connect does not tell; give checkpoint_location="
-            )
         options = self._options
+        assert self.ids.query_id is not None
         if self._counted is None:
             self._counted = batch_ledger.acquire(
                 self._session, group_id=options.group_id, query_id=self.ids.query_id, name=self._name
             )
-        fingerprint = self._log.fingerprint(batch_id) if self._log is not None else None
+        fingerprint = self._log.fingerprint(batch_id)
         if batch_ledger.is_replay(self._counted, batch_id, fingerprint, group_id=options.group_id):
             _run_through(frame)
             return None
@@ -248,19 +239,22 @@ class Run:
             cursor_on(connection).execute(query("spark_report", self._options.schema), parameters, prepare=False)
 
 
-def _offset_log(options: Options, ids: Ids, spark: SparkSession) -> OffsetLog | None:
+def _offset_log(options: Options, query: StreamQuery | None, spark: SparkSession) -> OffsetLog:
     """Open the checkpoint, and see that it is this query's.
 
-    :raises ConfigurationError: when it is another one's.
+    :raises ConfigurationError: when it is another one's, or nobody says where it is.
     """
-    location = options.checkpoint_location
+    location = options.checkpoint_location or (None if query is None else query.checkpoint())
     if location is None:
-        return None
-    log = OffsetLog(location, reader(location, spark))
-    if ids.query_id is not None and log.query_id() != ids.query_id:
         raise ConfigurationError(
-            f"checkpoint_location={location!r} belongs to query {log.query_id()}, this is query {ids.query_id}; give "
-            "the sink what the query is given as option checkpointLocation"
+            "Spark does not tell which query is calling, as over Spark Connect; give checkpoint_location=, the same as "
+            "the query's option checkpointLocation"
+        )
+    log = OffsetLog(location, reader(location, spark))
+    if query is not None and log.query_id() != query.query_id:
+        raise ConfigurationError(
+            f"checkpoint_location={location!r} belongs to query {log.query_id()}, this is query {query.query_id}; "
+            "leave it out, or give the sink what the query is given as option checkpointLocation"
         )
     return log
 
@@ -295,11 +289,3 @@ def _no_rows(frame: DataFrame) -> Result:
 def _run_through(frame: DataFrame) -> int:
     """Run a batch of which nothing is to be written, and count its rows: what a query keeps as state is made so."""
     return frame.count()
-
-
-def _look_through(frame: DataFrame, ended: dict[Partition, int]) -> list[Range]:
-    """Find which offsets the rows have, where no offset log tells what the batch covers."""
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - Spark need not be there to import this
-
-    spans = frame.groupBy(TOPIC, PARTITION).agg(F.min(OFFSET), F.max(OFFSET)).collect()
-    return looked_through((tuple(span) for span in spans), ended)

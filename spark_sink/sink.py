@@ -10,7 +10,8 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.logs import about
 
 from .options import LedgerKind, Mode, Options, Transaction, check_options
-from .run import Run, ids_of
+from .run import Run
+from .stream_query import find
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -28,14 +29,13 @@ _written: dict[tuple[str | None, str], int] = {}
 class PostgresSink:
     """Write micro-batches into a Postgres table, each row of Kafka once.
 
-        sink = PostgresSink(conninfo, table="orders", group_id="orders", checkpoint_location="/srv/checkpoints/orders")
+        sink = PostgresSink(conninfo, table="orders", group_id="orders")
         frame.writeStream.foreachBatch(sink).option("checkpointLocation", "/srv/checkpoints/orders").start()
 
     The frame carries the columns ``topic``, ``partition`` and ``offset`` of Kafka's source, under the names given
-    here; the table may have them or not. ``checkpoint_location`` is the query's: from its offset log the sink
-    learns which offsets a batch covers. Without it each batch is cached and looked through first, and rows
-    that a filter dropped cannot be told from rows that are missing: :class:`LedgerBehindCheckpoint` is not
-    raised then. With ``bootstrap_servers`` the ids of cluster and topics are checked when the query starts.
+    here; the table may have them or not. From the query's checkpoint the sink learns which offsets a batch covers; it
+    asks Spark where that is, and only Spark Connect, which does not tell, needs ``checkpoint_location``. With
+    ``bootstrap_servers`` the ids of cluster and topics are checked when the query starts.
 
     ``transaction="batch"`` makes the whole micro-batch one transaction in one task; ``"partition"`` one for each task,
     in parallel, not atomic across Kafka partitions. A batch of up to ``small_batch`` offsets is collected and
@@ -46,7 +46,10 @@ class PostgresSink:
     ``mode="upsert"``, complete with ``"replace"``.
 
     Options are checked here and raise :class:`exactly_once.ConfigurationError`; servers are first contacted by the
-    first batch. One sink serves one query.
+    first batch. One sink serves one query at a time.
+
+    What cannot be exact raises :class:`FrameError`, before the first row is written: a query that keeps rows in a state
+    needs ``ledger="batch-id"``, one that picks rows by looking at others ``transaction="batch"``.
     """
 
     def __init__(
@@ -134,12 +137,19 @@ class PostgresSink:
 
     def _run_of(self, frame: DataFrame) -> Run:
         """Return the run that calls; each start of a query is a new owner."""
-        ids = ids_of(frame.sparkSession)
-        if self._run is None or self._run.ids.run_id != ids.run_id:
+        query = find(frame.sparkSession)
+        run_id = None if query is None else query.run_id
+        if self._run is None or self._run.ids.run_id != run_id:
             if self._run is not None:
+                if self._run.query is not None and self._run.query.is_active:
+                    raise ConfigurationError(
+                        f"this sink writes for query {self._run.ids.query_id}, which still runs, and query "
+                        f"{query and query.query_id} calls it as well: each would take the group from the other. Make "
+                        "a sink for each query, with a group_id of its own"
+                    )
                 self._run.close()
             self._run = None
-            self._run = Run(self._options, ids, frame.sparkSession)
+            self._run = Run(self._options, query, frame.sparkSession)
         return self._run
 
     def __getstate__(self) -> dict[str, Any]:

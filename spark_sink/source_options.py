@@ -17,6 +17,7 @@ _DEFAULTS: dict[str, Any] = {
     "mode": "append",
     "ledger": "offsets",
     "key": None,
+    "checkpoint_location": None,
     "bootstrap_servers": None,
     "topic_column": "topic",
     "partition_column": "partition",
@@ -28,13 +29,12 @@ _DEFAULTS: dict[str, Any] = {
 }
 _FIXED: dict[str, Any] = {
     "transaction": "batch",
-    "checkpoint_location": None,
     "also": None,
     "on_report": None,
     "small_batch": 0,
 }
 """What only ``foreachBatch`` can do."""
-_OF_SPARK = frozenset({"path", "checkpointlocation", "queryname"})
+_OF_SPARK = frozenset({"path", "queryname"})
 _TRUTHS = {"true": True, "false": False}
 
 

@@ -21,12 +21,13 @@ def test_names_are_those_of_the_sink_whatever_their_case_and_underscores() -> No
             "take_over": "True",
             "topicColumn": "place",
             "reapafterseconds": "60",
-            "checkpointLocation": "of Spark",
+            "checkpointLocation": "/checkpoint",
             "queryName": "of Spark",
         }
     )
     assert (options.group_id, options.key, options.take_over) == ("g", ("a", "b"), True)
     assert (options.topic_column, options.reap_after_seconds) == ("place", 60.0)
+    assert options.checkpoint_location == "/checkpoint"
     assert (options.ledger, options.schema) == ("offsets", "exactly_once")
 
 
