@@ -13,12 +13,19 @@ from .options import Options
 from .screen import PLACES, RESERVED
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType, DecimalType, StructField, StructType
 
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
+_JSON_FORM = {
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
+    "ignoreNullFields": "false",
+}
+"""Spark's own forms leave out microseconds, and fields that are null."""
 _ZONED_AND_NOT = (("timestamp_ntz", "timestamptz"), ("timestamp", "timestamp"))
 """Spark's type and Postgres' of which one has a time zone and the other none."""
 
@@ -36,6 +43,10 @@ def fit(frame: DataFrame, table: Table, options: Options) -> tuple[DataFrame, tu
     columns = _columns(fields.values(), table, options)
     known = {c.name: c for c in table.columns}
     written = [_expression(fields[name], known[name], table) for name in columns]
+    if nested := {
+        name: _as_json(fields[name]) for name in columns if _form(fields[name], known[name], table) == "json"
+    }:
+        frame = frame.withColumns(nested)
     # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
     return frame.selectExpr(*written, *places), tuple(columns)
 
@@ -122,7 +133,7 @@ def _expression(field: StructField, column: Column, table: Table) -> str:
     """Return what is sent for a column: itself, or as JSON."""
     name = _quoted(field.name)
     form = _form(field, column, table)
-    return {"itself": name, "null": f"CAST({name} AS string) AS {name}", "json": f"to_json({name}) AS {name}"}[form]
+    return f"CAST({name} AS string) AS {name}" if form == "null" else name
 
 
 def _form(field: StructField, column: Column, table: Table) -> Literal["itself", "json", "null"]:
@@ -159,6 +170,42 @@ def _check_decimal(given: DecimalType, column: Column, target: str, place: str) 
     precision, scale = (column.typmod - 4) >> 16, ((column.typmod - 4) & 0x7FF ^ 1024) - 1024
     if given.scale > scale or given.precision - given.scale > precision - scale:
         raise FrameError(f"{place}, which has not enough digits; cast it in the frame, where you see what is cut off")
+
+
+def _as_json(field: StructField) -> SparkColumn:
+    """Return a column as JSON text, with all that it holds; a number that JSON lacks fails the batch."""
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - Spark need not be there to import this
+
+    name = _quoted(field.name)
+    text = F.to_json(F.col(name), _JSON_FORM)
+    odd = _not_a_number(name, field.dataType)
+    said = f"column {field.name!r}: JSON has no NaN and no infinity; write null in the frame, or leave the row out"
+    return text if odd is None else F.when(F.expr(odd), F.raise_error(F.lit(said))).otherwise(text)
+
+
+def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
+    """Return SQL that tells whether NaN or infinity is within; None where none can be.
+
+    :raises FrameError: for a map whose keys Spark would write as its own numbers.
+    """
+    name, item = kind.typeName(), f"x{depth}"
+    parts: list[tuple[str, str]] = []
+    if name in ("float", "double"):
+        return f"coalesce({value} IN (double('NaN'), double('Infinity'), -double('Infinity')), false)"
+    if name == "struct":
+        for each in kind.fields:  # type: ignore[attr-defined]
+            found = _not_a_number(f"{value}.{_quoted(each.name)}", each.dataType, depth)
+            parts += [] if found is None else [("{}", found)]
+    elif name == "array":
+        found = _not_a_number(item, kind.elementType, depth + 1)  # type: ignore[attr-defined]
+        parts += [] if found is None else [(f"coalesce(exists({value}, {item} -> {{}}), false)", found)]
+    elif name == "map":
+        key = kind.keyType.typeName()  # type: ignore[attr-defined]
+        if key not in ("string", "byte", "short", "integer", "long", "boolean"):
+            raise FrameError(f"{value} is a map with keys of type {key}, which JSON has not; cast them to string")
+        found = _not_a_number(item, kind.valueType, depth + 1)  # type: ignore[attr-defined]
+        parts += [] if found is None else [(f"coalesce(exists(map_values({value}), {item} -> {{}}), false)", found)]
+    return " OR ".join(form.format(found) for form, found in parts) or None
 
 
 def _is_nested(kind: DataType) -> bool:

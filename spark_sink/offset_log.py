@@ -90,14 +90,18 @@ class OffsetLog:
         return self._read("state") is not None
 
     def keeps_rows(self) -> list[str]:
-        """Return the query's operators that keep rows for later batches; Spark 3.5 does not write them down."""
+        """Return the query's operators that keep rows for later batches."""
+        return [name for name in self.operators() if name not in _KEEP_KEYS]
+
+    def operators(self) -> list[str]:
+        """Return the query's operators that have a state; before Spark 4.0 they are not known until it is written."""
         names = []
         for number in itertools.count():
             text = self._read(f"state/{number}/_metadata/metadata")
             if text is None and self._read(f"state/{number}") is None:
                 break
             names.append(_operator(text))
-        return [name for name in names if name not in _KEEP_KEYS]
+        return names
 
     def _ends_of(self, batch_id: int) -> dict[Partition, int] | None:
         if self._ends is not None and self._ends[0] == batch_id:

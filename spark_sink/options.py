@@ -40,6 +40,10 @@ class Options:
     take_over: bool
     schema: str
     name: str | None
+    previous_table: str | None = None
+    """The table that the group has written before, where that was another one."""
+    job_id: str | None = None
+    """The data source: what a batch job is called; under one name it is written once."""
     reap_after_seconds: float = 86400.0
     """The data source: how long staged rows are kept that nobody has published."""
 

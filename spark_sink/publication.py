@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from uuid import UUID
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from exactly_once.ledger import Ledger
+from exactly_once.logs import about
 from exactly_once.model import Advance, Partition
 from exactly_once.retry import briefly
 from exactly_once.session import cursor_on
@@ -28,6 +30,7 @@ from exactly_once.writer.arrow import write_arrow
 from . import batch_ledger
 from .attempt import writer_of
 from .batch_ledger import BatchIdLedger
+from .claim import Claim, claim, refuse_lost_state
 from .errors import RowsOutOfOrder
 from .fence import BATCH_JOB, PATIENCE_SECONDS, OneTransaction, Origin, watching
 from .frame import check_key, columns_of
@@ -42,6 +45,8 @@ from .stream_query import refuse_kept_rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
+
+logger = logging.getLogger(__name__)
 
 
 def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool = False) -> None:
@@ -113,12 +118,17 @@ class Publication:
             return []  # done by a call whose answer was lost
         if origin.query_id != BATCH_JOB:
             self._log = on_disk(options.checkpoint_location, origin.query_id, warns=recalled == -1)
-        self._fit(schema)
+        known = self._fit(schema, is_first=recalled == -1)
+        if known.is_known_query and options.job_id is not None and options.mode != "replace":
+            self._skip_job()
+            return []
         advances: list[Advance] = []
         if options.ledger == "offsets":
             advances = self._write_offsets(staged)
+        elif origin.query_id == BATCH_JOB:
+            self._write_counted(staged, counted, counted.batch_id + 1)
         elif not batch_ledger.is_replay(counted, origin.batch_id, self._fingerprint(), group_id=options.group_id):
-            self._write_counted(staged, counted)
+            self._write_counted(staged, counted, origin.batch_id)
         self._remember()
         unstage(self._session, options, origin)
         self._tell()
@@ -132,12 +142,32 @@ class Publication:
         finally:
             session.close()
 
-    def _fit(self, schema: StructType) -> None:
+    def _fit(self, schema: StructType, *, is_first: bool) -> Claim:
         connection, options = self._unit.connection, self._options
         table = self._writer.table(connection)
+        known = Claim(is_known_query=not is_first, has_others=False)
+        if is_first:
+            known = claim(connection, options, table, self._name())
+        if self._log is not None:
+            refuse_lost_state(known, self._log.operators(), options)
         self._columns = columns_of(schema, table, options)
         if options.mode in ("upsert", "insert-ignore"):
             check_key(self._writer.key(connection), self._columns, table)
+        return known
+
+    def _name(self) -> str:
+        """Return what this query is called in the database; a batch job by its own name, as it has no checkpoint."""
+        return f"job {self._options.job_id}" if self._options.job_id is not None else self._origin.query_id
+
+    def _skip_job(self) -> None:
+        unstage(self._session, self._options, self._origin)
+        logger.warning(
+            "job %r of group %r had been written before, so nothing of it is written now; another jobId, or none, "
+            "writes it",
+            self._options.job_id,
+            self._options.group_id,
+            extra=about("job_skipped", group=self._options.group_id),
+        )
 
     # With offsets.
 
@@ -207,7 +237,7 @@ class Publication:
 
     # With batch ids.
 
-    def _write_counted(self, staged: Sequence[Staged], counted: batch_ledger.Counted) -> None:
+    def _write_counted(self, staged: Sequence[Staged], counted: batch_ledger.Counted, batch_id: int) -> None:
         options, unit = self._options, self._unit
         if options.mode == "replace":
             table = self._writer.table(unit.connection).identifier
@@ -215,7 +245,7 @@ class Publication:
         for s in staged:
             for number, chunk in enumerate(s.chunks):
                 self._store(fetch(self._session, Place(s.attempt, number, chunk)))
-        now = replace(counted, batch_id=self._origin.batch_id, fingerprint=self._fingerprint())
+        now = replace(counted, batch_id=batch_id, fingerprint=self._fingerprint())
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=now)
         assert unit.begun is not None
         ledger.advance(unit.connection, [], xid=unit.begun.xid, commit=False)
@@ -234,7 +264,7 @@ class Publication:
         """Write down what was done, for `exactly-once status`."""
         self._run(
             "spark_report",
-            query_id=self._origin.query_id,
+            query_id=self._name(),
             run_id=str(self._origin.run_id),
             batch_id=self._origin.batch_id,
             name=self._options.name,

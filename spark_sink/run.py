@@ -30,6 +30,7 @@ from .attempt import REPORT, Result, Work, read_results, writer_of
 from .batch_ledger import BatchIdLedger, Counted
 from .by_batch import BatchTask, to_one_task
 from .by_partition import PartitionTask, to_tasks
+from .claim import Claim, claim, refuse_lost_state
 from .errors import RowsOutOfOrder
 from .frame import check_key, fit
 from .offset_log import OffsetLog, reader
@@ -85,6 +86,7 @@ class Run:
         self._counted: Counted | None = None
         self._writer = writer_of(options)
         self._table: tuple[Table, tuple[str, ...]] | None = None
+        self._known = Claim(is_known_query=True, has_others=False)
 
     def write(self, frame: DataFrame, batch_id: int) -> BatchReport:
         """Write a batch, or find that it was written."""
@@ -130,20 +132,27 @@ class Run:
         """Compare the frame with the table as the run has found it; if it is altered, tasks find out."""
         options = self._options
         if self._table is None:
-            self._check_plan(frame)
+            stateful = self._check_plan(frame)
             with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-                self._table = self._writer.table(connection), self._writer.key(connection)
+                found = self._writer.table(connection)
+                self._known = claim(connection, options, found, self.ids.query_id or "")
+                refuse_lost_state(self._known, stateful, options)
+                self._table = found, self._writer.key(connection)
+        elif options.transaction == "partition":
+            self._check_plan(frame)  # the user's function may do something else each time
         table, key = self._table
         prepared, columns = fit(frame, table, options)
         if options.mode in ("upsert", "insert-ignore"):
             check_key(key, columns, table)
         return prepared, columns
 
-    def _check_plan(self, frame: DataFrame) -> None:
+    def _check_plan(self, frame: DataFrame) -> list[str]:
+        """Refuse what cannot be exact; return the operators with a state."""
         if self.query is not None:
-            check_plan(self.query, frame, self._options)
-        elif self._options.ledger == "offsets":
+            return check_plan(self.query, frame, self._options)
+        if self._options.ledger == "offsets":
             refuse_kept_rows(self._log.keeps_rows())
+        return self._log.operators()
 
     # With offsets.
 
@@ -153,6 +162,7 @@ class Run:
         next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
         todo = shares(ranges, next_offsets, group_id=self._options.group_id)
         if not todo and any(r.first < r.end for r in ranges):
+            self._tell_of_new_checkpoint(ranges)
             if self._log.has_state():
                 _run_through(frame)
             return None
@@ -174,6 +184,20 @@ class Run:
         # Only now: Spark says that every task has succeeded.
         self._owners.finish(todo, is_whole=self._options.transaction == "batch")
         return result
+
+    def _tell_of_new_checkpoint(self, ranges: list[Range]) -> None:
+        """Say that a new checkpoint brings what is written; that looks alike where the topic was made again."""
+        if self._known.is_known_query or not self._known.has_others or self._options.bootstrap_servers is not None:
+            return
+        logger.warning(
+            "a query with a new checkpoint brings %s, which the ledger of group %r has as written: they are dropped. "
+            "That is right if they are the same messages. If the topic was deleted and made again they are lost: give "
+            "bootstrap_servers= or kafka=, with which topics are told apart",
+            ", ".join(f"offsets {r.first} to {r.end} of {r.partition}" for r in ranges if r.first < r.end),
+            self._options.group_id,
+            extra=about("new_checkpoint", group=self._options.group_id, several=[r.partition for r in ranges]),
+        )
+        self._known = self._known._replace(is_known_query=True)
 
     def _is_small(self, todo: list[Share]) -> bool:
         offsets = sum(share.end - share.write_from for share in todo)

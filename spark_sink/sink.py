@@ -45,6 +45,9 @@ class PostgresSink:
     ``ledger="batch-id"`` is for aggregations, whose rows have no offsets: output mode update goes with
     ``mode="upsert"``, complete with ``"replace"``.
 
+    A group writes one table, and another one is refused; ``previous_table`` names, with its schema, the one that it
+    wrote before. ``take_over`` takes rows of the ledger that a plain consumer has not released.
+
     Options are checked here and raise :class:`exactly_once.ConfigurationError`; servers are first contacted by the
     first batch. One sink serves one query at a time.
 
@@ -71,6 +74,7 @@ class PostgresSink:
         on_report: Callable[[BatchReport], object] | None = None,
         small_batch: int = 1000,
         take_over: bool = False,
+        previous_table: str | None = None,
         schema: str = "exactly_once",
         name: str | None = None,
     ) -> None:
@@ -91,6 +95,7 @@ class PostgresSink:
             on_report=on_report,
             small_batch=small_batch,
             take_over=take_over,
+            previous_table=previous_table,
             schema=schema,
             name=name,
         )

@@ -23,6 +23,8 @@ _DEFAULTS: dict[str, Any] = {
     "partition_column": "partition",
     "offset_column": "offset",
     "take_over": "false",
+    "previous_table": None,
+    "job_id": None,
     "schema": "exactly_once",
     "name": None,
     "reap_after_seconds": "86400",

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
-from tests.spark.scene import Scene
+from tests.spark.scene import Change, Scene
 from tests.spark.source import write_stream
 from tests.support.spark import drain, read_topic
 from tests.support.waiting import until
@@ -74,28 +74,28 @@ def test_the_data_source_notices_late_rows_also_without_the_checkpoint(
     setting = "spark.sql.streaming.checkpointLocation"
     scene.spark.conf.set(setting, str(scene.checkpoint))
     try:
-        write = lambda: write_stream(scene, joined(), checkpointLocation="", queryName=scene.topic)  # noqa: E731
-        write()
+        write_stream(scene, joined(), checkpointLocation="", queryName=scene.topic)
         assert count(db, scene) == 10
         late.produce(10)
         for _ in range(2):
             with pytest.raises(Exception, match=r"RowsOutOfOrder.*earlier batch"):
-                write()
+                write_stream(scene, joined(), checkpointLocation="", queryName=scene.topic)
     finally:
         scene.spark.conf.unset(setting)
 
 
 def test_what_picks_rows_by_looking_at_others_is_refused_with_a_transaction_for_each_task(scene: Scene) -> None:
     scene.produce(20)
-    for change in (
+    changes: list[Change] = [
         lambda frame: frame.dropDuplicates(["value"]),
         lambda frame: frame.where("rand() < 2"),
-    ):
+    ]
+    for change in changes:
         with pytest.raises(Exception, match=r"FrameError.*transaction='partition'.*(Deduplicate|Filter)"):
             scene.run(scene.sink(transaction="partition"), change=change)
         shutil.rmtree(scene.checkpoint)
     by_partition = scene.sink(transaction="partition")
-    refused = {
+    refused: dict[str, Change] = {
         "Deduplicate": lambda frame: frame.dropDuplicates(["value"]),
         "GlobalLimit": lambda frame: frame.limit(5),
         "Filter": lambda frame: frame.withColumn("one", F.rand()).where("one < 2").drop("one"),
@@ -114,10 +114,19 @@ def test_what_picks_rows_by_looking_at_others_is_refused_with_a_transaction_for_
     scene.check()
 
 
-def test_a_batch_that_is_one_transaction_takes_distinct_rows(scene: Scene) -> None:
-    scene.produce(20)
-    scene.run(change=lambda frame: frame.dropDuplicates(["value"]))
+def test_a_batch_that_is_one_transaction_takes_distinct_rows_until_their_state_is_lost(scene: Scene) -> None:
+    def distinct(frame: DataFrame) -> DataFrame:
+        return frame.dropDuplicates(["value"])
+
+    for _ in range(2):
+        scene.produce(10)
+        scene.run(change=distinct)
     scene.check()
+    scene.lose_checkpoint()
+    with pytest.raises(Exception, match=r"FrameError.*new checkpoint.*StreamingDeduplicate"):
+        scene.run(change=distinct)
+    with pytest.raises(Exception, match=r"FrameError.*new checkpoint.*dedupe"):
+        write_stream(scene, distinct(scene.stream()), checkpointLocation=f"{scene.checkpoint}-2")
 
 
 def test_sinks_are_called_from_threads_and_under_other_job_groups(scene: Scene) -> None:

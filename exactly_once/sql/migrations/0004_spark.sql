@@ -32,6 +32,12 @@ CREATE TABLE {schema}.spark_query (
     PRIMARY KEY (group_id, query_id)
 ) WITH (fillfactor = 20);
 
+-- One row per group: the table that its offsets or batches are about.
+CREATE TABLE {schema}.spark_target (
+    group_id       text        PRIMARY KEY,
+    table_name     text        NOT NULL
+);
+
 -- Counts one batch, inside the transaction of its rows; raises EO001 like the advance of offsets.
 CREATE FUNCTION {schema}.spark_advance(
     unit_xid xid8, unit_group text, unit_token uuid, unit_epoch bigint, new_batch bigint, new_fingerprint text
