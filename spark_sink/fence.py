@@ -111,6 +111,6 @@ def _acquire(session: Session, options: Options, origin: Origin) -> None:
         session,
         group_id=options.group_id,
         query_id=origin.query_id,
-        name=options.name or f"spark query {origin.query_id}",
+        name=options.name or f"query {origin.query_id}",
         token=origin.run_id,
     )

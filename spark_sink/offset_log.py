@@ -12,10 +12,11 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, urlsplit
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.logs import about
@@ -36,6 +37,15 @@ _KEEP_KEYS = ("dedupe", "dedupeWithinWatermark", "globalLimit")
 
 Read = Callable[[str], "bytes | None"]
 """Returns the content of a file below the checkpoint, none of a directory, or None when there is no such thing."""
+Write = Callable[[str, bytes], None]
+"""Writes a file below the checkpoint, whole or not at all."""
+
+
+class Mark(NamedTuple):
+    """What a group has written from a checkpoint, kept beside it: it stays when the database loses commits."""
+
+    batch_id: int
+    offsets: dict[Partition, int]
 
 
 class NotKafka(ConfigurationError):
@@ -45,9 +55,11 @@ class NotKafka(ConfigurationError):
 class OffsetLog:
     """The checkpoint of one query, as far as offsets are concerned."""
 
-    def __init__(self, location: str, read: Read) -> None:
+    def __init__(self, location: str, read: Read, write: Write | None = None) -> None:
         self.location = location
         self._read = read
+        self._write = write
+        self._marks: dict[str, Mark] = {}
         self._ends: tuple[int, dict[Partition, int]] | None = None
 
     def query_id(self) -> str:
@@ -78,12 +90,38 @@ class OffsetLog:
         self._ends = batch_id, ends
         return [Range(partition=p, start=starts.get(p), end=end) for p, end in sorted(ends.items())]
 
+    def ends(self, batch_id: int) -> dict[Partition, int]:
+        """Return where a batch ends."""
+        return self._ends_of(batch_id) or {}
+
     def fingerprint(self, batch_id: int) -> str | None:
         """Return a digest of the ends of a batch, by which a replay is told from another batch of the same number."""
         text = self._read(f"offsets/{batch_id}")
         if text is None:
             return None
         return hashlib.sha256("\n".join(_sources(text, self.location).values()).encode()).hexdigest()
+
+    def mark(self, group_id: str) -> Mark | None:
+        """Return what the group has written from this checkpoint; None if it never has."""
+        if group_id not in self._marks:
+            text = self._read(_mark_of(group_id))
+            if text is None:
+                return None
+            said = json.loads(text)
+            self._marks[group_id] = Mark(said["batch_id"], _kafka_offsets(json.dumps(said["offsets"])))
+        return self._marks[group_id]
+
+    def note(self, group_id: str, batch_id: int, ends: Mapping[Partition, int]) -> None:
+        """Write down that the group has written a batch, before Spark counts it as done."""
+        before = self.mark(group_id)
+        now = Mark(batch_id, {**(before.offsets if before is not None else {}), **ends})
+        if now == before or self._write is None:
+            return
+        offsets: dict[str, dict[str, int]] = {}
+        for partition, end in sorted(now.offsets.items()):
+            offsets.setdefault(partition.topic, {})[str(partition.number)] = end
+        self._write(_mark_of(group_id), json.dumps({"batch_id": batch_id, "offsets": offsets}).encode())
+        self._marks[group_id] = now
 
     def has_state(self) -> bool:
         """Tell whether the query keeps something from batch to batch, which only running each batch brings forward."""
@@ -147,6 +185,10 @@ def parse_initial(text: bytes) -> dict[Partition, int]:
     return _kafka_offsets(text.lstrip(b"\0").decode().partition("\n")[2].strip())
 
 
+def _mark_of(group_id: str) -> str:
+    return f"exactly_once/{quote(group_id, safe='')}"
+
+
 def _operator(metadata: bytes | None) -> str:
     """Return the name of an operator with a state; without metadata it may be any."""
     if metadata is None:
@@ -193,8 +235,8 @@ def _numbered(numbers: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     return ((number, offset) for number, offset in numbers.items() if number.isdigit() and isinstance(offset, int))
 
 
-def reader(location: str, spark: SparkSession) -> Read:
-    """Return how to read below ``location``: from this machine's disk, or through Hadoop's FileSystem.
+def reader(location: str, spark: SparkSession) -> _Disk | _Hadoop:
+    """Return how to read, and to write, below ``location``: from this machine's disk, or through Hadoop's FileSystem.
 
     :raises ConfigurationError: when there is no JVM and the place is not on this machine's disk.
     """
@@ -204,23 +246,23 @@ def reader(location: str, spark: SparkSession) -> Read:
         root = jvm.org.apache.hadoop.fs.Path(location)
         files = root.getFileSystem(configuration)
         if files.getUri().getScheme() != "file":
-            return _hadoop_reader(root, files, jvm)
+            return _Hadoop(root, files, jvm)
         # Each question to the JVM is a round trip, and this is asked for every batch.
-        return _disk_reader(Path(files.makeQualified(root).toUri().getPath()))
+        return _Disk(Path(files.makeQualified(root).toUri().getPath()))
     place = urlsplit(location)
     if place.scheme not in ("", "file"):
         raise ConfigurationError(
             f"checkpoint_location={location!r} cannot be read over Spark Connect, which gives no access to "
             f"{place.scheme}; leave it out, or run the query where the driver is"
         )
-    return _disk_reader(Path(place.path))
+    return _Disk(Path(place.path))
 
 
 def on_disk(location: str | None, query_id: str, *, warns: bool) -> OffsetLog | None:
     """Open a query's checkpoint where there is no session; None if it is not on this machine's disk."""
     if location is not None:
         place = urlsplit(location)
-        log = OffsetLog(location, _disk_reader(Path(place.path)))
+        log = OffsetLog(location, _Disk(Path(place.path)))
         with contextlib.suppress(ConfigurationError):
             if place.scheme in ("", "file") and log.query_id() == query_id:
                 return log
@@ -236,27 +278,51 @@ def on_disk(location: str | None, query_id: str, *, warns: bool) -> OffsetLog | 
     return None
 
 
-def _disk_reader(root: Path) -> Read:
-    def read(name: str) -> bytes | None:
-        path = root / name
+class _Disk:
+    """Files on this machine's disk."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __call__(self, name: str) -> bytes | None:
+        path = self._root / name
         if path.is_dir():
             return b""
         return path.read_bytes() if path.exists() else None
 
-    return read
+    def write(self, name: str, content: bytes) -> None:
+        path = self._root / name
+        path.parent.mkdir(exist_ok=True)
+        fresh = path.with_name(f".{path.name}.new")
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
 
 
-def _hadoop_reader(root: Any, files: Any, jvm: Any) -> Read:
-    def read(name: str) -> bytes | None:
-        path = jvm.org.apache.hadoop.fs.Path(root, name)
-        if not files.exists(path):
+class _Hadoop:
+    """Files wherever Spark can have its checkpoint."""
+
+    def __init__(self, root: Any, files: Any, jvm: Any) -> None:
+        self._root, self._files, self._jvm = root, files, jvm
+
+    def __call__(self, name: str) -> bytes | None:
+        path = self._jvm.org.apache.hadoop.fs.Path(self._root, name)
+        if not self._files.exists(path):
             return None
-        if files.getFileStatus(path).isDirectory():
+        if self._files.getFileStatus(path).isDirectory():
             return b""
-        stream = files.open(path)
+        stream = self._files.open(path)
         try:
-            return bytes(jvm.org.apache.commons.io.IOUtils.toByteArray(stream))
+            return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream))
         finally:
             stream.close()
 
-    return read
+    def write(self, name: str, content: bytes) -> None:
+        # Not by a rename, which object stores have not; a file that is closed early is found incomplete, and told.
+        stream = self._files.create(self._jvm.org.apache.hadoop.fs.Path(self._root, name), True)  # noqa: FBT003
+        try:
+            stream.write(bytearray(content))
+        finally:
+            stream.close()

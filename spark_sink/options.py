@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -31,6 +31,7 @@ class Options:
     key: tuple[str, ...] | None
     checkpoint_location: str | None
     bootstrap_servers: str | None
+    kafka: Mapping[str, str] | None = field(repr=False)
     topic_column: str
     partition_column: str
     offset_column: str

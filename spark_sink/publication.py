@@ -39,7 +39,7 @@ from .options import Options
 from .owners import Holding, Owners
 from .ranges import Range, looked_through, shares
 from .run import starter_of
-from .screen import PLACES, Screen
+from .screen import PLACES, Screen, naming
 from .staging import Place, Span, Staged, fetch, in_order, placed, unstage
 from .stream_query import refuse_kept_rows
 
@@ -69,7 +69,7 @@ def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, 
         session,
         group_id=options.group_id,
         owner_kind="spark",
-        owner_name=options.name or f"spark query {origin.query_id}",
+        owner_name=options.name or f"query {origin.query_id}",
         take_over=options.take_over,
     )
     unit = UnitOfWork(ledger)
@@ -257,7 +257,8 @@ class Publication:
 
     def _store(self, rows: pa.Table) -> None:
         if rows.num_rows:
-            write_arrow(self._writer, self._unit.connection, rows.select(self._columns))
+            with naming(rows):
+                write_arrow(self._writer, self._unit.connection, rows.select(self._columns))
             self._rows += rows.num_rows
 
     def _tell(self) -> None:

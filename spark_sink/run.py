@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from .frame import check_key, fit
 from .offset_log import OffsetLog, reader
 from .options import Options
 from .owners import Owners
-from .ranges import Range, Share, shares
+from .ranges import Range, Share, over_skipped, shares
 from .report import BatchReport
 from .screen import OFFSET
 from .stream_query import StreamQuery, check_plan, refuse_kept_rows
@@ -94,6 +94,8 @@ class Run:
         prepared, columns = self._fit(frame)
         write = self._write_offsets if self._options.ledger == "offsets" else self._write_counted
         result = write(prepared, columns, batch_id)
+        ends = self._log.ends(batch_id) if self._options.ledger == "offsets" else {}
+        self._log.note(self._options.group_id, batch_id, ends)
         report = BatchReport(
             group_id=self._options.group_id,
             query_id=self.ids.query_id,
@@ -158,8 +160,15 @@ class Run:
 
     def _write_offsets(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
         ranges = self._log.ranges(batch_id)
+        mark = self._log.mark(self._options.group_id)
+        written = mark.offsets if mark is not None else {}
+        if new := [r for r in ranges if r.partition not in written and r.partition not in self._owners.held]:
+            # Nothing of theirs was written from this checkpoint, so nothing can be missing: the ledger begins here.
+            self._owners.take(new, batch_id=0)
+            self._tell_of_earlier_batches(new, batch_id)
         rows = self._owners.take(ranges, batch_id=batch_id)
         next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
+        ranges = over_skipped(ranges, next_offsets, written)
         todo = shares(ranges, next_offsets, group_id=self._options.group_id)
         if not todo and any(r.first < r.end for r in ranges):
             self._tell_of_new_checkpoint(ranges)
@@ -180,14 +189,25 @@ class Run:
                 logger.warning(
                     "batch %s is left to a task, the driver could not write it: %s", batch_id, error, extra=extra
                 )
-        result = self._act(frame, work, count=len(todo))
+        result = self._act(frame, work, [share.partition for share in todo])
         # Only now: Spark says that every task has succeeded.
         self._owners.finish(todo, is_whole=self._options.transaction == "batch")
         return result
 
+    def _tell_of_earlier_batches(self, new: list[Range], batch_id: int) -> None:
+        if batch_id > 0 and any(r.start for r in new) and not (self._known.is_known_query or self._known.has_others):
+            logger.warning(
+                "group %r begins at batch %s of its query, %s: what earlier batches held was written elsewhere, or by "
+                "nobody, and not by this sink",
+                self._options.group_id,
+                batch_id,
+                ", ".join(f"{r.partition} offset {r.start}" for r in new),
+                extra=about("adopted", group=self._options.group_id, several=[r.partition for r in new]),
+            )
+
     def _tell_of_new_checkpoint(self, ranges: list[Range]) -> None:
         """Say that a new checkpoint brings what is written; that looks alike where the topic was made again."""
-        if self._known.is_known_query or not self._known.has_others or self._options.bootstrap_servers is not None:
+        if self._known.is_known_query or not self._known.has_others or self._owners.checks_topics:
             return
         logger.warning(
             "a query with a new checkpoint brings %s, which the ledger of group %r has as written: they are dropped. "
@@ -213,11 +233,15 @@ class Run:
                 self._session, group_id=options.group_id, query_id=self.ids.query_id, name=self._name
             )
         fingerprint = self._log.fingerprint(batch_id)
+        mark = self._log.mark(options.group_id)
+        if mark is not None and mark.batch_id <= self._counted.batch_id < batch_id - 1:
+            # The ledger has all that was written: the user's function has returned without a call for those between.
+            self._counted = replace(self._counted, batch_id=batch_id - 1, fingerprint=None)
         if batch_ledger.is_replay(self._counted, batch_id, fingerprint, group_id=options.group_id):
             _run_through(frame)
             return None
         counted = replace(self._counted, batch_id=batch_id, fingerprint=fingerprint)
-        result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), count=1)
+        result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), ())
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=counted)
         assert ledger.check(), "the task has succeeded, so the batch is counted"
         self._counted = counted
@@ -227,7 +251,7 @@ class Run:
 
     def _work(self, columns: tuple[str, ...], batch_id: int, *, ranges: dict[Partition, Range]) -> Work:
         return Work(
-            options=replace(self._options, on_report=None),
+            options=replace(self._options, on_report=None, kafka=None),
             batch_id=batch_id,
             instance=self._session.instance,
             holdings=tuple(self._owners.held[p] for p in ranges),
@@ -235,14 +259,14 @@ class Run:
             columns=columns,
         )
 
-    def _act(self, frame: DataFrame, work: Work, *, count: int) -> Result:
+    def _act(self, frame: DataFrame, work: Work, partitions: Sequence[Partition]) -> Result:
         """Have the tasks write: the only action on the frame."""
         task: Callable[[Iterable[Any]], Iterable[Any]]
         if self._options.transaction == "batch":
             in_order = self._options.mode != "append" and self._options.ledger == "offsets"
             frame, task = to_one_task(frame, order=[OFFSET] if in_order else []), BatchTask(work).run
         else:
-            frame, task = to_tasks(frame, count=count), PartitionTask(work).run
+            frame, task = to_tasks(frame, partitions), PartitionTask(work).run
         return read_results(frame.mapInArrow(task, REPORT).collect())
 
     def _tell(self, report: BatchReport) -> None:
@@ -274,7 +298,8 @@ def _offset_log(options: Options, query: StreamQuery | None, spark: SparkSession
             "Spark does not tell which query is calling, as over Spark Connect; give checkpoint_location=, the same as "
             "the query's option checkpointLocation"
         )
-    log = OffsetLog(location, reader(location, spark))
+    storage = reader(location, spark)
+    log = OffsetLog(location, storage, storage.write)
     if query is not None and log.query_id() != query.query_id:
         raise ConfigurationError(
             f"checkpoint_location={location!r} belongs to query {log.query_id()}, this is query {query.query_id}; "
@@ -291,10 +316,13 @@ def _end(session: Session, starter: Starter | None) -> None:
 
 def starter_of(options: Options, ledger: Ledger) -> Starter | None:
     """Return what checks ids of cluster and topics, where the cluster is known."""
-    if options.bootstrap_servers is None:
+    settings = dict(options.kafka or {})
+    if options.bootstrap_servers is not None:
+        settings["bootstrap.servers"] = options.bootstrap_servers
+    if not settings:
         return None
-    cluster = Cluster({"bootstrap.servers": options.bootstrap_servers})
-    return Starter(ledger, cluster, start=None, on_out_of_range="fail")
+    # Spark chooses where to start, whatever another program of the group has committed to Kafka.
+    return Starter(ledger, Cluster(settings), start="earliest", on_out_of_range="fail")
 
 
 def _no_rows(frame: DataFrame) -> Result:

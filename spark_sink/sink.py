@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exactly_once.errors import ConfigurationError
@@ -35,7 +35,8 @@ class PostgresSink:
     The frame carries the columns ``topic``, ``partition`` and ``offset`` of Kafka's source, under the names given
     here; the table may have them or not. From the query's checkpoint the sink learns which offsets a batch covers; it
     asks Spark where that is, and only Spark Connect, which does not tell, needs ``checkpoint_location``. With
-    ``bootstrap_servers`` the ids of cluster and topics are checked when the query starts.
+    ``bootstrap_servers`` the ids of cluster and topics are checked when the query starts; ``kafka`` has settings of
+    librdkafka for it, such as ``security.protocol``.
 
     ``transaction="batch"`` makes the whole micro-batch one transaction in one task; ``"partition"`` one for each task,
     in parallel, not atomic across Kafka partitions. A batch of up to ``small_batch`` offsets is collected and
@@ -67,6 +68,7 @@ class PostgresSink:
         key: Sequence[str] | None = None,
         checkpoint_location: str | None = None,
         bootstrap_servers: str | None = None,
+        kafka: Mapping[str, str] | None = None,
         topic_column: str = "topic",
         partition_column: str = "partition",
         offset_column: str = "offset",
@@ -88,6 +90,7 @@ class PostgresSink:
             key=key,
             checkpoint_location=checkpoint_location,
             bootstrap_servers=bootstrap_servers,
+            kafka=kafka,
             topic_column=topic_column,
             partition_column=partition_column,
             offset_column=offset_column,
@@ -101,12 +104,22 @@ class PostgresSink:
         )
 
         self._run: Run | None = None
+        self.error: Exception | None = None
+        """What the last batch has raised; Spark makes a StreamingQueryException of it, which has only its text."""
 
     def __call__(self, frame: DataFrame, batch_id: int) -> None:
         """Write one micro-batch; a replay of one that was written writes nothing.
 
         :raises exactly_once.ConfigurationError: for a second frame of a batch, which nobody could tell from a replay.
         """
+        try:
+            self._write(frame, batch_id)
+        except Exception as error:
+            self.error = error
+            raise
+        self.error = None
+
+    def _write(self, frame: DataFrame, batch_id: int) -> None:
         run = self._run_of(frame)
         writes = run.ids.run_id, self._options.group_id
         if _written.get(writes) == batch_id:
@@ -117,7 +130,8 @@ class PostgresSink:
             )
         report = run.write(frame, batch_id)
         _written[writes] = batch_id
-        logger.info("%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
+        level = logging.WARNING if report.is_replay else logging.INFO
+        logger.log(level, "%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
         if self._options.on_report is not None:
             self._options.on_report(report)
 

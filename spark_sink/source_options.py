@@ -19,6 +19,7 @@ _DEFAULTS: dict[str, Any] = {
     "key": None,
     "checkpoint_location": None,
     "bootstrap_servers": None,
+    "kafka": None,
     "topic_column": "topic",
     "partition_column": "partition",
     "offset_column": "offset",
@@ -47,7 +48,11 @@ def check_source_options(given: Mapping[str, str]) -> Options:
     """
     known = {_plain(name): name for name in _DEFAULTS}
     chosen = dict(_DEFAULTS)
+    settings = {name[6:]: value for name, value in given.items() if name.startswith("kafka.")}
+    chosen["kafka"] = settings or None
     for name, value in given.items():
+        if name.startswith("kafka."):
+            continue
         if _plain(name) in known:
             chosen[known[_plain(name)]] = value
         elif _plain(name) in map(_plain, _FIXED) and _plain(name) not in _OF_SPARK:
