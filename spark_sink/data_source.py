@@ -68,7 +68,10 @@ class ExactlyOncePostgres(DataSource):
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802, FBT001
         """Make the writer of a stream."""
-        return StreamWriter(*_checked(self.options, schema, overwrite=overwrite))
+        options, schema = _checked(self.options, schema, overwrite=overwrite)
+        if options.job_id is not None:
+            raise ConfigurationError("jobId is for batch jobs; a stream is known by its checkpoint")
+        return StreamWriter(options, schema)
 
 
 class JobWriter(DataSourceArrowWriter):
@@ -106,7 +109,15 @@ class StreamWriter(StreamBase):
         return _write(self._options, origin, iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Publish the attempts that count."""
+        """Publish the attempts that count.
+
+        :raises ConfigurationError: where no task has answered, which is what a continuous trigger does.
+        """
+        if not any(isinstance(message, Message) for message in messages):
+            raise ConfigurationError(
+                "no task has handed rows to the data source, nor said that there are none: so it is with "
+                "trigger(continuous=...), under which nothing is ever written. Use another trigger"
+            )
         _commit(self._options, self._schema, messages)
 
 

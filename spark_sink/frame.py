@@ -26,6 +26,17 @@ _JSON_FORM = {
     "ignoreNullFields": "false",
 }
 """Spark's own forms leave out microseconds, and fields that are null."""
+_NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
+_TEXTS = ("text", "varchar", "bpchar")
+_NEVER = {
+    "boolean": (*_NUMBERS, *_TEXTS),
+    **dict.fromkeys(("byte", "short", "integer", "long", "float", "double", "decimal"), ("bool", *_TEXTS)),
+    "date": ("timestamptz", *_TEXTS),
+    **dict.fromkeys(("timestamp", "timestamp_ntz"), ("date", *_TEXTS)),
+}
+"""By Spark's type those of Postgres that take no value of it, so that only a column of nulls would pass."""
+_NOT_IN_JSON = ("decimal", "date", "timestamp", "timestamp_ntz")
+_NOT_IN_ARROW = ("interval", "yearmonthinterval")
 _ZONED_AND_NOT = (("timestamp_ntz", "timestamptz"), ("timestamp", "timestamp"))
 """Spark's type and Postgres' of which one has a time zone and the other none."""
 
@@ -150,6 +161,10 @@ def _form(field: StructField, column: Column, table: Table) -> Literal["itself",
             return "json"
         if kind in _NESTED or column.element_oid is None or _is_nested(field.dataType):
             raise FrameError(f"{place}; make that column jsonb, or flatten the frame's with select()")
+    if target in _NEVER.get(kind, ()) or kind in _NOT_IN_ARROW:
+        raise FrameError(f"{place}, which takes no such value; cast it in the frame, or alter the table")
+    if kind in _NOT_IN_JSON and target in _JSON:
+        raise FrameError(f"{place}; make it JSON in the frame, such as with to_json(struct({field.name})), or text")
     if (kind, target) in _ZONED_AND_NOT:
         raise FrameError(
             f"{place}: one says a time zone and the other none, so the server's setting would decide. Convert it with "

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SMALL_BYTES = 16 << 20
+"""What the driver collects at most, in its Java and its Python: as much as a task sends in one COPY."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ids:
@@ -86,6 +89,8 @@ class Run:
         self._counted: Counted | None = None
         self._writer = writer_of(options)
         self._table: tuple[Table, tuple[str, ...]] | None = None
+        self._bytes_an_offset = 0.0
+        """Of the last batch that was written; 0 until one was, when Spark's own limit of results is what guards."""
         self._known = Claim(is_known_query=True, has_others=False)
 
     def write(self, frame: DataFrame, batch_id: int) -> BatchReport:
@@ -180,7 +185,10 @@ class Run:
         work = self._work(columns, batch_id, ranges={r.partition: r for r in ranges})
         if self._is_small(todo) and hasattr(frame, "toArrow"):  # Spark 3.5 has not
             try:
-                return BatchTask(work).write_here(frame.toArrow(), self._session, self._writer, next_offsets)
+                rows = frame.toArrow()
+                result = BatchTask(work).write_here(rows, self._session, self._writer, next_offsets)
+                self._bytes_an_offset = result.bytes / _count(todo)
+                return result
             # Where rows are too large, the connection is lost or the table was altered, a task may do it.
             except Exception as error:
                 if not (is_away(error) or "spark.driver.maxResultSize" in str(error)):
@@ -190,6 +198,7 @@ class Run:
                     "batch %s is left to a task, the driver could not write it: %s", batch_id, error, extra=extra
                 )
         result = self._act(frame, work, [share.partition for share in todo])
+        self._bytes_an_offset = result.bytes / _count(todo)
         # Only now: Spark says that every task has succeeded.
         self._owners.finish(todo, is_whole=self._options.transaction == "batch")
         return result
@@ -220,8 +229,9 @@ class Run:
         self._known = self._known._replace(is_known_query=True)
 
     def _is_small(self, todo: list[Share]) -> bool:
-        offsets = sum(share.end - share.write_from for share in todo)
-        return offsets <= self._options.small_batch
+        """Tell whether the driver may collect the rows: they are few, and by the batch before not large."""
+        offsets = _count(todo)
+        return offsets <= self._options.small_batch and offsets * self._bytes_an_offset <= SMALL_BYTES
 
     # With batch ids.
 
@@ -306,6 +316,10 @@ def _offset_log(options: Options, query: StreamQuery | None, spark: SparkSession
             "leave it out, or give the sink what the query is given as option checkpointLocation"
         )
     return log
+
+
+def _count(todo: list[Share]) -> int:
+    return sum(share.end - share.write_from for share in todo)
 
 
 def _end(session: Session, starter: Starter | None) -> None:

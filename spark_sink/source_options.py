@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import psycopg
+from psycopg.conninfo import make_conninfo
+
 from exactly_once.errors import ConfigurationError
 
 from .options import Options, check_options
@@ -23,6 +26,7 @@ _DEFAULTS: dict[str, Any] = {
     "topic_column": "topic",
     "partition_column": "partition",
     "offset_column": "offset",
+    "password": None,
     "take_over": "false",
     "previous_table": None,
     "job_id": None,
@@ -61,9 +65,20 @@ def check_source_options(given: Mapping[str, str]) -> Options:
             raise ConfigurationError(f"there is no option {name}; there are {', '.join(map(_camel, _DEFAULTS))}")
     seconds = _number("reapAfterSeconds", chosen.pop("reap_after_seconds"))
     key = chosen.pop("key")
+    password = chosen.pop("password")
+    if password is not None:
+        chosen["conninfo"] = _with_password(chosen["conninfo"], password)
     chosen["take_over"] = _truth("takeOver", chosen["take_over"])
     options = check_options(key=_names(key) if key is not None else None, **chosen, **_FIXED)
     return replace(options, reap_after_seconds=seconds)
+
+
+def _with_password(conninfo: str, password: str) -> str:
+    """Add the option that Spark itself redacts, by its name, in plans, logs and its pages."""
+    try:
+        return make_conninfo(conninfo, password=password)
+    except psycopg.ProgrammingError:
+        return conninfo  # what is wrong with it is said where all options are checked
 
 
 def _plain(name: str) -> str:

@@ -297,6 +297,7 @@ def test_what_cannot_work_is_refused_when_the_query_starts(scene: Scene) -> None
     scene.produce(1)
     for frame, options, said in [
         (scene.stream(), {"tabel": "x"}, "no option tabel"),
+        (scene.stream(), {"jobId": "x"}, "jobId is for batch jobs"),
         (scene.stream().drop("offset"), {}, "no column 'offset'"),
         (scene.stream(), {"table": "journal.nothing"}, "no table journal.nothing"),
         (scene.stream().selectExpr("*", "struct(offset) extra"), {}, "no column 'extra'"),

@@ -79,6 +79,15 @@ def test_nested_columns_go_into_json_as_json(case: Case) -> None:
         ("n numeric(10,2)", "n decimal(38,2)", r"'n' is decimal\(38,2\).*digits"),
         ("n numeric(10,2)", "n decimal(10,3)", "digits"),
         ("n bigint", "n decimal(20,0)", "cast it to an integer"),
+        ("n int", "n boolean", "'n' is boolean.*cast it"),
+        ("n boolean", "n bigint", "cast it"),
+        ("n varchar(9)", "n double", "cast it"),
+        ("n text", "n decimal(9,2)", "cast it"),
+        ("n text", "n timestamp", "cast it"),
+        ("n timestamptz", "n date", "cast it"),
+        ("n date", "n timestamp_ntz", "cast it"),
+        ("n interval", "n interval year to month", "cast it"),
+        ("n jsonb", "n decimal(9,2)", "to_json"),
     ],
 )
 def test_a_column_that_does_not_fit_is_refused_by_name(case: Case, table: str, frame: str, said: str) -> None:
@@ -95,6 +104,8 @@ def test_a_column_that_does_not_fit_is_refused_by_name(case: Case, table: str, f
         ("at timestamp", "at timestamp_ntz"),
         ("id int, n int NOT NULL DEFAULT 1, k int GENERATED ALWAYS AS IDENTITY", "id int"),
         ("id int", "id void"),
+        ("t text, b bytea, j jsonb, i interval", "t string, b binary, j string, i interval day to second"),
+        ("f real, d double precision, n numeric, x bigint", "f float, d double, n bigint, x int"),
     ],
 )
 def test_a_column_that_fits_is_taken(case: Case, table: str, frame: str) -> None:
