@@ -70,7 +70,6 @@ def run(session: SparkSession, bootstrap_servers: str, conninfo: str, checkpoint
         conninfo,
         table="orders",
         group_id="orders-to-table",
-        checkpoint_location=checkpoint,
         bootstrap_servers=bootstrap_servers,
         also=count,
         on_report=show,

@@ -33,6 +33,7 @@ from .batch_ledger import BatchIdLedger, Counted
 from .options import Options
 from .owners import Holding, held_rows, patiently, rotates_at
 from .ranges import Range, behind
+from .screen import naming
 from .unit import SinkUnit
 
 REPORT = "report string"
@@ -151,9 +152,10 @@ class Attempt:
         """Write rows; the columns that say where they come from stay behind if the table lacks them."""
         if rows.num_rows == 0:
             return
-        rows = rows.select(self.work.columns)
         began_at = time.monotonic()
-        write_arrow(self._writer, self.unit.connection, rows)
+        with naming(rows):
+            rows = rows.select(self.work.columns)
+            write_arrow(self._writer, self.unit.connection, rows)
         self.result.copy_seconds += time.monotonic() - began_at
         self.result.rows += rows.num_rows
         self.result.bytes += rows.nbytes

@@ -29,6 +29,8 @@ class Counted:
     token: UUID
     epoch: int
     batch_id: int = -1
+    previous: int = -1
+    """What the ledger has counted before this batch: the one before it, or before those that were not written."""
     fingerprint: str | None = None
 
 
@@ -47,6 +49,7 @@ class BatchIdLedger(Ledger):
             "token": self._counted.token,
             "epoch": self._counted.epoch,
             "batch_id": self._counted.batch_id,
+            "previous": self._counted.previous,
             "fingerprint": self._counted.fingerprint,
         }
         cursor_on(connection).execute(query("spark_advance", self.session.schema), parameters, prepare=False)
@@ -75,7 +78,7 @@ class BatchIdLedger(Ledger):
             raise Fenced(
                 f"another run counts the batches of group {self.group_id!r} by now, so this one must not write any more"
             )
-        if row[1] < self._counted.batch_id - 1:
+        if row[1] < self._counted.previous:
             raise lost_batches(self.group_id, row[1], self._counted.batch_id)
         return bool(row[1] >= self._counted.batch_id)
 

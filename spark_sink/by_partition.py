@@ -12,10 +12,13 @@ A task may have several Kafka partitions, or none. The batch is not atomic acros
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa  # type: ignore[import-untyped]
+
+from exactly_once.model import Partition
 
 from .attempt import Attempt, Work, tables
 from .screen import OFFSET, PARTITION, TOPIC, Screen
@@ -24,12 +27,57 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-def to_tasks(frame: DataFrame, *, count: int) -> DataFrame:
-    """Send the rows of each partition to one task, in the order of their offsets.
+def to_tasks(frame: DataFrame, partitions: Sequence[Partition]) -> DataFrame:
+    """Send the rows of each of these partitions to a task of its own, in the order of their offsets; others anywhere.
 
     The number is said, because adaptive execution leaves only such a shuffle as it is.
     """
-    return frame.repartition(count, TOPIC, PARTITION).sortWithinPartitions(OFFSET)
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - executors do without
+
+    task = F.expr(_task_sql(partitions))
+    return frame.repartition(len(partitions), task).sortWithinPartitions(OFFSET)
+
+
+def _task_sql(partitions: Sequence[Partition]) -> str:
+    """Return SQL for what a row is hashed by: for each partition a number that Spark's hash sends to its own task.
+
+    Hashed by topic and number themselves, twelve partitions would keep seven or eight of twelve tasks busy.
+    """
+    keys = _keys(len(partitions))
+    topics: dict[str, dict[int, int]] = {}
+    for partition, key in zip(partitions, keys, strict=True):
+        topics.setdefault(partition.topic, {})[partition.number] = key
+    cases = [
+        f"WHEN {TOPIC} = '{topic}' THEN try_element_at(array("  # Kafka allows no quotes in names of topics
+        + ", ".join(str(numbers.get(n, 0)) for n in range(max(numbers) + 1))
+        + f"), {PARTITION} + 1)"
+        for topic, numbers in topics.items()
+    ]
+    return f"coalesce(CASE {' '.join(cases)} END, 0)"
+
+
+@cache
+def _keys(count: int) -> list[int]:
+    """Return for each of so many tasks a number that Spark's shuffle sends there."""
+    found: dict[int, int] = {}
+    for key in itertools.count():
+        found.setdefault(_hash(key) % count, key)
+        if len(found) == count:
+            return [found[task] for task in range(count)]
+    raise AssertionError
+
+
+def _hash(value: int) -> int:
+    """Hash an int as Spark does: Murmur3 with seed 42, of a number with a sign."""
+    mask = 0xFFFFFFFF
+    k = value * 0xCC9E2D51 & mask
+    k = ((k << 15 | k >> 17) & mask) * 0x1B873593 & mask
+    h = 42 ^ k
+    h = ((h << 13 | h >> 19) * 5 + 0xE6546B64 & mask) ^ 4
+    h = (h ^ h >> 16) * 0x85EBCA6B & mask
+    h = (h ^ h >> 13) * 0xC2B2AE35 & mask
+    h ^= h >> 16
+    return h - (1 << 32) if h >> 31 else h
 
 
 class PartitionTask(NamedTuple):

@@ -27,7 +27,7 @@ from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSource
 
 from exactly_once.errors import ConfigurationError
 
-from .fence import Origin, register
+from .fence import BATCH_JOB, Origin, register
 from .frame import check_places
 from .options import Options
 from .publication import publish
@@ -45,8 +45,6 @@ else:
 
 _REAP_EVERY = 100
 """Batches after which abandoned rows of other groups are looked for."""
-_JOB = "batch job"
-"""What stands for the id of a query where there is none."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,10 @@ class ExactlyOncePostgres(DataSource):
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802, FBT001
         """Make the writer of a stream."""
-        return StreamWriter(*_checked(self.options, schema, overwrite=overwrite))
+        options, schema = _checked(self.options, schema, overwrite=overwrite)
+        if options.job_id is not None:
+            raise ConfigurationError("jobId is for batch jobs; a stream is known by its checkpoint")
+        return StreamWriter(options, schema)
 
 
 class JobWriter(DataSourceArrowWriter):
@@ -83,7 +84,7 @@ class JobWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Stage the rows of one task."""
-        return _write(self._options, Origin(run_id=self._run_id, query_id=_JOB, batch_id=0), iterator)
+        return _write(self._options, Origin(run_id=self._run_id, query_id=BATCH_JOB, batch_id=0), iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Publish the attempts that count, and give the rows of the ledger back."""
@@ -108,7 +109,15 @@ class StreamWriter(StreamBase):
         return _write(self._options, origin, iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Publish the attempts that count."""
+        """Publish the attempts that count.
+
+        :raises ConfigurationError: where no task has answered, which is what a continuous trigger does.
+        """
+        if not any(isinstance(message, Message) for message in messages):
+            raise ConfigurationError(
+                "no task has handed rows to the data source, nor said that there are none: so it is with "
+                "trigger(continuous=...), under which nothing is ever written. Use another trigger"
+            )
         _commit(self._options, self._schema, messages)
 
 

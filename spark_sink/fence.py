@@ -24,6 +24,9 @@ from .errors import LedgerBehindCheckpoint
 from .options import Options
 from .owners import patiently
 
+BATCH_JOB = "batch job"
+"""What stands for the id of a query where there is none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
@@ -97,6 +100,6 @@ def _acquire(connection: Connection, session: Session, options: Options, origin:
         session,
         group_id=options.group_id,
         query_id=origin.query_id,
-        name=options.name or f"spark query {origin.query_id}",
+        name=options.name or f"query {origin.query_id}",
         token=origin.run_id,
     )

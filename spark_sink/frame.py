@@ -13,12 +13,30 @@ from .options import Options
 from .screen import PLACES, RESERVED
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType, DecimalType, StructField, StructType
 
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
+_JSON_FORM = {
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
+    "ignoreNullFields": "false",
+}
+"""Spark's own forms leave out microseconds, and fields that are null."""
+_NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
+_TEXTS = ("text", "varchar", "bpchar")
+_NEVER = {
+    "boolean": (*_NUMBERS, *_TEXTS),
+    **dict.fromkeys(("byte", "short", "integer", "long", "float", "double", "decimal"), ("bool", *_TEXTS)),
+    "date": ("timestamptz", *_TEXTS),
+    **dict.fromkeys(("timestamp", "timestamp_ntz"), ("date", *_TEXTS)),
+}
+"""By Spark's type those of Postgres that take no value of it, so that only a column of nulls would pass."""
+_NOT_IN_JSON = ("decimal", "date", "timestamp", "timestamp_ntz")
+_NOT_IN_ARROW = ("interval", "yearmonthinterval")
 _ZONED_AND_NOT = (("timestamp_ntz", "timestamptz"), ("timestamp", "timestamp"))
 """Spark's type and Postgres' of which one has a time zone and the other none."""
 
@@ -36,6 +54,10 @@ def fit(frame: DataFrame, table: Table, options: Options) -> tuple[DataFrame, tu
     columns = _columns(fields.values(), table, options)
     known = {c.name: c for c in table.columns}
     written = [_expression(fields[name], known[name], table) for name in columns]
+    if nested := {
+        name: _as_json(fields[name]) for name in columns if _form(fields[name], known[name], table) == "json"
+    }:
+        frame = frame.withColumns(nested)
     # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
     return frame.selectExpr(*written, *places), tuple(columns)
 
@@ -122,7 +144,7 @@ def _expression(field: StructField, column: Column, table: Table) -> str:
     """Return what is sent for a column: itself, or as JSON."""
     name = _quoted(field.name)
     form = _form(field, column, table)
-    return {"itself": name, "null": f"CAST({name} AS string) AS {name}", "json": f"to_json({name}) AS {name}"}[form]
+    return f"CAST({name} AS string) AS {name}" if form == "null" else name
 
 
 def _form(field: StructField, column: Column, table: Table) -> Literal["itself", "json", "null"]:
@@ -139,6 +161,10 @@ def _form(field: StructField, column: Column, table: Table) -> Literal["itself",
             return "json"
         if kind in _NESTED or column.element_oid is None or _is_nested(field.dataType):
             raise FrameError(f"{place}; make that column jsonb, or flatten the frame's with select()")
+    if target in _NEVER.get(kind, ()) or kind in _NOT_IN_ARROW:
+        raise FrameError(f"{place}, which takes no such value; cast it in the frame, or alter the table")
+    if kind in _NOT_IN_JSON and target in _JSON:
+        raise FrameError(f"{place}; make it JSON in the frame, such as with to_json(struct({field.name})), or text")
     if (kind, target) in _ZONED_AND_NOT:
         raise FrameError(
             f"{place}: one says a time zone and the other none, so the server's setting would decide. Convert it with "
@@ -159,6 +185,42 @@ def _check_decimal(given: DecimalType, column: Column, target: str, place: str) 
     precision, scale = (column.typmod - 4) >> 16, ((column.typmod - 4) & 0x7FF ^ 1024) - 1024
     if given.scale > scale or given.precision - given.scale > precision - scale:
         raise FrameError(f"{place}, which has not enough digits; cast it in the frame, where you see what is cut off")
+
+
+def _as_json(field: StructField) -> SparkColumn:
+    """Return a column as JSON text, with all that it holds; a number that JSON lacks fails the batch."""
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - Spark need not be there to import this
+
+    name = _quoted(field.name)
+    text = F.to_json(F.col(name), _JSON_FORM)
+    odd = _not_a_number(name, field.dataType)
+    said = f"column {field.name!r}: JSON has no NaN and no infinity; write null in the frame, or leave the row out"
+    return text if odd is None else F.when(F.expr(odd), F.raise_error(F.lit(said))).otherwise(text)
+
+
+def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
+    """Return SQL that tells whether NaN or infinity is within; None where none can be.
+
+    :raises FrameError: for a map whose keys Spark would write as its own numbers.
+    """
+    name, item = kind.typeName(), f"x{depth}"
+    parts: list[tuple[str, str]] = []
+    if name in ("float", "double"):
+        return f"coalesce({value} IN (double('NaN'), double('Infinity'), -double('Infinity')), false)"
+    if name == "struct":
+        for each in kind.fields:  # type: ignore[attr-defined]
+            found = _not_a_number(f"{value}.{_quoted(each.name)}", each.dataType, depth)
+            parts += [] if found is None else [("{}", found)]
+    elif name == "array":
+        found = _not_a_number(item, kind.elementType, depth + 1)  # type: ignore[attr-defined]
+        parts += [] if found is None else [(f"coalesce(exists({value}, {item} -> {{}}), false)", found)]
+    elif name == "map":
+        key = kind.keyType.typeName()  # type: ignore[attr-defined]
+        if key not in ("string", "byte", "short", "integer", "long", "boolean"):
+            raise FrameError(f"{value} is a map with keys of type {key}, which JSON has not; cast them to string")
+        found = _not_a_number(item, kind.valueType, depth + 1)  # type: ignore[attr-defined]
+        parts += [] if found is None else [(f"coalesce(exists(map_values({value}), {item} -> {{}}), false)", found)]
+    return " OR ".join(form.format(found) for form, found in parts) or None
 
 
 def _is_nested(kind: DataType) -> bool:

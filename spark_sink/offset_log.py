@@ -7,14 +7,19 @@ reading; through Hadoop's FileSystem the checkpoint may be on any storage that S
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, urlsplit
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.logs import about
 from exactly_once.model import Partition
 
 from .ranges import Range
@@ -22,19 +27,39 @@ from .ranges import Range
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+logger = logging.getLogger(__name__)
+
 _NOTHING_YET = "-"
 """What the log says of a source that has given nothing so far."""
 
+_KEEP_KEYS = ("dedupe", "dedupeWithinWatermark", "globalLimit")
+"""What the checkpoint calls operators that keep no row for later: each comes in its message's batch, or never."""
+
 Read = Callable[[str], "bytes | None"]
 """Returns the content of a file below the checkpoint, none of a directory, or None when there is no such thing."""
+Write = Callable[[str, bytes], None]
+"""Writes a file below the checkpoint, whole or not at all."""
+
+
+class Mark(NamedTuple):
+    """What a group has written from a checkpoint, kept beside it: it stays when the database loses commits."""
+
+    batch_id: int
+    offsets: dict[Partition, int]
+
+
+class NotKafka(ConfigurationError):
+    """A source whose offsets are not Kafka's."""
 
 
 class OffsetLog:
     """The checkpoint of one query, as far as offsets are concerned."""
 
-    def __init__(self, location: str, read: Read) -> None:
+    def __init__(self, location: str, read: Read, write: Write | None = None) -> None:
         self.location = location
         self._read = read
+        self._write = write
+        self._marks: dict[str, Mark] = {}
         self._ends: tuple[int, dict[Partition, int]] | None = None
 
     def query_id(self) -> str:
@@ -65,6 +90,10 @@ class OffsetLog:
         self._ends = batch_id, ends
         return [Range(partition=p, start=starts.get(p), end=end) for p, end in sorted(ends.items())]
 
+    def ends(self, batch_id: int) -> dict[Partition, int]:
+        """Return where a batch ends."""
+        return self._ends_of(batch_id) or {}
+
     def fingerprint(self, batch_id: int) -> str | None:
         """Return a digest of the ends of a batch, by which a replay is told from another batch of the same number."""
         text = self._read(f"offsets/{batch_id}")
@@ -72,9 +101,45 @@ class OffsetLog:
             return None
         return hashlib.sha256("\n".join(_sources(text, self.location).values()).encode()).hexdigest()
 
+    def mark(self, group_id: str) -> Mark | None:
+        """Return what the group has written from this checkpoint; None if it never has."""
+        if group_id not in self._marks:
+            text = self._read(_mark_of(group_id))
+            if text is None:
+                return None
+            said = json.loads(text)
+            self._marks[group_id] = Mark(said["batch_id"], _kafka_offsets(json.dumps(said["offsets"])))
+        return self._marks[group_id]
+
+    def note(self, group_id: str, batch_id: int, ends: Mapping[Partition, int]) -> None:
+        """Write down that the group has written a batch, before Spark counts it as done."""
+        before = self.mark(group_id)
+        now = Mark(batch_id, {**(before.offsets if before is not None else {}), **ends})
+        if now == before or self._write is None:
+            return
+        offsets: dict[str, dict[str, int]] = {}
+        for partition, end in sorted(now.offsets.items()):
+            offsets.setdefault(partition.topic, {})[str(partition.number)] = end
+        self._write(_mark_of(group_id), json.dumps({"batch_id": batch_id, "offsets": offsets}).encode())
+        self._marks[group_id] = now
+
     def has_state(self) -> bool:
         """Tell whether the query keeps something from batch to batch, which only running each batch brings forward."""
         return self._read("state") is not None
+
+    def keeps_rows(self) -> list[str]:
+        """Return the query's operators that keep rows for later batches."""
+        return [name for name in self.operators() if name not in _KEEP_KEYS]
+
+    def operators(self) -> list[str]:
+        """Return the query's operators that have a state; before Spark 4.0 they are not known until it is written."""
+        names = []
+        for number in itertools.count():
+            text = self._read(f"state/{number}/_metadata/metadata")
+            if text is None and self._read(f"state/{number}") is None:
+                break
+            names.append(_operator(text))
+        return names
 
     def _ends_of(self, batch_id: int) -> dict[Partition, int] | None:
         if self._ends is not None and self._ends[0] == batch_id:
@@ -95,14 +160,14 @@ class OffsetLog:
 def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
     """Read the ends of all Kafka sources from a file of the offset log.
 
-    :raises ConfigurationError: for a format that is not known, for a source that is not Kafka, and when two sources
-        read one partition.
+    :raises NotKafka: for a source that is not.
+    :raises ConfigurationError: for a format that is not known, and when two sources read one partition.
     """
     found: dict[Partition, int] = {}
     for line in _sources(text, location).values():
         offsets = _kafka_offsets(line)
         if not offsets and line != _NOTHING_YET:
-            raise ConfigurationError(
+            raise NotKafka(
                 f"the query has a source whose offsets are not Kafka's ({line[:60]}), so nobody can tell which of its "
                 "rows were written; say ledger='batch-id'"
             )
@@ -118,6 +183,17 @@ def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
 def parse_initial(text: bytes) -> dict[Partition, int]:
     """Read the first offsets of a source; the file begins with a zero byte, for the sake of Spark 2.1."""
     return _kafka_offsets(text.lstrip(b"\0").decode().partition("\n")[2].strip())
+
+
+def _mark_of(group_id: str) -> str:
+    return f"exactly_once/{quote(group_id, safe='')}"
+
+
+def _operator(metadata: bytes | None) -> str:
+    """Return the name of an operator with a state; without metadata it may be any."""
+    if metadata is None:
+        return "an operator without metadata"
+    return str(json.loads(metadata.decode().partition("\n")[2])["operatorInfo"]["operatorName"])
 
 
 def _sources(text: bytes, location: str) -> dict[str, str]:
@@ -159,8 +235,8 @@ def _numbered(numbers: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     return ((number, offset) for number, offset in numbers.items() if number.isdigit() and isinstance(offset, int))
 
 
-def reader(location: str, spark: SparkSession) -> Read:
-    """Return how to read below ``location``: from this machine's disk, or through Hadoop's FileSystem.
+def reader(location: str, spark: SparkSession) -> _Disk | _Hadoop:
+    """Return how to read, and to write, below ``location``: from this machine's disk, or through Hadoop's FileSystem.
 
     :raises ConfigurationError: when there is no JVM and the place is not on this machine's disk.
     """
@@ -170,39 +246,83 @@ def reader(location: str, spark: SparkSession) -> Read:
         root = jvm.org.apache.hadoop.fs.Path(location)
         files = root.getFileSystem(configuration)
         if files.getUri().getScheme() != "file":
-            return _hadoop_reader(root, files, jvm)
+            return _Hadoop(root, files, jvm)
         # Each question to the JVM is a round trip, and this is asked for every batch.
-        return _disk_reader(Path(files.makeQualified(root).toUri().getPath()))
+        return _Disk(Path(files.makeQualified(root).toUri().getPath()))
     place = urlsplit(location)
     if place.scheme not in ("", "file"):
         raise ConfigurationError(
             f"checkpoint_location={location!r} cannot be read over Spark Connect, which gives no access to "
             f"{place.scheme}; leave it out, or run the query where the driver is"
         )
-    return _disk_reader(Path(place.path))
+    return _Disk(Path(place.path))
 
 
-def _disk_reader(root: Path) -> Read:
-    def read(name: str) -> bytes | None:
-        path = root / name
+def on_disk(location: str | None, query_id: str, *, warns: bool) -> OffsetLog | None:
+    """Open a query's checkpoint where there is no session; None if it is not on this machine's disk."""
+    if location is not None:
+        place = urlsplit(location)
+        log = OffsetLog(location, _Disk(Path(place.path)))
+        with contextlib.suppress(ConfigurationError):
+            if place.scheme in ("", "file") and log.query_id() == query_id:
+                return log
+    if warns:
+        logger.warning(
+            "query %s: its checkpoint %s, from which the data source learns what a batch covers, is not on this "
+            "machine's disk; so a ledger that was set back while the query stood still goes unnoticed, and rows that "
+            "it has lost are missing. foreachBatch reads a checkpoint from any storage",
+            query_id,
+            location or "(no option checkpointLocation)",
+            extra=about("checkpoint_unread"),
+        )
+    return None
+
+
+class _Disk:
+    """Files on this machine's disk."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __call__(self, name: str) -> bytes | None:
+        path = self._root / name
         if path.is_dir():
             return b""
         return path.read_bytes() if path.exists() else None
 
-    return read
+    def write(self, name: str, content: bytes) -> None:
+        path = self._root / name
+        path.parent.mkdir(exist_ok=True)
+        fresh = path.with_name(f".{path.name}.new")
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
 
 
-def _hadoop_reader(root: Any, files: Any, jvm: Any) -> Read:
-    def read(name: str) -> bytes | None:
-        path = jvm.org.apache.hadoop.fs.Path(root, name)
-        if not files.exists(path):
+class _Hadoop:
+    """Files wherever Spark can have its checkpoint."""
+
+    def __init__(self, root: Any, files: Any, jvm: Any) -> None:
+        self._root, self._files, self._jvm = root, files, jvm
+
+    def __call__(self, name: str) -> bytes | None:
+        path = self._jvm.org.apache.hadoop.fs.Path(self._root, name)
+        if not self._files.exists(path):
             return None
-        if files.getFileStatus(path).isDirectory():
+        if self._files.getFileStatus(path).isDirectory():
             return b""
-        stream = files.open(path)
+        stream = self._files.open(path)
         try:
-            return bytes(jvm.org.apache.commons.io.IOUtils.toByteArray(stream))
+            return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream))
         finally:
             stream.close()
 
-    return read
+    def write(self, name: str, content: bytes) -> None:
+        # Not by a rename, which object stores have not; a file that is closed early is found incomplete, and told.
+        stream = self._files.create(self._jvm.org.apache.hadoop.fs.Path(self._root, name), True)  # noqa: FBT003
+        try:
+            stream.write(bytearray(content))
+        finally:
+            stream.close()

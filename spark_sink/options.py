@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -31,6 +31,7 @@ class Options:
     key: tuple[str, ...] | None
     checkpoint_location: str | None
     bootstrap_servers: str | None
+    kafka: Mapping[str, str] | None = field(repr=False)
     topic_column: str
     partition_column: str
     offset_column: str
@@ -40,6 +41,10 @@ class Options:
     take_over: bool
     schema: str
     name: str | None
+    previous_table: str | None = None
+    """The table that the group has written before, where that was another one."""
+    job_id: str | None = None
+    """The data source: what a batch job is called; under one name it is written once."""
     reap_after_seconds: float = 86400.0
     """The data source: how long staged rows are kept that nobody has published."""
 

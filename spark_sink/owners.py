@@ -66,6 +66,7 @@ class Owners:
         self._ledger = ledger
         self._starter = starter
         self.held: dict[Partition, Holding] = {}
+        self.checks_topics = starter is not None
 
     def take(self, ranges: Sequence[Range], *, batch_id: int) -> dict[Partition, Row]:
         """Own every partition of the ranges; return their rows as they stand now.

@@ -7,7 +7,9 @@ needs no memory, and calling it again, after an answer that was lost, finds ever
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from uuid import UUID
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from exactly_once.ledger import Ledger
+from exactly_once.logs import about
 from exactly_once.model import Advance, Partition
 from exactly_once.session import Session, cursor_on
 from exactly_once.sql import query
@@ -26,18 +29,23 @@ from exactly_once.writer.arrow import write_arrow
 from . import batch_ledger
 from .attempt import writer_of
 from .batch_ledger import BatchIdLedger
+from .claim import Claim, claim, refuse_lost_state
 from .errors import RowsOutOfOrder
-from .fence import Origin, not_next, session_of, watching
+from .fence import BATCH_JOB, Origin, not_next, session_of, watching
 from .frame import check_key, columns_of
+from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
 from .owners import Holding, Owners, patiently, rotates_at
-from .ranges import looked_through, shares
+from .ranges import Range, looked_through, shares
 from .run import starter_of
-from .screen import PLACES, Screen
+from .screen import PLACES, Screen, naming
 from .staging import Place, Span, Staged, fetch, in_order, placed, unstage
+from .stream_query import refuse_kept_rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
+
+logger = logging.getLogger(__name__)
 
 
 def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool = False) -> None:
@@ -60,7 +68,7 @@ def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, 
         session,
         group_id=options.group_id,
         owner_kind="spark",
-        owner_name=options.name or f"spark query {origin.query_id}",
+        owner_name=options.name or f"query {origin.query_id}",
         take_over=options.take_over,
     )
     unit = UnitOfWork(ledger)
@@ -94,6 +102,7 @@ class Publication:
         self._unit = unit
         self._owners = owners
         self._ended: dict[Partition, int] = {}
+        self._log: OffsetLog | None = None
         self._writer: TableWriter = writer_of(options)
         self._columns: tuple[str, ...] = ()
         self._rows = 0
@@ -105,17 +114,24 @@ class Publication:
         counted = batch_ledger.owned(
             self._unit.connection, options.schema, group_id=options.group_id, token=origin.run_id
         )
-        published = self._recall()
+        published, is_first = self._recall()
         if published >= origin.batch_id:
             return []  # done by a call whose answer was lost
         if published != origin.batch_id - 1:
             raise not_next(options, published, origin.batch_id)
-        self._fit(schema)
+        if origin.query_id != BATCH_JOB:
+            self._log = on_disk(options.checkpoint_location, origin.query_id, warns=is_first)
+        known = self._fit(schema, is_first=is_first)
+        if known.is_known_query and options.job_id is not None and options.mode != "replace":
+            self._skip_job()
+            return []
         advances: list[Advance] = []
         if options.ledger == "offsets":
             advances = self._write_offsets(staged)
-        elif not batch_ledger.is_replay(counted, origin.batch_id, None, group_id=options.group_id):
-            self._write_counted(staged, counted)
+        elif origin.query_id == BATCH_JOB:
+            self._write_counted(staged, counted, counted.batch_id + 1)
+        elif not batch_ledger.is_replay(counted, origin.batch_id, self._fingerprint(), group_id=options.group_id):
+            self._write_counted(staged, counted, origin.batch_id)
         self._remember()
         unstage(self._unit.connection, options, origin)
         self._tell()
@@ -129,18 +145,37 @@ class Publication:
         finally:
             session.close()
 
-    def _fit(self, schema: StructType) -> None:
+    def _fit(self, schema: StructType, *, is_first: bool) -> Claim:
         connection, options = self._unit.connection, self._options
         table = self._writer.table(connection)
+        known = Claim(is_known_query=not is_first, has_others=False)
+        if is_first:
+            known = claim(connection, options, table, self._name())
+        if self._log is not None:
+            refuse_lost_state(known, self._log.operators(), options)
         self._columns = columns_of(schema, table, options)
         if options.mode in ("upsert", "insert-ignore"):
             check_key(self._writer.key(connection), self._columns, table)
+        return known
+
+    def _name(self) -> str:
+        """Return what this query is called in the database; a batch job by its own name, as it has no checkpoint."""
+        return f"job {self._options.job_id}" if self._options.job_id is not None else self._origin.query_id
+
+    def _skip_job(self) -> None:
+        unstage(self._unit.connection, self._options, self._origin)
+        logger.warning(
+            "job %r of group %r had been written before, so nothing of it is written now; another jobId, or none, "
+            "writes it",
+            self._options.job_id,
+            self._options.group_id,
+            extra=about("job_skipped", group=self._options.group_id),
+        )
 
     # With offsets.
 
     def _write_offsets(self, staged: Sequence[Staged]) -> list[Advance]:
-        spans = (span for s in staged for chunk in s.chunks for span in chunk.spans)
-        ranges = looked_through(_merged(spans, self._ended), self._ended)
+        ranges = self._ranges(staged)
         rows = self._owners.take(ranges, batch_id=self._origin.batch_id)
         next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
         moves = {
@@ -156,6 +191,15 @@ class Publication:
         rotates = rotates_at(self._origin.batch_id)
         return [self._owners.held[p].advance(*move, rotates=rotates) for p, move in moves.items()]
 
+    def _ranges(self, staged: Sequence[Staged]) -> list[Range]:
+        """Return what the batch covers, from the checkpoint where it can be had."""
+        if self._log is not None:
+            refuse_kept_rows(self._log.keeps_rows())
+            with contextlib.suppress(NotKafka):
+                return self._log.ranges(self._origin.batch_id)
+        spans = (span for s in staged for chunk in s.chunks for span in chunk.spans)
+        return looked_through(_merged(spans, self._ended), self._ended)
+
     def _sorted(self, staged: Sequence[Staged]) -> Iterator[pa.Table]:
         """Read rows; in the order of their offsets where it matters who comes last."""
         places, is_sorted = in_order(staged)
@@ -165,17 +209,21 @@ class Publication:
         else:
             yield pa.concat_tables(tables).sort_by([(place, "ascending") for place in PLACES])
 
-    def _recall(self) -> int:
-        """Read what this run has acquired in earlier batches; return the last of them."""
+    def _recall(self) -> tuple[int, bool]:
+        """Read what this run has acquired in earlier batches; return the batch before this, and if it was another's."""
         ((batch_id, held),) = self._run("spark_held")
-        for each in held:
+        for each in held or ():
             partition = Partition(each["topic"], each["partition"])
             self._owners.held[partition] = Holding(
                 partition=partition, token=UUID(each["token"]), epoch=each["epoch"], topic_id=each["topic_id"]
             )
             if each["ended"] is not None:
                 self._ended[partition] = each["ended"]
-        return int(batch_id)
+        if held is None:
+            parameters = {"query_id": self._origin.query_id, "batch_id": self._origin.batch_id}
+            for topic, number, ended in self._run("spark_ended_before", **parameters):
+                self._ended[Partition(topic, number)] = ended
+        return int(batch_id), held is None
 
     def _remember(self) -> None:
         held = [
@@ -193,7 +241,7 @@ class Publication:
 
     # With batch ids.
 
-    def _write_counted(self, staged: Sequence[Staged], counted: batch_ledger.Counted) -> None:
+    def _write_counted(self, staged: Sequence[Staged], counted: batch_ledger.Counted, batch_id: int) -> None:
         options, unit = self._options, self._unit
         if options.mode == "replace":
             table = self._writer.table(unit.connection).identifier
@@ -201,7 +249,7 @@ class Publication:
         for s in staged:
             for number, chunk in enumerate(s.chunks):
                 self._store(self._fetch(Place(s.attempt, number, chunk)))
-        now = replace(counted, batch_id=self._origin.batch_id, fingerprint=None)
+        now = replace(counted, batch_id=batch_id, previous=counted.batch_id, fingerprint=self._fingerprint())
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=now)
         assert unit.begun is not None
         ledger.advance(unit.connection, [], xid=unit.begun.xid, commit=False)
@@ -211,16 +259,20 @@ class Publication:
     def _fetch(self, place: Place) -> pa.Table:
         return fetch(self._unit.connection, self._options.schema, place)
 
+    def _fingerprint(self) -> str | None:
+        return None if self._log is None else self._log.fingerprint(self._origin.batch_id)
+
     def _store(self, rows: pa.Table) -> None:
         if rows.num_rows:
-            write_arrow(self._writer, self._unit.connection, rows.select(self._columns))
+            with naming(rows):
+                write_arrow(self._writer, self._unit.connection, rows.select(self._columns))
             self._rows += rows.num_rows
 
     def _tell(self) -> None:
         """Write down what was done, for `exactly-once status`."""
         self._run(
             "spark_report",
-            query_id=self._origin.query_id,
+            query_id=self._name(),
             run_id=str(self._origin.run_id),
             batch_id=self._origin.batch_id,
             name=self._options.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from exactly_once.errors import TopicRecreated
 from exactly_once.model import Partition
@@ -77,6 +77,21 @@ def behind(
         f"so {known - (next_offset or 0)} offsets would be lost. The database was set back (a failover that lost "
         f"commits, a restore) or the ledger was reset. {mend}"
     )
+
+
+def over_skipped(
+    ranges: Iterable[Range], next_offsets: Mapping[Partition, int], written: Mapping[Partition, int]
+) -> list[Range]:
+    """Let ranges begin where the ledger stands, where it has all that was ``written``.
+
+    What lies between was in batches for which the user's function has not called the sink, such as empty ones.
+    """
+    return [
+        replace(r, start=next_offsets[r.partition])
+        if r.start is not None and written.get(r.partition, r.start) <= next_offsets[r.partition] < r.start
+        else r
+        for r in ranges
+    ]
 
 
 def looked_through(

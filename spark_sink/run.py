@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,14 +30,16 @@ from .attempt import REPORT, Result, Work, read_results, writer_of
 from .batch_ledger import BatchIdLedger, Counted, lost_batches
 from .by_batch import BatchTask, to_one_task
 from .by_partition import PartitionTask, to_tasks
+from .claim import Claim, claim, refuse_lost_state
 from .errors import RowsOutOfOrder
 from .frame import check_key, fit
 from .offset_log import OffsetLog, reader
 from .options import Options
 from .owners import Owners, patiently
-from .ranges import Range, Share, looked_through, shares
+from .ranges import Range, Share, over_skipped, shares
 from .report import BatchReport
-from .screen import OFFSET, PARTITION, TOPIC
+from .screen import OFFSET
+from .stream_query import StreamQuery, check_plan, refuse_kept_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SMALL_BYTES = 16 << 20
+"""What the driver collects at most, in its Java and its Python: as much as a task sends in one COPY."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +60,21 @@ class Ids:
     run_id: str | None
 
 
-def ids_of(session: SparkSession) -> Ids:
-    """Ask Spark which query is calling."""
-    if not hasattr(session, "_jsparkSession"):
-        return Ids(None, None)
-    local = session.sparkContext.getLocalProperty
-    return Ids(local("sql.streaming.queryId"), local("spark.jobGroup.id"))
+def ids_of(query: StreamQuery | None) -> Ids:
+    """Return the names of the query that calls."""
+    return Ids(None, None) if query is None else Ids(query.query_id, query.run_id)
 
 
 class Run:
     """One run: its connection, what it owns, and the batches that it writes."""
 
-    def __init__(self, options: Options, ids: Ids, spark: SparkSession) -> None:
+    def __init__(self, options: Options, query: StreamQuery | None, spark: SparkSession) -> None:
         self._options = options
-        self._log = _offset_log(options, ids, spark)
-        self.ids = ids if ids.query_id or self._log is None else replace(ids, query_id=self._log.query_id())
-        self._name = options.name or f"spark query {self.ids.query_id or 'without an id'}"
+        self.query = query
+        self._log = _offset_log(options, query, spark)
+        ids = ids_of(query)
+        self.ids = ids if ids.query_id else replace(ids, query_id=self._log.query_id())
+        self._name = options.name or f"query {self.ids.query_id}"
         self._session = Session(connector(options.conninfo), schema=options.schema)
         self._watcher = Watcher(
             self._session.connect,
@@ -84,10 +88,12 @@ class Run:
         # Queries end without telling their sink.
         self.close = weakref.finalize(self, _end, self._session, starter)
         check(self._session.connection, options.schema)
-        self._ended: dict[Partition, int] = {}
         self._counted: Counted | None = None
         self._writer = writer_of(options)
         self._table: tuple[Table, tuple[str, ...]] | None = None
+        self._bytes_an_offset = 0.0
+        """Of the last batch that was written; 0 until one was, when Spark's own limit of results is what guards."""
+        self._known = Claim(is_known_query=True, has_others=False)
 
     def write(self, frame: DataFrame, batch_id: int) -> BatchReport:
         """Write a batch, or find that it was written."""
@@ -95,6 +101,8 @@ class Run:
         prepared, columns = self._fit(frame)
         write = self._write_offsets if self._options.ledger == "offsets" else self._write_counted
         result = write(prepared, columns, batch_id)
+        ends = self._log.ends(batch_id) if self._options.ledger == "offsets" else {}
+        self._log.note(self._options.group_id, batch_id, ends)
         report = BatchReport(
             group_id=self._options.group_id,
             query_id=self.ids.query_id,
@@ -133,42 +141,52 @@ class Run:
         """Compare the frame with the table as the run has found it; if it is altered, tasks find out."""
         options = self._options
         if self._table is None:
-            self._table = self._patiently(self._look_at_table)
+            stateful = self._check_plan(frame)
+            self._table = self._patiently(self._look_at_table, stateful)
+        elif options.transaction == "partition":
+            self._check_plan(frame)  # the user's function may do something else each time
         table, key = self._table
         prepared, columns = fit(frame, table, options)
         if options.mode in ("upsert", "insert-ignore"):
             check_key(key, columns, table)
         return prepared, columns
 
-    def _look_at_table(self) -> tuple[Table, tuple[str, ...]]:
+    def _look_at_table(self, stateful: list[str]) -> tuple[Table, tuple[str, ...]]:
         with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-            return self._writer.table(connection), self._writer.key(connection)
+            table = self._writer.table(connection)
+            self._known = claim(connection, self._options, table, self.ids.query_id or "")
+            refuse_lost_state(self._known, stateful, self._options)
+            return table, self._writer.key(connection)
 
     def _patiently(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call what opens a transaction of its own, and wait for a database that is away."""
         return patiently(self._options.group_id)(call, *arguments, **options)
 
+    def _check_plan(self, frame: DataFrame) -> list[str]:
+        """Refuse what cannot be exact; return the operators with a state."""
+        if self.query is not None:
+            return check_plan(self.query, frame, self._options)
+        if self._options.ledger == "offsets":
+            refuse_kept_rows(self._log.keeps_rows())
+        return self._log.operators()
+
     # With offsets.
 
     def _write_offsets(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
-        if self._log is not None:
-            return self._write_ranges(frame, columns, batch_id, self._log.ranges(batch_id))
-        # Before any action: a frame that has run once would be read from Kafka again, persisted or not.
-        frame = frame.persist()
-        try:
-            return self._write_ranges(frame, columns, batch_id, _look_through(frame, self._ended))
-        finally:
-            frame.unpersist()
-
-    def _write_ranges(
-        self, frame: DataFrame, columns: tuple[str, ...], batch_id: int, ranges: list[Range]
-    ) -> Result | None:
+        ranges = self._log.ranges(batch_id)
+        mark = self._log.mark(self._options.group_id)
+        written = mark.offsets if mark is not None else {}
+        if new := [r for r in ranges if r.partition not in written and r.partition not in self._owners.held]:
+            # Nothing of theirs was written from this checkpoint, so nothing can be missing: the ledger begins here.
+            self._patiently(self._owners.take, new, batch_id=0)
+            self._tell_of_earlier_batches(new, batch_id)
         rows = self._patiently(self._owners.take, ranges, batch_id=batch_id)
         next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
+        ranges = over_skipped(ranges, next_offsets, written)
         todo = shares(ranges, next_offsets, group_id=self._options.group_id)
-        self._ended |= {r.partition: r.end for r in ranges}
         if not todo and any(r.first < r.end for r in ranges):
-            if self._log is not None and self._log.has_state():
+            self._tell_of_new_checkpoint(ranges)
+            if self._log.has_state():
                 _run_through(frame)
             return None
         if not todo:
@@ -176,7 +194,10 @@ class Run:
         work = self._work(columns, batch_id, ranges={r.partition: r for r in ranges})
         if self._is_small(todo) and hasattr(frame, "toArrow"):  # Spark 3.5 has not
             try:
-                return BatchTask(work).write_here(frame.toArrow(), self._session, self._writer, next_offsets)
+                rows = frame.toArrow()
+                result = BatchTask(work).write_here(rows, self._session, self._writer, next_offsets)
+                self._bytes_an_offset = result.bytes / _count(todo)
+                return result
             # Where rows are too large, the connection is lost or the table was altered, a task may do it.
             except Exception as error:
                 if not (is_away(error) or "spark.driver.maxResultSize" in str(error)):
@@ -185,24 +206,48 @@ class Run:
                 logger.warning(
                     "batch %s is left to a task, the driver could not write it: %s", batch_id, error, extra=extra
                 )
-        result = self._act(frame, work, count=len(todo))
+        result = self._act(frame, work, [share.partition for share in todo])
+        self._bytes_an_offset = result.bytes / _count(todo)
         # Only now: Spark says that every task has succeeded.
         reached = {Partition(topic, number): offset for topic, number, offset in result.reached}
         self._patiently(self._owners.finish, todo, reached, batch_id=batch_id)
         return result
 
+    def _tell_of_earlier_batches(self, new: list[Range], batch_id: int) -> None:
+        if batch_id > 0 and any(r.start for r in new) and not (self._known.is_known_query or self._known.has_others):
+            logger.warning(
+                "group %r begins at batch %s of its query, %s: what earlier batches held was written elsewhere, or by "
+                "nobody, and not by this sink",
+                self._options.group_id,
+                batch_id,
+                ", ".join(f"{r.partition} offset {r.start}" for r in new),
+                extra=about("adopted", group=self._options.group_id, several=[r.partition for r in new]),
+            )
+
+    def _tell_of_new_checkpoint(self, ranges: list[Range]) -> None:
+        """Say that a new checkpoint brings what is written; that looks alike where the topic was made again."""
+        if self._known.is_known_query or not self._known.has_others or self._owners.checks_topics:
+            return
+        logger.warning(
+            "a query with a new checkpoint brings %s, which the ledger of group %r has as written: they are dropped. "
+            "That is right if they are the same messages. If the topic was deleted and made again they are lost: give "
+            "bootstrap_servers= or kafka=, with which topics are told apart",
+            ", ".join(f"offsets {r.first} to {r.end} of {r.partition}" for r in ranges if r.first < r.end),
+            self._options.group_id,
+            extra=about("new_checkpoint", group=self._options.group_id, several=[r.partition for r in ranges]),
+        )
+        self._known = self._known._replace(is_known_query=True)
+
     def _is_small(self, todo: list[Share]) -> bool:
-        offsets = sum(share.end - share.write_from for share in todo)
-        return offsets <= self._options.small_batch
+        """Tell whether the driver may collect the rows: they are few, and by the batch before not large."""
+        offsets = _count(todo)
+        return offsets <= self._options.small_batch and offsets * self._bytes_an_offset <= SMALL_BYTES
 
     # With batch ids.
 
     def _write_counted(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
-        if self.ids.query_id is None:
-            raise ConfigurationError(
-                "ledger='batch-id' needs the query's id, which Spark Connect does not tell; give checkpoint_location="
-            )
         options = self._options
+        assert self.ids.query_id is not None
         if self._counted is None:
             self._counted = self._patiently(
                 batch_ledger.acquire,
@@ -211,15 +256,19 @@ class Run:
                 query_id=self.ids.query_id,
                 name=self._name,
             )
-        fingerprint = self._log.fingerprint(batch_id) if self._log is not None else None
-        if batch_ledger.is_replay(self._counted, batch_id, fingerprint, group_id=options.group_id):
+        fingerprint = self._log.fingerprint(batch_id)
+        mark = self._log.mark(options.group_id)
+        # The ledger has all that was written: the user's function has returned without a call for those between.
+        skips = mark is not None and mark.batch_id <= self._counted.batch_id < batch_id - 1
+        if not skips and batch_ledger.is_replay(self._counted, batch_id, fingerprint, group_id=options.group_id):
             _run_through(frame)
             return None
-        counted = replace(self._counted, batch_id=batch_id, fingerprint=fingerprint)
-        result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), count=1)
+        previous = self._counted.batch_id
+        counted = replace(self._counted, batch_id=batch_id, previous=previous, fingerprint=fingerprint)
+        result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), ())
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=counted)
         if not self._patiently(ledger.check):
-            raise lost_batches(options.group_id, batch_id - 1, batch_id + 1)
+            raise lost_batches(options.group_id, previous, batch_id + 1)
         self._counted = counted
         return result
 
@@ -227,7 +276,7 @@ class Run:
 
     def _work(self, columns: tuple[str, ...], batch_id: int, *, ranges: dict[Partition, Range]) -> Work:
         return Work(
-            options=replace(self._options, on_report=None),
+            options=replace(self._options, on_report=None, kafka=None),
             batch_id=batch_id,
             instance=self._session.instance,
             holdings=tuple(self._owners.held[p] for p in ranges),
@@ -235,14 +284,14 @@ class Run:
             columns=columns,
         )
 
-    def _act(self, frame: DataFrame, work: Work, *, count: int) -> Result:
+    def _act(self, frame: DataFrame, work: Work, partitions: Sequence[Partition]) -> Result:
         """Have the tasks write: the only action on the frame."""
         task: Callable[[Iterable[Any]], Iterable[Any]]
         if self._options.transaction == "batch":
             in_order = self._options.mode != "append" and self._options.ledger == "offsets"
             frame, task = to_one_task(frame, order=[OFFSET] if in_order else []), BatchTask(work).run
         else:
-            frame, task = to_tasks(frame, count=count), PartitionTask(work).run
+            frame, task = to_tasks(frame, partitions), PartitionTask(work).run
         return read_results(frame.mapInArrow(task, REPORT).collect())
 
     def _tell(self, report: BatchReport) -> None:
@@ -263,21 +312,29 @@ class Run:
             cursor_on(connection).execute(query("spark_report", self._options.schema), parameters, prepare=False)
 
 
-def _offset_log(options: Options, ids: Ids, spark: SparkSession) -> OffsetLog | None:
+def _offset_log(options: Options, query: StreamQuery | None, spark: SparkSession) -> OffsetLog:
     """Open the checkpoint, and see that it is this query's.
 
-    :raises ConfigurationError: when it is another one's.
+    :raises ConfigurationError: when it is another one's, or nobody says where it is.
     """
-    location = options.checkpoint_location
+    location = options.checkpoint_location or (None if query is None else query.checkpoint())
     if location is None:
-        return None
-    log = OffsetLog(location, reader(location, spark))
-    if ids.query_id is not None and log.query_id() != ids.query_id:
         raise ConfigurationError(
-            f"checkpoint_location={location!r} belongs to query {log.query_id()}, this is query {ids.query_id}; give "
-            "the sink what the query is given as option checkpointLocation"
+            "Spark does not tell which query is calling, as over Spark Connect; give checkpoint_location=, the same as "
+            "the query's option checkpointLocation"
+        )
+    storage = reader(location, spark)
+    log = OffsetLog(location, storage, storage.write)
+    if query is not None and log.query_id() != query.query_id:
+        raise ConfigurationError(
+            f"checkpoint_location={location!r} belongs to query {log.query_id()}, this is query {query.query_id}; "
+            "leave it out, or give the sink what the query is given as option checkpointLocation"
         )
     return log
+
+
+def _count(todo: list[Share]) -> int:
+    return sum(share.end - share.write_from for share in todo)
 
 
 def _end(session: Session, starter: Starter | None) -> None:
@@ -288,10 +345,13 @@ def _end(session: Session, starter: Starter | None) -> None:
 
 def starter_of(options: Options, ledger: Ledger) -> Starter | None:
     """Return what checks ids of cluster and topics, where the cluster is known."""
-    if options.bootstrap_servers is None:
+    settings = dict(options.kafka or {})
+    if options.bootstrap_servers is not None:
+        settings["bootstrap.servers"] = options.bootstrap_servers
+    if not settings:
         return None
-    cluster = Cluster({"bootstrap.servers": options.bootstrap_servers})
-    return Starter(ledger, cluster, start=None, on_out_of_range="fail")
+    # Spark chooses where to start, whatever another program of the group has committed to Kafka.
+    return Starter(ledger, Cluster(settings), start="earliest", on_out_of_range="fail")
 
 
 def _no_rows(frame: DataFrame) -> Result:
@@ -310,11 +370,3 @@ def _no_rows(frame: DataFrame) -> Result:
 def _run_through(frame: DataFrame) -> int:
     """Run a batch of which nothing is to be written, and count its rows: what a query keeps as state is made so."""
     return frame.count()
-
-
-def _look_through(frame: DataFrame, ended: dict[Partition, int]) -> list[Range]:
-    """Find which offsets the rows have, where no offset log tells what the batch covers."""
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - Spark need not be there to import this
-
-    spans = frame.groupBy(TOPIC, PARTITION).agg(F.min(OFFSET), F.max(OFFSET)).collect()
-    return looked_through((tuple(span) for span in spans), ended)

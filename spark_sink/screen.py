@@ -5,6 +5,7 @@ It works on whole Arrow batches; only a batch that holds rows of both sides of t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from functools import reduce
 
@@ -12,6 +13,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from exactly_once.model import Partition
+from exactly_once.writer import BadRow
 
 from .errors import RowsOutOfOrder
 from .ranges import Range
@@ -110,6 +112,21 @@ class Screen:
                 "join, a union of a stream with itself). transaction='partition' cannot tell which of them were "
                 "written; use transaction='batch'"
             )
+
+
+@contextlib.contextmanager
+def naming(rows: pa.Table) -> Iterator[None]:
+    """Let an error about one of the rows say which message it came from.
+
+    :raises BadRow: with topic, partition and offset, where rows have them.
+    """
+    try:
+        yield
+    except BadRow as error:
+        if error.row is None or error.topic is not None or OFFSET not in rows.column_names:
+            raise
+        topic, number, offset = (rows.column(name)[error.row].as_py() for name in PLACES)
+        raise BadRow(error.reason, at=(topic, number, offset), row=error.row, column=error.column) from error
 
 
 def spans(rows: pa.Table) -> Iterator[tuple[Partition, int, int]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.logs import about
 
 from .options import LedgerKind, Mode, Options, Transaction, check_options
-from .run import Run, ids_of
+from .run import Run
+from .stream_query import find
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -28,14 +29,14 @@ _written: dict[tuple[str | None, str], int] = {}
 class PostgresSink:
     """Write micro-batches into a Postgres table, each row of Kafka once.
 
-        sink = PostgresSink(conninfo, table="orders", group_id="orders", checkpoint_location="/srv/checkpoints/orders")
+        sink = PostgresSink(conninfo, table="orders", group_id="orders")
         frame.writeStream.foreachBatch(sink).option("checkpointLocation", "/srv/checkpoints/orders").start()
 
     The frame carries the columns ``topic``, ``partition`` and ``offset`` of Kafka's source, under the names given
-    here; the table may have them or not. ``checkpoint_location`` is the query's: from its offset log the sink
-    learns which offsets a batch covers. Without it each batch is cached and looked through first, and rows
-    that a filter dropped cannot be told from rows that are missing: :class:`LedgerBehindCheckpoint` is not
-    raised then. With ``bootstrap_servers`` the ids of cluster and topics are checked when the query starts.
+    here; the table may have them or not. From the query's checkpoint the sink learns which offsets a batch covers; it
+    asks Spark where that is, and only Spark Connect, which does not tell, needs ``checkpoint_location``. With
+    ``bootstrap_servers`` the ids of cluster and topics are checked when the query starts; ``kafka`` has settings of
+    librdkafka for it, such as ``security.protocol``.
 
     ``transaction="batch"`` makes the whole micro-batch one transaction in one task; ``"partition"`` one for each task,
     in parallel, not atomic across Kafka partitions. A batch of up to ``small_batch`` offsets is collected and
@@ -45,8 +46,14 @@ class PostgresSink:
     ``ledger="batch-id"`` is for aggregations, whose rows have no offsets: output mode update goes with
     ``mode="upsert"``, complete with ``"replace"``.
 
+    A group writes one table, and another one is refused; ``previous_table`` names, with its schema, the one that it
+    wrote before. ``take_over`` takes rows of the ledger that a plain consumer has not released.
+
     Options are checked here and raise :class:`exactly_once.ConfigurationError`; servers are first contacted by the
-    first batch. One sink serves one query.
+    first batch. One sink serves one query at a time.
+
+    What cannot be exact raises :class:`FrameError`, before the first row is written: a query that keeps rows in a state
+    needs ``ledger="batch-id"``, one that picks rows by looking at others ``transaction="batch"``.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class PostgresSink:
         key: Sequence[str] | None = None,
         checkpoint_location: str | None = None,
         bootstrap_servers: str | None = None,
+        kafka: Mapping[str, str] | None = None,
         topic_column: str = "topic",
         partition_column: str = "partition",
         offset_column: str = "offset",
@@ -68,6 +76,7 @@ class PostgresSink:
         on_report: Callable[[BatchReport], object] | None = None,
         small_batch: int = 1000,
         take_over: bool = False,
+        previous_table: str | None = None,
         schema: str = "exactly_once",
         name: str | None = None,
     ) -> None:
@@ -81,6 +90,7 @@ class PostgresSink:
             key=key,
             checkpoint_location=checkpoint_location,
             bootstrap_servers=bootstrap_servers,
+            kafka=kafka,
             topic_column=topic_column,
             partition_column=partition_column,
             offset_column=offset_column,
@@ -88,17 +98,28 @@ class PostgresSink:
             on_report=on_report,
             small_batch=small_batch,
             take_over=take_over,
+            previous_table=previous_table,
             schema=schema,
             name=name,
         )
 
         self._run: Run | None = None
+        self.error: Exception | None = None
+        """What the last batch has raised; Spark makes a StreamingQueryException of it, which has only its text."""
 
     def __call__(self, frame: DataFrame, batch_id: int) -> None:
         """Write one micro-batch; a replay of one that was written writes nothing.
 
         :raises exactly_once.ConfigurationError: for a second frame of a batch, which nobody could tell from a replay.
         """
+        try:
+            self._write(frame, batch_id)
+        except Exception as error:
+            self.error = error
+            raise
+        self.error = None
+
+    def _write(self, frame: DataFrame, batch_id: int) -> None:
         run = self._run_of(frame)
         writes = run.ids.run_id, self._options.group_id
         if _written.get(writes) == batch_id:
@@ -109,7 +130,8 @@ class PostgresSink:
             )
         report = run.write(frame, batch_id)
         _written[writes] = batch_id
-        logger.info("%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
+        level = logging.WARNING if report.is_replay else logging.INFO
+        logger.log(level, "%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
         if self._options.on_report is not None:
             self._options.on_report(report)
 
@@ -134,12 +156,19 @@ class PostgresSink:
 
     def _run_of(self, frame: DataFrame) -> Run:
         """Return the run that calls; each start of a query is a new owner."""
-        ids = ids_of(frame.sparkSession)
-        if self._run is None or self._run.ids.run_id != ids.run_id:
+        query = find(frame.sparkSession)
+        run_id = None if query is None else query.run_id
+        if self._run is None or self._run.ids.run_id != run_id:
             if self._run is not None:
+                if self._run.query is not None and self._run.query.is_active:
+                    raise ConfigurationError(
+                        f"this sink writes for query {self._run.ids.query_id}, which still runs, and query "
+                        f"{query and query.query_id} calls it as well: each would take the group from the other. Make "
+                        "a sink for each query, with a group_id of its own"
+                    )
                 self._run.close()
             self._run = None
-            self._run = Run(self._options, ids, frame.sparkSession)
+            self._run = Run(self._options, query, frame.sparkSession)
         return self._run
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,6 +8,20 @@ ON CONFLICT (group_id, query_id) DO UPDATE
 SET run_id = excluded.run_id, batch_id = excluded.batch_id, name = excluded.name, row_count = excluded.row_count,
     dropped = excluded.dropped, written_at = excluded.written_at
 
+-- name: spark_claim
+-- Write down which table a group writes, and return which it is: another one only where the caller names the one before,
+-- or while nothing was written. Return as well whether this query, and whether another one, has written for the group.
+INSERT INTO {schema}.spark_target AS t (group_id, table_name) VALUES (%(group_id)s, %(table)s)
+ON CONFLICT (group_id) DO UPDATE
+SET table_name = CASE
+    WHEN t.table_name = %(previous)s
+      OR NOT EXISTS (SELECT FROM {schema}.ledger l WHERE l.group_id = t.group_id AND l.advanced_at IS NOT NULL)
+     AND NOT EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id)
+    THEN excluded.table_name ELSE t.table_name END
+RETURNING table_name,
+    EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id AND q.query_id = %(query_id)s),
+    EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id AND q.query_id <> %(query_id)s)
+
 -- name: spark_acquire
 -- Become the owner of a group's batch ids; another query id is refused by returning nothing,
 -- once there is a batch.
@@ -28,7 +42,8 @@ FOR NO KEY UPDATE
 -- name: spark_advance
 -- The last statement of a transaction that writes a batch without offsets.
 SELECT {schema}.spark_advance(
-    %(xid)s::xid8, %(group_id)s, %(token)s::uuid, %(epoch)s::bigint, %(batch_id)s::bigint, %(fingerprint)s)
+    %(xid)s::xid8, %(group_id)s, %(token)s::uuid, %(epoch)s::bigint, %(previous)s::bigint, %(batch_id)s::bigint,
+    %(fingerprint)s)
 
 -- name: spark_halt
 -- Nobody may go on with these batch ids until an operator has decided.

@@ -21,6 +21,15 @@ WHERE r.group_id = %(group_id)s AND r.run_id = old.run_id
 -- Read which batch a run has published last, what it has acquired, and how far it has written that.
 SELECT batch_id, held FROM {schema}.spark_run WHERE group_id = %(group_id)s AND run_id = %(run_id)s
 
+-- name: spark_ended_before
+-- Read how far the query's run before this one has written, where this batch is the next one behind that.
+SELECT e.row ->> 'topic', (e.row ->> 'partition')::int, (e.row ->> 'ended')::bigint
+FROM {schema}.spark_query q
+JOIN {schema}.spark_run r ON r.group_id = q.group_id AND r.run_id::text = q.run_id
+CROSS JOIN jsonb_array_elements(r.held) AS e(row)
+WHERE q.group_id = %(group_id)s AND q.query_id = %(query_id)s AND r.batch_id = %(batch_id)s - 1
+  AND e.row ->> 'ended' IS NOT NULL
+
 -- name: spark_hold
 -- Write it down, in the transaction that makes it so.
 UPDATE {schema}.spark_run SET batch_id = %(batch_id)s, held = %(held)s WHERE group_id = %(group_id)s AND run_id = %(run_id)s

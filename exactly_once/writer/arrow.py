@@ -83,6 +83,7 @@ def _encode() -> Callable[[ArrowBatch, Sequence[Column]], list[bytes] | None]:
 
 
 def _values(name: str, array: _Array) -> list[Any]:
+    array = _in_utc(array)
     try:
         return array.to_pylist(maps_as_pydicts="strict")
     except (ValueError, OverflowError, KeyError) as error:
@@ -92,3 +93,22 @@ def _values(name: str, array: _Array) -> list[Any]:
             except (ValueError, OverflowError, KeyError) as reason:
                 raise BadRow(str(reason), row=row, column=name) from error
         raise
+
+
+def _in_utc(array: Any) -> Any:
+    """Give instants UTC for their time zone: in another one Python has not all that Postgres has, such as year 1."""
+    kind = str(array.type)
+    if "tz=" not in kind:
+        return array
+    pa = importlib.import_module("pyarrow")
+
+    def utc(kind: Any) -> Any:
+        if pa.types.is_timestamp(kind) and kind.tz is not None:
+            return pa.timestamp(kind.unit, "UTC")
+        if pa.types.is_list(kind):
+            return pa.list_(utc(kind.value_type))
+        if pa.types.is_large_list(kind):
+            return pa.large_list(utc(kind.value_type))
+        return kind
+
+    return array.cast(utc(array.type))

@@ -37,15 +37,24 @@ class BadRow(ValueError):
     """One row cannot be stored as it is; says which one, and why, as far as that is known."""
 
     def __init__(
-        self, reason: str, *, message: Message | None = None, row: int | None = None, column: str | None = None
+        self,
+        reason: str,
+        *,
+        message: Message | None = None,
+        at: tuple[str, int, int] | None = None,
+        row: int | None = None,
+        column: str | None = None,
     ) -> None:
         self.reason = reason
-        self.topic = message.topic() if message is not None else None
-        self.partition = message.partition() if message is not None else None
-        self.offset = message.offset() if message is not None else None
+        if message is not None:
+            at = message.topic(), message.partition(), message.offset()  # type: ignore[assignment]
+        self.topic: str | None
+        self.partition: int | None
+        self.offset: int | None
+        self.topic, self.partition, self.offset = at or (None, None, None)
         self.row = row
         self.column = column
-        place = f"{self.topic}[{self.partition}] offset {self.offset}" if message is not None else None
+        place = f"{self.topic}[{self.partition}] offset {self.offset}" if at is not None else None
         place = place or (f"row {row}" if row is not None else None)
         super().__init__(": ".join(filter(None, (place, f"column {column}" if column else None, reason))))
 

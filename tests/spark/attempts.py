@@ -52,6 +52,7 @@ class Place:
             "ledger": "offsets",
             "checkpoint_location": None,
             "bootstrap_servers": None,
+            "kafka": None,
             "topic_column": "topic",
             "partition_column": "partition",
             "offset_column": "offset",

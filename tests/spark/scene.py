@@ -68,7 +68,7 @@ class Scene:
         chosen = {
             "table": JOURNAL,
             "group_id": self.topic,
-            "checkpoint_location": str(self.checkpoint),
+            "checkpoint_location": None if hasattr(self.spark, "_jsparkSession") else str(self.checkpoint),
             "on_report": self.reports.append,
             "small_batch": 0,  # what a task does is what is tested
             **options,

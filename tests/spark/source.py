@@ -26,7 +26,8 @@ def write_stream(
     limit = {} if per_trigger is None else {"maxOffsetsPerTrigger": str(per_trigger)}
     frame = scene.stream(lambda topic: topic, **limit) if frame is None else frame
     writer = frame.writeStream.format("exactly_once_postgres").outputMode(output)
-    writer = writer.options(**chosen(scene, **options), checkpointLocation=str(scene.checkpoint))
+    given = chosen(scene, **{"checkpointLocation": str(scene.checkpoint)} | options)
+    writer = writer.options(**{name: value for name, value in given.items() if value})
     return run_out(writer)
 
 

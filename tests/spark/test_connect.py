@@ -55,8 +55,8 @@ def test_the_sink_writes_each_message_once(
     assert verdict.exact, str(verdict)
 
 
-def test_batch_ids_without_a_query_id_are_refused_with_what_mends_it(client: Client) -> None:
-    with client("ledger=batch-id", "checkpoint_location=") as running:
+def test_a_sink_that_cannot_find_the_checkpoint_is_refused_with_what_mends_it(client: Client) -> None:
+    with client("checkpoint_location=") as running:
         assert running.wait_ended() == 1
-        assert "Spark Connect does not tell" in running.story()
+        assert "as over Spark Connect" in running.story()
         assert "give checkpoint_location=" in running.story()

@@ -235,17 +235,27 @@ def test_a_batch_job_is_written_once_and_gives_its_rows_back(scene: Scene, db: p
         assert db.execute(look, (scene.topic,)).fetchone() == (0,)
 
 
-def test_a_batch_job_without_offsets_is_written_once_under_its_group(
+def test_a_batch_job_without_offsets_is_written_once_under_its_name(
     spark: SparkSession, conninfo: str, table: str, db: psycopg.Connection[Any]
 ) -> None:
+    """Without a name each one is, and one that replaces the table always does."""
     from spark_sink import ExactlyOncePostgres  # noqa: PLC0415
 
     spark.dataSource.register(ExactlyOncePostgres)
-    frame = spark.range(10).selectExpr("cast(id as int) partition", "id count")
-    options = {"conninfo": conninfo, "table": table, "groupId": f"{table}-2026-11-21", "ledger": "batch-id"}
-    for _ in range(2):
-        frame.write.format("exactly_once_postgres").options(**options).mode("append").save()
-        assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (10,)
+    options = {"conninfo": conninfo, "table": table, "groupId": table, "ledger": "batch-id"}
+
+    def save(first: int, output: str = "append", **more: str) -> list[int]:
+        frame = spark.range(first, first + 2, 1, 1).selectExpr("cast(id as int) partition", "id count")
+        frame.write.format("exactly_once_postgres").options(**options, **more).mode(output).save()
+        return [row[0] for row in db.execute(f"SELECT partition FROM {table} ORDER BY 1").fetchall()]
+
+    assert save(0, jobId="monday") == [0, 1]
+    assert save(2, jobId="monday") == [0, 1]
+    assert save(2, jobId="tuesday") == [0, 1, 2, 3]
+    assert save(4) == [0, 1, 2, 3, 4, 5]
+    assert save(6) == [0, 1, 2, 3, 4, 5, 6, 7]
+    for first in (8, 0):
+        assert save(first, "overwrite", mode="replace", jobId="monday") == [first, first + 1]
 
 
 @pytest.mark.parametrize("zone", ["America/New_York", "Asia/Kolkata"])
@@ -289,6 +299,7 @@ def test_what_cannot_work_is_refused_when_the_query_starts(scene: Scene) -> None
     scene.produce(1)
     for frame, options, said in [
         (scene.stream(), {"tabel": "x"}, "no option tabel"),
+        (scene.stream(), {"jobId": "x"}, "jobId is for batch jobs"),
         (scene.stream().drop("offset"), {}, "no column 'offset'"),
         (scene.stream(), {"table": "journal.nothing"}, "no table journal.nothing"),
         (scene.stream().selectExpr("*", "struct(offset) extra"), {}, "no column 'extra'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ class Case:
 
     def frame(self, columns: str) -> DataFrame:
         return self._spark.createDataFrame([], ", ".join(filter(None, (KAFKA, columns))))
+
+    def options(self, **options: Any) -> Any:
+        return self._place.options(**options)
 
     def fit(self, table: str, frame: str, **options: Any) -> tuple[DataFrame, tuple[str, ...]]:
         return fit(self.frame(frame), self.table(table), self._place.options(**options))
@@ -75,6 +79,15 @@ def test_nested_columns_go_into_json_as_json(case: Case) -> None:
         ("n numeric(10,2)", "n decimal(38,2)", r"'n' is decimal\(38,2\).*digits"),
         ("n numeric(10,2)", "n decimal(10,3)", "digits"),
         ("n bigint", "n decimal(20,0)", "cast it to an integer"),
+        ("n int", "n boolean", "'n' is boolean.*cast it"),
+        ("n boolean", "n bigint", "cast it"),
+        ("n varchar(9)", "n double", "cast it"),
+        ("n text", "n decimal(9,2)", "cast it"),
+        ("n text", "n timestamp", "cast it"),
+        ("n timestamptz", "n date", "cast it"),
+        ("n date", "n timestamp_ntz", "cast it"),
+        ("n interval", "n interval year to month", "cast it"),
+        ("n jsonb", "n decimal(9,2)", "to_json"),
     ],
 )
 def test_a_column_that_does_not_fit_is_refused_by_name(case: Case, table: str, frame: str, said: str) -> None:
@@ -91,6 +104,8 @@ def test_a_column_that_does_not_fit_is_refused_by_name(case: Case, table: str, f
         ("at timestamp", "at timestamp_ntz"),
         ("id int, n int NOT NULL DEFAULT 1, k int GENERATED ALWAYS AS IDENTITY", "id int"),
         ("id int", "id void"),
+        ("t text, b bytea, j jsonb, i interval", "t string, b binary, j string, i interval day to second"),
+        ("f real, d double precision, n numeric, x bigint", "f float, d double, n bigint, x int"),
     ],
 )
 def test_a_column_that_fits_is_taken(case: Case, table: str, frame: str) -> None:
@@ -132,3 +147,34 @@ def test_a_column_that_is_called_like_one_of_the_sinks_is_refused(case: Case, le
 def test_a_key_that_the_frame_lacks_is_refused(case: Case) -> None:
     with pytest.raises(FrameError, match="lacks 'id'"):
         check_key(["id"], ["name"], case.table("id int PRIMARY KEY, name text"))
+
+
+def test_what_goes_into_json_keeps_all_that_it_holds(case: Case, spark: SparkSession) -> None:
+    """Microseconds, fields that are null; NaN and infinity, which JSON lacks, are refused however deep."""
+    at = (
+        "named_struct('t', TIMESTAMP'2026-03-08 12:30:00.123456', 'n', timestamp_ntz'2026-03-08 02:30:00.1', 'z', null)"
+    )
+    numbers = "map('a', array(named_struct('x', cast('{}' AS {}))))"
+    table, options = case.table("at jsonb, more jsonb"), case.options(ledger="batch-id")
+    before = str(spark.conf.get("spark.sql.session.timeZone"))
+    spark.conf.set("spark.sql.session.timeZone", "America/Chicago")
+
+    def sent(number: str, kind: str) -> Any:
+        frame = spark.sql(f"SELECT {at} at, {numbers.format(number, kind)} more")
+        return fit(frame, table, options)[0].collect()[0]
+
+    try:
+        row = sent("1.5", "double")
+        assert json.loads(row.at) == {
+            "t": "2026-03-08T12:30:00.123456-05:00",
+            "n": "2026-03-08T02:30:00.100000",
+            "z": None,
+        }
+        assert json.loads(row.more) == {"a": [{"x": 1.5}]}
+        for number, kind in (("NaN", "float"), ("Infinity", "double"), ("-Infinity", "double")):
+            with pytest.raises(Exception, match="'more': JSON has no NaN"):
+                sent(number, kind)
+        with pytest.raises(FrameError, match="keys of type timestamp"):
+            fit(spark.sql(f"SELECT {at} at, map(TIMESTAMP'2026-01-01', 1) more"), table, options)
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", before)

@@ -35,7 +35,6 @@ def test_an_aggregation_keeps_its_table_up_to_date(
             group_id="orders-per-customer",
             mode="upsert",
             ledger="batch-id",
-            checkpoint_location=checkpoint,
         )
         per_customer = orders.groupBy("customer").count()
         writer = per_customer.writeStream.outputMode("update").foreachBatch(sink)
@@ -70,7 +69,7 @@ def test_the_data_source_writes_streams_and_jobs(
     frame = spark.range(7)
     for _ in range(2):
         job = frame.write.format("exactly_once_postgres").options(
-            conninfo=conninfo, table="customers", groupId="customers-2026-11-21", ledger="batch-id"
+            conninfo=conninfo, table="customers", groupId="customers", ledger="batch-id", jobId="2026-11-21"
         )
         job.mode("append").save()
         assert db.execute("SELECT count(*) FROM customers").fetchone() == (7,)

@@ -13,7 +13,7 @@ import pytest
 from exactly_once.errors import ConfigurationError
 from spark_sink import PostgresSink
 from spark_sink.offset_log import OffsetLog, reader
-from spark_sink.run import Ids, ids_of
+from spark_sink.stream_query import find
 
 NEEDED: dict[str, Any] = {"conninfo": "dbname=x", "table": "t", "group_id": "g"}
 
@@ -60,7 +60,7 @@ class ConnectSession:
 
 def test_over_spark_connect_the_checkpoint_tells_the_query(tmp_path: Path) -> None:
     session: Any = ConnectSession()
-    assert ids_of(session) == Ids(None, None)
+    assert find(session) is None
     (tmp_path / "metadata").write_text('{"id":"4f8e3b1c"}')
     for location in (str(tmp_path), tmp_path.as_uri()):
         assert OffsetLog(location, reader(location, session)).query_id() == "4f8e3b1c"

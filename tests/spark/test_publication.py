@@ -103,7 +103,7 @@ def test_a_run_is_fenced_by_a_later_one_before_either_has_published(target: Targ
     first, second = Run(target), Run(target)
     staged = first.stage(first.rows(0, range(5)))
     second.register()
-    with pytest.raises(Fenced, match="spark query"):
+    with pytest.raises(Fenced, match="query"):
         first.publish(staged)
     assert target.written() == []
     assert target.ledger() == []
@@ -197,7 +197,7 @@ def test_a_sink_that_takes_rows_fences_the_source_and_the_other_way_round(target
     with pytest.raises(Fenced):
         source.write(source.rows(0, range(5, 7)), batch_id=1)
     Run(target).write(rows(target.name, 0, range(5, 7)))
-    with pytest.raises(Fenced, match="spark query"):
+    with pytest.raises(Fenced, match="query"):
         sink.take(ranges, batch_id=1)
     for session in place.sessions:
         session.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from exactly_once.errors import ConfigurationError, TopicRecreated
 from exactly_once.model import Partition
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
-from spark_sink.offset_log import OffsetLog, parse_initial, parse_offsets
-from spark_sink.ranges import Range, looked_through, shares
+from spark_sink.offset_log import Mark, OffsetLog, parse_initial, parse_offsets
+from spark_sink.ranges import Range, looked_through, over_skipped, shares
 
 P = Partition("orders", 0)
 small = st.integers(0, 30)
@@ -64,6 +65,23 @@ def test_rows_themselves_tell_ends_but_no_starts() -> None:
     assert looked_through([("orders", 0, 2, 3)], {P: 7}) == [Range(partition=P, start=7, end=7)]
     with pytest.raises(RowsOutOfOrder):
         looked_through([("orders", None, 5, 9)], {})
+
+
+def test_what_was_left_out_is_in_the_range_only_where_the_ledger_has_all_that_was_written() -> None:
+    (given,) = ranges = [Range(partition=P, start=10, end=20)]
+    for stands, written, start in [(6, {}, 10), (6, {P: 6}, 6), (6, {P: 7}, 10), (10, {P: 6}, 10), (12, {}, 10)]:
+        assert over_skipped(ranges, {P: stands}, written) == [replace(given, start=start)]
+
+
+def test_a_mark_is_kept_beside_the_checkpoint() -> None:
+    files = dict(FILES)
+    log = OffsetLog("/c", files.get, files.__setitem__)
+    other = Partition("a:b", 3)
+    assert log.mark("g/1") is None
+    log.note("g/1", 4, {P: 7})
+    log.note("g/1", 5, {other: 9})
+    assert OffsetLog("/c", files.get).mark("g/1") == Mark(5, {P: 7, other: 9})
+    assert OffsetLog("/c", files.get).mark("g") is None
 
 
 def batch(*sources: Any) -> bytes:

@@ -107,16 +107,6 @@ def test_the_ledger_moves_past_rows_that_a_filter_dropped(scene: Scene, transact
     assert scene.ledger() == {0: 50, 1: 50}
 
 
-def test_without_a_checkpoint_location_rows_tell_what_a_batch_covers(scene: Scene) -> None:
-    for lost in (False, True):
-        scene.produce(300)
-        if lost:
-            scene.lose_checkpoint()
-        scene.run(scene.sink(checkpoint_location=None), per_trigger=200)
-        assert scene.ledger() == scene.ends()
-    scene.check()
-
-
 @pytest.mark.fault("A11", more=True)
 def test_partitions_that_are_added_are_acquired_when_they_appear(scene: Scene) -> None:
     scene.produce(100)

@@ -44,6 +44,26 @@ def test_rows_that_are_too_large_for_the_driver_are_written_by_a_task(
     db.execute(f"DROP TABLE {name}")
 
 
+def test_what_was_large_in_the_batch_before_is_left_to_a_task(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of a byte stands in for sixteen million of them."""
+    import spark_sink.run as driver_side  # noqa: PLC0415
+    from spark_sink.by_batch import BatchTask  # noqa: PLC0415
+
+    monkeypatch.setattr(driver_side, "SMALL_BYTES", 1)
+    here = BatchTask.write_here
+    by_driver: list[int] = []
+
+    def noted(task: Any, *arguments: Any) -> Any:
+        by_driver.append(task.work.batch_id)
+        return here(task, *arguments)
+
+    monkeypatch.setattr(BatchTask, "write_here", noted)
+    scene.produce(30)
+    scene.run(scene.sink(small_batch=1000), per_trigger=10)
+    assert by_driver == [0]
+    scene.check()
+
+
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_connection_that_is_lost_at_the_commit_does_not_end_the_query(scene: Scene, moment: str) -> None:
     """As it does not where a task writes, which Spark runs again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from exactly_once.errors import ConfigurationError
 from spark_sink.source_options import check_source_options
@@ -21,13 +22,22 @@ def test_names_are_those_of_the_sink_whatever_their_case_and_underscores() -> No
             "take_over": "True",
             "topicColumn": "place",
             "reapafterseconds": "60",
-            "checkpointLocation": "of Spark",
+            "checkpointLocation": "/checkpoint",
             "queryName": "of Spark",
         }
     )
     assert (options.group_id, options.key, options.take_over) == ("g", ("a", "b"), True)
     assert (options.topic_column, options.reap_after_seconds) == ("place", 60.0)
+    assert options.checkpoint_location == "/checkpoint"
     assert (options.ledger, options.schema) == ("offsets", "exactly_once")
+
+
+def test_settings_of_kafka_and_a_password_of_its_own_are_taken() -> None:
+    given = {"kafka.security.protocol": "SSL", "password": "se cret", "conninfo": "postgresql://u@h/d"}
+    options = check_source_options(NEEDED | given)
+    assert options.kafka == {"security.protocol": "SSL"}
+    assert conninfo_to_dict(options.conninfo) == {"user": "u", "host": "h", "dbname": "d", "password": "se cret"}
+    assert "se cret" not in repr(options)
 
 
 @pytest.mark.parametrize(

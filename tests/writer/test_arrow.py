@@ -59,3 +59,17 @@ except ImportError as error:
 def test_only_the_json_decoder_needs_its_extra() -> None:
     found = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, check=True, timeout=60)
     assert "kafka-exactly-once[sink]" in found.stdout
+
+
+@pytest.mark.parametrize("zone", ["America/Chicago", "Europe/Berlin", "Asia/Kolkata"])
+def test_instants_are_the_same_whatever_time_zone_a_batch_names(zone: str) -> None:
+    """The first and the last that Python has are beyond its years in another time zone."""
+    arrow = pytest.importorskip("pyarrow")
+    from exactly_once.writer.arrow import rows_of as rows_of_batch  # noqa: PLC0415
+
+    instants = [datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, 999999, tzinfo=UTC), None]
+    single = arrow.array(instants, arrow.timestamp("us", "UTC")).cast(arrow.timestamp("us", zone))
+    several = arrow.array([instants, [], None], arrow.list_(arrow.timestamp("us", "UTC")))
+    several = several.cast(arrow.list_(arrow.timestamp("us", zone)))
+    table = arrow.table({"one": single, "several": several})
+    assert rows_of_batch(table) == list(zip(instants, [instants, [], None], strict=True))

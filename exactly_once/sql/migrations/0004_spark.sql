@@ -32,9 +32,15 @@ CREATE TABLE {schema}.spark_query (
     PRIMARY KEY (group_id, query_id)
 ) WITH (fillfactor = 20);
 
+-- One row per group: the table that its offsets or batches are about.
+CREATE TABLE {schema}.spark_target (
+    group_id       text        PRIMARY KEY,
+    table_name     text        NOT NULL
+);
+
 -- Counts one batch, inside the transaction of its rows; raises EO001 like the advance of offsets.
 CREATE FUNCTION {schema}.spark_advance(
-    unit_xid xid8, unit_group text, unit_token uuid, unit_epoch bigint, new_batch bigint, new_fingerprint text
+    unit_xid xid8, unit_group text, unit_token uuid, unit_epoch bigint, previous bigint, new_batch bigint, new_fingerprint text
 ) RETURNS void LANGUAGE plpgsql AS $advance$
 BEGIN
     IF pg_current_xact_id() <> unit_xid THEN
@@ -43,7 +49,7 @@ BEGIN
     UPDATE {schema}.spark_batch b
     SET batch_id = new_batch, fingerprint = new_fingerprint, advanced_at = clock_timestamp()
     WHERE b.group_id = unit_group AND b.owner_token = unit_token AND b.owner_epoch = unit_epoch
-      AND b.batch_id = new_batch - 1;
+      AND b.batch_id = previous;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'batch % was not counted', new_batch USING ERRCODE = 'EO001';
     END IF;

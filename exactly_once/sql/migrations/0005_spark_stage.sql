@@ -20,12 +20,12 @@ CREATE TABLE {schema}.spark_run (
     group_id       text        NOT NULL,
     run_id         uuid        NOT NULL,
     batch_id       bigint      NOT NULL,
-    held           jsonb       NOT NULL DEFAULT '[]',
+    held           jsonb,
     registered_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (group_id, run_id)
 ) WITH (fillfactor = 20);
 
 COMMENT ON COLUMN {schema}.spark_run.batch_id IS 'the last batch that it published, or the one before its first';
-COMMENT ON COLUMN {schema}.spark_run.held IS 'the rows of the ledger that it acquired, and how far it has written each';
+COMMENT ON COLUMN {schema}.spark_run.held IS 'the rows of the ledger that it acquired, and how far it has written each; null before its first publication';
 
 UPDATE {schema}.version SET version = 5, migrated_at = clock_timestamp();

@@ -1,0 +1,60 @@
+"""Which table a group writes, and what a query with a new checkpoint finds there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.spark.scene import JOURNAL, Scene
+from tests.spark.source import write_stream
+
+
+@pytest.fixture
+def other(name: str, db: psycopg.Connection[Any]) -> Iterator[str]:
+    """Another table like the journal's."""
+    db.execute(f"CREATE TABLE {name} (LIKE {JOURNAL} INCLUDING ALL)")
+    yield name
+    db.execute(f"DROP TABLE {name}")
+
+
+def test_a_group_that_writes_another_table_than_before_is_refused(
+    scene: Scene, other: str, db: psycopg.Connection[Any]
+) -> None:
+    count = f"SELECT count(*) FROM {other}"
+    scene.produce(10)
+    db.execute(f"ALTER TABLE {other} ADD CONSTRAINT nothing CHECK (false)")
+    with pytest.raises(Exception, match="nothing"):
+        scene.run(scene.sink(table=other))
+    scene.lose_checkpoint()
+    scene.run()  # into the journal: nothing was written there
+    scene.check()
+    scene.lose_checkpoint()
+    db.execute(f"ALTER TABLE {other} DROP CONSTRAINT nothing")
+    with pytest.raises(Exception, match=rf"ConfigurationError.*{JOURNAL}(.|\n)*previous_table='{JOURNAL}'"):
+        scene.run(scene.sink(table=other))
+    scene.lose_checkpoint()
+    with pytest.raises(Exception, match=rf"ConfigurationError.*{JOURNAL}"):
+        write_stream(scene, table=other)
+    assert db.execute(count).fetchone() == (0,)
+    scene.lose_checkpoint()
+    scene.produce(10)
+    for _ in range(2):  # left in the program
+        scene.run(scene.sink(table=other, previous_table=JOURNAL))
+        assert db.execute(count).fetchone() == (10,)
+
+
+def test_a_new_checkpoint_that_brings_what_is_written_is_told_once(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A topic that was made again looks alike, where nobody asks for its id."""
+    scene.produce(20)
+    scene.run()
+    scene.lose_checkpoint()
+    with caplog.at_level(logging.WARNING, "spark_sink"):
+        scene.run(per_trigger=10)
+    (told,) = [r for r in caplog.records if getattr(r, "action", None) == "new_checkpoint"]
+    assert "offsets 0 to 5" in told.getMessage()
