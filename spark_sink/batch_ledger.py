@@ -29,9 +29,14 @@ class Counted:
     token: UUID
     epoch: int
     batch_id: int = -1
-    previous: int = -1
-    """What the ledger has counted before this batch: the one before it, or before those that were not written."""
+    skips_from: int | None = None
+    """What the ledger has counted before this batch where that is not the one before it: those between had no rows."""
     fingerprint: str | None = None
+
+    @property
+    def previous(self) -> int:
+        """What the ledger must have counted, so that this batch is the next one."""
+        return self.batch_id - 1 if self.skips_from is None else self.skips_from
 
 
 class BatchIdLedger(Ledger):
@@ -78,7 +83,7 @@ class BatchIdLedger(Ledger):
             raise Fenced(
                 f"another run counts the batches of group {self.group_id!r} by now, so this one must not write any more"
             )
-        if row[1] < self._counted.previous:
+        if row[1] < self._counted.batch_id and row[1] != self._counted.previous:
             raise lost_batches(self.group_id, row[1], self._counted.batch_id)
         return bool(row[1] >= self._counted.batch_id)
 

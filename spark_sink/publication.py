@@ -249,7 +249,7 @@ class Publication:
         for s in staged:
             for number, chunk in enumerate(s.chunks):
                 self._store(self._fetch(Place(s.attempt, number, chunk)))
-        now = replace(counted, batch_id=batch_id, previous=counted.batch_id, fingerprint=self._fingerprint())
+        now = replace(counted, batch_id=batch_id, fingerprint=self._fingerprint())
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=now)
         assert unit.begun is not None
         ledger.advance(unit.connection, [], xid=unit.begun.xid, commit=False)

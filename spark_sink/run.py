@@ -264,7 +264,9 @@ class Run:
             _run_through(frame)
             return None
         previous = self._counted.batch_id
-        counted = replace(self._counted, batch_id=batch_id, previous=previous, fingerprint=fingerprint)
+        counted = replace(
+            self._counted, batch_id=batch_id, skips_from=previous if skips else None, fingerprint=fingerprint
+        )
         result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), ())
         ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=counted)
         if not self._patiently(ledger.check):

@@ -79,10 +79,10 @@ def test_input_that_breaks_off_inside_the_writing_stage_is_not_taken_for_its_end
     def breaking(name: str, patch: pytest.MonkeyPatch) -> None:
         original: Callable[..., DataFrame] = getattr(spark_sink.run, name)
 
-        def broken(frame: DataFrame, **options: Any) -> DataFrame:
+        def broken(frame: DataFrame, *arguments: Any, **options: Any) -> DataFrame:
             # Not deterministic, so that it is not moved in front of shuffle and sort.
             broken_off = (F.col(OFFSET) == 700) & (F.rand() < 2)
-            return original(frame, **options).where(
+            return original(frame, *arguments, **options).where(
                 F.when(broken_off, F.raise_error(F.lit("broken off")).cast("boolean")).otherwise(F.lit(1) == 1)
             )
 
@@ -179,7 +179,9 @@ def test_an_attempt_that_is_killed_between_its_rows_loses_nothing(
 
     for name in ("to_one_task", "to_tasks"):
         original: Callable[..., DataFrame] = getattr(driver_side, name)
-        monkeypatch.setattr(driver_side, name, lambda f, original=original, **o: standing_still(original(f, **o)))
+        monkeypatch.setattr(
+            driver_side, name, lambda f, *a, original=original, **o: standing_still(original(f, *a, **o))
+        )
     java: Any = scene.spark._jvm
     monkeypatch.setattr("spark_sink.attempt.ROWS", 100)
     scene.spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
