@@ -153,7 +153,7 @@ class Run:
 
     def _look_at_table(self, stateful: list[str]) -> tuple[Table, tuple[str, ...]]:
         with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-            table = self._writer.table(connection)
+            table = self._writer.table(connection, locks=False)  # the tasks look again before they write
             self._known = claim(connection, self._options, table, self.ids.query_id or "")
             refuse_lost_state(self._known, stateful, self._options)
             return table, self._writer.key(connection)

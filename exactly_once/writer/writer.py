@@ -88,14 +88,16 @@ class TableWriter:
     def __repr__(self) -> str:
         return f"<TableWriter {self.mode} {self._table or self.name}>"
 
-    def table(self, connection: Connection) -> Table:
+    def table(self, connection: Connection, *, locks: bool = True) -> Table:
         """Return the table as it is, and see to it that nobody alters it before the transaction ends.
+
+        Without ``locks`` it is only looked at, and whoever writes looks again: nobody who locks it is waited for.
 
         :raises TableError: when there is no such table, or it cannot take what it is asked to.
         :raises TableChanged: when it is gone; the next attempt looks for another one of its name.
         """
         _check_connection(connection)
-        while self._table is None or self._lock_shape(connection, self._table) != self._table.shape:
+        while self._table is None or (locks and self._lock_shape(connection, self._table) != self._table.shape):
             table = read_table(connection, self.name)
             self._conflict = self._conflict_in(table)
             self._columns = self._columns or tuple(table.writable)
