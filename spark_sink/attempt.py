@@ -127,7 +127,7 @@ class Attempt:
         :raises Fenced: when another run owns a partition.
         :raises LedgerBehindCheckpoint: when a failover has lost what the driver had found. Token and epoch survive one.
         """
-        rows = patiently(self.ledger.group_id)(held_rows, self.ledger, self.work.holdings)
+        rows = patiently(self.work.options)(held_rows, self.ledger, self.work.holdings)
         standing = {partition: row.next_offset or 0 for partition, row in rows.items()}
         for held in self.work.holdings:
             if standing[held.partition] < held.found:
@@ -137,7 +137,7 @@ class Attempt:
     def is_counted(self) -> bool:
         """Return whether the batch has been counted by now; raises as the ledger of batch ids does."""
         assert isinstance(self.ledger, BatchIdLedger)
-        return patiently(self.ledger.group_id)(self.ledger.check)
+        return patiently(self.work.options)(self.ledger.check)
 
     def begin(self) -> None:
         """Open the transaction."""

@@ -49,7 +49,7 @@ def register(options: Options, origin: Origin) -> None:
     :raises LedgerBehindCheckpoint: when the query has published a batch that is not the one before this.
     :raises SchemaTooOld: when the database lacks what this needs.
     """
-    patiently(options.group_id)(_register, options, origin)
+    patiently(options)(_register, options, origin)
 
 
 def watching(options: Options, origin: Origin, session: Session) -> Watcher:

@@ -45,6 +45,8 @@ class Options:
     """The table that the group has written before, where that was another one."""
     job_id: str | None = None
     """The data source: what a batch job is called; under one name it is written once."""
+    patience_seconds: float = 120.0
+    """How long each step of a batch waits for a database that is away or busy; a stop waits as long."""
     reap_after_seconds: float = 86400.0
     """The data source: how long staged rows are kept that nobody has published."""
 
@@ -76,6 +78,8 @@ def check_options(*, key: Sequence[str] | None, **rest: Any) -> Options:
         )
     if options.small_batch < 0:
         raise ConfigurationError(f"small_batch={options.small_batch!r} must not be negative; 0 is for never")
+    if not options.patience_seconds >= 0:
+        raise ConfigurationError(f"patience_seconds={options.patience_seconds!r} must not be negative")
     _check_ledger(options)
     return options
 

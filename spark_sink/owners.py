@@ -23,12 +23,10 @@ from exactly_once.retry import waiting
 from exactly_once.start import Starter, refuse_halted
 
 from .errors import LedgerBehindCheckpoint
+from .options import Options
 from .ranges import Range, Share, behind
 
 logger = logging.getLogger(__name__)
-
-PATIENCE_SECONDS = 120.0
-"""How long a batch waits for a database that is away or busy; a query that is to stop may wait as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +154,9 @@ class Owners:
         return row if self._starter is None else self._starter.identified(row)
 
 
-def patiently(group_id: str) -> tenacity.Retrying:
+def patiently(options: Options) -> tenacity.Retrying:
     """Return a retrier for whole transactions of a batch."""
-    return waiting(PATIENCE_SECONDS, group_id=group_id)
+    return waiting(options.patience_seconds, group_id=options.group_id)
 
 
 def rotates_at(batch_id: int) -> bool:

@@ -57,7 +57,7 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
     :raises FrameError: when the frame does not fit the table.
     :raises StageLost: when staged rows are gone.
     """
-    patiently(options.group_id)(_publish, options, schema, staged, releases=releases)
+    patiently(options)(_publish, options, schema, staged, releases=releases)
 
 
 def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool) -> None:

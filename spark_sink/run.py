@@ -160,7 +160,7 @@ class Run:
 
     def _patiently(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call what opens a transaction of its own, and wait for a database that is away."""
-        return patiently(self._options.group_id)(call, *arguments, **options)
+        return patiently(self._options)(call, *arguments, **options)
 
     def _check_plan(self, frame: DataFrame) -> list[str]:
         """Refuse what cannot be exact; return the operators with a state."""

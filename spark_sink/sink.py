@@ -49,6 +49,8 @@ class PostgresSink:
     A group writes one table, and another one is refused; ``previous_table`` names, with its schema, the one that it
     wrote before. ``take_over`` takes rows of the ledger that a plain consumer has not released.
 
+    ``patience_seconds`` (120) is how long each step of a batch waits for a database that is away or busy.
+
     Options are checked here and raise :class:`exactly_once.ConfigurationError`; servers are first contacted by the
     first batch. One sink serves one query at a time.
 
@@ -77,6 +79,7 @@ class PostgresSink:
         small_batch: int = 1000,
         take_over: bool = False,
         previous_table: str | None = None,
+        patience_seconds: float = 120.0,
         schema: str = "exactly_once",
         name: str | None = None,
     ) -> None:
@@ -99,6 +102,7 @@ class PostgresSink:
             small_batch=small_batch,
             take_over=take_over,
             previous_table=previous_table,
+            patience_seconds=patience_seconds,
             schema=schema,
             name=name,
         )

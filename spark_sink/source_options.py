@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "job_id": None,
     "schema": "exactly_once",
     "name": None,
+    "patience_seconds": "120",
     "reap_after_seconds": "86400",
 }
 _FIXED: dict[str, Any] = {
@@ -64,6 +65,7 @@ def check_source_options(given: Mapping[str, str]) -> Options:
         elif _plain(name) not in _OF_SPARK:
             raise ConfigurationError(f"there is no option {name}; there are {', '.join(map(_camel, _DEFAULTS))}")
     seconds = _number("reapAfterSeconds", chosen.pop("reap_after_seconds"))
+    chosen["patience_seconds"] = _number("patienceSeconds", chosen["patience_seconds"])
     key = chosen.pop("key")
     password = chosen.pop("password")
     if password is not None:

@@ -50,7 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     what.add_argument("--envelope", choices=_ENVELOPES, help="what the rows are wrapped in")
     what.add_argument("--rest", metavar="COLUMN", help='jsonb column for fields without a column; "" for none')
-    what.add_argument("--missing", choices=("null", "default", "keep"), help="a field that is missing (null)")
+    what.add_argument(
+        "--missing", choices=("null", "default", "keep"), help="where a field is missing (its default, or null)"
+    )
     what.add_argument("--lax", action="store_true", default=None, help="take numbers that are text")
     what.add_argument(
         "--create-table", action="store_true", help="make a table that is not there, from a sample, with a column rest"

@@ -13,7 +13,7 @@ import psycopg
 from psycopg import sql
 
 from exactly_once import ExactlyOnceConsumer, Fenced, InstanceFenced, Redelivered, Unit
-from exactly_once.cli.sink_flows import Flow
+from exactly_once.cli.sink_flows import Flow, Run
 from exactly_once.cli.sink_worker import Task, work
 from exactly_once.demo.injury import Injury, report
 from exactly_once.demo.worker import serve
@@ -74,8 +74,8 @@ def _apply(order: Order) -> None:
                 kafka=order.kafka,
                 conninfo=order.conninfo,
                 schema="exactly_once",
+                run=Run(**order.options),
                 start="earliest",
-                **order.options,
             )
         )
         return

@@ -74,7 +74,7 @@ def test_a_server_that_is_away_ends_no_path_of_a_batch(
             places["batch"].name: lambda: run("batch", works["batch"], whole(places["batch"])),
             places["partition"].name: lambda: run("partition", works["partition"], whole(places["partition"])[:1]),
             places["ids"].name: lambda: run("batch", works["ids"], whole(places["ids"])),
-            places["next"].name: lambda: patiently(places["next"].name)(
+            places["next"].name: lambda: patiently(places["next"].options())(
                 following.take, places["next"].ranges(5), batch_id=0
             ),
             source.target.name: lambda: source.publish(staged),

@@ -197,6 +197,6 @@ def test_a_broker_that_has_just_started_is_waited_for(
     monkeypatch.setattr(Cluster, "committed", loading)
     ledger, cluster = place.owners()._ledger, Cluster({"bootstrap.servers": bootstrap_servers})
     owners = Owners(ledger, starter=Starter(ledger, cluster, start=None, on_out_of_range="fail"))
-    rows = patiently(place.name)(owners.take, place.ranges(5, 5, start=1), batch_id=0)
+    rows = patiently(place.options())(owners.take, place.ranges(5, 5, start=1), batch_id=0)
     assert [row.next_offset for row in rows.values()] == [1, 1]
     assert refused
