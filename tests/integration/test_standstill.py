@@ -89,18 +89,20 @@ def test_second_signal_ends_run_wherever_a_unit_waits(
 ) -> None:
     """At BEGIN, at the handler's first statement, at COMMIT; and what was not stored is applied later."""
     seen = []
+    stands = threading.Event()
 
     def stand_still() -> None:
         seen.append(1)
         if len(seen) == 2:
             postgres.pause()
+            stands.set()
 
     failpoints.arm(place, stand_still)
     consumer = make_consumer(conninfo=quick(postgres), max_messages=5)
     consumer.subscribe([topic])
     thread = threading.Thread()
     try:
-        thread = signal_when_frozen(consumer, postgres) if in_thread else signal_when_stuck(consumer, postgres)
+        thread = signal_when_frozen(consumer, stands) if in_thread else signal_when_stuck(consumer, postgres)
         with pytest.raises(SystemExit) as ended:
             consumer.run(lambda unit: record(unit, "test"), in_thread=in_thread)
         consumer.close()
@@ -112,11 +114,12 @@ def test_second_signal_ends_run_wherever_a_unit_waits(
     read_on(make_consumer, postgres.conninfo, bootstrap_servers, topic)
 
 
-def signal_when_frozen(consumer: ExactlyOnceConsumer, postgres: embedded.Postgres) -> threading.Thread:
+def signal_when_frozen(consumer: ExactlyOnceConsumer, stands: threading.Event) -> threading.Thread:
     """Signal twice once the server stands still: a consumer with a handler in a thread goes on polling."""
 
     def act() -> None:
-        until(lambda: postgres._paused, 30, "a server that stands still")
+        # Not before all of it stands still: a signal is for the library, and not for the test that freezes the server.
+        assert stands.wait(60)
         term()
         until(lambda: consumer._stopping.is_set, 10, "the first signal to be taken")
         term()
