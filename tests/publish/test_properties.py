@@ -100,9 +100,7 @@ def test_any_series_of_changes_equals_the_model(name: str) -> None:
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize(
-    "fixture", ["postgres_window", "sharded_window", "postgres_slots", "memcached_slots", "postgres_chain"]
-)
+@pytest.mark.parametrize("fixture", ["postgres_window", "sharded_window", "memcached_slots", "postgres_chain"])
 def test_any_series_of_changes_on_a_server_equals_the_model(fixture: str, request: pytest.FixtureRequest) -> None:
     check(request.getfixturevalue(fixture), rises=False, examples=15)
 
