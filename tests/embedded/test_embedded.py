@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import concurrent.futures
+import contextlib
 import importlib.util
 import os
 import re
@@ -416,7 +417,12 @@ OWNER = textwrap.dedent(
 
 def server_family(owner: subprocess.Popen[str]) -> list[psutil.Process]:
     """The guards, the servers and their children, of an owner that has just started."""
-    return [each for each in psutil.Process(owner.pid).children(recursive=True) if "-c" not in each.cmdline()]
+    family = []
+    for each in psutil.Process(owner.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a backend that has ended just now
+            if "-c" not in each.cmdline():
+                family.append(each)
+    return family
 
 
 def start_owner(*words: str) -> tuple[subprocess.Popen[str], list[psutil.Process], list[Path]]:
@@ -429,7 +435,13 @@ def start_owner(*words: str) -> tuple[subprocess.Popen[str], list[psutil.Process
 
 
 def all_gone(family: list[psutil.Process]) -> bool:
-    return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in family)
+    return not any(lives(each) for each in family)
+
+
+def lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 @pytest.mark.parametrize("words", [(), ("fork", "30")], ids=["alone", "with a fork that holds the pipe"])
