@@ -72,6 +72,7 @@ BEGIN
     WHERE NOT EXISTS (
         SELECT FROM {schema}.publish_key old
         WHERE old.slot = (1 - young)::smallint AND old.scope = my_scope AND old.key = given.key)
+    ORDER BY given.key -- two owners of the same keys would wait for each other
     ON CONFLICT DO NOTHING;
     GET DIAGNOSTICS inserted = ROW_COUNT;
     IF inserted = cardinality(keys) THEN
@@ -119,6 +120,7 @@ BEGIN
         WHERE NOT EXISTS (
             SELECT FROM {schema}.publish_key old
             WHERE old.slot IN (0, 1) AND old.scope = my_scope AND old.key = given.key)
+        ORDER BY given.key
         ON CONFLICT (slot, scope, key) DO UPDATE SET state = 'c';
     END IF;
 END
