@@ -25,6 +25,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import embedded
+from exactly_once.ledger.migrate import migrate
 from exactly_once.publish import (
     ChainFilter,
     DedupProducer,
@@ -39,7 +40,6 @@ from exactly_once.publish import (
     slots_for,
 )
 from exactly_once.publish import Sequence as Numbered
-from exactly_once.schema import migrate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.publish.reference import PlainSet, ReferenceFilter

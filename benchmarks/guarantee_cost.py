@@ -30,7 +30,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import ExactlyOnceConsumer, embedded
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 
 PARTITIONS = 6
 COPY = "COPY sink (p, o, v) FROM STDIN (FORMAT BINARY)"

@@ -34,7 +34,7 @@ from confluent_kafka.cimpl import NewTopic
 from rivals import connect, quix
 
 from exactly_once import ExactlyOnceConsumer, embedded
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.sink import TableSink
 

@@ -32,7 +32,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from exactly_once import embedded
 from exactly_once.embedded import spark
 from exactly_once.embedded.jars import fetched
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
 from spark_sink import PostgresSink

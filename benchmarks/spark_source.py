@@ -22,7 +22,7 @@ from pyspark.sql import DataFrame
 from spark import TABLE, Bench, by_jdbc, empty, fill, in_memory, open_bench, orders, ratio, show, without_first
 
 from exactly_once import embedded
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from spark_sink import ExactlyOncePostgres
 
 WARM_UP = 5

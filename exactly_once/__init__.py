@@ -17,8 +17,10 @@ try:
 except ImportError as error:  # psycopg is there and finds no libpq
     raise ImportError(f"{error}\nInstall libpq, or: pip install 'kafka-exactly-once[binary]'") from error
 
-from .consumer import ExactlyOnceConsumer
-from .dead_letters import DeadLetter, DeadLetterLimit
+from .consumer.consumer import ExactlyOnceConsumer
+from .consumer.identity import Identity
+from .consumer.unit import Unit
+from .consumer.units import Units
 from .errors import (
     Ahead,
     BatchUnreadable,
@@ -65,11 +67,9 @@ from .errors import (
     Unreachable,
     WrongProcess,
 )
-from .health import Health
-from .identity import Identity
-from .metrics import Metrics
-from .unit import Unit
-from .units import Units
+from .ledger.dead_letters import DeadLetter, DeadLetterLimit
+from .metrics.health import Health
+from .metrics.table import Metrics
 
 __version__ = "0.1.0"
 

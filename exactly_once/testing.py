@@ -20,16 +20,16 @@ import psycopg
 from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_NOT_AVAILABLE, Message
 from psycopg.pq import TransactionStatus
 
-from . import failpoints
+from . import _failpoints
+from ._model import Advance, Partition
+from .consumer.unit import Unit
 from .errors import HandlerCommitted, UnitNotUsed
-from .ledger import Ledger
-from .model import Advance, Partition
-from .session import Connection, Session, cursor_on, is_lost, last_row
-from .sql import query
-from .unit import Unit
-from .unit_of_work import UnitOfWork, transaction_ended
+from .ledger.rows import Ledger
+from .ledger.session import Connection, Session, cursor_on, is_lost, last_row
+from .ledger.sql import query
+from .ledger.transaction import UnitOfWork, transaction_ended
 
-FAILPOINTS = failpoints.OF_A_UNIT
+FAILPOINTS = _failpoints.OF_A_UNIT
 """The moments that every unit passes, in their order: for :func:`crash_at` and :func:`failing_at`."""
 
 CLUSTER_ID = "test-cluster"
@@ -118,7 +118,7 @@ def failing_at(failpoint: str, error: BaseException, *, nth: int = 1) -> Iterato
     try:
         yield
     finally:
-        failpoints.disarm()
+        _failpoints.disarm()
     if not struck:
         raise AssertionError(f"the failpoint {failpoint!r} was not passed {nth} times")
 
@@ -220,7 +220,7 @@ def _arm(failpoint: str, nth: int, action: Callable[[], object]) -> None:
         if next(passes) == nth:
             action()
 
-    failpoints.arm(failpoint, strike)
+    _failpoints.arm(failpoint, strike)
 
 
 def _advances(messages: Sequence[Message]) -> list[Advance]:

@@ -27,7 +27,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from exactly_once import embedded
 from exactly_once.embedded import spark
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from spark_sink import BatchReport, PostgresSink, SinkUnit
 
 TOPIC, PARTITIONS = "orders", 3

@@ -18,14 +18,14 @@ from uuid import UUID
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 
+from exactly_once._model import Partition
 from exactly_once.errors import Ahead, HandlerCommitted
-from exactly_once.ledger import Ledger
-from exactly_once.model import Partition
-from exactly_once.outcome import SHORT_COUNT
-from exactly_once.session import Session, connector
-from exactly_once.sql import query
-from exactly_once.unit_of_work import UnitOfWork
-from exactly_once.watcher import Watcher
+from exactly_once.ledger.outcome import SHORT_COUNT
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.sql import query
+from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID, uuid4
 
+from exactly_once._model import Advance, Partition
 from exactly_once.errors import Fenced, PartitionHalted
-from exactly_once.ledger import LOCK_SECONDS, Ledger
-from exactly_once.model import Advance, Partition
-from exactly_once.session import Connection, Session, cursor_on
-from exactly_once.sql import query
+from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
+from exactly_once.ledger.session import Connection, Session, cursor_on
+from exactly_once.ledger.sql import query
 
 from .errors import LedgerBehindCheckpoint, QueryChanged
 

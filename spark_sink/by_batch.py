@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-from exactly_once.model import Partition
-from exactly_once.session import Session
+from exactly_once._model import Partition
+from exactly_once.ledger.session import Session
 from exactly_once.writer import TableWriter
 
 from .attempt import Attempt, Result, Work, tables

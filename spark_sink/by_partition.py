@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from exactly_once.model import Partition
+from exactly_once._model import Partition
 
 from .attempt import Attempt, Work, tables
 from .screen import OFFSET, PARTITION, TOPIC, Screen

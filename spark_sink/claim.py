@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.session import Connection, cursor_on
-from exactly_once.sql import query
+from exactly_once.ledger.session import Connection, cursor_on
+from exactly_once.ledger.sql import query
 from exactly_once.writer import Table
 
 from .errors import FrameError

@@ -13,11 +13,11 @@ from uuid import UUID
 
 import psycopg
 
-from exactly_once.ledger import LOCK_SECONDS
-from exactly_once.schema import check
-from exactly_once.session import Connection, Session, connector, cursor_on
-from exactly_once.sql import query
-from exactly_once.watcher import Watcher
+from exactly_once.ledger.migrate import check
+from exactly_once.ledger.rows import LOCK_SECONDS
+from exactly_once.ledger.session import Connection, Session, connector, cursor_on
+from exactly_once.ledger.sql import query
+from exactly_once.ledger.stale_owners import Watcher
 
 from . import batch_ledger
 from .errors import LedgerBehindCheckpoint

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from exactly_once._log import about
+from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
-from exactly_once.logs import about
-from exactly_once.model import Partition
 
 from .ranges import Range
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.session import connector
+from exactly_once.ledger.session import connector
 
 if TYPE_CHECKING:
     from .report import BatchReport

@@ -15,12 +15,12 @@ from uuid import UUID
 import psycopg
 import tenacity
 
+from exactly_once._log import about
+from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row
 from exactly_once.errors import Fenced
-from exactly_once.ledger import Ledger, row_missing
-from exactly_once.logs import about
-from exactly_once.model import ROTATE_EVERY, Advance, Partition, Row
-from exactly_once.retry import waiting
-from exactly_once.start import Starter, refuse_halted
+from exactly_once.ledger.retry import waiting
+from exactly_once.ledger.rows import Ledger, row_missing
+from exactly_once.ledger.start import Starter, refuse_halted
 
 from .errors import LedgerBehindCheckpoint
 from .options import Options

@@ -17,12 +17,12 @@ from uuid import UUID
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from exactly_once.ledger import Ledger
-from exactly_once.logs import about
-from exactly_once.model import Advance, Partition
-from exactly_once.session import Session, cursor_on
-from exactly_once.sql import query
-from exactly_once.unit_of_work import UnitOfWork
+from exactly_once._log import about
+from exactly_once._model import Advance, Partition
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Session, cursor_on
+from exactly_once.ledger.sql import query
+from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from exactly_once._model import Partition
 from exactly_once.errors import TopicRecreated
-from exactly_once.model import Partition
 
 from .errors import LedgerBehindCheckpoint, RowsOutOfOrder
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
-from exactly_once.cluster import Cluster
+from exactly_once._log import about
+from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
-from exactly_once.ledger import LOCK_SECONDS, Ledger
-from exactly_once.logs import about
-from exactly_once.model import Partition
-from exactly_once.retry import is_away
-from exactly_once.schema import check
-from exactly_once.session import Session, connector, cursor_on
-from exactly_once.sql import query
-from exactly_once.start import Starter
-from exactly_once.watcher import Watcher
+from exactly_once.kafka.admin import Cluster
+from exactly_once.ledger.migrate import check
+from exactly_once.ledger.retry import is_away
+from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
+from exactly_once.ledger.session import Session, connector, cursor_on
+from exactly_once.ledger.sql import query
+from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.start import Starter
 from exactly_once.writer import Table
 
 from . import batch_ledger

@@ -12,7 +12,7 @@ from functools import reduce
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-from exactly_once.model import Partition
+from exactly_once._model import Partition
 from exactly_once.writer import BadRow
 
 from .errors import RowsOutOfOrder

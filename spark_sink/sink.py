@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
-from exactly_once.logs import about
 
 from .options import LedgerKind, Mode, Options, Transaction, check_options
 from .run import Run

@@ -20,9 +20,9 @@ from uuid import UUID, uuid4
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from exactly_once.ledger import LOCK_SECONDS
-from exactly_once.session import Connection, Session, connector, cursor_on
-from exactly_once.sql import query
+from exactly_once.ledger.rows import LOCK_SECONDS
+from exactly_once.ledger.session import Connection, Session, connector, cursor_on
+from exactly_once.ledger.sql import query
 
 from .errors import StageLost
 from .fence import Origin

@@ -8,8 +8,8 @@ from typing import Any
 
 import psycopg
 
-from exactly_once.model import Partition
-from exactly_once.session import Connection
+from exactly_once._model import Partition
+from exactly_once.ledger.session import Connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from exactly_once import ExactlyOnceConsumer, failpoints
-from exactly_once.schema import migrate
+from exactly_once import ExactlyOnceConsumer, _failpoints
+from exactly_once.ledger.migrate import migrate
 from tests.support.leaks import census, left_since, watch_connections
 
 pytest_plugins = ["exactly_once.embedded.pytest_plugin", "tests.support.seeds", "tests.support.tiers"]
@@ -122,7 +122,7 @@ def make_consumer(bootstrap_servers: str, conninfo: str, name: str) -> Iterator[
 @pytest.fixture(autouse=True)
 def _nothing_stays_armed() -> Iterator[None]:
     yield
-    failpoints.disarm()
+    _failpoints.disarm()
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from psycopg.rows import dict_row
 
-from exactly_once.ledger import LOCK_SECONDS
-from exactly_once.sql import query
+from exactly_once.ledger.rows import LOCK_SECONDS
+from exactly_once.ledger.sql import query
 
 from . import output
 from .options import Settings

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from exactly_once import dead_letters
-from exactly_once.dead_letters import DeadLetter
+from exactly_once._model import Partition
+from exactly_once.consumer.replay import Replay
+from exactly_once.consumer.unit import Unit
 from exactly_once.errors import ExactlyOnceError
-from exactly_once.model import Partition
-from exactly_once.replay import Replay
-from exactly_once.session import Session
-from exactly_once.unit import Unit
+from exactly_once.ledger import dead_letters
+from exactly_once.ledger.dead_letters import DeadLetter
+from exactly_once.ledger.session import Session
 
 from . import options, output
 from .named import Named

@@ -19,7 +19,7 @@ from exactly_once.demo import nemesis, result
 from exactly_once.demo.checker import check
 from exactly_once.demo.display import Display, open_display
 from exactly_once.demo.trial import Setting, Trial
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 
 _MESSAGES = 100_000
 _QUICK_MESSAGES = 20_000

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from exactly_once.cluster import Topic
-from exactly_once.ledger import LOCK_SECONDS
-from exactly_once.model import Partition
-from exactly_once.session import Session, cursor_on
-from exactly_once.sql import query
+from exactly_once._model import Partition
+from exactly_once.kafka.admin import Topic
+from exactly_once.ledger.rows import LOCK_SECONDS
+from exactly_once.ledger.session import Session, cursor_on
+from exactly_once.ledger.sql import query
 
 from . import options, output
 from .options import Settings

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from exactly_once import schema as schemas
-from exactly_once.session import address
-from exactly_once.sql import grants
+from exactly_once.ledger import migrate as schemas
+from exactly_once.ledger.session import address
+from exactly_once.ledger.sql import grants
 
 from . import options, output
 from .problems import UsageError

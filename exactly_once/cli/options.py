@@ -15,9 +15,10 @@ from urllib.parse import unquote
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from exactly_once.config import admin_settings, check_schema_name
 from exactly_once.errors import ConfigurationError
-from exactly_once.session import Connection, connector
+from exactly_once.kafka.settings import admin_settings
+from exactly_once.ledger.migrate import check_schema_name
+from exactly_once.ledger.session import Connection, connector
 
 from .named import Named, NamedConnect
 from .problems import EXIT_CODES, UsageError

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from exactly_once.cluster import Topic
+from exactly_once._model import Partition
 from exactly_once.errors import DatabaseUnreachable
-from exactly_once.ledger import LOCK_SECONDS
-from exactly_once.model import Partition
-from exactly_once.session import Session, cursor_on
-from exactly_once.sql import query
+from exactly_once.kafka.admin import Topic
+from exactly_once.ledger.rows import LOCK_SECONDS
+from exactly_once.ledger.session import Session, cursor_on
+from exactly_once.ledger.sql import query
 
 from .options import Settings
 from .problems import CommandError

@@ -70,7 +70,7 @@ def one_line(error: BaseException, secrets: Iterable[str] = ()) -> str:
 def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
     """Hide what is known to be secret, and what looks like the password of a connection string."""
     # Not before :func:`other_distribution` was asked: somebody else's package has no such module.
-    hidden: str = importlib.import_module("exactly_once.redaction").without_secrets(text, secrets)
+    hidden: str = importlib.import_module("exactly_once._redaction").without_secrets(text, secrets)
     return hidden
 
 

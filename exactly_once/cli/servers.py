@@ -11,12 +11,12 @@ from typing import NamedTuple
 import psycopg
 from psycopg.rows import class_row
 
-from exactly_once import schema as schemas
-from exactly_once.cluster import Cluster, Topic
+from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, DatabaseUnreachable, UnknownTopic
-from exactly_once.model import Partition
-from exactly_once.session import Session, server_of
-from exactly_once.sql import query
+from exactly_once.kafka.admin import Cluster, Topic
+from exactly_once.ledger import migrate as schemas
+from exactly_once.ledger.session import Session, server_of
+from exactly_once.ledger.sql import query
 
 from .options import Settings
 from .problems import UsageError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TextIO
 
-from exactly_once import metrics as m
+from exactly_once.metrics import table as m
 from exactly_once.writer import TableSink
 
 logger = logging.getLogger(__name__)

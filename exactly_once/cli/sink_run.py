@@ -21,8 +21,8 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.session import Connection
-from exactly_once.sql import query
+from exactly_once.ledger.session import Connection
+from exactly_once.ledger.sql import query
 from exactly_once.writer import TableError
 from exactly_once.writer.table import read_table
 

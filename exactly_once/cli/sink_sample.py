@@ -17,8 +17,8 @@ from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 from psycopg import sql
 
 from exactly_once.errors import UnknownTopic
-from exactly_once.kafka_log import kafka_logger
-from exactly_once.sql import query
+from exactly_once.kafka.log import kafka_logger
+from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, Table
 from exactly_once.writer.envelopes import EnvelopeDecoder, key_of, recognised, schema_of
 from exactly_once.writer.errors import cut

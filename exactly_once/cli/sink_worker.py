@@ -28,8 +28,8 @@ from typing import Any
 
 from exactly_once import DeadLetterLimit, ExactlyOnceConsumer
 from exactly_once.errors import ConfigurationError
-from exactly_once.session import Connection as Database
-from exactly_once.session import connector
+from exactly_once.ledger.session import Connection as Database
+from exactly_once.ledger.session import connector
 from exactly_once.writer.sink import Router
 
 from .named import NamedConnect
@@ -112,7 +112,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
             )
         )
         if served is not None:
-            from exactly_once.endpoints import Endpoints  # noqa: PLC0415 - a port is opened only when asked for
+            from exactly_once.metrics.endpoints import Endpoints  # noqa: PLC0415 - a port is opened only when asked for
 
             port = task.run.metrics_port or 0
             stack.enter_context(Endpoints(consumer, port=port, host=task.run.metrics_host, render=served.render))
@@ -255,6 +255,6 @@ class JsonLines(logging.Formatter):
 
 
 def _metrics() -> Any:
-    from exactly_once.prometheus import PrometheusMetrics  # noqa: PLC0415 - an extra
+    from exactly_once.metrics.prometheus import PrometheusMetrics  # noqa: PLC0415 - an extra
 
     return PrometheusMetrics()

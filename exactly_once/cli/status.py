@@ -14,11 +14,11 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from exactly_once.cluster import Topic
+from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable, DatabaseUnreachable
-from exactly_once.model import Partition
-from exactly_once.session import Session
-from exactly_once.sql import query
+from exactly_once.kafka.admin import Topic
+from exactly_once.ledger.session import Session
+from exactly_once.ledger.sql import query
 
 from . import options, output
 from .problems import UsageError, one_line

@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from exactly_once import failpoints
+from exactly_once import _failpoints
 
 
 def report(event: str, **details: Any) -> None:
@@ -29,15 +29,15 @@ class Injury:
 
         def action() -> None:
             if next(passes, None) is None:
-                failpoints.disarm()
+                _failpoints.disarm()
                 self._inflict(kind, at)
 
-        failpoints.disarm()
-        failpoints.arm(at, action)
+        _failpoints.disarm()
+        _failpoints.arm(at, action)
 
     def disarm(self) -> None:
         """Let the process live."""
-        failpoints.disarm()
+        _failpoints.disarm()
 
     def _inflict(self, kind: str, at: str) -> None:
         if kind == "kill":

@@ -11,7 +11,7 @@ import psycopg
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from exactly_once import ExactlyOnceConsumer, Fenced, Redelivered
-from exactly_once.failpoints import failpoint
+from exactly_once._failpoints import failpoint
 
 from . import payments
 from .injury import Injury, report

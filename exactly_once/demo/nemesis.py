@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from exactly_once.failpoints import OF_A_UNIT
+from exactly_once._failpoints import OF_A_UNIT
 
 MOMENTS = {
     "polled": "with a batch in hand",

@@ -12,8 +12,8 @@ import time
 
 from confluent_kafka import KafkaError, KafkaException
 
+from exactly_once._log import about
 from exactly_once.errors import BrokerUnreachable
-from exactly_once.logs import about
 
 from .delivery import Outcome, proves_absence
 from .errors import ProducerFenced, TailHidden

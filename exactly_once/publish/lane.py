@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psycopg
 from confluent_kafka import KafkaError, Message
 
-from exactly_once.logs import about
+from exactly_once._log import about
 
 from .delivery import Delivery, Outcome, proves_absence
 from .errors import FilterUnavailable

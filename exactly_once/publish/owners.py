@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 from uuid import UUID, uuid4
 
+from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
-from exactly_once.logs import about
-from exactly_once.session import Connection
+from exactly_once.ledger.session import Connection
 
 from .errors import FilterUnavailable, NameTaken, ProducerFenced, PublishError
 from .guard import Guard

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
+from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
-from exactly_once.logs import about
 
 from .by_batch import ByBatch
 from .cache import ConfirmedKeys

@@ -9,9 +9,9 @@ from typing import Any
 
 from confluent_kafka import Message
 
+from exactly_once._log import about
+from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
-from exactly_once.logs import about
-from exactly_once.model import Partition
 
 from .errors import SnapshotCorrupted, TailLost
 from .headers import Sent, sequence_of

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Literal, NamedTuple, Protocol
 
+from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
-from exactly_once.logs import about
 
 from .by_batch import ByBatch
 from .errors import FilterUnavailable

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from exactly_once import schema as schemas
-from exactly_once.config import check_schema_name
 from exactly_once.errors import ConfigurationError
-from exactly_once.session import Connection, connector, cursor_on, dispose, is_lost
-from exactly_once.sql import query
+from exactly_once.ledger import migrate as schemas
+from exactly_once.ledger.migrate import check_schema_name
+from exactly_once.ledger.session import Connection, connector, cursor_on, dispose, is_lost
+from exactly_once.ledger.sql import query
 
 from .errors import FilterUnavailable, ProducerFenced
 from .guard import Guard

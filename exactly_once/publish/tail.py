@@ -17,12 +17,12 @@ from uuid import uuid4
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource  # type: ignore[attr-defined]
 
-from exactly_once.cluster import Cluster
-from exactly_once.config import admin_settings
+from exactly_once._log import about
+from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable
-from exactly_once.logs import about
-from exactly_once.model import Partition
-from exactly_once.retry import briefly
+from exactly_once.kafka.admin import Cluster
+from exactly_once.kafka.settings import admin_settings
+from exactly_once.ledger.retry import briefly
 
 from .errors import TailHidden, TailLost
 

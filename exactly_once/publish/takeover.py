@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from exactly_once.logs import about
-from exactly_once.model import Partition
+from exactly_once._log import about
+from exactly_once._model import Partition
 
 from .headers import key_of
 from .owners import DeadOwner

@@ -19,9 +19,9 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from exactly_once._log import about
+from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable, ConfigurationError, ExactlyOnceError
-from exactly_once.logs import about
-from exactly_once.model import Partition
 
 from .chain import Link
 from .delivery import Callback, Delivery, Outcome

@@ -13,13 +13,13 @@ from typing import Any
 
 import psycopg
 
+from exactly_once._failpoints import OF_A_UNIT
 from exactly_once.demo.crew import Crew, Event, Worker
 from exactly_once.demo.display import Display
 from exactly_once.demo.journal import log_ends
 from exactly_once.embedded import Servers
 from exactly_once.embedded.proxy import Fault, PostgresProxy
-from exactly_once.failpoints import OF_A_UNIT
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 
 from . import verdict
 from .nemesis import Nemesis

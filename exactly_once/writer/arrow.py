@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from confluent_kafka import Message
 
-from exactly_once.session import Connection
+from exactly_once.ledger.session import Connection
 
 from .changes import Row
 from .errors import BadRow

@@ -5,7 +5,7 @@ TableChanged (psycopg.OperationalError)                  somebody altered the ta
 BadRow (ValueError)                                      one row cannot be stored: its message is at fault
 
 They come out of handlers, where an ExactlyOnceError stops the worker, so only the first one is that. The
-second has a SQLSTATE that :func:`exactly_once.outcome.classify` takes for a conflict.
+second has a SQLSTATE that :func:`exactly_once.ledger.outcome.classify` takes for a conflict.
 """
 
 from __future__ import annotations

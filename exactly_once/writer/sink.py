@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import Message
 
-from exactly_once.session import Connection
+from exactly_once.ledger.session import Connection
 
 from .decoding import Decoder
 from .errors import TableError
@@ -16,7 +16,7 @@ from .table import Table
 from .writer import TableWriter
 
 if TYPE_CHECKING:
-    from exactly_once.unit import Unit
+    from exactly_once.consumer.unit import Unit
 
 
 class TableSink:

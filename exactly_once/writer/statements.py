@@ -8,7 +8,7 @@ from typing import Literal
 
 from psycopg import sql
 
-from exactly_once.sql import query
+from exactly_once.ledger.sql import query
 
 from .plan import Plan
 from .table import Column

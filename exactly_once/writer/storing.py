@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from psycopg import sql
 
-from exactly_once.session import Connection, cursor_on
+from exactly_once.ledger.session import Connection, cursor_on
 
 from . import statements
 from .changes import MISSING, Marks, Row, Rules, Tombstone, keys_of

@@ -10,8 +10,8 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from exactly_once.session import Connection, cursor_on, last_row
-from exactly_once.sql import query
+from exactly_once.ledger.session import Connection, cursor_on, last_row
+from exactly_once.ledger.sql import query
 
 from .errors import TableError
 

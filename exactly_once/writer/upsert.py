@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from confluent_kafka import Message
 
-from exactly_once.session import Connection
+from exactly_once.ledger.session import Connection
 
 from .changes import MISSING, Collapsed, Marks, Row, Rules, Tombstone, collapse, marks_of, rounds
 from .errors import BadRow, origin

@@ -13,7 +13,7 @@ from psycopg import sql
 from psycopg.pq import TransactionStatus
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.session import Connection
+from exactly_once.ledger.session import Connection
 
 from .changes import Row
 from .codec import Naive

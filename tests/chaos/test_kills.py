@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from exactly_once import failpoints
+from exactly_once import _failpoints
 from tests.chaos.conftest import MakeCrew
 from tests.support.journal import Identity
 from tests.support.topics import create_topic, produce
@@ -30,7 +30,7 @@ def topic(bootstrap_servers: str) -> str:
 
 @pytest.mark.fault("D8")
 @pytest.mark.parametrize("nth", [1, 4])
-@pytest.mark.parametrize("failpoint", failpoints.OF_A_UNIT)
+@pytest.mark.parametrize("failpoint", _failpoints.OF_A_UNIT)
 def test_killed_at_a_failpoint_the_next_worker_finishes(
     failpoint: str, nth: int, topic: str, make_crew: MakeCrew
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from psycopg import sql
 
 import exactly_once
-from exactly_once.schema import VERSION, migrate
+from exactly_once.ledger.migrate import VERSION, migrate
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import ROOT, Crew, Worker
@@ -31,7 +31,7 @@ def release(tmp_path: Path) -> Path:
         ALTER TABLE {{schema}}.ledger ADD COLUMN remark text NOT NULL DEFAULT 'next';
         UPDATE {{schema}}.version SET version = {VERSION + 1};
     """
-    (tmp_path / "exactly_once" / "sql" / "migrations" / f"{VERSION + 1:04d}_next.sql").write_text(ddl)
+    (tmp_path / "exactly_once" / "ledger" / "sql" / "migrations" / f"{VERSION + 1:04d}_next.sql").write_text(ddl)
     return tmp_path
 
 

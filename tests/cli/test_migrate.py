@@ -14,7 +14,7 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from exactly_once import schema as schemas
+from exactly_once.ledger import migrate as schemas
 from tests.cli.conftest import Command
 from tests.conftest import MakeConsumer
 from tests.support.require import skip_unless

@@ -13,7 +13,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import Fenced, HandlerCommitted, LedgerRowMissing, OffsetBelowLogStart, OwnedBySpark, PartitionHalted
-from exactly_once.upkeep import RECHECK_SECONDS
+from exactly_once.consumer.maintenance import RECHECK_SECONDS
 from tests.cli.conftest import Command, audit, ledger, offsets, read_to_end, suggested
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce

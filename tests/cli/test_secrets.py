@@ -9,9 +9,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from exactly_once._redaction import without_secrets
 from exactly_once.cli import options
 from exactly_once.embedded import Postgres
-from exactly_once.redaction import without_secrets
 from tests.cli.conftest import Command, Result
 
 SECRET = "Xq7!geheim"

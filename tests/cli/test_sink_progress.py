@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from exactly_once import metrics as m
 from exactly_once.cli.sink_progress import CLEAR, Both, Counts, LeftOut, Measurements, Progress
 from exactly_once.cli.sink_worker import in_options
+from exactly_once.metrics import table as m
 from exactly_once.writer import RawDecoder, TableSink
 
 LABELS = ("group", "owner")

@@ -19,13 +19,13 @@ from typing import Any
 import psycopg
 import pytest
 
+from exactly_once._failpoints import OF_A_UNIT
 from exactly_once.cli import main
 from exactly_once.demo import nemesis, payments
 from exactly_once.demo.checker import TOTAL, Verdict, check, compare
 from exactly_once.demo.display import Display, open_display
 from exactly_once.demo.result import HEAD, Result, as_json, conclusion, rows
 from exactly_once.demo.trial import Setting, Stuck, Tally, Trial
-from exactly_once.failpoints import OF_A_UNIT
 
 PAYMENT = b'{"from": 1, "to": 2, "amount": 30}'
 PLACE = (0, 7)

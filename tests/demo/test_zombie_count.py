@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from exactly_once import Fenced, failpoints
+from exactly_once import Fenced, _failpoints
 from exactly_once.demo import payments
 from tests.conftest import MakeConsumer
 
@@ -21,11 +21,11 @@ def test_fence_found_out_by_resolving_a_lost_commit_is_counted(
     pids: list[int] = []
 
     def take_over() -> None:
-        failpoints.disarm()
+        _failpoints.disarm()
         db.execute("SELECT pg_terminate_backend(%s, 10000)", pids)
         db.execute("UPDATE exactly_once.ledger SET owner_token = gen_random_uuid() WHERE group_id = %s", (name,))
 
-    failpoints.arm("advanced", take_over)
+    _failpoints.arm("advanced", take_over)
     with pytest.raises(Fenced), next(iter(consumer)) as unit:
         pids.append(unit.connection.info.backend_pid)
     assert consumer.counters.fenced == 1

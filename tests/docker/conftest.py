@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from tests.chaos.conftest import MakeCrew
 from tests.support.docker import Stack, compose_command, docker, engine_missing, stack
 from tests.support.docker_worker import ContainerWorker, worker_image_missing

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from exactly_once.metrics import METRICS
+from exactly_once.metrics.table import METRICS
 from tests.support.docker import FOLDER
 from tests.support.findings import nothing
 

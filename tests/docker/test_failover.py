@@ -12,7 +12,7 @@ from typing import Any, LiteralString, NamedTuple
 import psycopg
 import pytest
 
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from tests.docker.conftest import INSIDE, tell
 from tests.support.docker import Stack
 from tests.support.docker_worker import ContainerWorker

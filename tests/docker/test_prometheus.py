@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from exactly_once import ExactlyOnceConsumer
-from exactly_once.endpoints import Endpoints
-from exactly_once.prometheus import PrometheusMetrics
+from exactly_once.metrics.endpoints import Endpoints
+from exactly_once.metrics.prometheus import PrometheusMetrics
 from tests.conftest import MakeConsumer
 from tests.docker.test_dashboard import queries
 from tests.support.docker import Stack, docker, stack

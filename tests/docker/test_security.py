@@ -24,9 +24,9 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
-from exactly_once import schema
 from exactly_once.cli import main
-from exactly_once.sql import grants
+from exactly_once.ledger import migrate
+from exactly_once.ledger.sql import grants
 from tests.docker import certificates
 from tests.support import journal
 from tests.support.docker import ROOT, Stack, local_image, stack
@@ -276,7 +276,7 @@ def test_worker_may_not_migrate_an_older_schema(secured: Secured) -> None:
         psycopg.connect(secured.conninfo(WORKER), autocommit=True) as connection,
         pytest.raises(psycopg.errors.InsufficientPrivilege),
     ):
-        schema.migrate(connection, "another")
+        migrate.migrate(connection, "another")
 
 
 @pytest.mark.parametrize(

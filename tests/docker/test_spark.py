@@ -11,7 +11,7 @@ import pytest
 
 from exactly_once.embedded import EmbeddedError
 from exactly_once.embedded import spark as embedded_spark
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from tests.support import journal
 from tests.support.docker import Container, Stack, docker, stack
 from tests.support.require import skip_unless

@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import Producer
 
 from exactly_once.cli import main
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from tests.conftest import PROTOCOLS
 from tests.support.docker import FOLDER, Stack, local_image, stack
 from tests.support.topics import create_topic, produce

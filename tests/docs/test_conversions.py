@@ -19,8 +19,8 @@ from confluent_kafka import Producer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from exactly_once import BrokerUnreachable
-from exactly_once.cluster import Cluster
-from exactly_once.schema import migrate
+from exactly_once.kafka.admin import Cluster
+from exactly_once.ledger.migrate import migrate
 from tests.integration.scene import text
 from tests.support.topics import create_topic
 from tests.support.waiting import until

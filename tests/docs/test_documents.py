@@ -26,7 +26,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from exactly_once import embedded
 from exactly_once.cli import main
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from tests.support.findings import nothing
 from tests.support.topics import create_topic, delete_topic, produce
 from tests.support.waiting import until

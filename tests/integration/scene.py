@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 from confluent_kafka import Producer
 
-from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, failpoints
+from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, _failpoints
 from tests.support import journal
 from tests.support.proxy import PostgresProxy
 from tests.support.worker import drain, record
@@ -138,9 +138,9 @@ def armed(name: str, action: Callable[[], None]) -> Iterator[None]:
             spent.append(True)
             action()
 
-    failpoints.arm(name, once)
+    _failpoints.arm(name, once)
     try:
         yield
     finally:
-        failpoints.disarm()
+        _failpoints.disarm()
     assert spent, f"failpoint {name} was not passed"

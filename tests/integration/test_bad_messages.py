@@ -15,7 +15,7 @@ from confluent_kafka import Message, Producer
 from psycopg.types.json import Jsonb
 
 from exactly_once import ConfigurationError, HandlerCommitted, Unit
-from exactly_once.dead_letters import DeadLetter, find
+from exactly_once.ledger.dead_letters import DeadLetter, find
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, text
 from tests.support.worker import record

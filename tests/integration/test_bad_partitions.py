@@ -22,8 +22,8 @@ from exactly_once import (
     PartitionHalted,
     StartError,
     TopicRecreated,
-    upkeep,
 )
+from exactly_once.consumer import maintenance
 from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
 from tests.support import journal
@@ -45,7 +45,7 @@ _FAULTS: dict[type[StartError], tuple[str, str]] = {
 @pytest.fixture(autouse=True)
 def _soon(conninfo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_journal(conninfo)
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.2)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_run_goes_on_beside_a_bad_partition_and_tells_of_it_again(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(upkeep, "BAD_SECONDS", 0.5)
+    monkeypatch.setattr(maintenance, "BAD_SECONDS", 0.5)
     change(db, name, "UPDATE exactly_once.ledger SET halted = 'by a test'")
     with make_consumer() as consumer:
         consumer.subscribe([topic])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from exactly_once import cluster
-from exactly_once.cluster import Cluster
+from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable
-from exactly_once.model import Partition
+from exactly_once.kafka import admin
+from exactly_once.kafka.admin import Cluster
 from tests.support.topics import create_topic, produce
 
 
@@ -21,7 +21,7 @@ def test_many_questions_share_one_client(bootstrap_servers: str, name: str, monk
         made.append(AdminClient(settings))
         return made[-1]
 
-    monkeypatch.setattr(cluster, "AdminClient", make)
+    monkeypatch.setattr(admin, "AdminClient", make)
     create_topic(bootstrap_servers, 2, name=name)
     produce(bootstrap_servers, name, 4, 2)
     partitions = [Partition(name, 0), Partition(name, 1)]

@@ -13,7 +13,7 @@ from tests.support.topics import create_topic
 PROGRAM = """
 import contextlib, sys
 from exactly_once import BrokerUnreachable
-from exactly_once.cluster import Cluster
+from exactly_once.kafka.admin import Cluster
 
 cluster = Cluster({"bootstrap.servers": sys.argv[1]})
 for number in range(60):

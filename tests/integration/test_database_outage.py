@@ -14,9 +14,9 @@ import psycopg
 import pytest
 from confluent_kafka import TopicPartition
 
-from exactly_once import DatabaseUnreachable, ExactlyOnceConsumer, Redelivered, Unit, failpoints
+from exactly_once import DatabaseUnreachable, ExactlyOnceConsumer, Redelivered, Unit, _failpoints
 from exactly_once.embedded import Postgres
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, armed, backend_of
@@ -124,10 +124,10 @@ def test_a_server_that_is_restarted_in_any_phase_costs_nothing(
             name = next(once)
 
             def restart() -> None:
-                failpoints.disarm()
+                _failpoints.disarm()
                 own_postgres.restart(mode)
 
-            failpoints.arm(name, restart)
+            _failpoints.arm(name, restart)
 
     apply_until_done(consumer, handler)
     assert phases == []

@@ -16,7 +16,7 @@ import pytest
 
 from exactly_once import Redelivered
 from exactly_once.embedded import Postgres
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import apply
 from tests.support import journal

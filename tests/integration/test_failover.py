@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from exactly_once import ExactlyOnceConsumer, Fenced, ReadOnly, Redelivered, Rewound, StartRefused, embedded, upkeep
-from exactly_once.ledger import Ledger
-from exactly_once.model import Partition
-from exactly_once.session import Connection, Session, connector
+from exactly_once import ExactlyOnceConsumer, Fenced, ReadOnly, Redelivered, Rewound, StartRefused, embedded
+from exactly_once._model import Partition
+from exactly_once.consumer import maintenance
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Connection, Session, connector
 from tests.conftest import MakeConsumer
 from tests.integration.scene import apply as apply_unit
 from tests.support import journal
@@ -161,7 +162,9 @@ def test_an_epoch_that_a_failover_gives_out_again_does_not_let_its_former_owner_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Epoch and offset of the zombie are those of the new owner; only the token tells them apart."""
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 600.0)  # else a look at the rows may find it out before the fence
+    monkeypatch.setattr(
+        maintenance, "RECHECK_SECONDS", 600.0
+    )  # else a look at the rows may find it out before the fence
     first = make_consumer(connect=Way(pair.primary), max_messages=10)
     assert apply(first, topic, 10) == 10
     pair.fall_behind()

@@ -16,12 +16,13 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, watcher
-from exactly_once.dead_letters import find
-from exactly_once.replay import Replay
-from exactly_once.session import connector, marker_of
-from exactly_once.sql import grants
-from exactly_once.watcher import Watcher
+from exactly_once import ExactlyOnceConsumer, Redelivered, Unit
+from exactly_once.consumer.replay import Replay
+from exactly_once.ledger import stale_owners
+from exactly_once.ledger.dead_letters import find
+from exactly_once.ledger.session import connector, marker_of
+from exactly_once.ledger.sql import grants
+from exactly_once.ledger.stale_owners import Watcher
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
@@ -114,13 +115,13 @@ UNBOUNDED = 2.0
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything of the watcher a tenth as long; of what it waits for only the order counts."""
-    monkeypatch.setattr(watcher, "FROZEN_AFTER_SECONDS", 0.2)
-    monkeypatch.setattr(watcher, "STILL_SECONDS", STILL)
-    monkeypatch.setattr(watcher, "UNBOUNDED_SECONDS", UNBOUNDED)
-    monkeypatch.setattr(watcher, "_YOUNG_SECONDS", 0.4)
-    monkeypatch.setattr(watcher, "_TURN_SECONDS", 0.05)
-    monkeypatch.setattr(watcher, "_LIFE_SECONDS", 0.1)
-    monkeypatch.setattr(watcher, "_LONGEST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(stale_owners, "FROZEN_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr(stale_owners, "STILL_SECONDS", STILL)
+    monkeypatch.setattr(stale_owners, "UNBOUNDED_SECONDS", UNBOUNDED)
+    monkeypatch.setattr(stale_owners, "_YOUNG_SECONDS", 0.4)
+    monkeypatch.setattr(stale_owners, "_TURN_SECONDS", 0.05)
+    monkeypatch.setattr(stale_owners, "_LIFE_SECONDS", 0.1)
+    monkeypatch.setattr(stale_owners, "_LONGEST_PAUSE_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -263,7 +264,7 @@ def test_what_owns_no_rows_by_nature_is_not_fenced(
     scene: Scene, contested: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay, an operator's change: of these it says nothing that their instance owns no row."""
-    monkeypatch.setattr(watcher, "UNBOUNDED_SECONDS", 60.0)
+    monkeypatch.setattr(stale_owners, "UNBOUNDED_SECONDS", 60.0)
     assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(uuid4(), SCHEMA, None)))
 
 

@@ -16,12 +16,12 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from exactly_once.ledger import Ledger
-from exactly_once.model import ROTATE_EVERY, Advance, Partition, Row
-from exactly_once.outcome import SHORT_COUNT
-from exactly_once.ownership import Verdict, verdict_on
-from exactly_once.session import Session, connector
-from exactly_once.sql import grants
+from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row
+from exactly_once.consumer.partitions import Verdict, verdict_on
+from exactly_once.ledger.outcome import SHORT_COUNT
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.sql import grants
 from tests.conftest import MakeConsumer
 from tests.support.seeds import first_seed
 from tests.support.topics import create_topic, produce
@@ -338,7 +338,7 @@ def test_a_consumer_rotates_its_rows_with_its_first_unit_and_then_now_and_then(
     make_consumer: MakeConsumer, bootstrap_servers: str, name: str, db: Db, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first, because nobody knows how often an earlier owner has advanced them."""
-    monkeypatch.setattr("exactly_once.ownership.ROTATE_EVERY", 4)
+    monkeypatch.setattr("exactly_once.consumer.partitions.ROTATE_EVERY", 4)
     topic = create_topic(bootstrap_servers, 1, name=name)
     produce(bootstrap_servers, topic, 12, 1)
     with make_consumer(max_messages=1) as consumer:

@@ -20,11 +20,11 @@ from exactly_once import (
     Redelivered,
     TooManyDeadLetters,
     Unit,
-    outcome,
-    settlement,
 )
-from exactly_once.dead_letters import DeadLetter, find
-from exactly_once.outcome import TRIES
+from exactly_once.consumer import commit
+from exactly_once.ledger import outcome
+from exactly_once.ledger.dead_letters import DeadLetter, find
+from exactly_once.ledger.outcome import TRIES
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, offsets, text
 from tests.support.worker import record
@@ -36,7 +36,7 @@ Facts = tuple[Any, ...]
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that refuse are asked again at once."""
-    monkeypatch.setattr(settlement, "_TROUBLE_SECONDS", 0.01)
+    monkeypatch.setattr(commit, "_TROUBLE_SECONDS", 0.01)
 
 
 def run(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], object], **options: Any) -> None:

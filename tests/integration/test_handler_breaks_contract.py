@@ -25,13 +25,13 @@ from exactly_once import (
     TransactionEnded,
     TransactionNotYours,
     Unit,
-    settlement,
 )
+from exactly_once.consumer import commit
+from exactly_once.consumer.unit import Stage
 from exactly_once.embedded import Postgres
-from exactly_once.ledger import Ledger
-from exactly_once.schema import migrate
-from exactly_once.sql import query
-from exactly_once.unit import Stage
+from exactly_once.ledger.migrate import migrate
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.sql import query
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, interrupt, offsets
 from tests.support import journal
@@ -432,7 +432,7 @@ def test_of_two_partitions_each_is_halted_or_named(make_scene: MakeScene) -> Non
 def test_a_halt_that_does_not_reach_the_database_is_not_claimed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(settlement, "_HALT_SECONDS", 0.0)
+    monkeypatch.setattr(commit, "_HALT_SECONDS", 0.0)
     consumer = scene.consumer()
     unit = next(iter(consumer))
     with psycopg.connect(scene.conninfo) as other:

@@ -9,9 +9,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from exactly_once import upkeep
+from exactly_once.consumer import maintenance
 from exactly_once.embedded import Postgres
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import apply, backend_of
 from tests.support import journal
@@ -109,7 +109,7 @@ def test_a_prepared_transaction_keeps_its_partition_and_no_other(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(upkeep, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(maintenance, "LOCK_SECONDS", 0.2)
     scene = make_scene(20, partitions=2)
     with scene.consumer(conninfo=server.conninfo) as first:
         scene.drain(first)

@@ -10,9 +10,10 @@ import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from exactly_once import ClusterChanged, ExactlyOnceConsumer, TopicRecreated, upkeep
-from exactly_once.cluster import Cluster, Topic
+from exactly_once import ClusterChanged, ExactlyOnceConsumer, TopicRecreated
+from exactly_once.consumer import maintenance
 from exactly_once.embedded import Kafka
+from exactly_once.kafka.admin import Cluster, Topic
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.topics import create_topic, produce
@@ -139,7 +140,7 @@ def test_unknown_topic_id_is_stored_as_null_said_once_and_filled_in_later(
         return described(self, topic, future)._replace(topic_id=None)
 
     monkeypatch.setattr(Cluster, "described", without_id)
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.05)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.05)
     caplog.set_level(logging.WARNING)
     assert consume(make_consumer(), topic) == 10
     assert stored(db, name)[1] is None
@@ -184,7 +185,7 @@ def test_topic_id_that_becomes_known_while_consuming_changes_nothing(
     """The row began without an id, so its units go on to be checked against none."""
     described = Cluster.described
     monkeypatch.setattr(Cluster, "described", lambda *args: described(*args)._replace(topic_id=None))
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.05)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.05)
     with make_consumer() as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 10

@@ -8,7 +8,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from exactly_once import ExactlyOnceConsumer, Unit, upkeep
+from exactly_once import ExactlyOnceConsumer, Unit
+from exactly_once.consumer import maintenance
 from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
@@ -36,7 +37,7 @@ def test_idle_time_begins_when_kafka_has_given_partitions(
 
 
 def test_idle_time_begins_when_every_partition_is_read(make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(maintenance, "LOCK_SECONDS", 0.3)
     scene = make_scene(20, partitions=2)
     with scene.consumer() as first:
         apply(next(iter(first)))
@@ -54,7 +55,7 @@ def test_idle_time_begins_when_every_partition_is_read(make_scene: MakeScene, mo
 def test_a_member_that_is_left_without_partitions_ends(
     protocol: dict[str, Any], end: dict[str, Any], make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "SETTLE_SECONDS", 2.0)
+    monkeypatch.setattr(maintenance, "SETTLE_SECONDS", 2.0)
     scene = make_scene(20)
     busy = scene.consumer(protocol)
     apply(next(iter(busy)))

@@ -11,9 +11,9 @@ import pytest
 from psycopg import sql
 
 from exactly_once.embedded import Postgres
-from exactly_once.schema import migrate
-from exactly_once.session import Begun, Session, connector
-from exactly_once.sql import query
+from exactly_once.ledger.migrate import migrate
+from exactly_once.ledger.session import Begun, Session, connector
+from exactly_once.ledger.sql import query
 from tests.support.waiting import until
 
 ODD = "-c TimeZone=America/Chicago -c DateStyle=SQL,DMY -c extra_float_digits=-15 -c IntervalStyle=iso_8601"

@@ -26,10 +26,10 @@ from exactly_once import (
     Unit,
     UnitNotFinished,
 )
+from exactly_once.consumer.units import Units
 from exactly_once.embedded import Postgres
-from exactly_once.schema import migrate
-from exactly_once.sql import grants
-from exactly_once.units import Units
+from exactly_once.ledger.migrate import migrate
+from exactly_once.ledger.sql import grants
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
 from tests.support import journal

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from confluent_kafka import Message, Producer
 
-from exactly_once import upkeep
+from exactly_once.consumer import maintenance
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.topics import add_partitions, create_topic
@@ -34,7 +34,7 @@ def test_new_messages_of_a_key_may_overtake_its_old_ones_when_partitions_are_add
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(upkeep, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(maintenance, "LOCK_SECONDS", 0.2)
     ensure_journal(conninfo)
     create_topic(bootstrap_servers, 1, name=name)
     with make_consumer() as first:

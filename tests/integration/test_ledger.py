@@ -14,12 +14,12 @@ import psycopg
 import pytest
 
 from exactly_once import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
-from exactly_once.cluster import Cluster
-from exactly_once.ledger import Ledger
-from exactly_once.model import Advance, OwnerKind, Partition, Row
-from exactly_once.session import Session, connector
-from exactly_once.sql import query
-from exactly_once.start import Starter
+from exactly_once._model import Advance, OwnerKind, Partition, Row
+from exactly_once.kafka.admin import Cluster
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.sql import query
+from exactly_once.ledger.start import Starter
 from tests.support.seeds import first_seed
 from tests.support.waiting import until
 

@@ -12,8 +12,8 @@ from unittest import mock
 import psycopg
 import pytest
 
-from exactly_once.libpq import send, texts
-from exactly_once.session import Connection, is_lost
+from exactly_once.ledger.libpq import send, texts
+from exactly_once.ledger.session import Connection, is_lost
 from tests.integration.scene import Scene, apply, offsets
 from tests.support.waiting import until
 

@@ -16,7 +16,7 @@ import pytest
 from confluent_kafka import Producer
 
 from exactly_once import ConfigurationError, ExactlyOnceConsumer, Unit
-from exactly_once.consumer import POLL_SECONDS
+from exactly_once.consumer.consumer import POLL_SECONDS
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, offsets
 from tests.support.waiting import until

@@ -13,7 +13,8 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from exactly_once import ExactlyOnceConsumer, OffsetBelowLogStart, Unit, upkeep
+from exactly_once import ExactlyOnceConsumer, OffsetBelowLogStart, Unit
+from exactly_once.consumer import maintenance
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
@@ -25,8 +26,8 @@ Db = psycopg.Connection[Any]
 @pytest.fixture(autouse=True)
 def _soon(conninfo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_journal(conninfo)
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.2)
-    monkeypatch.setattr(upkeep, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.2)
+    monkeypatch.setattr(maintenance, "QUIET_SECONDS", 0.0)
 
 
 def produce_in_transactions(bootstrap_servers: str, topic: str, messages: int, *, aborted: int = 0) -> None:
@@ -109,7 +110,7 @@ def test_a_transactional_topic_that_is_idle_may_lose_all_of_its_log(
 def test_closing_moves_to_the_end_at_once(
     make_consumer: MakeConsumer, bootstrap_servers: str, db: Db, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 3600)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 3600)
     topic = create_topic(bootstrap_servers, 1, name=name)
     produce_in_transactions(bootstrap_servers, topic, 10, aborted=2)
     end = end_of(bootstrap_servers, topic)
@@ -134,7 +135,7 @@ def test_giving_a_partition_away_moves_to_the_end_first(
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 3600)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 3600)
     topic = create_topic(bootstrap_servers, 1, name=name)
     produce_in_transactions(bootstrap_servers, topic, 10)
     consumer = make_consumer(protocol)
@@ -187,7 +188,7 @@ def test_a_fenced_member_moves_nothing(
     topic = create_topic(bootstrap_servers, 1, name=name)
     produce_in_transactions(bootstrap_servers, topic, 10)
     with make_consumer() as consumer:
-        monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 3600)
+        monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 3600)
         consumer.subscribe([topic])
         drain(consumer)
         db.execute("UPDATE exactly_once.ledger SET owner_token = gen_random_uuid() WHERE group_id = %s", (name,))
@@ -214,9 +215,9 @@ def test_a_plain_log_costs_no_write_and_a_moved_one_only_one(
         idle(consumer, lambda limit=limit: note() or next(limit, None) is None, "some looks")  # type: ignore[misc]
         assert len(seen) == expected
         if expected == 1:
-            monkeypatch.setattr(upkeep, "QUIET_SECONDS", 3600)  # the unit's own write is noted before the move
+            monkeypatch.setattr(maintenance, "QUIET_SECONDS", 3600)  # the unit's own write is noted before the move
             produce_in_transactions(bootstrap_servers, topic, 1)
             until(lambda: end_of(bootstrap_servers, topic) == 7, 10, "the marker")
             drain(consumer)
             note()
-            monkeypatch.setattr(upkeep, "QUIET_SECONDS", 0.0)
+            monkeypatch.setattr(maintenance, "QUIET_SECONDS", 0.0)

@@ -12,8 +12,9 @@ import psycopg
 import pytest
 from confluent_kafka import KafkaError
 
-from exactly_once import ExactlyOnceConsumer, Fenced, upkeep
-from exactly_once.assignment import Change, Event
+from exactly_once import ExactlyOnceConsumer, Fenced
+from exactly_once.consumer import maintenance
+from exactly_once.consumer.rebalance import Change, Event
 from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
 from tests.support.kafka_proxy import OFFSET_COMMIT, KafkaProxy
@@ -95,7 +96,7 @@ def fencing(
     *, proxy: KafkaProxy, make_consumer: MakeConsumer, conninfo: str, name: str, db: Db, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Fencing]:
     """Ten messages, one a unit; the second unit is to be fenced."""
-    monkeypatch.setattr(upkeep, "_BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(maintenance, "_BUSY_SECONDS", 0.1)
     ensure_journal(conninfo)
     create_topic(proxy.bootstrap_servers, 1, name=name)
     produce(proxy.bootstrap_servers, name, 10, 1)
@@ -146,7 +147,7 @@ def test_a_commit_of_which_one_partition_of_two_is_refused_is_no_proof(
     proxy: KafkaProxy, fencing: Fencing, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit as a whole is no error then."""
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.2)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.2)
     other = create_topic(proxy.bootstrap_servers, 1, name=f"{name}-2")
     consumer = fencing.consumer
     consumer.subscribe([name, other])

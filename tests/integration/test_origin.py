@@ -13,12 +13,14 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from psycopg import sql
 
-from exactly_once import ExactlyOnceConsumer, StartRefused, schema, upkeep
+from exactly_once import ExactlyOnceConsumer, StartRefused
 from exactly_once.cli import main
-from exactly_once.ledger import Ledger
-from exactly_once.mirror import Mirror
-from exactly_once.origin import Origin, origin_of
-from exactly_once.session import Session, connector
+from exactly_once.consumer import maintenance
+from exactly_once.consumer.kafka_offsets import Mirror
+from exactly_once.kafka.origin import Origin, origin_of
+from exactly_once.ledger import migrate
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Session, connector
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
@@ -50,7 +52,7 @@ def databases(conninfo: str, name: str) -> Iterator[Callable[[str | None], str]]
         reached = psycopg.conninfo.make_conninfo(conninfo, dbname=made[-1])
         if original is None:
             with psycopg.connect(reached, autocommit=True) as connection:
-                schema.migrate(connection)
+                migrate.migrate(connection)
         return reached
 
     with psycopg.connect(conninfo, autocommit=True) as db:
@@ -96,7 +98,7 @@ def test_two_fresh_databases_notice_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each has a partition before there is a message, and none of them moves."""
-    monkeypatch.setattr(upkeep, "COMPARE_SECONDS", 0.3)
+    monkeypatch.setattr(maintenance, "COMPARE_SECONDS", 0.3)
     create_topic(bootstrap_servers, PARTITIONS, name=name)
     refused: list[StartRefused] = []
     consumers = [make_consumer(conninfo=databases()) for _ in range(2)]
@@ -126,7 +128,7 @@ def test_of_many_partitions_a_part_is_compared_each_time(
     make_consumer: MakeConsumer, databases: Callable[..., str], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new ones always: a copy is refused at the start, however few of the others are looked at."""
-    monkeypatch.setattr(upkeep, "_COMPARED_AT_MOST", 0)
+    monkeypatch.setattr(maintenance, "_COMPARED_AT_MOST", 0)
     original = databases()
     assert apply(make_consumer(conninfo=original, max_messages=5), topic, 10) == 10
     copy = databases(original)
@@ -246,7 +248,7 @@ def test_worker_without_privileges_tells_its_database_from_others(
     role = f"{name}_worker"
     with psycopg.connect(conninfo, autocommit=True) as db:
         db.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
-        db.execute(schema.as_sql(role=role).split("-- What a worker's role needs", 1)[1].split("\n", 1)[1].encode())
+        db.execute(migrate.as_sql(role=role).split("-- What a worker's role needs", 1)[1].split("\n", 1)[1].encode())
     own = psycopg.conninfo.make_conninfo(conninfo, user=role)
     try:
         assert apply(make_consumer(conninfo=own), topic) == MESSAGES
@@ -289,7 +291,7 @@ def test_coordinator_that_does_not_answer_keeps_nobody_from_work(
 ) -> None:
     """The comparison is made up for. A time-out of no time stands for a coordinator that is slow."""
     conninfo = databases()
-    monkeypatch.setattr(upkeep, "_COMMITTED_SECONDS", 0.0)
+    monkeypatch.setattr(maintenance, "_COMMITTED_SECONDS", 0.0)
     with make_consumer(conninfo=conninfo) as consumer:
         consumer.subscribe([topic])
         done = 0

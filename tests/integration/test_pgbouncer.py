@@ -13,9 +13,9 @@ import psycopg
 import pytest
 
 from exactly_once import ExactlyOnceConsumer, HandlerCommitted, Redelivered, Unit, UnitNotFinished
+from exactly_once.consumer.units import Units
 from exactly_once.embedded import Postgres
-from exactly_once.schema import check, migrate
-from exactly_once.units import Units
+from exactly_once.ledger.migrate import check, migrate
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, offsets

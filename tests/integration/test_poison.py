@@ -20,7 +20,7 @@ from exactly_once import (
     TransactionAborted,
     Unit,
 )
-from exactly_once.dead_letters import DeadLetter, find
+from exactly_once.ledger.dead_letters import DeadLetter, find
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, text
 from tests.support.worker import record
@@ -89,12 +89,12 @@ def test_messages_that_errors_name_are_set_aside_in_two_tries_each(
                 failures += 1
                 raise Named(message)
 
-    caplog.set_level("INFO", "exactly_once.service")
+    caplog.set_level("INFO", "exactly_once.consumer.service")
     run(scene.consumer(max_messages=100), handler, on_poison="dead-letter")
     assert dead(scene) == sorted(bad) * 3
     assert sorted(scene.applied()) == sorted([n for n in range(100) if n not in bad] * 3)
     assert failures <= 2 * len(bad) * 3
-    told = [r.getMessage() for r in caplog.records if r.name == "exactly_once.service"]
+    told = [r.getMessage() for r in caplog.records if r.name == "exactly_once.consumer.service"]
     assert len(told) == len(bad) * 3, told
 
 

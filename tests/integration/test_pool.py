@@ -5,7 +5,8 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from exactly_once import Redelivered, Unit, watcher
+from exactly_once import Redelivered, Unit
+from exactly_once.ledger import stale_owners
 from tests.integration.conftest import MakeScene
 from tests.support.pool import Pool
 from tests.support.waiting import until
@@ -41,8 +42,8 @@ def test_lost_connections_do_not_drain_the_pool(make_scene: MakeScene, *, close_
 def test_the_watchers_connection_and_that_of_an_aborted_handler_go_back(
     make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "FROZEN_AFTER_SECONDS", 0.1)
-    monkeypatch.setattr(watcher, "_TURN_SECONDS", 0.05)
+    monkeypatch.setattr(stale_owners, "FROZEN_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(stale_owners, "_TURN_SECONDS", 0.05)
     scene = make_scene(4)
     pool = Pool(scene.conninfo, size=3)
     consumer = scene.consumer(connect=pool.getconn, max_messages=2)

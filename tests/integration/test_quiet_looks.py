@@ -9,8 +9,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from exactly_once import BrokerUnreachable, upkeep
-from exactly_once.cluster import Cluster
+from exactly_once import BrokerUnreachable
+from exactly_once.consumer import maintenance
+from exactly_once.kafka.admin import Cluster
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
@@ -51,7 +52,7 @@ def without_autovacuum(db: Db) -> Iterator[None]:
 def test_a_look_at_rows_writes_nothing_and_waits_for_nobody(
     make_scene: MakeScene, db: Db, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.1)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.1)
     scene = make_scene(20, partitions=2)
     consumer = scene.consumer()
     scene.drain(consumer)
@@ -68,7 +69,7 @@ def test_a_look_at_rows_writes_nothing_and_waits_for_nobody(
 
 
 def test_a_reset_is_noticed_by_the_look(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.1)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.1)
     consumer = scene.consumer()
     scene.drain(consumer)
     scene.query(
@@ -82,8 +83,8 @@ def test_a_reset_is_noticed_by_the_look(scene: Scene, monkeypatch: pytest.Monkey
 def test_one_locked_row_does_not_keep_the_look_from_the_others(
     make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.1)
-    monkeypatch.setattr(upkeep, "LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.1)
+    monkeypatch.setattr(maintenance, "LOCK_SECONDS", 0.5)
     scene = make_scene(40, partitions=2)
     consumer = scene.consumer()
     scene.drain(consumer)
@@ -113,7 +114,7 @@ def test_an_acquisition_reads_its_own_rows_and_not_those_of_the_topic(make_scene
 def test_a_large_topic_is_described_less_often(
     make_consumer: MakeConsumer, make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.05)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.05)
     scene = make_scene(4, partitions=4)
     asked: list[str] = []
     ask = Cluster.ask
@@ -127,7 +128,7 @@ def test_a_large_topic_is_described_less_often(
     monkeypatch.setattr(Cluster, "ask", note)
     idle(consumer, 2.5)
     assert len(asked) >= 3
-    monkeypatch.setattr(upkeep, "PARTITIONS_PER_SECOND", 0.1)
+    monkeypatch.setattr(maintenance, "PARTITIONS_PER_SECOND", 0.1)
     idle(consumer, 0.5)  # what was due before
     asked.clear()
     idle(consumer, 2.5)
@@ -136,7 +137,7 @@ def test_a_large_topic_is_described_less_often(
 
 def test_trouble_with_brokers_costs_no_description_of_the_whole_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
-    monkeypatch.setattr("exactly_once.cluster.REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr("exactly_once.kafka.admin.REQUEST_SECONDS", 0.3)
     asked: list[object] = []
     admin = cluster._admin
 

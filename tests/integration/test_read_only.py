@@ -11,7 +11,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from exactly_once import ExactlyOnceConsumer, ReadOnly, StartError, read_only
+from exactly_once import ExactlyOnceConsumer, ReadOnly, StartError
+from exactly_once.consumer import read_only
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
@@ -84,7 +85,7 @@ def test_worker_that_cannot_write_any_more_leaves_its_partitions_to_others(
 ) -> None:
     """And comes back when it can."""
     monkeypatch.setattr(read_only, "LEAVE_SECONDS", 1.0)
-    monkeypatch.setattr("exactly_once.upkeep.RECHECK_SECONDS", 0.5)
+    monkeypatch.setattr("exactly_once.consumer.maintenance.RECHECK_SECONDS", 0.5)
     topic = create_topic(bootstrap_servers, 2)
     good, bad = make_consumer(), make_consumer(conninfo=psycopg.conninfo.make_conninfo(conninfo, user=role))
     with working(good, topic), working(bad, topic):

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from confluent_kafka import Message
 
-from exactly_once.assignment import Change
+from exactly_once.consumer.rebalance import Change
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.topics import add_partitions, create_topic, produce

@@ -8,8 +8,9 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from exactly_once import Unit, UnitTooSlow, upkeep
-from exactly_once.session import Session, connector
+from exactly_once import Unit, UnitTooSlow
+from exactly_once.consumer import maintenance
+from exactly_once.ledger.session import Session, connector
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply
 from tests.support.topics import produce
@@ -36,7 +37,7 @@ def test_one_locked_row_keeps_nobody_from_the_others(
         apply(next(iter(first)))
     produce(scene.bootstrap_servers, scene.topic, 2, 2, start=20)  # whichever partition the first unit has emptied
     before = len(scene.applied())
-    monkeypatch.setattr(upkeep, "LOCK_SECONDS", 60.0 if is_cancelled else 1.0)
+    monkeypatch.setattr(maintenance, "LOCK_SECONDS", 60.0 if is_cancelled else 1.0)
     with psycopg.connect(scene.conninfo) as blocker:
         blocker.execute(
             "SELECT FROM exactly_once.ledger WHERE group_id = %s AND partition = 0 FOR UPDATE", (scene.topic,)

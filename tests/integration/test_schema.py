@@ -14,7 +14,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from exactly_once import ConfigurationError, ExactlyOnceConsumer, SchemaTooNew, SchemaTooOld
-from exactly_once.schema import VERSION, as_sql, check, migrate
+from exactly_once.ledger.migrate import VERSION, as_sql, check, migrate
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
 
@@ -42,7 +42,7 @@ def test_eight_threads_migrate_at_once(postgres_conninfo: str, schema: str) -> N
 @pytest.mark.fault("B19", more=True)
 def test_four_processes_migrate_at_once(postgres_conninfo: str, schema: str) -> None:
     program = (
-        "import sys, psycopg; from exactly_once.schema import migrate\n"
+        "import sys, psycopg; from exactly_once.ledger.migrate import migrate\n"
         "sys.stdin.read()\n"
         "with psycopg.connect(sys.argv[1], autocommit=True) as c: print(migrate(c, sys.argv[2]))"
     )

@@ -14,7 +14,7 @@ from exactly_once import (
     Rewound,
     TopicRecreated,
 )
-from exactly_once.config import Isolation
+from exactly_once.consumer.options import Isolation
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, offsets
 from tests.support.proxy import COMMIT

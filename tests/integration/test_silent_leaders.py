@@ -10,10 +10,11 @@ from confluent_kafka import KafkaError, Message
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from exactly_once import ExactlyOnceConsumer, upkeep
-from exactly_once.cluster import Cluster
+from exactly_once import ExactlyOnceConsumer
+from exactly_once._model import Partition
+from exactly_once.consumer import maintenance
 from exactly_once.embedded import Kafka
-from exactly_once.model import Partition
+from exactly_once.kafka.admin import Cluster
 from tests.conftest import MakeConsumer
 from tests.support.topics import add_partitions, create_topic, produce
 from tests.support.worker import drain, ensure_journal, record
@@ -22,7 +23,7 @@ from tests.support.worker import drain, ensure_journal, record
 @pytest.fixture(autouse=True)
 def _journal(conninfo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_journal(conninfo)
-    monkeypatch.setattr(upkeep, "_BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(maintenance, "_BUSY_SECONDS", 0.05)
 
 
 @dataclass

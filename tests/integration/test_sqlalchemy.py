@@ -16,7 +16,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import StaticPool
 
 from exactly_once import ExactlyOnceConsumer, TransactionNotYours, Unit
-from exactly_once.dead_letters import find
+from exactly_once.ledger.dead_letters import find
 from exactly_once.testing import message, unit
 from tests.integration.scene import Scene
 from tests.support.worker import record

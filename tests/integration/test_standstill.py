@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from exactly_once import ExactlyOnceConsumer, Unit, embedded, failpoints, upkeep
-from exactly_once.schema import migrate
+from exactly_once import ExactlyOnceConsumer, Unit, _failpoints, embedded
+from exactly_once.consumer import maintenance
+from exactly_once.ledger.migrate import migrate
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.topics import create_topic, produce
@@ -97,7 +98,7 @@ def test_second_signal_ends_run_wherever_a_unit_waits(
             postgres.pause()
             stands.set()
 
-    failpoints.arm(place, stand_still)
+    _failpoints.arm(place, stand_still)
     consumer = make_consumer(conninfo=quick(postgres), max_messages=5)
     consumer.subscribe([topic])
     thread = threading.Thread()
@@ -108,7 +109,7 @@ def test_second_signal_ends_run_wherever_a_unit_waits(
         consumer.close()
     finally:
         postgres.resume()
-        failpoints.disarm()
+        _failpoints.disarm()
         thread.join(30)
     assert ended.value.code == 128 + signal.SIGTERM
     read_on(make_consumer, postgres.conninfo, bootstrap_servers, topic)
@@ -138,7 +139,7 @@ def test_second_signal_ends_run_between_units(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There the rows are looked at from time to time."""
-    monkeypatch.setattr(upkeep, "RECHECK_SECONDS", 0.2)
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.2)
     consumer = make_consumer(conninfo=quick(postgres))
     consumer.subscribe([topic])
     drain(consumer)
@@ -185,7 +186,7 @@ def test_closing_does_not_wait_for_a_server_that_stands_still(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its rows cannot be released, which keeps nobody out."""
-    monkeypatch.setattr("exactly_once.consumer.CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("exactly_once.consumer.consumer.CLOSE_SECONDS", 0.5)
     consumer = make_consumer(conninfo=quick(postgres))
     consumer.subscribe([topic])
     drain(consumer)

@@ -20,8 +20,8 @@ from exactly_once import (
     Units,
     UnknownTopic,
 )
-from exactly_once.cluster import Cluster, Topic
-from exactly_once.ledger import Ledger
+from exactly_once.kafka.admin import Cluster, Topic
+from exactly_once.ledger.rows import Ledger
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.topics import create_topic, produce

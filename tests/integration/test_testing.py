@@ -23,7 +23,7 @@ from exactly_once import (
     UnitNotFinished,
     UnitNotUsed,
 )
-from exactly_once.dead_letters import find
+from exactly_once.ledger.dead_letters import find
 from exactly_once.testing import FAILPOINTS, crash_at, failing_at, message, unit
 from tests.integration.scene import Scene, apply, text
 from tests.support.worker import drain

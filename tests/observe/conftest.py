@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from exactly_once import ExactlyOnceConsumer
-from exactly_once.endpoints import Endpoints
-from exactly_once.prometheus import PrometheusMetrics
+from exactly_once.metrics.endpoints import Endpoints
+from exactly_once.metrics.prometheus import PrometheusMetrics
 from tests.integration.conftest import make_scene, scene
 from tests.observe.looking import Background, Page, in_background, scrape
 

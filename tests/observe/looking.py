@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from exactly_once import ExactlyOnceConsumer
-from exactly_once.metrics import Metric
+from exactly_once.metrics.table import Metric
 
 
 class Page:

@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from exactly_once import ConfigurationError
-from exactly_once.endpoints import Endpoints
-from exactly_once.prometheus import PrometheusMetrics
+from exactly_once.metrics.endpoints import Endpoints
+from exactly_once.metrics.prometheus import PrometheusMetrics
 from tests.conftest import MakeConsumer
 from tests.integration.scene import Scene
 from tests.observe.looking import get

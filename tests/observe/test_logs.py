@@ -13,17 +13,20 @@ from uuid import uuid4
 import pytest
 
 import exactly_once
-from exactly_once.assignment import Change
-from exactly_once.logs import about
-from exactly_once.model import Advance, Partition
-from exactly_once.ownership import Resolution, Verdict
+from exactly_once._log import about
+from exactly_once._model import Advance, Partition
+from exactly_once.consumer.partitions import Resolution, Verdict
+from exactly_once.consumer.rebalance import Change
 from tests.integration.scene import Scene
 from tests.observe.looking import fields
 from tests.support.findings import nothing
 from tests.support.worker import record
 
 PACKAGE = Path(exactly_once.__file__).parent
-PLACES = (PACKAGE, PACKAGE / "publish", PACKAGE.parent / "spark_sink")
+PLACES = (
+    *(PACKAGE / name for name in ("kafka", "ledger", "metrics", "consumer", "publish")),
+    PACKAGE.parent / "spark_sink",
+)
 DOCUMENT = PACKAGE.parent / "docs" / "how-to" / "observe.md"
 COMPUTED = {change.value for change in Change} | {f"resolved_{r.name.lower()}" for r in Resolution}
 COMPUTED |= {verdict.name.lower() for verdict in (Verdict.FENCED, Verdict.AHEAD, Verdict.REWOUND)}

@@ -14,9 +14,9 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 
 from exactly_once import ExactlyOnceConsumer, Fenced, Redelivered, Rewound, Unit
-from exactly_once import metrics as m
-from exactly_once.metrics import METRICS, Metric, Read
-from exactly_once.prometheus import PrometheusMetrics
+from exactly_once.metrics import table as m
+from exactly_once.metrics.prometheus import PrometheusMetrics
+from exactly_once.metrics.table import METRICS, Metric, Read
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, armed
 from tests.observe.conftest import Run, Scrape

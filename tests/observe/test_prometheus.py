@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from exactly_once import metrics as m
-from exactly_once.prometheus import PrometheusMetrics
+from exactly_once.metrics import table as m
+from exactly_once.metrics.prometheus import PrometheusMetrics
 from tests.observe.looking import Page
 
 COMMON = ("g", "worker-1")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from exactly_once.metrics import METRICS, Metric
-from exactly_once.observer import _COUNTED
+from exactly_once.consumer.observer import _COUNTED
+from exactly_once.metrics.table import METRICS, Metric
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 

@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from exactly_once.embedded.kafka import Kafka
+from exactly_once.ledger.migrate import migrate
 from exactly_once.publish import (
     Link,
     MemcachedSlots,
@@ -20,7 +21,6 @@ from exactly_once.publish import (
     SharedSlotFilter,
     Store,
 )
-from exactly_once.schema import migrate
 from tests.publish.subjects import BAD_KEYS, BAD_LINKS, IN_MEMORY, ON_SERVERS, Subject, as_bytes
 from tests.support.kafka_proxy import KafkaProxy
 from tests.support.memcached import Memcached, missing_memcached

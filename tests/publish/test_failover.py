@@ -15,9 +15,9 @@ import psycopg
 import pytest
 
 from exactly_once import embedded
+from exactly_once.ledger.migrate import migrate
+from exactly_once.ledger.session import Connection, connector
 from exactly_once.publish import FilterUnavailable, PostgresWindow, PublishOwner, State
-from exactly_once.schema import migrate
-from exactly_once.session import Connection, connector
 from tests.support.waiting import until
 
 NEW, IN_FLIGHT, DUPLICATE = State.NEW, State.IN_FLIGHT, State.DUPLICATE

@@ -17,6 +17,7 @@ import psycopg
 import pytest
 
 from exactly_once import ConfigurationError
+from exactly_once.ledger.sql import grants
 from exactly_once.publish import (
     DeadOwner,
     FilterUnavailable,
@@ -31,7 +32,6 @@ from exactly_once.publish import (
 )
 from exactly_once.publish.cache import ConfirmedKeys
 from exactly_once.publish.keys import encoded
-from exactly_once.sql import grants
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.support.proxy import PostgresProxy
 from tests.support.waiting import until
@@ -413,7 +413,7 @@ def test_the_cache_holds_few_keys_and_none_for_longer_than_the_window(monkeypatc
 @pytest.mark.usefixtures("own_servers")
 def test_keys_are_there_after_a_crash_of_the_server() -> None:
     from exactly_once import embedded  # noqa: PLC0415 - only here
-    from exactly_once.schema import migrate  # noqa: PLC0415
+    from exactly_once.ledger.migrate import migrate  # noqa: PLC0415
 
     with embedded.Postgres() as server:
         with psycopg.connect(server.conninfo, autocommit=True) as connection:

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import ConfigurationError
-from exactly_once.model import Partition
+from exactly_once._model import Partition
 from exactly_once.publish import (
     DedupProducer,
     Delivery,

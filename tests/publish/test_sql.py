@@ -7,10 +7,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from exactly_once import publish
-from exactly_once.sql import query
+from exactly_once.ledger.sql import query
 from tests.support.findings import nothing
 
-TEXT = (files("exactly_once.sql") / "publish.sql").read_text("utf-8")
+TEXT = (files("exactly_once.ledger.sql") / "publish.sql").read_text("utf-8")
 NAMES = re.findall(r"^-- name: (\w+)\n-- [A-Z]", TEXT, re.MULTILINE)
 SOURCES = "".join(path.read_text("utf-8") for path in Path(publish.__file__).parent.glob("*.py"))
 

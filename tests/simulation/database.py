@@ -15,8 +15,8 @@ from uuid import UUID
 import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
 
-from exactly_once.model import Advance, Partition, Row
-from exactly_once.outcome import SHORT_COUNT
+from exactly_once._model import Advance, Partition, Row
+from exactly_once.ledger.outcome import SHORT_COUNT
 
 Effect = tuple[Partition, int]
 Status = Literal["in progress", "committed", "aborted"]

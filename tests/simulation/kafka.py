@@ -11,7 +11,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
-from exactly_once.model import Partition
+from exactly_once._model import Partition
 
 Callback = Callable[[Any, list[TopicPartition]], None]
 

@@ -21,13 +21,14 @@ from uuid import UUID, uuid4
 import psycopg
 from confluent_kafka import Message
 
-from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, Redelivered, Rewound, StartError, consumer
-from exactly_once.cluster import Committed, Topic
-from exactly_once.config import Options
-from exactly_once.model import Advance, Partition, Row
-from exactly_once.origin import Origin
-from exactly_once.retry import briefly
-from exactly_once.session import Begun
+from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, Redelivered, Rewound, StartError
+from exactly_once._model import Advance, Partition, Row
+from exactly_once.consumer import consumer
+from exactly_once.consumer.options import Options
+from exactly_once.kafka.admin import Committed, Topic
+from exactly_once.kafka.origin import Origin
+from exactly_once.ledger.retry import briefly
+from exactly_once.ledger.session import Begun
 
 from .database import Connection, Database, Transaction, Violation
 from .kafka import Client, Hiccup

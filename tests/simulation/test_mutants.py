@@ -19,13 +19,13 @@ from uuid import UUID
 import pytest
 
 from exactly_once import Redelivered
-from exactly_once.delivery import Delivery
-from exactly_once.mirror import Mirror
-from exactly_once.model import Advance, Partition, Row
-from exactly_once.ownership import Ownership
-from exactly_once.settlement import Settlement
-from exactly_once.unit import Unit
-from exactly_once.upkeep import Upkeep
+from exactly_once._model import Advance, Partition, Row
+from exactly_once.consumer.buffer import Delivery
+from exactly_once.consumer.commit import Settlement
+from exactly_once.consumer.kafka_offsets import Mirror
+from exactly_once.consumer.maintenance import Upkeep
+from exactly_once.consumer.partitions import Ownership
+from exactly_once.consumer.unit import Unit
 from tests.support.seeds import seeds
 
 from . import member

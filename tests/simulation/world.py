@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from exactly_once.model import Partition
+from exactly_once._model import Partition
 
 from .database import Database, Violation
 from .kafka import Group, Log

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from exactly_once.ledger import Ledger
-from exactly_once.model import Partition
-from exactly_once.session import Session, connector
+from exactly_once._model import Partition
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Session, connector
 from spark_sink import batch_ledger
 from spark_sink.attempt import Work
 from spark_sink.by_batch import END, BatchTask

@@ -10,9 +10,9 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from exactly_once import failpoints
+from exactly_once import _failpoints
+from exactly_once._model import Partition
 from exactly_once.errors import Ahead, Fenced, HandlerCommitted, PartitionHalted
-from exactly_once.model import Partition
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit, batch_ledger
 from spark_sink.batch_ledger import Counted
 from spark_sink.ranges import shares
@@ -106,7 +106,7 @@ def test_of_two_attempts_at_once_one_lands_and_the_other_leaves_no_trace(place: 
     def copied() -> None:
         have_copied.wait()
 
-    failpoints.arm("guarded", copied)
+    _failpoints.arm("guarded", copied)
     twins = [threading.Thread(target=attempt) for _ in range(2)]
     for twin in twins:
         twin.start()
@@ -165,10 +165,10 @@ def test_a_zombies_attempt_is_fenced_at_its_commit(place: Place, transaction: st
     rows = whole(place, transaction, range(5))
 
     def taken() -> None:
-        failpoints.disarm()
+        _failpoints.disarm()
         place.owners().take(ranges, batch_id=0)
 
-    failpoints.arm("guarded", taken)
+    _failpoints.arm("guarded", taken)
     with pytest.raises(Fenced):
         run(transaction, work, rows)
     with pytest.raises(Fenced):
@@ -183,10 +183,10 @@ def test_a_lost_answer_to_commit_fails_the_attempt_and_the_ledger_tells_the_next
     work = place.work(place.owners(), place.ranges(5))
 
     def cut() -> None:
-        failpoints.disarm()
+        _failpoints.disarm()
         raise psycopg.OperationalError("the answer was lost")
 
-    failpoints.arm("committed", cut)
+    _failpoints.arm("committed", cut)
     with pytest.raises(psycopg.OperationalError, match="the answer was lost"):
         run(transaction, work, whole(place, transaction, range(5)))
     assert run(transaction, work, whole(place, transaction, range(5))).get("rows", 0) == 0
@@ -228,10 +228,10 @@ def test_also_runs_in_the_transaction_of_the_rows(
     def fail() -> None:
         raise ZeroDivisionError
 
-    failpoints.arm("advanced", fail)
+    _failpoints.arm("advanced", fail)
     with pytest.raises(ZeroDivisionError):
         run(transaction, work, whole(place, transaction, range(5)))
-    failpoints.disarm()
+    _failpoints.disarm()
     for _ in range(2):
         run(transaction, work, whole(place, transaction, range(5)))
     assert db.execute(f"SELECT * FROM {name}_sum").fetchall() == [(5, 5)]
@@ -294,10 +294,10 @@ def test_of_two_attempts_to_count_one_batch_one_lands(place: Place) -> None:
     work = CountingPlace(place, "query").work(0)
 
     def twin() -> None:
-        failpoints.disarm()
+        _failpoints.disarm()
         run("batch", work, whole(place, "batch", range(3)))
 
-    failpoints.arm("guarded", twin)
+    _failpoints.arm("guarded", twin)
     assert run("batch", work, whole(place, "batch", range(3)))["transactions"] == 0
     assert place.written() == every(3)
 
@@ -307,10 +307,10 @@ def test_a_zombie_that_counts_batches_is_fenced(place: Place) -> None:
     work = counting.work(0)
 
     def taken() -> None:
-        failpoints.disarm()
+        _failpoints.disarm()
         counting.work(0)
 
-    failpoints.arm("guarded", taken)
+    _failpoints.arm("guarded", taken)
     with pytest.raises(Fenced):
         run("batch", work, whole(place, "batch", range(3)))
     assert place.written() == []

@@ -33,11 +33,11 @@ def test_a_worker_that_dies_after_its_commit_is_tried_again_and_writes_nothing_t
     def die_once(unit: SinkUnit) -> None:
         from pyspark import TaskContext  # noqa: PLC0415
 
-        from exactly_once import failpoints  # noqa: PLC0415
+        from exactly_once import _failpoints  # noqa: PLC0415
 
-        failpoints.disarm()
+        _failpoints.disarm()
         if TaskContext.get().attemptNumber() == 0:  # type: ignore[union-attr]
-            failpoints.arm("committed", lambda: os._exit(1))
+            _failpoints.arm("committed", lambda: os._exit(1))
 
     scene.produce(1000)
     scene.run(scene.sink(transaction=transaction, also=die_once))

@@ -13,9 +13,10 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from exactly_once import failpoints, watcher
-from exactly_once.session import Session, connector
-from exactly_once.watcher import Watcher
+from exactly_once import _failpoints
+from exactly_once.ledger import stale_owners
+from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.stale_owners import Watcher
 from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target
 from tests.support.waiting import until
@@ -35,9 +36,9 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "_LIFE_SECONDS": 0.1,
         "_LONGEST_PAUSE_SECONDS": 0.1,
     }.items():
-        monkeypatch.setattr(watcher, name, seconds)
+        monkeypatch.setattr(stale_owners, name, seconds)
     yield
-    failpoints.disarm()
+    _failpoints.disarm()
 
 
 class Waiter:
@@ -88,7 +89,7 @@ def test_live_transactions_are_left_alone_in_every_mode(conninfo: str, name: str
         have_written.release()
         assert go.wait(60)
 
-    failpoints.arm("guarded", hold)
+    _failpoints.arm("guarded", hold)
     with ThreadPoolExecutor(8) as pool, ExitStack() as stack:
         stack.callback(go.set)
         writers: list[Future[Any]] = [

@@ -13,9 +13,9 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from exactly_once import failpoints
-from exactly_once.model import Partition
-from exactly_once.session import Session, connector
+from exactly_once import _failpoints
+from exactly_once._model import Partition
+from exactly_once.ledger.session import Session, connector
 from spark_sink import LedgerBehindCheckpoint, batch_ledger
 from spark_sink.attempt import Work
 from spark_sink.ranges import shares
@@ -103,12 +103,12 @@ def test_what_is_lost_between_an_attempts_look_and_its_commit_is_refused(
     driver = Driver(place, transaction)
     driver.write(range(50))
     work = driver.take(range(50, 100))
-    failpoints.arm("guarded", lambda: lose(db, place, 20))
+    _failpoints.arm("guarded", lambda: lose(db, place, 20))
     try:
         with pytest.raises(LedgerBehindCheckpoint, match=r"at offset 20.* on at 50"):
             driver.attempt(work, range(50, 100))
     finally:
-        failpoints.disarm()
+        _failpoints.disarm()
     assert place.ledger() == [20]
 
 
@@ -180,14 +180,14 @@ def test_a_batch_that_is_not_the_next_one_is_not_counted(
     if moment == "before the attempt":
         set_back()
     else:
-        failpoints.arm("guarded", set_back)
+        _failpoints.arm("guarded", set_back)
     try:
         for _ in range(2):
             with pytest.raises(LedgerBehindCheckpoint, match="counted batch 0, Spark goes on with batch 2"):
                 run("batch", work(2), input_of(place, "batch", range(100, 150)))
-            failpoints.disarm()
+            _failpoints.disarm()
     finally:
-        failpoints.disarm()
+        _failpoints.disarm()
     assert len(place.written()) == 50
 
 

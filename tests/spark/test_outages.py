@@ -13,8 +13,8 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from exactly_once.embedded import Postgres
-from exactly_once.schema import migrate
-from exactly_once.session import Session, connector
+from exactly_once.ledger.migrate import migrate
+from exactly_once.ledger.session import Session, connector
 from spark_sink import batch_ledger
 from spark_sink.attempt import Work
 from spark_sink.fence import register

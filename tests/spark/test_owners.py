@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from exactly_once.cluster import Cluster
+from exactly_once._model import Partition
 from exactly_once.errors import (
     BrokerUnreachable,
     Fenced,
@@ -17,8 +17,8 @@ from exactly_once.errors import (
     OwnedBySpark,
     TopicRecreated,
 )
-from exactly_once.model import Partition
-from exactly_once.start import Starter
+from exactly_once.kafka.admin import Cluster
+from exactly_once.ledger.start import Starter
 from spark_sink import LedgerBehindCheckpoint
 from spark_sink.owners import Owners, patiently
 from spark_sink.ranges import Range, shares

@@ -13,8 +13,8 @@ import pytest
 
 from exactly_once.embedded import Postgres
 from exactly_once.errors import Fenced, OwnedByConsumer, SchemaTooOld
-from exactly_once.schema import migrate
-from exactly_once.session import marker_of
+from exactly_once.ledger.migrate import migrate
+from exactly_once.ledger.session import marker_of
 from exactly_once.writer import TableError
 from spark_sink import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost, staging
 from tests.spark.attempts import Place

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, TopicRecreated
-from exactly_once.model import Partition
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
 from spark_sink.offset_log import Mark, OffsetLog, parse_initial, parse_offsets
 from spark_sink.ranges import Range, looked_through, over_skipped, shares

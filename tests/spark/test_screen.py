@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exactly_once.model import Partition
+from exactly_once._model import Partition
 from spark_sink import RowsOutOfOrder
 from spark_sink.ranges import Range
 from spark_sink.screen import OFFSET, PARTITION, TOPIC, Screen

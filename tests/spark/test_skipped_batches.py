@@ -121,7 +121,7 @@ def test_a_row_that_cannot_be_stored_is_named_by_its_message(scene: Scene, stric
 def test_each_partition_has_a_task_of_its_own(scene: Scene) -> None:
     from pyspark.sql import functions as F  # noqa: N812, PLC0415
 
-    from exactly_once.model import Partition  # noqa: PLC0415
+    from exactly_once._model import Partition  # noqa: PLC0415
     from spark_sink.by_partition import to_tasks  # noqa: PLC0415
     from spark_sink.screen import OFFSET, PARTITION, TOPIC  # noqa: PLC0415
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import psycopg
 
 from exactly_once import embedded
-from exactly_once.schema import migrate
+from exactly_once.ledger.migrate import migrate
 from tests.support.waiting import until
 
 

@@ -28,7 +28,7 @@ from typing import Any, LiteralString, Self, TypeAlias
 import psycopg
 from confluent_kafka import Message, TopicPartition
 
-from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, failpoints
+from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, _failpoints
 from exactly_once.embedded.process import freeze, is_frozen
 from tests.support import journal
 from tests.support.waiting import until
@@ -427,9 +427,9 @@ def _arm(failpoint: Sequence[Any] | None) -> None:
             raise RuntimeError(f"failpoint {name}")
         os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
-    failpoints.arm(name, strike)
+    _failpoints.arm(name, strike)
     if after is not None:
-        failpoints.arm(after, begin)
+        _failpoints.arm(after, begin)
 
 
 if __name__ == "__main__":

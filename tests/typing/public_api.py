@@ -31,8 +31,8 @@ from exactly_once import (
     __version__,
     testing,
 )
-from exactly_once.endpoints import Endpoints
-from exactly_once.prometheus import PrometheusMetrics
+from exactly_once.metrics.endpoints import Endpoints
+from exactly_once.metrics.prometheus import PrometheusMetrics
 
 KAFKA = {"bootstrap.servers": "localhost:9092", "group.id": "accounts", "session.timeout.ms": 6000}
 CONNINFO = "postgresql://localhost/bank"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from exactly_once.assignment import Assignment, Change
-from exactly_once.model import Partition
+from exactly_once._model import Partition
+from exactly_once.consumer.rebalance import Assignment, Change
 from tests.support.interrupts import Interrupt
 
 

@@ -13,17 +13,8 @@ import pytest
 from confluent_kafka import Consumer
 
 from exactly_once import ConfigurationError, ExactlyOnceConsumer
-from exactly_once.config import (
-    Options,
-    admin_settings,
-    application_of,
-    callbacks,
-    check_options,
-    check_run,
-    check_topics,
-    client_settings,
-    is_incremental,
-)
+from exactly_once.consumer.options import Options, application_of, check_options, check_run
+from exactly_once.kafka.settings import admin_settings, callbacks, check_topics, client_settings, is_incremental
 
 KAFKA = {"bootstrap.servers": "localhost:1", "group.id": "g"}
 REST: dict[str, Any] = {

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from exactly_once.delivery import Delivery
-from exactly_once.model import Partition, Row, Span
-from exactly_once.ownership import Ownership
+from exactly_once._model import Partition, Row, Span
+from exactly_once.consumer.buffer import Delivery
+from exactly_once.consumer.partitions import Ownership
 
 A0, A1, B0 = Partition("a", 0), Partition("a", 1), Partition("b", 0)
 MANY = 10**9

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,104 +16,118 @@ from tests.support.findings import nothing
 
 PACKAGE = Path(exactly_once.__file__).parent
 
-LAYERS = (
-    {
-        "errors",
-        "failpoints",
-        "fetch",
-        "health",
-        "identity",
-        "kafka_log",
-        "libpq",
-        "metrics",
-        "model",
-        "outcome",
-        "poison",
-        "redaction",
-        "sql",
-    },
-    {"logs", "origin"},
-    {"ownership", "session", "retry"},
-    {"config"},
-    {"assignment", "cluster", "dead_letters", "delivery", "ledger", "mirror", "replication", "schema", "watcher"},
-    {"start", "startup", "unit_of_work"},
-    {"read_only", "unit"},
-    {"handler_thread", "replay", "settlement", "testing"},
-    {"upkeep"},
-    {"observer", "units"},
-    {"service"},
-    {"consumer"},
-    {"endpoints", "prometheus"},
+STEPS = (
+    {"_failpoints", "_log", "_model", "_redaction", "errors"},
+    {"kafka", "metrics"},
+    {"ledger"},
+    {"consumer", "publish", "writer"},
+    {"testing"},
+    {"embedded"},
+    {"demo"},
+    {"soak"},
+    {"cli"},
 )
-"""A module imports from layers above its own only; within one layer nothing is imported, except here:"""
-WITHIN_A_LAYER: set[tuple[str, str]] = set()
+"""A module imports from its own package and from steps above it only; on the first step they may know each other."""
+EXCEPT = {
+    ("writer.sink", "consumer.unit"),  # the type of an argument
+    ("soak.worker", "cli.sink_flows"),  # the command's own worker is one of the processes of a soak
+    ("soak.worker", "cli.sink_worker"),
+    ("publish.lane", "publish.publisher"),  # types
+    ("publish.delivery", "publish.publisher"),
+    ("publish.delivery", "publish.lane"),
+}
 
 PURE = {
-    "failpoints": set[str](),
-    "health": set[str](),
-    "identity": set[str](),
-    "logs": set[str](),
-    "metrics": set[str](),
-    "model": set[str](),
-    "origin": set[str](),
-    "ownership": set[str](),
-    "delivery": {"confluent_kafka"},
-    "outcome": {"psycopg", "re"},
-    "poison": set[str](),
-    "redaction": {"re"},
+    "_failpoints": set[str](),
+    "_log": set[str](),
+    "_model": {"datetime"},
+    "_redaction": {"re"},
+    "consumer.bisection": set[str](),
+    "consumer.buffer": {"confluent_kafka"},
+    "consumer.identity": set[str](),
+    "consumer.partitions": set[str](),
+    "kafka.origin": set[str](),
+    "ledger.outcome": {"psycopg", "re"},
+    "metrics.health": set[str](),
+    "metrics.table": set[str](),
 }
 """Modules without I/O, and the package whose types they need nevertheless."""
 HARMLESS = {"__future__", "collections", "collections.abc", "contextlib", "dataclasses", "enum", "itertools"}
 HARMLESS |= {"typing", "uuid"}
 
 
+def sources() -> dict[str, Path]:
+    """Return the file of each module, by its name below the package."""
+    found = {path.relative_to(PACKAGE).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
+    return {".".join(p for p in name.parts if p != "__init__"): path for name, path in found.items()}
+
+
 def imports_of(module: str) -> tuple[set[str], set[str]]:
     """Return the modules of the library that a module imports, and the other ones."""
-    path = PACKAGE / f"{module}.py"
-    if not path.exists():
-        path = PACKAGE / module / "__init__.py"
+    path = sources()[module]
+    package = [*module.split("."), "x"] if path.name == "__init__.py" else module.split(".")
     own: set[str] = set()
     others: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             others |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            others.add(str(node.module))
         elif isinstance(node, ast.ImportFrom):
-            own |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+            name = ".".join([*(["exactly_once"] + package)[: -node.level], node.module or ""]).rstrip(".")
+            name = name if node.level else str(node.module)
+            here = name.partition(".")[2]
+            deeper = {f"{here}.{alias.name}".lstrip(".") for alias in node.names} & set(sources())
+            if name.partition(".")[0] == "exactly_once":
+                own |= deeper or {here}
+            else:
+                others.add(name)
     return own, others
 
 
-def modules() -> set[str]:
-    return {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")} | {"sql"}
+def top(module: str) -> str:
+    return module.partition(".")[0]
 
 
-def test_every_module_has_its_layer() -> None:
-    known = [name for layer in LAYERS for name in layer]
-    assert len(known) == len(set(known))
-    assert modules() <= set(known), "a new module: which may import it, and whom may it import?"
+def step_of(module: str) -> int:
+    (step,) = [number for number, step in enumerate(STEPS) if top(module) in step]
+    return step
 
 
-def allowed(module: str) -> set[str]:
-    """Return what a module may import of the library."""
-    (depth,) = [depth for depth, layer in enumerate(LAYERS) if module in layer]
-    return set().union(*LAYERS[:depth]) | {there for here, there in WITHIN_A_LAYER if here == module}
+def library() -> list[str]:
+    return [module for module in sources() if not module.startswith("__") and module]
 
 
-def test_modules_import_only_from_the_layers_above_them() -> None:
-    wrong = {module: imports_of(module)[0] - allowed(module) for module in sorted(modules())}
-    nothing(wrong, "imports from its own layer or one below")
+def test_every_package_has_its_step() -> None:
+    known = [name for step in STEPS for name in step]
+    assert sorted(known) == sorted({top(module) for module in library()}), "who may import it, and whom may it import?"
+
+
+def test_modules_import_only_from_the_steps_above_them() -> None:
+    wrong = {
+        module: {
+            other
+            for other in imports_of(module)[0] - {""}
+            if top(other) != top(module)
+            and (module, other) not in EXCEPT
+            and (step_of(other) >= step_of(module) > 0 or step_of(other) > step_of(module))
+        }
+        for module in library()
+    }
+    nothing(wrong, "imports from its own step or one below")
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = set(library())
+    graph = {m: {other for other in imports_of(m)[0] & known if (m, other) not in EXCEPT} for m in known}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(f"a circle of imports: {' <- '.join(circle.args[1])}")
 
 
 def test_pure_modules_import_no_io() -> None:
     found = {module: imports_of(module) for module in PURE}
     nothing({module: own - set(PURE) for module, (own, _) in found.items()}, "pure, and imports what is not")
     nothing({m: (others - HARMLESS) ^ PURE[m] for m, (_, others) in found.items()}, "pure, but for what it may import")
-
-
-def test_subpackages_are_not_imported_by_the_library() -> None:
-    apart = {"cli", "demo", "embedded", "publish", "soak", "writer"}
-    nothing({module: imports_of(module)[0] & apart for module in modules()}, "imports a subpackage")
 
 
 _FRESH = """

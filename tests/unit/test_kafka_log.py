@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from exactly_once import kafka_log
-from exactly_once.kafka_log import Unrepeated
+from exactly_once.kafka.log import _MOST_LINES, Unrepeated
 
 
 @pytest.fixture
@@ -50,4 +49,4 @@ def test_no_number_of_different_lines_fills_the_memory(log: logging.Logger) -> N
     assert isinstance(unrepeated, Unrepeated)
     for number in range(3000):
         log.error("line %s", "x" * number)
-    assert len(unrepeated._seen) <= kafka_log._MOST_LINES
+    assert len(unrepeated._seen) <= _MOST_LINES

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 from confluent_kafka import KafkaError, TopicPartition
 
-from exactly_once.mirror import Mirror
-from exactly_once.model import Partition
+from exactly_once._model import Partition
+from exactly_once.consumer.kafka_offsets import Mirror
 
 P, Q = Partition("t", 0), Partition("t", 1)
 OFFSETS = {P: (5, None), Q: (6, 3)}

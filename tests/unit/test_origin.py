@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from exactly_once.model import MIRRORED
-from exactly_once.origin import Origin, Relation, origin_of, relate
+from exactly_once._model import MIRRORED
+from exactly_once.kafka.origin import Origin, Relation, origin_of, relate
 
 OWN = Origin("3f0c7a52", "7391.16384", 4)
 

@@ -6,7 +6,7 @@ import psycopg
 import pytest
 from psycopg.errors import lookup
 
-from exactly_once.outcome import (
+from exactly_once.ledger.outcome import (
     _STANDARD,
     FOREIGN_TRANSACTION,
     PATIENCE_SECONDS,

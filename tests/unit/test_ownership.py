@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from exactly_once.model import Advance, Partition, Row, Span
-from exactly_once.ownership import Ownership, Resolution, State, Verdict, verdict_on
+from exactly_once._model import Advance, Partition, Row, Span
+from exactly_once.consumer.partitions import Ownership, Resolution, State, Verdict, verdict_on
 from tests.support.interrupts import Interrupt, Interrupter
 
 PARTITIONS = [Partition("a", 0), Partition("a", 1), Partition("b", 0)]

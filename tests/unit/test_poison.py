@@ -8,7 +8,7 @@ from collections.abc import Set
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exactly_once.poison import Search
+from exactly_once.consumer.bisection import Search
 
 BATCH = 500
 

@@ -10,8 +10,8 @@ import tenacity
 from confluent_kafka import KafkaError, KafkaException
 
 from exactly_once.errors import Ahead, DatabaseUnreachable, ExactlyOnceError, Fenced, LedgerRowMissing, Rewound
-from exactly_once.outcome import is_mistaken
-from exactly_once.retry import Stop, at_start, briefly, is_away, is_passing, patiently
+from exactly_once.ledger.outcome import is_mistaken
+from exactly_once.ledger.retry import Stop, at_start, briefly, is_away, is_passing, patiently
 from exactly_once.writer import TableChanged
 
 AWAY = [

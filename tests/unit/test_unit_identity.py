@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exactly_once import ConfigurationError, Identity, Unit
+from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.testing import CLUSTER_ID, _advances, message
-from exactly_once.unit_of_work import UnitOfWork
 
 ids = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_", min_size=1, max_size=22)
 identities = st.builds(Identity, ids, ids, st.integers(0, 2**31 - 1), st.integers(0, 2**63 - 1))

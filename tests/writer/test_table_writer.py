@@ -16,7 +16,7 @@ from psycopg import sql
 from psycopg.pq import TransactionStatus
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.outcome import Fault, classify
+from exactly_once.ledger.outcome import Fault, classify
 from exactly_once.writer import MISSING, BadRow, TableError, TableSink, TableWriter, Tombstone
 from exactly_once.writer.from_json import JsonDecoder
 from tests.support.installed_postgres import installed_postgres, programs_with

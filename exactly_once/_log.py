@@ -1,0 +1,40 @@
+"""Logs: what a record carries besides its text, so that a collector need not parse it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ._model import Advance, Partition
+
+
+def about(
+    action: str,
+    *,
+    group: str | None = None,
+    partition: Partition | None = None,
+    offset: int | None = None,
+    owner_epoch: int | None = None,
+    several: Iterable[Advance | Partition] = (),
+) -> dict[str, object]:
+    """Return the ``extra`` of a record: ``action`` names what happened, the rest where; what is unknown is left out.
+
+    Of ``several`` places one is written as if it were given; more become the list ``partitions``.
+    """
+    places = list(several)
+    if len(places) == 1:
+        (place,) = places
+        if isinstance(place, Advance):
+            partition, offset, owner_epoch = place.partition, place.expected, place.epoch
+        else:
+            partition = place
+    names = [str(place.partition if isinstance(place, Advance) else place) for place in places]
+    extra: dict[str, object] = {
+        "action": action,
+        "group": group,
+        "topic": None if partition is None else partition.topic,
+        "partition": None if partition is None else partition.number,
+        "offset": offset,
+        "owner_epoch": owner_epoch,
+        "partitions": names if len(names) > 1 else None,
+    }
+    return {key: value for key, value in extra.items() if value is not None}

@@ -1,0 +1,88 @@
+"""The nouns of the protocol: partitions, rows of the ledger, moves of an offset. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal, NamedTuple
+from uuid import UUID
+
+MIRRORED = "exactly_once"
+"""How the metadata of offsets begins that this library told Kafka: they are no place to start from."""
+
+ROTATE_EVERY = 256
+"""After how many advances of a row another one takes its place.
+
+Each advance leaves a dead version behind. While anybody holds an older snapshot they stay, and all of them are reached
+by the key, so an advance would cost more and more. A rotation costs about two advances: with one in 256 nobody can
+measure it, and 256 versions are few.
+"""
+
+OwnerKind = Literal["consumer", "spark"]
+StartPolicy = Literal["earliest", "latest", "committed"] | datetime
+RangePolicy = Literal["fail", "earliest", "latest"]
+
+
+class Partition(NamedTuple):
+    """One partition of one topic; sorts in the order in which rows are locked."""
+
+    topic: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}[{self.number}]"
+
+
+class Span(NamedTuple):
+    """What a batch has of one partition: its first offset, and the offset and leader epoch after its last message."""
+
+    begin: int
+    end: int
+    leader_epoch: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of the ledger, as a locking statement returned it."""
+
+    partition: Partition
+    next_offset: int | None
+    generation: int = 0
+    """Which of the rows that followed each other in one place of the table this is; see :data:`ROTATE_EVERY`."""
+    leader_epoch: int | None = None
+    cluster_id: str | None = None
+    topic_id: str | None = None
+    owner_epoch: int = 0
+    owner_token: UUID | None = None
+    owner_kind: OwnerKind | None = None
+    owner_instance: UUID | None = None
+    owner_name: str | None = None
+    halted: str | None = None
+    application: str | None = None
+    previous_instance: UUID | None = None
+    previous_application: str | None = None
+    acquired_seconds_ago: float | None = None
+    advanced_seconds_ago: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """What a unit of work asks of one row: to go from ``expected`` to ``next_offset``."""
+
+    partition: Partition
+    token: UUID
+    epoch: int
+    topic_id: str | None
+    expected: int
+    next_offset: int
+    leader_epoch: int | None
+    cluster_id: str | None = None
+    generation: int = 0
+    """The row's, which the owner of the row knows."""
+    rotates: bool = False
+    """Whether the unit puts new rows in place of its rows, for all of which that holds; see :data:`ROTATE_EVERY`."""
+    after: int | None = None
+    """The offset after the message that this owner applied last; None where it does not know.
+
+    The ledger may have moved on from there, behind offsets without messages.
+    """

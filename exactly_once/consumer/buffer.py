@@ -1,0 +1,246 @@
+"""Delivery: from what the client fetched to the batches that units are given. No I/O.
+
+A batch that a unit could not commit is given out again from memory: the client need not seek, and a
+retry sees the same messages, as the broker sent them, whatever the handler did to those it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby, repeat
+from typing import Any
+
+from confluent_kafka import Message
+
+from exactly_once._model import Partition, Span
+
+from .partitions import Holding, Ownership
+
+Spans = dict[Partition, Span]
+
+
+class Sent:
+    """What the broker sent of a batch, whatever a handler does to its messages, as ``set_value`` does.
+
+    Keeps references to what can be set, about 35 ns a message; a message is made of them only where it comes again.
+    """
+
+    def __init__(self, messages: Sequence[Message], *, only_topic: str | None = None) -> None:
+        self._messages = messages
+        self._topics = repeat(only_topic) if only_topic else list(map(Message.topic, messages))
+        self._keys = list(map(Message.key, messages))
+        self._values = list(map(Message.value, messages))
+        headers: list[Any] = list(map(Message.headers, messages))
+        if headers.count(None) < len(headers):  # they are lists, which can be changed
+            headers = [None if each is None else list(each) for each in headers]
+        self._headers = headers
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def again(self) -> list[Message]:
+        """Make the messages anew."""
+        parts = zip(self._messages, self._topics, self._keys, self._values, self._headers, strict=False)
+        return [_remade(*each) for each in parts]
+
+    def of(self, message: Message) -> Message:
+        """Make one of them anew; a message that is none of them stays as it is."""
+        parts = zip(self._messages, self._topics, self._keys, self._values, self._headers, strict=False)
+        return next((_remade(*each) for each in parts if each[0] is message), message)
+
+    def before(self, message: Message) -> int | None:
+        """Return the offset of the message that comes before one in the batch and in its partition."""
+        place, offset = (message.topic(), message.partition()), _offset(message)
+        partners = zip(self._topics, self._messages, strict=False)
+        return max((o for t, m in partners if (t, m.partition()) == place and (o := _offset(m)) < offset), default=None)
+
+
+def _remade(message: Message, topic: str | None, key: Any, value: Any, headers: Any) -> Message:
+    """Make a message of what cannot be set, and of what was kept of the rest."""
+    latency, leader_epoch = message.latency(), message.leader_epoch()
+    return Message(
+        topic=topic,
+        partition=message.partition(),
+        offset=message.offset(),
+        key=key,
+        value=value,
+        headers=None if headers is None else list(headers),
+        timestamp=message.timestamp(),
+        latency=-1.0 if latency is None else latency,
+        leader_epoch=-1 if leader_epoch is None else leader_epoch,
+    )
+
+
+class Delivery:
+    """Accepts messages in the order of the client and gives them out in batches.
+
+    ``queue_bytes`` is what the client holds at most: batches need no weighing below it.
+    """
+
+    def __init__(self, ownership: Ownership, *, on_error: Callable[[Message], None], queue_bytes: int = 0) -> None:
+        self._ownership = ownership
+        self._on_error = on_error
+        self._waiting: list[Message] = []
+        self._again: list[tuple[Message, int]] = []
+        """What comes again, and how often each message was handed out so far."""
+        self._tried: list[int] = []
+        """The same counts of the batch that was handed out last, if any of it came again."""
+        self._spans: Spans | None = None
+        self._queue_bytes = queue_bytes
+        self.only_topic: str | None = None
+        """The one topic there is, if so; it need not be asked of each message then."""
+        self.attempt = 0
+        """How often messages of the batch that was handed out last were handed out by now."""
+        self.gaps = 0
+        self.dropped = 0
+        self.not_owned = 0
+        """How many of the dropped messages were of partitions that were not ours then."""
+
+    @property
+    def waiting(self) -> int:
+        """How many messages can be given out without fetching."""
+        return len(self._again) + len(self._waiting)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the next batch comes again."""
+        return bool(self._again)
+
+    def accept(self, messages: list[Message]) -> None:
+        """Take in what the client returned, in order.
+
+        Errors go to ``on_error``. Messages of partitions that are not ours now, or below what was
+        already fetched, are dropped and counted; gaps of the log are counted.
+        """
+        if any(map(Message.error, messages)):
+            # In order: what comes behind an error of its partition is not taken, what came before it is.
+            start = 0
+            for index, message in enumerate(messages):
+                if message.error() is not None:
+                    self._take_in(messages[start:index])
+                    self._on_error(message)
+                    start = index + 1
+            messages = messages[start:]
+        self._take_in(messages)
+
+    def _take_in(self, messages: list[Message]) -> None:
+        if not messages:
+            return
+        kept: list[Message] = []
+        spans: Spans = {}
+        for partition, run in self._runs(messages):
+            holding = self._ownership.deliverable(partition)
+            self.not_owned += len(run) if holding is None else 0
+            is_taken = holding is not None and holding.unreadable is None
+            current = self._in_order(holding, run) if is_taken and holding is not None else []
+            if current:
+                kept += current
+                _extend(spans, partition, current)
+        self.dropped += len(messages) - len(kept)
+        self._spans = None if self._waiting else spans
+        self._waiting = self._waiting + kept if self._waiting else kept
+
+    def take(self, max_messages: int, max_bytes: int) -> tuple[list[Message], Spans]:
+        """Give out the next batch: the one that comes again, else what is waiting.
+
+        At least one message, if there is any, however large it is.
+        """
+        spans = None
+        if self._again:
+            batch, _ = self._cut([message for message, _ in self._again], max_messages, max_bytes)
+            self._tried = [times + 1 for _, times in self._again[: len(batch)]]
+            self._again = self._again[len(batch) :]
+            self.attempt = max(self._tried)
+        else:
+            batch, self._waiting = self._cut(self._waiting, max_messages, max_bytes)
+            spans = None if self._waiting else self._spans
+            self._spans, self._tried, self.attempt = None, [], 1
+        return batch, self._spans_of(batch) if spans is None else spans
+
+    def put_back(self, messages: Sequence[Message]) -> None:
+        """Give the batch that was handed out last out again, before all others and in one batch."""
+        self._again = [*zip(messages, self._tried or repeat(1), strict=False), *self._again]
+        self.discard()
+
+    def drop_all(self) -> None:
+        """Drop everything: it will be fetched again."""
+        self._waiting, self._again, self._spans = [], [], None
+
+    def discard(self) -> None:
+        """Drop the messages of partitions that may not be delivered now, or were refetched."""
+        # After each unit that failed, with much still waiting: by runs, which stays in C, not message by message.
+        if not all(map(self._is_current, self._runs([message for message, _ in self._again]))):
+            self._again = [(m, times) for m, times in self._again if self._is_current((_partition(m), [m]))]
+        if not all(map(self._is_current, self._runs(self._waiting))):
+            self._waiting = [m for m in self._waiting if self._is_current((_partition(m), [m]))]
+        self._spans = None
+
+    def _is_current(self, placed: tuple[Partition, list[Message]]) -> bool:
+        """Tell whether all of a run of rising offsets may be delivered now."""
+        partition, run = placed
+        holding = self._ownership.deliverable(partition)
+        return holding is not None and holding.expected <= _offset(run[0]) <= _offset(run[-1]) < holding.fetched
+
+    def _in_order(self, holding: Holding, run: list[Message]) -> list[Message]:
+        """Return the part of the run that continues what was fetched, and move ``fetched``."""
+        # Within one call the client gives a partition's messages in rising order: it drops what it had fetched
+        # before a seek, and only we seek, between calls. So both ends and the count tell that none is missing.
+        first, last = _offset(run[0]), _offset(run[-1])
+        if first == holding.fetched and last - first == len(run) - 1:
+            holding.fetched = last + 1
+            return run
+        kept = []
+        for message in run:
+            offset = _offset(message)
+            if offset < holding.fetched:
+                continue
+            if offset > holding.fetched:
+                self.gaps += 1
+                holding.gaps[offset] = holding.fetched
+            holding.fetched = offset + 1
+            kept.append(message)
+        return kept
+
+    def _spans_of(self, messages: list[Message]) -> Spans:
+        spans: Spans = {}
+        for partition, run in self._runs(messages):
+            _extend(spans, partition, run)
+        return spans
+
+    def _runs(self, messages: list[Message]) -> Iterable[tuple[Partition, list[Message]]]:
+        """Split into runs of one partition; the loop over single messages stays in C."""
+        topics = [(self.only_topic, messages)] if self.only_topic else groupby(messages, Message.topic)
+        for topic, same_topic in topics:
+            for number, run in groupby(same_topic, Message.partition):
+                yield Partition(str(topic), number or 0), list(run)
+
+    def _cut(self, messages: list[Message], count: int, size: int) -> tuple[list[Message], list[Message]]:
+        if len(messages) <= count and (size >= self._queue_bytes > 0 or sum(map(len, messages)) <= size):
+            return messages, []
+        end, total = 0, 0
+        for message in messages[:count]:
+            total += len(message)
+            if total > size and end:
+                break
+            end += 1
+        return messages[:end], messages[end:]
+
+
+def _extend(spans: Spans, partition: Partition, run: list[Message]) -> None:
+    """Add a run of rising offsets to the span of its partition."""
+    begin, end, leader_epoch = _offset(run[0]), _offset(run[-1]) + 1, run[-1].leader_epoch()
+    known = spans.get(partition)
+    if known is not None:
+        begin = min(begin, known.begin)
+        end, leader_epoch = max((end, leader_epoch), (known.end, known.leader_epoch), key=lambda it: it[0])
+    spans[partition] = Span(begin, end, leader_epoch)
+
+
+def _offset(message: Message) -> int:
+    offset = message.offset()
+    assert offset is not None
+    return offset
+
+
+def _partition(message: Message) -> Partition:
+    return Partition(str(message.topic()), message.partition() or 0)

@@ -1,0 +1,746 @@
+"""The consumer: the loop that polls Kafka, has the upkeep done and hands out units."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import psycopg
+import tenacity
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from exactly_once._failpoints import failpoint
+from exactly_once._log import about
+from exactly_once._model import Partition, RangePolicy, Span, StartPolicy
+from exactly_once.errors import ClientFailed, ConfigurationError, InstanceFenced, UnitNotFinished, WrongProcess
+from exactly_once.kafka.admin import Cluster
+from exactly_once.kafka.log import kafka_logger
+from exactly_once.kafka.settings import (
+    admin_settings,
+    callbacks,
+    calls_back_for_nothing,
+    check_topics,
+    client_id,
+    client_settings,
+    is_incremental,
+)
+from exactly_once.ledger.dead_letters import DeadLetterLimit
+from exactly_once.ledger.replication import watched
+from exactly_once.ledger.retry import BACKOFF, Stop, briefly, patiently
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Connection, Session
+from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.start import Starter
+from exactly_once.ledger.transaction import UnitOfWork
+from exactly_once.metrics.health import Health
+from exactly_once.metrics.table import Metrics
+
+from .buffer import Delivery
+from .commit import Counters, Settlement
+from .fetch import Linger, fetch
+from .handler_thread import HandlerThread
+from .kafka_offsets import Mirror
+from .maintenance import Upkeep
+from .observer import Observer
+from .options import Isolation, Options, application_of, check_options, check_run
+from .partitions import Ownership
+from .read_only import ReadOnlyGuard
+from .rebalance import Assignment, Change
+from .service import OnPoison, Service, stopping_on_signals
+from .startup import look_at_database, look_at_topics, naming_grants
+from .unit import Stage, Unit
+from .units import Units
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+"""How long one fetch waits, and so how late a stop is noticed."""
+CLOSE_SECONDS = 8.0
+"""How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`."""
+_GOODBYE_SECONDS = 2.0
+_REOPEN_SECONDS = 1.0
+_FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
+_ONE_ASSIGNOR = (
+    "All members of a group need a common partition.assignment.strategy and the same group.protocol; "
+    "stop the others, or change this one's"
+)
+_FATAL_CODES = {
+    _FATAL: "",
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "",
+    KafkaError.INVALID_GROUP_ID: "Choose another group.id",
+    KafkaError.INVALID_SESSION_TIMEOUT: "Set session.timeout.ms between the broker's group.min.session.timeout.ms and "
+    "group.max.session.timeout.ms",
+    KafkaError.INCONSISTENT_GROUP_PROTOCOL: _ONE_ASSIGNOR,
+    KafkaError.UNSUPPORTED_ASSIGNOR: "Set group.remote.assignor to one that the broker has",
+}
+"""What stops the loop, because a broker refuses it every time, and what mends it where the client does not say that."""
+_UNREADABLE = (
+    KafkaError._BAD_MSG,  # noqa: SLF001 - these, too, are public names
+    KafkaError._BAD_COMPRESSION,  # noqa: SLF001
+    KafkaError._NOT_IMPLEMENTED,  # noqa: SLF001
+    KafkaError._CRIT_SYS_RESOURCE,  # noqa: SLF001
+    KafkaError.INVALID_MSG,
+    KafkaError.INVALID_MSG_SIZE,
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.UNSUPPORTED_COMPRESSION_TYPE,
+)
+"""What the client says of a batch that it can check, decompress or parse no better the next time."""
+
+_IN_ASYNCIO = (
+    "one thread polls Kafka and commits. Run it in a thread of its own, and call your coroutines from its handler with "
+    "asyncio.run_coroutine_threadsafe; docs/how-to/fastapi.md shows it"
+)
+
+OnRebalance = Callable[["ExactlyOnceConsumer", list[TopicPartition]], object]
+
+_INSTEAD = {
+    "assign": "only subscribe() is supported: the ledger decides where a partition is read from",
+    "seek": "move offsets with `exactly-once reset`; the ledger decides where a partition is read from",
+    "commit": "leaving `with unit:` commits, offset and effects together",
+    "store_offsets": "leaving `with unit:` commits, offset and effects together",
+    "poll": "iterate: `for unit in consumer: with unit:`, or call run(handler)",
+    "consume": "iterate: `for unit in consumer: with unit:`, or call run(handler)",
+}
+
+
+class ExactlyOnceConsumer:
+    """Read Kafka topics so that each message takes effect in Postgres once.
+
+    ``kafka`` is the configuration that confluent-kafka's ``Consumer`` takes. Give ``conninfo``, or
+    ``connect``, a callable that returns a psycopg connection; ``getconn`` of a pool of psycopg_pool is one, and gets
+    every connection back, closed. All checks of options happen here and
+    raise :class:`ConfigurationError`; servers are first contacted by :meth:`subscribe`.
+
+    A partition that cannot be read, because it is halted or its offset is not in the log, say, is left out until its
+    row is changed, and the others are read on; :meth:`health` and the log say why. With ``stop_on_bad_partition`` the
+    iteration raises that :class:`StartError` instead.
+
+    A unit takes what is there, up to ``max_messages`` and ``max_bytes``; with ``linger_seconds`` one that is not full
+    waits so long for more, counted from its first message, so that few messages a second are few transactions.
+
+    ``name`` names this member to operators, ``application`` the program that all members of the group run; where
+    another one applied messages of the group before, a warning says so. Its default is the handler's name under
+    :meth:`run`, else what the names of members have in common, or the program's file.
+
+    What librdkafka logs goes to the logger ``exactly_once.kafka``, each line once; ``logger`` in ``kafka``
+    names another.
+
+    One thread owns the consumer; only :meth:`stop` and :meth:`health` may be called from others, and only
+    :meth:`stop` from signal handlers.
+    """
+
+    def __init__(
+        self,
+        kafka: Mapping[str, Any],
+        *,
+        conninfo: str | None = None,
+        connect: Callable[[], Connection] | None = None,
+        start: StartPolicy | None = None,
+        on_out_of_range: RangePolicy = "fail",
+        isolation: Isolation = "READ COMMITTED",
+        max_messages: int = 500,
+        max_bytes: int = 64 * 1024 * 1024,
+        linger_seconds: float = 0.0,
+        max_unit_seconds: float | None = None,
+        startup_seconds: float = 30.0,
+        wait_for_topics: bool = False,
+        stop_on_bad_partition: bool = False,
+        take_over: bool = False,
+        schema: str = "exactly_once",
+        migrate: bool = False,
+        name: str | None = None,
+        application: str | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._options = check_options(
+            kafka,
+            conninfo=conninfo,
+            connect=connect,
+            start=start,
+            on_out_of_range=on_out_of_range,
+            isolation=isolation,
+            max_messages=max_messages,
+            max_bytes=max_bytes,
+            linger_seconds=linger_seconds,
+            max_unit_seconds=max_unit_seconds,
+            startup_seconds=startup_seconds,
+            wait_for_topics=wait_for_topics,
+            stop_on_bad_partition=stop_on_bad_partition,
+            take_over=take_over,
+            schema=schema,
+            migrate=migrate,
+            name=name,
+            application=application,
+        )
+        self._about = partial(about, group=self._options.group_id)
+        self._kafka = {"logger": kafka_logger(), "client.id": client_id(name), **kafka}
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._topics: list[str] = []
+        self._callbacks: dict[Change, OnRebalance | None] = {}
+        self._unit: Unit | None = None
+        self._stopping = Stop()
+        self._closed = False
+        self._must_reopen = False
+        self._idled_at = 0.0
+        """Until when the client was polled with partitions paused, on the monotonic clock."""
+        self._closing: list[deque[Callable[[], object]]] | None = None
+        """What closing still has to do, with Postgres and without; None before it."""
+        self._warned: set[tuple[int, str]] = set()
+        self._assemble(self._options, metrics)
+        self._client = self._open_client()
+
+    def _assemble(self, options: Options, metrics: Metrics | None) -> None:
+        """Make the parts and connect them; nothing is contacted yet."""
+        session = self._session = Session(watched(options.connect), schema=options.schema)
+        self._watcher = Watcher(
+            options.connect, schema=options.schema, group_id=options.group_id, instance=session.instance
+        )
+        ledger = self._ledger = Ledger(
+            session,
+            group_id=options.group_id,
+            owner_kind="consumer",
+            owner_name=options.name,
+            take_over=options.take_over,
+            application=options.application or application_of(None, options.name),
+            watch=self._watcher.acquiring,
+        )
+        self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
+        self._ownership = Ownership()
+        self._mirror = Mirror(group_id=options.group_id)
+        self._linger = Linger(options.linger_seconds, max_bytes=options.max_bytes)
+        # A batch that waits for more can outgrow what the client holds at once.
+        queue_bytes = 0 if options.linger_seconds else int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024
+        self._delivery = Delivery(self._ownership, on_error=self._on_error, queue_bytes=queue_bytes)
+        self._settlement = Settlement(
+            ledger=ledger,
+            ownership=self._ownership,
+            delivery=self._delivery,
+            mirror=self._mirror,
+            watcher=self._watcher,
+            max_messages=options.max_messages,
+        )
+        self._cluster = Cluster(admin_settings(self._kafka))
+        starter = self._starter = Starter(
+            ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range
+        )
+        self._upkeep = Upkeep(
+            assignment=self._assignment,
+            ownership=self._ownership,
+            delivery=self._delivery,
+            ledger=ledger,
+            settlement=self._settlement,
+            starter=starter,
+            cluster=self._cluster,
+            mirror=self._mirror,
+            notify=self._notify,
+            is_told_of_nothing=calls_back_for_nothing(self._kafka),
+            stop_on_bad_partition=options.stop_on_bad_partition,
+        )
+        self._observer = Observer(
+            metrics,
+            self._kafka,
+            owner_name=options.name,
+            ownership=self._ownership,
+            delivery=self._delivery,
+            settlement=self._settlement,
+            upkeep=self._upkeep,
+            cluster=self._cluster,
+        )
+        self._read_only = ReadOnlyGuard(
+            session,
+            group_id=options.group_id,
+            leave=self._leave_group,
+            join=self._join_group,
+        )
+        self._patiently = patiently(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
+
+    def __repr__(self) -> str:
+        held = ", ".join(map(str, sorted(self._ownership.holdings)))
+        return f"<ExactlyOnceConsumer group {self._options.group_id!r}: {held or 'no partitions'}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Units:
+        return self.units()
+
+    if not TYPE_CHECKING:  # else a type checker takes every misspelt method for one that exists and never returns
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in _INSTEAD:
+                raise AttributeError(f"ExactlyOnceConsumer has no {name}(): {_INSTEAD[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        # Looked up on the class: without them `async for` and `async with` fail without naming the way out.
+        def __aiter__(self) -> NoReturn:
+            raise TypeError(f"`async for` over a consumer is not possible: {_IN_ASYNCIO}")
+
+        async def __aenter__(self) -> NoReturn:
+            raise TypeError(f"`async with` on a consumer is not possible: {_IN_ASYNCIO}")
+
+        async def __aexit__(self, *_: object) -> NoReturn:
+            raise TypeError(f"`async with` on a consumer is not possible: {_IN_ASYNCIO}")
+
+    @property
+    def counters(self) -> Counters:
+        """What happened to units so far."""
+        return self._settlement.counters
+
+    def subscribe(
+        self,
+        topics: list[str],
+        *,
+        on_assign: OnRebalance | None = None,
+        on_revoke: OnRebalance | None = None,
+        on_lost: OnRebalance | None = None,
+    ) -> None:
+        """Join the group for these topics, after a look at both servers, the schema and the topics.
+
+        The callbacks are called by the loop, ``on_assign`` after acquisition and with the real
+        offsets; what they raise is raised by the iteration.
+
+        A server that is away is waited for and told about, for ``startup_seconds`` each.
+
+        :raises DatabaseUnreachable: or :raises BrokerUnreachable: after that; for a wrong password, database, host
+            name or certificate at once.
+        :raises ReadOnly: when the database server still takes no writes after that.
+        :raises UnknownTopic: unless ``wait_for_topics`` was given.
+        :raises SchemaTooOld: when ``exactly-once migrate`` has not been run.
+        """
+        self._check_use()
+        check_topics(topics)
+        look_at_database(self._session, self._options)
+        look_at_topics(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
+        if self._options.start not in (None, "earliest"):
+            self._note_first_topics(topics)
+        if not self._topics:
+            self._delivery.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
+        elif self._topics != list(topics):
+            # Messages of the topics of before may still come, until Kafka has taken those away.
+            self._delivery.only_topic = None
+        before, self._topics = self._topics, list(topics)
+        self._callbacks = {
+            Change.ASSIGNED: on_assign,
+            Change.REVOKED: on_revoke,
+            Change.LOST: on_lost or on_revoke,
+        }
+        try:
+            self._join_group()
+        except KafkaException as error:
+            self._topics = before
+            if error.args[0].code() != KafkaError._INVALID_ARG:  # noqa: SLF001 - that is its public name
+                raise
+            raise ConfigurationError(f"the client refuses topics={topics!r}: {error.args[0].str()}") from None
+        self._observer.turned()
+
+    def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
+        """Iterate over units: for ever, or until an end.
+
+        With ``until_end`` the iteration ends when every partition of this member has reached where
+        its log ended when the partition was acquired. With ``idle_seconds`` it ends when nothing
+        came for so long, counted from when all partitions of this member are being read. A member that is given no
+        partitions waits ten seconds for others to give some up, except under the eager protocol, where it is told so.
+        :meth:`stop` ends it always.
+
+        :raises StartError: at such an end, when a partition could not be read: what it has was not applied.
+        """
+        return self._units(
+            until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=self._options.max_unit_seconds
+        )
+
+    def _units(self, *, until_end: bool, idle_seconds: float | None, max_unit_seconds: float) -> Units:
+        if not self._topics:
+            raise ConfigurationError("subscribe() first: there is nothing to iterate over")
+        if self._ownership.bad():
+            self._upkeep.look_anew()  # or it ends with an error that somebody has mended since
+        return Units(
+            self._next,
+            self._cluster,
+            self._ownership,
+            self._upkeep,
+            until_end=until_end,
+            idle_seconds=idle_seconds,
+            max_unit_seconds=max_unit_seconds,
+        )
+
+    def run(
+        self,
+        handler: Callable[[Unit], object],
+        *,
+        on_poison: OnPoison = "stop",
+        attempts: int = 1,
+        dead_letter_limit: DeadLetterLimit | None = None,
+        in_thread: bool = False,
+        revoke_seconds: float = 10.0,
+        stop_seconds: float = 30.0,
+        until_end: bool = False,
+        idle_seconds: float | None = None,
+        wait: tenacity.wait.wait_base = BACKOFF,
+    ) -> None:
+        """Call ``handler(unit)`` for each unit until SIGTERM, SIGINT or :meth:`stop`; the form for services.
+
+        What is nobody's fault is tried again after ``wait``, polling Kafka with partitions paused. When the
+        handler fails for a reason in the data, or by an error of its own, smaller and smaller units are tried
+        until the message is found; what comes before it commits. So **the handler may be called again with the
+        same messages, or with fewer of them**. A message that failed ``attempts`` times alone is poison:
+        ``on_poison="stop"`` raises, ``"dead-letter"`` stores it and skips it in one transaction, a callable
+        ``(unit, message, error)`` does as it likes in the transaction that skips it.
+
+        With ``in_thread`` the handler works in another thread while this one keeps polling with partitions
+        paused, for handlers that take longer than ``max.poll.interval.ms``. When Kafka takes a partition of
+        its unit away, it may finish for ``revoke_seconds``, then its transaction is ended.
+
+        On a signal the unit in hand may finish for ``stop_seconds``, or until the second signal. Then whatever goes on,
+        a wait for a server that stands still too, is given up, the unit is rolled back, and
+        ``SystemExit(128 + signal)`` is raised. ``until_end`` and ``idle_seconds`` are those of :meth:`units`.
+
+        :raises PoisonMessage: naming topic, partition and offset.
+        :raises TooManyDeadLetters: beyond ``dead_letter_limit``.
+        """
+        check_run(handler, on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
+        self._ledger.application = self._options.application or application_of(handler, self._options.name)
+        max_unit_seconds = self._options.max_unit_seconds
+        if in_thread:
+            max_unit_seconds = math.inf  # Kafka does not wait for this handler
+            handler = HandlerThread(handler, self._poll_aside, self._session.end, revoke_seconds=revoke_seconds)
+        service = Service(
+            self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds),
+            handler,
+            retrying=patiently(sleep=self._idle, stop=self._stopping, group_id=self._options.group_id, wait=wait),
+            stopping=self._stopping,
+            on_poison=on_poison,
+            attempts=attempts,
+            limit=dead_letter_limit or DeadLetterLimit(),
+        )
+        with stopping_on_signals(self.stop, stop_seconds):
+            service.run()
+
+    def health(self) -> Health:
+        """Say how this consumer is. Safe from threads; asks no server, so it answers at once."""
+        return self._observer.health(
+            is_subscribed=bool(self._topics), is_stopping=self._stopping.is_set or self._closed
+        )
+
+    def stop(self) -> None:
+        """End the iteration after the unit in hand. Safe from threads and signal handlers."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Release the rows and leave the group. Idempotent; trouble on the way is logged, not raised.
+
+        Where an exception of a signal handler has cut it short, another call does the rest.
+
+        What Postgres has to be asked for gets :data:`CLOSE_SECONDS`: rows that are not released keep nobody out.
+
+        :raises WrongProcess: in another thread, while the one that subscribed is alive; nothing has happened then.
+        """
+        if os.getpid() != self._process:
+            return
+        if self._thread not in (None, threading.current_thread()) and self._thread.is_alive():
+            raise WrongProcess(
+                f"this consumer belongs to the thread {self._thread.name!r}, which may be inside of a unit: call "
+                "stop() and have that thread close the consumer, or wait until it has ended"
+            )
+        self._closed = True
+        if self._closing is None:
+            with_postgres = (
+                self._watcher.close,
+                self._end_unit,
+                self._settlement.tell_unused,
+                self._move_to_ends,
+                self._say_goodbye,
+                self._release,
+            )
+            without = (self._leave, self._client.close, self._cluster.close, self._session.close, self._observer.close)
+            self._closing = [deque(with_postgres), deque(without)]
+        if self._closing[0]:
+            with self._session.cut_after(CLOSE_SECONDS):
+                self._close_by(self._closing[0])
+        self._close_by(self._closing[1])
+        # It holds our callbacks, which hold us: nothing but the garbage collector would free it, and until then it
+        # keeps one of the 1,024 thread-local keys of the process.
+        vars(self).pop("_client", None)
+
+    def _close_by(self, steps: deque[Callable[[], object]]) -> None:
+        while steps:
+            self._try_to_close(steps[0])
+            steps.popleft()
+
+    def _try_to_close(self, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - the next steps matter more
+            logger.warning("while closing: %s", error, extra=self._about("close_failed"))
+
+    # The loop.
+
+    def _next(self, units: Units) -> Unit | None:
+        """Return the next unit, or None when stopped or the iteration is over."""
+        self._check_use()
+        if self._unit is not None and self._unit.stage not in (Stage.DONE, Stage.FAILED, Stage.JOINED):
+            raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
+        if not self._ownership.is_sound or not (self._settlement.is_pending or self._ownership.is_accounted):
+            # A signal handler may raise between any two lines: fetch again from where the ledger stands.
+            self._delivery.drop_all()
+            self._ownership.misplaced()
+        if self._unit is not None:
+            units.came()  # it may have taken long, and in a thread nothing was fetched meanwhile
+        with self._ownership.changing():
+            self._unit = self._find_unit(units)
+        self._observer.turned()
+        if self._assignment.failures and self._unit is None:
+            raise self._assignment.failures.popleft()
+        if self._unit is None and not self._stopping.is_set:
+            units.refuse_bad()
+        return self._unit
+
+    def _find_unit(self, units: Units) -> Unit | None:
+        if (left := self._settlement.not_before - time.monotonic()) > 0:
+            self._idle(left)
+            self._assignment.resume(self._client)
+        while not self._stopping.is_set and not self._assignment.failures:
+            if self._must_reopen:
+                self._reopen_client()
+            if self._upkeep.is_due:
+                if not self._keep_up() or self._assignment.failures:
+                    continue
+                units.note_ends()
+            if units.has_reached_ends():
+                return None
+            limit = min(self._settlement.limit, units.max_messages or self._settlement.limit)
+            self._fetch_batch(units, limit)
+            if self._assignment.events or self._linger_left(units, limit):
+                continue
+            messages, spans = self._delivery.take(limit, self._options.max_bytes)
+            if messages:
+                units.came()
+                return self._hand_out(messages, spans, units.max_unit_seconds)
+            if units.is_left_without(since=self._idled_at):
+                return None
+        return None
+
+    def _fetch_batch(self, units: Units, limit: int) -> None:
+        waiting = self._delivery.waiting
+        if left := self._linger_left(units, limit):
+            # Where there is an end it must be seen at once; else nobody needs to wake up for each message.
+            self._fetch(min(left, POLL_SECONDS), limit - waiting, fill=not units.until_end)
+        else:
+            self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
+
+    def _linger_left(self, units: Units, limit: int) -> float:
+        """Return for how long what was fetched should wait for more; what comes again does not."""
+        if not self._options.linger_seconds or self._delivery.repeats or units.has_read_all():
+            return 0.0
+        return self._linger.left(self._delivery.waiting, limit)
+
+    def _hand_out(self, messages: list[Message], spans: Mapping[Partition, Span], max_unit_seconds: float) -> Unit:
+        advances = self._ownership.hand_out(spans)
+        work = UnitOfWork(self._ledger, isolation=self._options.isolation, max_unit_seconds=max_unit_seconds)
+        failpoint("polled")
+        return Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)
+
+    def _keep_up(self) -> bool:
+        """Have the upkeep done, however long a server is away; return whether it was done."""
+        try:
+            self._patiently(self._step)
+        except Exception:
+            if self._stopping.is_set:
+                return False
+            raise
+        self._assignment.resume(self._client)
+        failpoint("positioned")
+        return True
+
+    def _step(self) -> None:
+        try:
+            self._read_only.check()
+            self._step_unless_read_only()
+        except Exception as error:
+            self._observer.trouble = error
+            raise
+        self._observer.trouble = None
+
+    def _step_unless_read_only(self) -> None:
+        try:
+            with naming_grants(self._options.schema):
+                self._upkeep.step(self._client)
+        except psycopg.errors.ReadOnlySqlTransaction:
+            self._read_only.met()
+            raise
+
+    def _fetch(self, timeout_seconds: float, count: int, *, fill: bool = False) -> None:
+        self._observer.turned()
+        messages = fetch(self._client, timeout_seconds, count, fill=fill)
+        self._linger.weigh(messages)
+        self._upkeep.take_events()
+        self._delivery.accept(messages)
+
+    def _poll_aside(self, unit: Unit, seconds: float) -> bool:
+        """Poll with partitions paused while a unit is open; return whether Kafka took partitions of it."""
+        self._observer.turned()
+        with self._ownership.changing():
+            self._assignment.pause(self._client)
+            # Events are applied between units.
+            self._delivery.accept(self._client.consume(1, seconds))
+        return self._assignment.takes(a.partition for a in unit.advances)
+
+    def _idle(self, seconds: float) -> None:
+        """Wait, polling with partitions paused so that the membership survives."""
+        self._check_use()  # a handler may have closed the consumer
+        self._assignment.pause(self._client)
+        deadline = time.monotonic() + seconds
+        while not self._stopping.is_set and (left := deadline - time.monotonic()) > 0:
+            self._fetch(min(left, POLL_SECONDS), 1)
+            self._idled_at = time.monotonic()
+            if self._assignment.failures:
+                raise self._assignment.failures.popleft()
+
+    def _on_error(self, message: Message) -> None:
+        """Handle an error event that came instead of a message; what must stop the loop is raised later."""
+        error = message.error()
+        assert error is not None
+        code, text = error.code(), error.str()
+        if code == KafkaError._PARTITION_EOF:
+            self._upkeep.reached_end(Partition(str(message.topic()), message.partition() or 0), message.offset() or 0)
+        elif code == KafkaError._AUTO_OFFSET_RESET:
+            self._upkeep.suspect(message)
+        elif code in _UNREADABLE and message.topic() is not None:
+            self._upkeep.unreadable(message)
+        elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
+            self._must_reopen = True
+        elif code == _FATAL and _text(KafkaError.FENCED_INSTANCE_ID) in text:
+            instance = self._kafka.get("group.instance.id")
+            self._assignment.failures.append(InstanceFenced(f"{text}; group.instance.id={instance!r}"))
+        elif code in _FATAL_CODES:
+            told = [f"{error.name()}: {text}", *(m for c, m in _FATAL_CODES.items() if m and _text(c) in text)]
+            self._assignment.failures.append(ClientFailed(". ".join(told)))
+        else:
+            self._warn_once(error, message.topic(), message.partition())
+            if (topic := message.topic()) is not None:
+                self._upkeep.recheck_soon(topic)
+
+    def _warn_once(self, error: KafkaError, topic: str | None, number: int | None) -> None:
+        """Log an error that may pass, once for each place; the client repeats it for as long as it lasts."""
+        place = "" if topic is None else f" ({topic}[{number}])" if (number or -1) >= 0 else f" ({topic})"
+        level = logging.DEBUG if (error.code(), place) in self._warned else logging.WARNING
+        self._warned.add((error.code(), place))
+        text = "Kafka client: %s: %s%s; repetitions are logged at DEBUG"
+        logger.log(level, text, error.name(), error.str(), place, extra=self._about("client_said"))
+
+    def _reopen_client(self) -> None:
+        """Join anew: under ``group.protocol=consumer`` a static member keeps its place until it expires."""
+        instance = self._kafka.get("group.instance.id")
+        extra = self._about("joining_again")
+        logger.warning(
+            "group.instance.id=%r is still taken by an earlier process; joining again", instance, extra=extra
+        )
+        self._client.close()
+        self._ownership.revoked(list(self._ownership.holdings))
+        self._delivery.discard()
+        self._assignment.fetching.clear()
+        time.sleep(_REOPEN_SECONDS)
+        self._client = self._open_client()
+        self._join_group()
+        self._must_reopen = False
+
+    def _join_group(self) -> None:
+        self._assignment.subscribe(self._client, self._topics)
+
+    def _leave_group(self) -> None:
+        self._client.unsubscribe()
+
+    def _notify(self, change: Change, partitions: list[TopicPartition]) -> None:
+        callback = self._callbacks.get(change)
+        if callback is not None:
+            callback(self, partitions)
+
+    # First contact and goodbye.
+
+    def _open_client(self) -> Consumer:
+        settings = client_settings(self._kafka)
+        for name, callback in callbacks(self._kafka).items():
+            if name != "on_commit":
+                settings[name] = self._assignment.contain(callback)
+        settings["on_commit"] = self._assignment.contain(self._on_commit)
+        try:
+            return Consumer(settings)
+        except KafkaException as error:
+            raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
+
+    def _on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
+        self._mirror.on_commit(error, offsets)
+        if "on_commit" in callbacks(self._kafka):
+            self._kafka["on_commit"](error, offsets)
+
+    def _check_use(self) -> None:
+        if os.getpid() != self._process:
+            raise WrongProcess("this consumer was made in another process; make one after the fork")
+        self._thread = self._thread or threading.current_thread()
+        if self._thread is not threading.current_thread():
+            raise WrongProcess(
+                "this consumer belongs to the thread that subscribed; only stop() may be called from others"
+            )
+        if self._closed:
+            raise ConfigurationError("this consumer is closed; make a new one")
+
+    def _note_first_topics(self, topics: list[str]) -> None:
+        """Let ``start`` choose for topics that are named, and for those that a pattern finds in a group without rows.
+
+        What arrives in a topic that a pattern finds later, before it is found, would be skipped by ``start="latest"``.
+        """
+        if not any(topic.startswith("^") for topic in topics):
+            return
+        # Every topic there is, found by the patterns or not: which those are only client and broker know.
+        there: Iterable[str] = ()
+        if briefly(self._options.startup_seconds)(self._starter.is_new_group):
+            there = briefly(self._options.startup_seconds)(self._cluster.topic_names)
+        self._starter.first_topics = frozenset({*topics, *there})
+
+    def _end_unit(self) -> None:
+        if self._unit is not None and self._unit.stage is Stage.OPEN:
+            self._session.roll_back()
+        elif self._settlement.awaits_joined:  # also after stop(), when the iteration has no unit any more
+            self._settlement.settle()  # if its transaction is over; else it is left to whoever comes next
+
+    def _say_goodbye(self) -> None:
+        """Let dashboards see the last offsets, for a moment."""
+        if self._topics:
+            self._mirror.send(self._client, owned=self._ownership.owned(), at_once=True)
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        while not self._mirror.is_idle and time.monotonic() < deadline:
+            self._client.poll(POLL_SECONDS / 2)
+
+    def _leave(self) -> None:
+        """Leave the group: with an empty assignment the client's close may not do so, and all wait for its ghost."""
+        if "group.instance.id" not in self._kafka and self._topics and not self._client.assignment():
+            self._client.unsubscribe()
+
+    def _move_to_ends(self) -> None:
+        if self._ownership.is_sound and not self._settlement.is_pending and not self._session.lost:
+            self._upkeep.move_to_ends(released=True)
+            self._upkeep.move_to_ends()
+
+    def _release(self) -> None:
+        held = self._ownership.tokens()
+        if held and not self._settlement.is_pending and not self._session.lost:
+            self._ledger.release(held)
+
+
+def _text(code: int) -> str:
+    """Return librdkafka's words for an error, which is all that tells one fatal error from another."""
+    return KafkaError(code).str()

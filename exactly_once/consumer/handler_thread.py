@@ -1,0 +1,83 @@
+"""Handler thread: lets a slow handler work while the consumer's own thread keeps polling Kafka."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from exactly_once._log import about
+from exactly_once.ledger.session import Begun
+
+from .unit import Unit
+
+logger = logging.getLogger(__name__)
+
+QUICK_SECONDS = 0.5
+"""How long a handler may take before partitions are paused for it: a pause throws away what was fetched."""
+_POLL_SECONDS = 0.1
+_NOTICE_SECONDS = 1.0
+
+
+class HandlerThread:
+    """A handler, called in a thread of its own for each unit.
+
+    ``poll(unit, seconds)`` polls and tells whether partitions of the unit were taken away; ``end(begun)`` ends
+    the unit's transaction from outside.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[Unit], object],
+        poll: Callable[[Unit, float], bool],
+        end: Callable[[Begun], None],
+        *,
+        revoke_seconds: float,
+    ) -> None:
+        self._handler = handler
+        self._poll = poll
+        self._end = end
+        self._revoke_seconds = revoke_seconds
+
+    def __call__(self, unit: Unit) -> object:
+        """Call the handler and wait for it, polling."""
+        done: Future[object] = Future()
+        threading.Thread(target=self._work, args=(unit, done), name="exactly_once-handler", daemon=True).start()
+        try:
+            wait([done], QUICK_SECONDS)
+            self._keep_polling(unit, done)
+        except BaseException:
+            # A signal, or Kafka's client failed: nothing of the unit may be left to a thread nobody waits for.
+            self._abort(unit)
+            wait([done], _NOTICE_SECONDS)
+            raise
+        return done.result()
+
+    def _keep_polling(self, unit: Unit, done: Future[object]) -> None:
+        deadline: float | None = None
+        is_aborted = False
+        while not done.done():
+            is_doomed = unit.is_taken = self._poll(unit, _POLL_SECONDS)
+            if is_doomed and deadline is None:
+                deadline = time.monotonic() + self._revoke_seconds
+                extra = about("revoked_while_handling", group=unit.work.group_id, several=unit.advances)
+                logger.warning(
+                    "Kafka took partitions of %r: it may finish for %g s", unit, self._revoke_seconds, extra=extra
+                )
+            if deadline is not None and time.monotonic() >= deadline and not is_aborted:
+                is_aborted = True
+                extra = about("unit_ended", group=unit.work.group_id, several=unit.advances)
+                logger.warning("%r did not finish in time; its transaction is ended", unit, extra=extra)
+                self._abort(unit)
+
+    def _abort(self, unit: Unit) -> None:
+        if unit.work.begun is not None:
+            self._end(unit.work.begun)
+
+    def _work(self, unit: Unit, done: Future[object]) -> None:
+        try:
+            done.set_result(self._handler(unit))
+        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+            done.set_exception(error)

@@ -1,0 +1,679 @@
+"""Upkeep: brings ledger, Kafka client and memory to where the ownership wants them, between units.
+
+One pass of :meth:`Upkeep.step` does whatever is due. It may fail because a server is away; the
+consumer then keeps polling and calls it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Set
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import psycopg
+from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+
+from exactly_once._log import about
+from exactly_once._model import Advance, Partition, Row
+from exactly_once.errors import (
+    BatchUnreadable,
+    BrokerUnreachable,
+    ExactlyOnceError,
+    LedgerRowMissing,
+    OffsetOutOfRange,
+    StartError,
+    TopicRecreated,
+    UnknownTopic,
+)
+from exactly_once.kafka.admin import Cluster
+from exactly_once.kafka.origin import Origin, origin_of
+from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
+from exactly_once.ledger.start import Starter
+
+from .buffer import Delivery
+from .commit import Settlement
+from .kafka_offsets import MIRROR_SECONDS, Mirror
+from .partitions import Ownership, Verdict
+from .rebalance import Assignment, Change, generation
+
+logger = logging.getLogger(__name__)
+
+RECHECK_SECONDS = 5.0
+"""How often rows are looked at, and topic ids are asked for again where a topic is not large."""
+PARTITIONS_PER_SECOND = 40
+"""A topic id costs a description of the whole topic, 20 microseconds of our CPU a partition: under 0.1 % of it."""
+_JITTER = 0.2
+"""The members of a group are mostly started together; their questions are not to come together for ever."""
+QUIET_SECONDS = 1.0
+"""How long a log must have had nothing more before the ledger is moved to its end: a busy one moves with its units."""
+BAD_SECONDS = 30.0
+"""When a bad partition is told of again, and tried again if that may help; twice as long each time."""
+_BAD_MOST_SECONDS = 3600.0
+SETTLE_SECONDS = 10.0
+"""How long a member without partitions waits until it believes that: longer than two heartbeats, in which others are
+told to give up and do it. Only under the eager protocol does Kafka say it once and for all."""
+COMPARE_SECONDS = 10.0
+"""How often what Kafka holds of the group is compared with the ledger: each time is a request to its coordinator."""
+_COMMITTED_SECONDS = 0.5
+"""How long that request may take, for which the loop stands still."""
+_COMPARED_AT_MOST = 200
+"""How many partitions beside the new ones are compared at once: many members may each ask about many partitions."""
+_BUSY_SECONDS = 1.0
+_FREE_SECONDS = 0.1
+_ASKING_SHARE = 0.25
+"""For how much of its time a loop that reads others may stand still for a leader that gives no answer."""
+_AGAIN_SECONDS = 0.05
+
+Notify = Callable[[Change, list[TopicPartition]], None]
+
+
+@dataclass(slots=True)
+class Bad:
+    """A bad partition, and when to tell of it again."""
+
+    error: ExactlyOnceError
+    pause_seconds: float
+    again_at: float
+
+
+class Upkeep:
+    """Everything that is done between units, in the order in which it must be done."""
+
+    def __init__(
+        self,
+        *,
+        assignment: Assignment,
+        ownership: Ownership,
+        delivery: Delivery,
+        ledger: Ledger,
+        settlement: Settlement,
+        starter: Starter,
+        cluster: Cluster,
+        mirror: Mirror,
+        notify: Notify,
+        is_told_of_nothing: bool,
+        stop_on_bad_partition: bool,
+    ) -> None:
+        self._assignment = assignment
+        self._ownership = ownership
+        self._delivery = delivery
+        self._ledger = ledger
+        self._about = partial(about, group=ledger.group_id)
+        self._settlement = settlement
+        self._starter = starter
+        self._cluster = cluster
+        self._mirror = mirror
+        self._notify = notify
+        self._is_told_of_nothing = is_told_of_nothing
+        self._stop_on_bad_partition = stop_on_bad_partition
+        self._news: list[tuple[Change, list[TopicPartition]]] = []
+        self._suspects: dict[Partition, str] = {}
+        self._asked: dict[str, Future[Any]] = {}
+        self._next_recheck: dict[str, float] = {}
+        self._hurried: dict[str, float] = {}
+        # Where partitions stood when the id of their topic was last found to be the right one.
+        self._checked_at: dict[Partition, int] = {}
+        self._ended_at: dict[Partition, float] = {}
+        self._bad: dict[Partition, Bad] = {}
+        self._next_rows = 0.0
+        self._next_look = 0.0
+        self._began_at = 0.0
+        """When the step began that goes on now."""
+        self._not_before = 0.0
+        self._next_examination = 0.0
+        self._postponed: tuple[Partition, ...] = ()
+        """What was told of last as waiting for an answer of its leader."""
+        self._told_at = 0.0
+        self._generation = -1
+        self._next_comparison = 0.0
+        self._compare_new_from = 0.0
+        self._compared: dict[Partition, int] = {}
+        """Owned partitions, by owner epoch, whose ledger was compared with what Kafka holds."""
+        self.is_member = False
+        """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
+        self.unreachable: str | None = None
+        """Why Kafka could not be asked the last time, if so."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether :meth:`step` has anything to do before the next unit."""
+        return bool(
+            self._assignment.events
+            or self._assignment.paused
+            or self._ownership.is_unsettled
+            or self._settlement.is_pending
+            or self._settlement.failed is not None
+            or (self._suspects and time.monotonic() >= self._next_examination)
+            or self._unreadable()
+            or self._ledger.session.lost
+            or time.monotonic() >= self._next_look
+        )
+
+    def step(self, client: Consumer) -> None:
+        """Do what is due. Call it again after an error that passes."""
+        self._began_at = time.monotonic()
+        self._next_look = self._began_at + MIRROR_SECONDS / 2
+        self.take_events()
+        if self._settlement.failed is not None:
+            raise self._settlement.failed
+        _ = self._ledger.session.connection
+        self._settlement.settle()
+        self._release()
+        self._retry_bad()
+        self._acquire()
+        self._compare_origins(client)
+        self._look_at_rows()
+        self._examine_suspects()
+        self._reject_unreadable()
+        self._place(client)
+        self._prove(client)
+        self._recheck_topics()
+        self._look_for_us(client)
+        self._mirror.send(client, owned=self._ownership.owned())
+        self._ownership.is_unsettled = bool(self._ownership.to_place())
+        if self._ownership.to_acquire() or self._ownership.to_prove():
+            self._next_look = time.monotonic() + _AGAIN_SECONDS
+        self._tell()
+
+    def take_events(self) -> None:
+        """Apply what the rebalance callbacks recorded."""
+        while self._assignment.events:
+            event = self._assignment.events[0]
+            if event.change is Change.ASSIGNED:
+                self._ownership.assigned(event.partitions)
+                self._not_before = 0.0  # these need not wait for what others wait for
+            else:
+                self._ownership.revoked(event.partitions)
+                self._mirror.forget(event.partitions)
+                self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
+            extra = self._about(event.change.value, several=event.partitions)
+            names = ", ".join(map(str, event.partitions)) or "nothing"
+            logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
+            self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.holdings)
+            self._told_at = time.monotonic()
+            for partition in event.partitions:
+                for notes in (self._suspects, self._bad, self._ended_at, self._checked_at):
+                    notes.pop(partition, None)
+            self._delivery.discard()
+            # Only now: an event that was interrupted is applied again.
+            self._assignment.events.popleft()
+
+    @property
+    def is_left_idle(self) -> bool:
+        """Whether Kafka has nothing for this member: it is in the group, and others have had time to give up some."""
+        if not self.is_member or self._ownership.holdings:
+            return False
+        return not self._assignment.is_incremental or time.monotonic() - self._told_at >= SETTLE_SECONDS
+
+    def reached_end(self, partition: Partition, offset: int) -> None:
+        """Take note that the client met the end of a log."""
+        self._ownership.reached_end(partition, offset)
+        self._ended_at[partition] = time.monotonic()
+
+    def move_to_ends(self, *, released: bool = False) -> None:
+        """Move the ledger to the ends of logs that are applied, behind what holds no message: commit markers, say.
+
+        Retention may remove those, and the offset would be below the start of the log then. Best effort; of all that
+        is held, or of what is to be ``released``.
+        """
+        if released:
+            ends, self._ownership.last_ends = self._ownership.last_ends, []
+        else:
+            ends = self._ownership.at_end()
+        if ends and self._settlement.failed is None:
+            self._move(ends)
+
+    def unreadable(self, message: Message) -> None:
+        """Take note that the client cannot make messages of what it fetched."""
+        error = message.error()
+        partition = Partition(str(message.topic()), message.partition() or 0)
+        reason = "" if error is None else f"{error.name()}: {error.str()}"
+        self._ownership.unreadable(partition, reason)
+        self.recheck_soon(partition.topic)
+
+    def recheck_soon(self, topic: str) -> None:
+        """Ask for a topic's id before it is due, after an error that another topic of its name may have caused."""
+        if time.monotonic() >= self._hurried.get(topic, 0.0):
+            self._hurried[topic] = time.monotonic() + RECHECK_SECONDS
+            self._next_recheck.pop(topic, None)
+            self._next_look = 0.0
+
+    def suspect(self, message: Message) -> None:
+        """Take note that the client could not read on at its offset."""
+        error = message.error()
+        self._suspects[Partition(str(message.topic()), message.partition() or 0)] = "" if error is None else error.str()
+
+    def _release(self) -> None:
+        """Give back rows; best effort, because an acquisition needs no release."""
+        self.move_to_ends(released=True)
+        held, self._ownership.releases = self._ownership.releases, []
+        if held:
+            try:
+                self._ledger.release(held)
+            except psycopg.Error as error:
+                extra = self._about("release_failed", several=[p for p, _ in held])
+                logger.info("rows were not released: %s", error, extra=extra)
+
+    def _acquire(self) -> None:
+        """Acquire, check and start what is pending."""
+        pending = self._ownership.to_acquire()
+        if not pending or time.monotonic() < self._not_before:
+            return
+        try:
+            self.unreachable = None
+            known, bad = self._enrol(self._known(pending))
+            rows = self._acquire_free([p for p in known if p not in bad])
+            self._ownership.acquired(rows)
+            self._begin(rows)
+            self._reject(bad)
+        except BrokerUnreachable as error:
+            # Partitions that were acquired before need not wait for a leader of these.
+            self._postpone(pending, error)
+        if self._ownership.to_acquire():
+            self._not_before = max(self._not_before, time.monotonic() + _BUSY_SECONDS)
+        else:
+            self._postponed = ()
+
+    def _postpone(self, partitions: Iterable[Partition], error: BrokerUnreachable) -> None:
+        """Let partitions wait for an answer of Kafka, so that others stand still for it rarely; tell it once."""
+        self.unreachable = str(error)
+        now = time.monotonic()
+        share = _ASKING_SHARE if self._ownership.owned() else 1.0
+        self._not_before = now + max(_BUSY_SECONDS, (now - self._began_at) / share)
+        names = tuple(sorted(partitions))
+        level = logging.DEBUG if names == self._postponed else logging.WARNING
+        self._postponed = names
+        text = "%s cannot be started now, and will be tried again: %s"
+        logger.log(level, text, ", ".join(map(str, names)), error, extra=self._about("start_postponed", several=names))
+
+    def _enrol(self, partitions: list[Partition]) -> tuple[list[Partition], dict[Partition, StartError]]:
+        """Make the rows that are missing; return the partitions that need not wait, and those whose row was lost."""
+        try:
+            return partitions, self._starter.enrol(partitions) if partitions else {}
+        except BrokerUnreachable:
+            topics = sorted({p.topic for p in partitions})
+        # Nobody tells where the log of an added partition begins, say: only what has no row yet has to wait for that.
+        bad: dict[Partition, StartError] = {}
+        ready: list[Partition] = []
+        for topic in topics:
+            of_topic = [p for p in partitions if p.topic == topic]
+            try:
+                bad |= self._starter.enrol(of_topic)
+                ready += of_topic
+            except BrokerUnreachable as error:
+                existing = self._ledger.existing(of_topic)
+                ready += sorted(existing)
+                self._postpone(set(of_topic) - existing, error)
+        return ready, bad
+
+    def _known(self, pending: list[Partition]) -> list[Partition]:
+        """Return the partitions whose topics exist, as far as the broker knows that answers; it may be behind."""
+        topics = {p.topic for p in pending}
+        unknown = self._starter.describe(topics)
+        self._schedule_recheck(topics - unknown.keys())
+        for topic, error in unknown.items():
+            extra = self._about("topic_unknown") | {"topic": topic}
+            logger.warning("its partitions are ours, and wait: %s", error, extra=extra)
+        return [p for p in pending if p.topic not in unknown]
+
+    def _acquire_free(self, pending: list[Partition]) -> list[Row]:
+        """Acquire what is not locked; the rest is left for later."""
+        try:
+            return self._unlocked(self._ledger.acquire, pending)[0] if pending else []
+        except LedgerRowMissing as error:
+            # Deleted since a moment ago; which one it is, and that it was there, is found out by enrolling again.
+            extra = self._about("row_missing", several=pending)
+            logger.warning("looking again: %s", error, extra=extra)
+            return []
+
+    def _unlocked(
+        self, call: Callable[..., list[Row]], partitions: list[Partition]
+    ) -> tuple[list[Row], list[Partition]]:
+        """Lock all rows at once, or where one stays locked, one by one; return rows, and partitions that were locked.
+
+        A statement that was cancelled, by an operator or a pooler, has waited for nothing else.
+        """
+        try:
+            return call(partitions, lock_seconds=LOCK_SECONDS), []
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
+            logger.warning(
+                "another transaction holds rows of %s; if it stays, see also pg_prepared_xacts",
+                ", ".join(map(str, partitions)),
+                extra=self._about("acquire_blocked", several=partitions),
+            )
+        if len(partitions) == 1:
+            return [], partitions
+        rows: list[Row] = []
+        locked: list[Partition] = []
+        for partition in partitions:
+            try:
+                # There was waiting enough, and Kafka is not polled meanwhile: it is seconds for each.
+                rows += call([partition], lock_seconds=_FREE_SECONDS)
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
+                locked.append(partition)
+                extra = self._about("acquire_blocked", partition=partition)
+                logger.warning("%s stays locked for now", partition, extra=extra)
+        return rows, locked
+
+    def _begin(self, rows: list[Row]) -> None:
+        partitions = [row.partition for row in rows]
+        try:
+            if not rows:
+                return
+            checked = self._starter.begin(rows)
+            for row in checked.ready:
+                self._ownership.started(row.partition, row)
+            self._ownership.taken(set(partitions) - set(checked.bad) - set(checked.postponed))
+            if checked.trouble is not None:
+                self._postpone(checked.postponed, checked.trouble)
+            self._reject(checked.bad, {row.partition: row for row in rows})
+        finally:
+            # What could not be started is given back and tried anew.
+            self._ownership.not_started(partitions)
+
+    def _reject(self, bad: Mapping[Partition, ExactlyOnceError], rows: Mapping[Partition, Row] | None = None) -> None:
+        """Leave bad partitions unread and tell why, without hurry from the second time on.
+
+        :raises ExactlyOnceError: the first of them, where that is asked for; it comes again at the next try.
+        """
+        for partition, error in bad.items():
+            self._ownership.rejected(partition, error, (rows or {}).get(partition))
+            known = self._bad.get(partition)
+            if known is None or str(known.error) != str(error):
+                self._bad[partition] = Bad(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
+                if not self._stop_on_bad_partition:
+                    self._tell_bad(partition, error)
+        self._delivery.discard()
+        if bad and self._stop_on_bad_partition:
+            self._ownership.retried(bad)
+            raise next(iter(bad.values()))
+
+    def _retry_bad(self) -> None:
+        """Tell again of what is still bad, and try again what may have passed."""
+        now = time.monotonic()
+        for partition in self._ownership.bad():
+            known = self._bad[partition]
+            if now >= known.again_at:
+                known.pause_seconds = min(2 * known.pause_seconds, _BAD_MOST_SECONDS)
+                known.again_at = now + known.pause_seconds
+                self._tell_bad(partition, known.error)
+                if isinstance(known.error, BatchUnreadable):
+                    # The others hold until the row is changed: a log that has grown over an offset that was outside
+                    # of it, say, proves nothing.
+                    self._ownership.retried([partition])
+
+    def _tell_bad(self, partition: Partition, error: ExactlyOnceError) -> None:
+        extra = self._about("partition_bad", partition=partition)
+        logger.error("%s is not read, others are: %s", partition, error, extra=extra)
+
+    def _unreadable(self) -> list[Partition]:
+        """Return the partitions of which everything is applied that could be read."""
+        holdings = self._ownership.holdings.items()
+        return [p for p, h in holdings if h.placed and h.unreadable is not None and h.expected == h.fetched]
+
+    def _reject_unreadable(self) -> None:
+        bad: dict[Partition, ExactlyOnceError] = {}
+        for partition in self._unreadable():
+            holding = self._ownership.holdings[partition]
+            bad[partition] = BatchUnreadable(
+                f"{partition} of group {self._ledger.group_id!r}: the client cannot read on at offset "
+                f"{holding.expected} ({holding.unreadable}). If the log is damaged, restore it from a replica, or skip "
+                f"what cannot be read with: exactly-once reset --topic {partition.topic} "
+                f"--partition {partition.number} --to-offset N"
+            )
+        self._reject(bad)
+
+    def _place(self, client: Consumer) -> None:
+        """Tell the client what to fetch, and from where."""
+        targets = self._ownership.to_place()
+        if not targets:
+            return
+        others = {
+            p: (h.fetched, None)  # the epoch we know is that of what was applied, which may be an older one
+            for p, h in self._ownership.holdings.items()
+            if h.placed and p in self._assignment.fetching
+        }
+        self._delivery.discard()
+        self._assignment.place(client, {p: (h.expected, h.leader_epoch) for p, h in targets.items()}, others)
+        self._ownership.placed(targets)
+        for partition, holding in targets.items():
+            self._checked_at[partition] = holding.expected
+            extra = self._about("placed", partition=partition, offset=holding.expected, owner_epoch=holding.epoch)
+            logger.info("reading %s from offset %s", partition, holding.expected, extra=extra)
+        self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.expected) for p, h in targets.items()]))
+
+    def _prove(self, client: Consumer) -> None:
+        """After a fence: acquire again only when Kafka still counts us as a member."""
+        fenced = self._ownership.to_prove()
+        if not fenced or time.monotonic() < self._not_before:
+            return
+        offsets = {}
+        if not self._mirror.is_proving:
+            rows = self._ledger.look(fenced)
+            # For dashboards, so a look is enough. Where a failover lost the chosen start or the row, 0 was applied.
+            offsets = {r.partition: (r.next_offset or 0, r.leader_epoch) for r in rows}
+            self._ownership.proved(set(fenced) - set(offsets))
+            if not offsets:
+                self._not_before = time.monotonic() + _BUSY_SECONDS
+                return
+        proved = self._mirror.prove(client, offsets)
+        if proved:
+            self._ownership.proved(proved)
+        elif proved is not None:
+            self._not_before = time.monotonic() + _BUSY_SECONDS
+
+    def _recheck_topics(self) -> None:
+        """Compare topic ids with those that the partitions were started with, without waiting."""
+        now = time.monotonic()
+        if self._asked and all(future.done() for future in self._asked.values()):
+            asked, self._asked = self._asked, {}
+            for topic, future in asked.items():
+                self._compare(topic, future)
+        if self._asked:
+            return
+        self.unreachable = self.unreachable if self._ownership.holdings else None
+        due = [t for t in sorted({p.topic for p in self._ownership.owned()}) if now >= self._next_recheck.get(t, 0.0)]
+        self._schedule_recheck(due)
+        self._asked = self._cluster.ask(due)
+
+    def _schedule_recheck(self, topics: Iterable[str]) -> None:
+        for topic in topics:
+            seconds = max(RECHECK_SECONDS, self._starter.size(topic) / PARTITIONS_PER_SECOND)
+            self._next_recheck[topic] = time.monotonic() + seconds * random.uniform(1 - _JITTER, 1)  # noqa: S311
+
+    def _compare(self, topic: str, future: Future[Any]) -> None:
+        try:
+            found = self._cluster.described(topic, future)
+        except (BrokerUnreachable, UnknownTopic) as error:
+            # Of a topic that is gone Kafka takes the partitions away; one made again has another id.
+            self.unreachable = str(error) if isinstance(error, BrokerUnreachable) else None
+            extra = self._about("topic_unchecked") | {"topic": topic}
+            logger.warning("topic id of %r not checked this time: %s", topic, error, extra=extra)
+            return
+        self.unreachable = None
+        held = [p for p in self._ownership.owned() if p.topic == topic]
+        bad = {}
+        for partition in held:
+            try:
+                self._starter.recheck(topic, found, {partition: self._ownership.holdings[partition].topic_id})
+                self._checked_at[partition] = self._ownership.holdings[partition].expected
+            except TopicRecreated as error:
+                bad[partition] = self._and_what_was_read(partition, error)
+        self._reject(bad)
+
+    def _and_what_was_read(self, partition: Partition, error: TopicRecreated) -> TopicRecreated:
+        """Say which messages of the new topic may have been skipped, and which were applied."""
+        since, now = self._checked_at.get(partition), self._ownership.holdings[partition].expected
+        if since is None:
+            return error
+        told = f"It was the old one at offset {since} still"
+        if now > since:
+            told += f"; offsets {since} to {now - 1} were applied since, and may be of the new one"
+        if since > 0:
+            told += f"; of the new one offsets 0 to {since - 1} were not read"
+        return TopicRecreated(f"{error}. {told}")
+
+    def _look_for_us(self, client: Consumer) -> None:
+        """Find out whether we are in the group without partitions: not every protocol calls back for nothing.
+
+        The group itself is never described: where its coordinator is lost that aborts the process (librdkafka's
+        issue 4605).
+        """
+        if self._ownership.holdings:
+            return
+        before, self._generation = self._generation, generation(client)
+        self.is_member = self._generation > 0 and (self.is_member or not self._is_told_of_nothing)
+        if self._generation != before:
+            self._told_at = time.monotonic()  # the group has changed, and what is meant for whom
+
+    def _compare_origins(self, client: Consumer) -> None:
+        """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""
+        owned = {p: self._ownership.holdings[p].epoch for p in self._ownership.owned()}
+        self._compared = {p: epoch for p, epoch in self._compared.items() if owned.get(p) == epoch}
+        new = owned.keys() - self._compared.keys()
+        if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
+            return
+        # Kafka first: what this database has told it, it had stored before.
+        held = self._held_by_kafka(client, new, {p.topic for p in owned})
+        self._mirror.origin = own = self._ledger.origin()
+        if held is None:
+            self._compare_new_from = time.monotonic() + _BUSY_SECONDS
+            return
+        for partition in self._starter.compare(new, held, own):
+            self._settlement.tell_rewound(partition, mirrored=held[partition][0])
+        self._next_comparison = time.monotonic() + COMPARE_SECONDS
+        self._compared.update(owned)
+        for partition in new & held.keys():
+            holding = self._ownership.holdings[partition]
+            if held[partition] != (holding.expected, own):
+                self._mirror.applied(partition, holding.expected, holding.leader_epoch)
+
+    def _held_by_kafka(
+        self, client: Consumer, new: Set[Partition], topics: set[str]
+    ) -> dict[Partition, tuple[int, Origin | None]] | None:
+        """Ask Kafka what it holds; None where its coordinator does not answer in time."""
+        others = [p for p in self._starter.partitions(topics) if p not in new]
+        if len(others) > _COMPARED_AT_MOST:
+            others = random.sample(others, _COMPARED_AT_MOST)  # another one each time
+        asked = [TopicPartition(*p) for p in (*sorted(new), *others)]
+        try:
+            answer = client.committed(asked, timeout=_COMMITTED_SECONDS)
+        except KafkaException as error:
+            extra = self._about("origin_unchecked")
+            logger.info("what Kafka holds is compared with the ledger later: %s", error, extra=extra)
+            return None
+        return {
+            Partition(tp.topic, tp.partition): (tp.offset, origin_of(tp.metadata))
+            for tp in answer
+            if tp.offset >= 0 and tp.error is None
+        }
+
+    def look_anew(self) -> None:
+        """Have the rows looked at by the next step: a partition that was bad may have been mended."""
+        self._next_rows = self._next_look = 0.0
+
+    def _look_at_rows(self) -> None:
+        """Notice a reset or a failover also where no message comes to tell of it, without writing anything."""
+        if time.monotonic() < self._next_rows:
+            return
+        self._next_rows = time.monotonic() + RECHECK_SECONDS
+        quiet_since = time.monotonic() - QUIET_SECONDS
+        self._move(a for a in self._ownership.at_end() if self._ended_at.get(a.partition, 0.0) <= quiet_since)
+        held = self._ownership.owned() + self._ownership.bad()
+        suspicious = self._ownership.suspicious(held, self._ledger.look(held)) if held else []
+        if suspicious:
+            rows, locked = self._unlocked(self._ledger.read, suspicious)
+            self._notice([p for p in suspicious if p not in locked], rows)
+            self._delivery.discard()
+
+    def _move(self, ends: Iterable[Advance]) -> None:
+        """Move the ledger to ends of logs; whatever becomes of that, the next look at the rows tells."""
+        ends = list(ends)
+        if not ends:
+            return
+        # The epoch of the last message may be older than what follows it, and would pass for a log that was rewritten.
+        epochs = self._cluster.leader_epochs([a.partition for a in ends])
+        ends = [replace(a, leader_epoch=epochs.get(a.partition)) for a in ends]
+        try:
+            self._ledger.move_to_ends(ends, lock_seconds=_FREE_SECONDS)
+        except psycopg.Error as error:
+            extra = self._about("end_not_stored", several=ends)
+            logger.info("the ledger was not moved to the ends of its logs: %s", error, extra=extra)
+            return
+        self._ownership.moved_to_end(ends)
+        for end in ends:
+            self._mirror.applied(end.partition, end.next_offset, end.leader_epoch)
+            extra = self._about("moved_to_end", several=[end])
+            logger.info("%s is applied to the end of its log, offset %s", end.partition, end.next_offset, extra=extra)
+
+    def _notice(self, partitions: list[Partition], rows: list[Row]) -> None:
+        """Act on rows that are not as they were left, and tell of them."""
+        expected = {p: self._ownership.holdings[p].expected for p in partitions}
+        mended = set(self._ownership.bad()).intersection(partitions)
+        verdicts = self._ownership.seen(partitions, rows)
+        for partition in mended.difference(self._ownership.bad()):
+            self._bad.pop(partition, None)
+            extra = self._about("partition_changed", partition=partition)
+            logger.warning("the row of %s was changed: trying to read it again", partition, extra=extra)
+        for partition, verdict in verdicts.items():
+            counters = self._settlement.counters
+            counters.fenced += verdict is Verdict.FENCED
+            counters.rewound += verdict is Verdict.REWOUND
+            counters.ahead += verdict is Verdict.AHEAD
+            logger.warning(
+                "%s is not as it was left at offset %s: %s",
+                partition,
+                expected[partition],
+                verdict.value,
+                extra=self._about(verdict.name.lower(), partition=partition, offset=expected[partition]),
+            )
+
+    def _examine_suspects(self) -> None:
+        """Find out why the client could not read on; move, or raise, or just place it again."""
+        if not self._suspects or time.monotonic() < self._next_examination:
+            return
+        # First whether it still is the same topic: no policy may move an offset into another one.
+        for topic in {p.topic for p in self._suspects}:
+            self._compare(topic, self._cluster.ask([topic])[topic])
+        for partition, reason in list(self._suspects.items()):
+            holding = self._ownership.deliverable(partition)
+            if holding is not None and holding.unreadable is None:
+                rows, locked = self._unlocked(self._ledger.read, [partition])
+                if locked:
+                    self._next_examination = time.monotonic() + _BUSY_SECONDS
+                    continue
+                self._notice([partition], rows)
+                logs, trouble = self._cluster.available_ranges([partition])
+                if trouble is not None:  # others are read on meanwhile
+                    self._postpone([partition], trouble)
+                    self._next_examination = self._not_before
+                    continue
+                if self._ownership.deliverable(partition) is holding:
+                    self._reposition(rows[0], logs[partition], reason)
+            # Of one that is placed anew there comes another error if need be.
+            self._suspects.pop(partition, None)
+        self._delivery.discard()
+
+    def _reposition(self, row: Row, log: tuple[int, int], reason: str) -> None:
+        """Read on where the ledger stands, or say why that cannot be."""
+        try:
+            moved = self._starter.in_range(row, log, truncated="truncat" in reason.lower())
+        except OffsetOutOfRange as error:
+            self._reject({row.partition: error})
+            return
+        if moved is None:
+            self._next_rows = 0.0
+            return
+        extra = self._about("repositioned", partition=row.partition, offset=moved.next_offset)
+        logger.warning("%s: reading on at offset %s after: %s", row.partition, moved.next_offset, reason, extra=extra)
+        self._ownership.started(row.partition, moved)
+
+    def _tell(self) -> None:
+        """Call the user's rebalance callbacks, outside of librdkafka's."""
+        while self._news:
+            self._assignment.contain(self._notify)(*self._news.pop(0))

@@ -1,0 +1,192 @@
+"""Observer: looks at the parts of one consumer from outside, for its metrics and its health.
+
+The parts only count; nothing here is called more than once per unit, and what is read from other threads
+is copied in one step first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from exactly_once._log import about
+from exactly_once._model import Partition
+from exactly_once.kafka.admin import Cluster
+from exactly_once.kafka.settings import poll_interval_seconds, reads_committed
+from exactly_once.metrics import table as m
+from exactly_once.metrics.health import Health
+
+from .buffer import Delivery
+from .commit import Settlement
+from .maintenance import Upkeep
+from .partitions import Holding, Ownership, State
+
+logger = logging.getLogger(__name__)
+
+LAG_SECONDS = 1.0
+"""How long one look at the gauges waits for Kafka to tell where the logs end."""
+
+
+class Observer:
+    """Publishes what the parts have counted; answers whether the consumer lives and works."""
+
+    def __init__(
+        self,
+        metrics: m.Metrics | None,
+        kafka: Mapping[str, Any],
+        *,
+        owner_name: str | None,
+        ownership: Ownership,
+        delivery: Delivery,
+        settlement: Settlement,
+        upkeep: Upkeep,
+        cluster: Cluster,
+    ) -> None:
+        self._metrics = metrics
+        self._common = (str(kafka["group.id"]), owner_name or "")
+        self._poll_interval_seconds = poll_interval_seconds(kafka)
+        self._reads_committed = reads_committed(kafka)
+        self._ownership = ownership
+        self._delivery = delivery
+        self._settlement = settlement
+        self._upkeep = upkeep
+        self._cluster = cluster
+        self._made_at = self._polled_at = time.monotonic()
+        self._has_failed = False
+        self.trouble: BaseException | None = None
+        """What the loop waits for to go away."""
+        self._published = [0] * len(_COUNTED)
+        if metrics is not None:
+            for metric, values, _ in _COUNTED:
+                metrics.add(metric, 0, (*self._common, *values))
+            metrics.attach(self.read)
+
+    def turned(self) -> None:
+        """Take note that the loop polls Kafka, and publish what happened since it did the last time."""
+        self._polled_at = time.monotonic()
+        if self._metrics is not None:
+            self._contain(self._publish, self._metrics)
+
+    def close(self) -> None:
+        """Publish the rest, and be read no more."""
+        if self._metrics is not None:
+            self._contain(self._publish, self._metrics)
+            self._contain(self._metrics.detach, self.read)
+
+    def read(self) -> Iterator[m.Sample]:
+        """Read the gauges, from any thread; lag takes up to :data:`LAG_SECONDS`."""
+        holdings = self._holdings()
+        owned = {p: h for p, h in holdings.items() if h.state is State.OWNED}
+        yield m.Sample(m.OWNED, self._common, len(owned))
+        yield m.Sample(m.WAITING, self._common, len(holdings) - len(owned))
+        yield m.Sample(m.BAD, self._common, sum(h.state is State.BAD for h in holdings.values()))
+        yield m.Sample(m.SINCE_COMMIT, self._common, self._since_commit())
+        yield m.Sample(m.SINCE_POLL, self._common, time.monotonic() - self._polled_at)
+        ends = self._cluster.ends_within(LAG_SECONDS, list(owned), read_committed=self._reads_committed)
+        for partition, end in ends.items():
+            labels = (*self._common, partition.topic, str(partition.number))
+            yield m.Sample(m.LAG, labels, max(0, end - owned[partition].applied))
+
+    def health(self, *, is_subscribed: bool, is_stopping: bool) -> Health:
+        """Say how the consumer is, from any thread and without asking any server."""
+        holdings = self._holdings()
+        since_poll = time.monotonic() - self._polled_at
+        is_alive = since_poll <= self._poll_interval_seconds or not is_subscribed
+        waiting = tuple(sorted(p for p, h in holdings.items() if h.state is not State.OWNED))
+        bad = tuple((*p, _text(h.error)) for p, h in sorted(_bad(holdings), key=lambda each: each[0]))
+        reasons = tuple(self._reasons(holdings, is_subscribed=is_subscribed, is_stopping=is_stopping))
+        if not is_alive:
+            reasons += (f"the loop has not polled for {since_poll:.0f} s, which is beyond max.poll.interval.ms",)
+        return Health(
+            is_alive=is_alive,
+            is_ready=not reasons,
+            reasons=reasons,
+            owned=tuple(sorted(holdings.keys() - set(waiting))),
+            waiting=waiting,
+            bad=bad,
+            seconds_since_commit=self._since_commit(),
+            seconds_since_poll=since_poll,
+        )
+
+    def _reasons(
+        self, holdings: Mapping[Partition, Holding], *, is_subscribed: bool, is_stopping: bool
+    ) -> Iterator[str]:
+        """Say what keeps the consumer from its work."""
+        if is_stopping:
+            yield "it is stopping or has ended"
+        elif not is_subscribed:
+            yield "it has not subscribed yet"
+        else:
+            trouble = self._settlement.failed or self.trouble
+            if trouble is not None:
+                yield _text(trouble)
+            bad = dict(_bad(holdings))
+            waiting = sorted(p for p, h in holdings.items() if h.state is not State.OWNED and p not in bad)
+            if waiting:
+                yield f"waiting for {', '.join(map(str, waiting))}"
+            for partition, holding in bad.items():
+                yield f"{partition} is not read: {_text(holding.error)}"
+            if self._upkeep.unreachable is not None:
+                yield self._upkeep.unreachable
+            if not self._upkeep.is_member:
+                yield "Kafka has not assigned partitions yet"
+
+    def _holdings(self) -> dict[Partition, Holding]:
+        return self._ownership.holdings.copy()  # in one step: the loop goes on in its own thread
+
+    def _since_commit(self) -> float:
+        return time.monotonic() - (self._settlement.committed_at or self._made_at)
+
+    def _publish(self, metrics: m.Metrics) -> None:
+        for number, (metric, values, count) in enumerate(_COUNTED):
+            known, now = self._published[number], count(self._settlement, self._delivery)
+            if now != known:
+                self._published[number] = now
+                metrics.add(metric, now - known, (*self._common, *values))
+                if metric is m.UNITS:
+                    self._publish_timing(metrics)
+
+    def _publish_timing(self, metrics: m.Metrics) -> None:
+        unit_seconds, commit_seconds = self._settlement.timing
+        metrics.observe(m.UNIT_SECONDS, unit_seconds, self._common)
+        if commit_seconds is not None:
+            metrics.observe(m.COMMIT_SECONDS, commit_seconds, self._common)
+
+    def _contain(self, call: Callable[..., object], argument: object) -> None:
+        """Call what is not ours: it may fail, and no unit is to suffer from that."""
+        try:
+            call(argument)
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                extra = about("metrics_failed", group=self._common[0])
+                logger.exception("metrics could not be published; this is said once", extra=extra)
+
+
+def _bad(holdings: Mapping[Partition, Holding]) -> list[tuple[Partition, Holding]]:
+    return [(p, h) for p, h in holdings.items() if h.state is State.BAD]
+
+
+def _text(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"
+
+
+_Count = Callable[[Settlement, Delivery], int]
+
+_COUNTED: tuple[tuple[m.Metric, tuple[str, ...], _Count], ...] = (
+    (m.UNITS, (), lambda s, _: s.counters.committed),
+    (m.MESSAGES, (), lambda s, _: s.counters.messages),
+    (m.REDELIVERED, (), lambda s, _: s.counters.redelivered),
+    (m.FENCED, (), lambda s, _: s.counters.fenced),
+    (m.REWOUND, (), lambda s, _: s.counters.rewound),
+    (m.DEAD_LETTERS, (), lambda s, _: s.counters.dead_letters),
+    (m.UNKNOWN_COMMITS, ("committed",), lambda s, _: s.counters.resolved_committed),
+    (m.UNKNOWN_COMMITS, ("aborted",), lambda s, _: s.counters.resolved_aborted),
+    (m.UNKNOWN_COMMITS, ("fenced",), lambda s, _: s.counters.resolved_fenced),
+    (m.GAPS, (), lambda _, d: d.gaps),
+    (m.DROPPED, ("applied",), lambda _, d: d.dropped - d.not_owned),
+    (m.DROPPED, ("not_owned",), lambda _, d: d.not_owned),
+)
+"""Every counter: metric, values of its labels beyond the common ones, and where the parts count it."""

@@ -1,0 +1,538 @@
+"""Ownership: what this member may do with each partition. A pure state machine, no I/O.
+
+Events come in as method calls; :attr:`Ownership.releases` and the ``to_…`` methods say what has to
+be done next. The consumer's loop does it, and so does the simulator of the tests.
+
+    assigned ──> PENDING ──acquired──> STARTING ──started──> OWNED ──(placed)──> messages flow
+                    ^                      │                   │
+                    └──────proved────── FENCED <───fenced──────┘
+                                          ^
+             found unreadable ──> BAD ────┘ when its row was changed
+    revoked or lost: forgotten from any state, its row is released
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+from uuid import UUID
+
+from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row, Span
+
+
+class State(Enum):
+    """How far this member has come with a partition that Kafka assigned to it."""
+
+    PENDING = "assigned by Kafka, not acquired in the ledger"
+    STARTING = "acquired, its starting offset is being checked"
+    OWNED = "acquired and checked"
+    FENCED = "somebody else acquired it; membership must be proved first"
+    BAD = "it cannot be read until somebody mends it"
+
+
+class Verdict(Enum):
+    """Why an advance did not match a row."""
+
+    MATCHES = "nothing wrong with this row"
+    FENCED = "token or epoch differ"
+    AHEAD = "the row is above what was expected"
+    REWOUND = "the row is below what was expected"
+    MISSING = "there is no row"
+    RECREATED = "the topic id differs"
+
+
+class Left(NamedTuple):
+    """What of a row tells that an operator has changed it."""
+
+    epoch: int
+    next_offset: int | None
+    topic_id: str | None
+    is_halted: bool
+
+
+@dataclass(slots=True)
+class Holding:
+    """A partition that Kafka assigned to this member.
+
+    ``expected`` is the ledger's offset, ``handed_out`` the end of what units were given, ``fetched``
+    the end of what the client delivered; a unit starts only where the first two agree. ``log_end`` is where
+    the client met the end of the log since it was placed, or -1.
+    """
+
+    state: State = State.PENDING
+    token: UUID | None = None
+    epoch: int = 0
+    generation: int = 0
+    """The row's, as it was read last or as a rotation of ours has left it."""
+    advances: int = ROTATE_EVERY
+    """How often the row was advanced since it was rotated. Those of earlier owners are not known: our first rotates."""
+    topic_id: str | None = None
+    cluster_id: str | None = None
+    leader_epoch: int | None = None
+    expected: int = -1
+    handed_out: int = -1
+    fetched: int = -1
+    log_end: int = -1
+    placed: bool = False
+    unreadable: str | None = None
+    """Why the client cannot read on behind ``fetched``; what it delivers all the same is dropped."""
+    previous_instance: UUID | None = None
+    last_applied: int | None = None
+    """The offset after the message that was applied last, if that was since the partition was placed."""
+    gaps: dict[int, int] = field(default_factory=dict)
+    """Where the log has gaps in what was fetched and not committed: the offset after each, and the one before it."""
+    error: Exception | None = None
+    """Why a partition in the state BAD is there."""
+    left: Left | None = None
+    """How the row of a partition in the state BAD looked, or None where there was no row."""
+
+    @property
+    def applied(self) -> int:
+        """Up to where the log is applied: transactional and compacted ones end in offsets without messages."""
+        return max(self.expected, self.log_end) if self.expected == self.fetched else self.expected
+
+    def note_advance(self, generation: int) -> None:
+        """Take note that the row was advanced and is of this generation now."""
+        self.advances = 1 if generation != self.generation else self.advances + 1
+        self.generation = generation
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the ledger may move on to the end of the log, behind offsets that hold no message for us."""
+        return self.state is State.OWNED and self.placed and self.unreadable is None and self.applied > self.expected
+
+
+@dataclass(slots=True)
+class Doubt:
+    """A unit whose outcome is unknown, with every token under which it may still be found."""
+
+    advances: Sequence[Advance]
+    tokens: list[UUID] = field(default_factory=list)
+
+
+class Resolution(Enum):
+    """What became of a unit that was in doubt."""
+
+    COMMITTED = "it had landed"
+    ABORTED = "it will never land"
+    FENCED = "the rows belong to somebody else by now"
+
+
+class Ownership:
+    """The partitions of one member, what it knows of each, and what must be done next."""
+
+    def __init__(self) -> None:
+        self.holdings: dict[Partition, Holding] = {}
+        self.releases: list[tuple[Partition, UUID]] = []
+        self.last_ends: list[Advance] = []
+        """Moves to the end of the log of partitions that are to be released; to be made before that."""
+        self.doubt: Doubt | None = None
+        self.is_unsettled = True
+        """Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done."""
+        self.is_sound = True
+        """Whether no :meth:`changing` was cut short; :meth:`misplaced` makes it sound again."""
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Enclose a change of positions. An exception in it, of a signal handler say, leaves them unsound."""
+        before, self.is_sound = self.is_sound, False
+        yield
+        self.is_sound = before
+
+    @property
+    def is_accounted(self) -> bool:
+        """Whether it is known of every unit what became of it."""
+        return all(h.handed_out == h.expected for h in self.holdings.values() if h.placed)
+
+    # What Kafka says.
+
+    def assigned(self, partitions: Iterable[Partition]) -> None:
+        """Take note of new partitions; they are pending until their rows are acquired."""
+        for partition in partitions:
+            self._replace(partition, Holding())
+
+    def revoked(self, partitions: Iterable[Partition]) -> None:
+        """Forget partitions that were revoked or lost; their rows are to be released."""
+        for partition in partitions:
+            self._forget(partition)
+
+    # What the ledger says.
+
+    def acquired(self, rows: Iterable[Row]) -> None:
+        """Take note of rows that are ours now. They are not read from before :meth:`started`."""
+        for row in rows:
+            holding = self.holdings.get(row.partition)
+            if holding is None:
+                assert row.owner_token is not None
+                self.releases.append((row.partition, row.owner_token))
+                continue
+            holding.state = State.STARTING
+            holding.token, holding.epoch, holding.generation = row.owner_token, row.owner_epoch, row.generation
+            holding.previous_instance = row.previous_instance
+            holding.placed = False
+
+    def started(self, partition: Partition, row: Row) -> None:
+        """Own a partition whose row was checked and has an offset."""
+        holding = self.holdings.get(partition)
+        if holding is None or holding.token != row.owner_token or row.next_offset is None:
+            return
+        holding.topic_id, holding.cluster_id = row.topic_id, row.cluster_id
+        self._go_to(holding, row)
+        # Last: one that an interrupt had left owned without an offset would be read from the end of its log.
+        holding.state = State.OWNED
+
+    def not_started(self, partitions: Iterable[Partition]) -> None:
+        """Give back what was acquired and cannot be started; it is pending again."""
+        for partition in partitions:
+            holding = self.holdings.get(partition)
+            if holding is not None and holding.state is State.STARTING:
+                self._replace(partition, Holding())
+
+    def proved(self, partitions: Iterable[Partition]) -> None:
+        """Allow fenced partitions to be acquired again: Kafka still counts us as their member."""
+        for partition in partitions:
+            holding = self.holdings.get(partition)
+            if holding is not None and holding.state is State.FENCED:
+                holding.state = State.PENDING
+
+    def taken(self, partitions: Iterable[Partition]) -> None:
+        """Take note of rows that somebody took from us while they were checked."""
+        for partition in partitions:
+            holding = self.holdings.get(partition)
+            if holding is not None and holding.state is State.STARTING:
+                self._fence(holding)
+
+    def rejected(self, partition: Partition, error: Exception, row: Row | None = None) -> None:
+        """Stop reading one partition, whose row is to be released, until that row is changed.
+
+        ``row`` is what was acquired; without it the row is as it was left, or there is none.
+        """
+        holding = self.holdings.get(partition)
+        if holding is None:
+            return
+        left = _left(row) if row is not None else None
+        if left is None and holding.state is State.OWNED:
+            left = Left(holding.epoch, holding.expected, holding.topic_id, is_halted=False)
+        holding.placed = False
+        self._replace(partition, Holding(state=State.BAD, error=error, left=left))
+
+    def retried(self, partitions: Iterable[Partition]) -> None:
+        """Acquire bad partitions again, in spite of their error."""
+        for partition in partitions:
+            if partition in self.holdings and self.holdings[partition].state is State.BAD:
+                self.holdings[partition] = Holding()
+                self.is_unsettled = True
+
+    # What the client did.
+
+    def reached_end(self, partition: Partition, offset: int) -> None:
+        """Take note that the client met the end of the log, after all messages before it."""
+        holding = self.deliverable(partition)
+        if holding is not None and holding.unreadable is None:
+            holding.log_end = offset
+
+    def unreadable(self, partition: Partition, reason: str) -> None:
+        """Take note that the client cannot read on; what was fetched before is applied."""
+        holding = self.deliverable(partition)
+        if holding is not None and holding.unreadable is None:
+            holding.unreadable = reason
+
+    def placed(self, partitions: Iterable[Partition]) -> None:
+        """Take note that the client now fetches from the expected offset."""
+        for partition in partitions:
+            holding = self.holdings[partition]
+            holding.placed = True
+            holding.handed_out = holding.fetched = holding.expected
+            holding.log_end, holding.unreadable = -1, None
+            holding.gaps.clear()
+
+    def misplaced(self) -> None:
+        """Distrust every position of the client, after an exception out of poll or consume, or between two lines."""
+        self.is_unsettled = True
+        for holding in self.holdings.values():
+            holding.placed, holding.log_end = False, -1
+        # Nobody goes on with a start that was cut short: what was acquired for it is acquired again.
+        self.not_started(list(self.holdings))
+        self.is_sound = True
+
+    # What becomes of units.
+
+    def hand_out(self, spans: Mapping[Partition, Span]) -> list[Advance]:
+        """Give a batch, which has these spans, to a unit.
+
+        :raises AssertionError: when an earlier unit of a partition was not accounted for, or when the batch does not
+            begin with the first message that was not applied yet.
+        """
+        advances = []
+        for partition in sorted(spans):
+            holding, (begin, end, leader_epoch) = self.holdings[partition], spans[partition]
+            assert holding.state is State.OWNED and holding.token is not None, partition
+            is_next = holding.gaps.get(begin, begin) <= holding.expected <= begin < end
+            if holding.handed_out != holding.expected or not is_next:
+                # Not by assert: python -O must not lose messages.
+                raise AssertionError((partition, holding, spans[partition]))
+            holding.handed_out = end
+            advances.append(
+                Advance(
+                    partition=partition,
+                    token=holding.token,
+                    epoch=holding.epoch,
+                    topic_id=holding.topic_id,
+                    expected=holding.expected,
+                    next_offset=end,
+                    leader_epoch=leader_epoch,
+                    cluster_id=holding.cluster_id,
+                    generation=holding.generation,
+                    rotates=holding.advances >= ROTATE_EVERY,
+                    after=holding.last_applied,
+                )
+            )
+        return advances
+
+    def committed(self, advances: Sequence[Advance]) -> None:
+        """Move on: the unit and its offsets are durable."""
+        generations = _generations(advances)
+        for advance in advances:
+            holding = self._held(advance)
+            if holding is not None:
+                self._move_on(holding, advance, generations[advance.partition])
+
+    def moved_to_end(self, advances: Sequence[Advance]) -> None:
+        """Move on to the end of the log, which no unit was needed for."""
+        generations = _generations(advances)
+        for advance in advances:
+            holding = self._held(advance)
+            if holding is not None and holding.fetched == advance.expected:
+                holding.expected = holding.handed_out = holding.fetched = advance.next_offset
+                holding.leader_epoch = advance.leader_epoch
+                holding.note_advance(generations[advance.partition])
+
+    def aborted(self, advances: Iterable[Advance]) -> None:
+        """Take back what a unit was given: it will never land."""
+        for advance in advances:
+            holding = self._held(advance)
+            if holding is not None:
+                holding.handed_out = holding.expected
+
+    def unknown(self, advances: Sequence[Advance]) -> None:
+        """Stop everything until the outcome of this unit is resolved."""
+        self.doubt = Doubt(advances, sorted({a.token for a in advances}))
+
+    def resolved(self, rows: Iterable[Row]) -> Resolution:
+        """Read the outcome of the unit in doubt from its rows, acquired under a fresh token."""
+        assert self.doubt is not None
+        found = {row.partition: row for row in rows}
+        resolution = Resolution.FENCED
+        for advance in self.doubt.advances:
+            row, holding = found.get(advance.partition), self._held(advance)
+            if row is None:
+                self._fence(holding)
+                continue
+            landed = row.next_offset == advance.next_offset
+            resolution = Resolution.COMMITTED if landed else Resolution.ABORTED
+            if holding is None:
+                assert row.owner_token is not None
+                self.releases.append((row.partition, row.owner_token))
+                continue
+            holding.token = row.owner_token
+            if landed:
+                self._move_on(holding, advance, row.generation)
+            elif row.next_offset == advance.expected:
+                holding.handed_out = holding.expected
+            else:
+                self._go_to(holding, row)
+        self.doubt = None
+        return resolution
+
+    def judge(self, advances: Iterable[Advance], rows: Iterable[Row]) -> dict[Partition, Verdict]:
+        """Say for each partition of a short advance what is wrong, and act on it."""
+        found = {row.partition: row for row in rows}
+        verdicts = {}
+        for advance in advances:
+            row = found.get(advance.partition)
+            verdict = verdicts[advance.partition] = verdict_on(advance, row)
+            holding = self._held(advance)
+            if holding is None:
+                continue
+            holding.handed_out = holding.expected
+            if verdict is Verdict.MATCHES and row is not None:
+                holding.generation = row.generation
+            elif verdict is Verdict.FENCED:
+                self._fence(holding)
+            elif verdict in (Verdict.AHEAD, Verdict.REWOUND):
+                assert row is not None
+                self._go_to(holding, row)
+            elif verdict in (Verdict.MISSING, Verdict.RECREATED):
+                self._fence(holding)  # acquiring it tells what is wrong with it
+        return verdicts
+
+    def suspicious(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> list[Partition]:
+        """Return the partitions whose rows, read without a lock, seem not to be as they were left."""
+        found = {row.partition: row for row in rows}
+        return sorted(
+            p for p in partitions if (h := self.holdings.get(p)) is not None and not _is_as_left(h, found.get(p))
+        )
+
+    def seen(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> dict[Partition, Verdict]:
+        """Compare rows that were read under lock between units: a reset or a failover shows here first.
+
+        Act on what is wrong and return it.
+        """
+        found = {row.partition: row for row in rows}
+        verdicts = {}
+        for partition in partitions:
+            row, holding = found.get(partition), self.holdings.get(partition)
+            if holding is None or holding.state not in (State.OWNED, State.BAD) or _is_as_left(holding, row):
+                continue
+            if holding.state is State.BAD:
+                self._fence(holding)
+            elif row is None or row.owner_token != holding.token or row.owner_epoch != holding.epoch:
+                verdicts[partition] = Verdict.FENCED
+                self._fence(holding)
+            elif holding.is_at_end and row.next_offset == holding.applied:
+                # Our own move to the end of the log, of which no answer came.
+                holding.expected = holding.handed_out = holding.fetched = holding.applied
+                holding.leader_epoch = row.leader_epoch
+                holding.note_advance(row.generation)
+            else:
+                is_behind = row.next_offset is None or row.next_offset < holding.expected
+                verdicts[partition] = Verdict.REWOUND if is_behind else Verdict.AHEAD
+                self._go_to(holding, row)
+        return verdicts
+
+    # What to do next.
+
+    def to_acquire(self) -> list[Partition]:
+        """Return the partitions whose rows must be acquired, in locking order."""
+        return self._in_state(State.PENDING)
+
+    def to_prove(self) -> list[Partition]:
+        """Return the partitions for which membership must be proved before they are acquired."""
+        return self._in_state(State.FENCED)
+
+    def to_place(self) -> dict[Partition, Holding]:
+        """Return what the client must be told to fetch, or to fetch from elsewhere."""
+        return {p: h for p, h in self.holdings.items() if h.state is State.OWNED and not h.placed}
+
+    def owned(self) -> list[Partition]:
+        """Return the partitions that are acquired and checked, in locking order."""
+        return self._in_state(State.OWNED)
+
+    def bad(self) -> list[Partition]:
+        """Return the partitions that cannot be read until somebody mends them."""
+        return self._in_state(State.BAD)
+
+    def at_end(self) -> list[Advance]:
+        """Return the moves to the end of the log that are left to be made."""
+        if self.doubt is not None:
+            return []
+        return [_to_end(p, h) for p, h in sorted(self.holdings.items()) if h.is_at_end]
+
+    def deliverable(self, partition: Partition) -> Holding | None:
+        """Return the holding if messages of this partition may be handed to units now."""
+        holding = self.holdings.get(partition)
+        return holding if holding is not None and holding.state is State.OWNED and holding.placed else None
+
+    def tokens(self) -> list[tuple[Partition, UUID]]:
+        """Return all that is ours in the ledger, for a release at the end."""
+        held = [(p, h.token) for p, h in self.holdings.items() if h.token is not None]
+        return sorted(held + self.releases)
+
+    def _in_state(self, state: State) -> list[Partition]:
+        return sorted(p for p, h in self.holdings.items() if h.state is state)
+
+    def _forget(self, partition: Partition) -> None:
+        self._let_go(partition, self.holdings.pop(partition, None))
+
+    def _replace(self, partition: Partition, new: Holding) -> None:
+        """Begin anew with a partition. In one step: one that an exception left without a holding is read by nobody."""
+        old, self.holdings[partition] = self.holdings.get(partition), new
+        self._let_go(partition, old)
+
+    def _let_go(self, partition: Partition, holding: Holding | None) -> None:
+        self.is_unsettled = True
+        if holding is not None and holding.token is not None:
+            if holding.is_at_end and self.doubt is None:
+                self.last_ends.append(_to_end(partition, holding))
+            self.releases.append((partition, holding.token))
+
+    def _held(self, advance: Advance) -> Holding | None:
+        """Find the holding under which the unit began; a newer one of the partition does not count."""
+        holding = self.holdings.get(advance.partition)
+        return holding if holding is not None and holding.token == advance.token else None
+
+    def _fence(self, holding: Holding | None) -> None:
+        self.is_unsettled = True
+        if holding is not None:
+            holding.state, holding.token, holding.placed = State.FENCED, None, False
+            holding.error = holding.left = None
+
+    def _move_on(self, holding: Holding, advance: Advance, generation: int) -> None:
+        holding.note_advance(generation)
+        holding.expected = holding.last_applied = advance.next_offset
+        holding.leader_epoch = advance.leader_epoch
+        if holding.gaps:
+            holding.gaps = {after: before for after, before in holding.gaps.items() if after >= advance.next_offset}
+
+    def _go_to(self, holding: Holding, row: Row) -> None:
+        self.is_unsettled = True
+        if row.next_offset is None:
+            # A failover lost the chosen start: acquire and choose again.
+            holding.state, holding.token, holding.placed = State.PENDING, None, False
+            return
+        holding.expected = holding.handed_out = holding.fetched = row.next_offset
+        holding.generation, holding.leader_epoch, holding.log_end = row.generation, row.leader_epoch, -1
+        holding.placed, holding.last_applied = False, None
+
+
+def verdict_on(advance: Advance, row: Row | None) -> Verdict:
+    """Compare one row, read under lock, with what a unit expected of it: the token first."""
+    if row is None:
+        return Verdict.MISSING
+    if row.owner_token != advance.token or row.owner_epoch != advance.epoch:
+        return Verdict.FENCED
+    if row.topic_id != advance.topic_id:
+        return Verdict.RECREATED
+    if row.next_offset is None or row.next_offset < advance.expected:
+        return Verdict.REWOUND
+    return Verdict.AHEAD if row.next_offset > advance.expected else Verdict.MATCHES
+
+
+def _is_as_left(holding: Holding, row: Row | None) -> bool:
+    """Compare a row with what this member knows of it; what is being acquired is not compared."""
+    if holding.state is State.BAD:
+        return (None if row is None else _left(row)) == holding.left
+    if holding.state is not State.OWNED:
+        return True
+    is_ours = row is not None and row.owner_token == holding.token and row.owner_epoch == holding.epoch
+    return is_ours and row is not None and row.next_offset == holding.expected
+
+
+def _left(row: Row) -> Left:
+    return Left(row.owner_epoch, row.next_offset, row.topic_id, row.halted is not None)
+
+
+def _to_end(partition: Partition, holding: Holding) -> Advance:
+    """Make the move to the end of the log. Its leader epoch is not that of the last message."""
+    assert holding.token is not None
+    return Advance(
+        partition=partition,
+        token=holding.token,
+        epoch=holding.epoch,
+        topic_id=holding.topic_id,
+        expected=holding.expected,
+        next_offset=holding.applied,
+        leader_epoch=None,
+        cluster_id=holding.cluster_id,
+        generation=holding.generation,
+        rotates=holding.advances >= ROTATE_EVERY,
+    )
+
+
+def _generations(advances: Sequence[Advance]) -> dict[Partition, int]:
+    """Say which generations the rows of a unit are of behind it: where one must be rotated, all are."""
+    rotates = any(advance.rotates for advance in advances)
+    return {advance.partition: advance.generation + rotates for advance in advances}

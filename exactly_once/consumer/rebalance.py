@@ -1,0 +1,235 @@
+"""Assignment: librdkafka's rebalance callbacks turned into events, and the client told what to fetch.
+
+Callbacks never raise and never wait: an exception out of them loses messages. A new partition is
+assigned to nothing at first; only when its row was acquired does :meth:`Assignment.place` make the
+client fetch it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+from exactly_once._log import about
+from exactly_once._model import Partition
+
+logger = logging.getLogger(__name__)
+
+_SEEK_SECONDS = 0.5
+_SEEK_WAIT_SECONDS = 0.005
+_METADATA = b"CGMDv2:"
+_TRIES = 3
+"""How often a callback is gone through that exceptions of signal handlers cut short."""
+
+Positions = Mapping[Partition, tuple[int, int | None]]
+"""For each partition the offset to fetch from, and the leader epoch it belongs to."""
+
+
+class Change(Enum):
+    """What Kafka did to the assignment."""
+
+    ASSIGNED = "assigned"
+    REVOKED = "revoked"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One rebalance callback."""
+
+    change: Change
+    partitions: tuple[Partition, ...]
+
+
+class Assignment:
+    """What the client really fetches; differs from what Kafka assigned while rows are acquired."""
+
+    def __init__(self, *, incremental: bool, group_id: str) -> None:
+        self._group_id = group_id
+        self.is_incremental = incremental
+        """Whether rebalances are incremental. Learnt from the client where its configuration does not tell."""
+        self.events: deque[Event] = deque()
+        self.failures: deque[BaseException] = deque()
+        self.fetching: set[Partition] = set()
+        self.paused = False
+
+    def subscribe(self, client: Consumer, topics: list[str]) -> None:
+        """Subscribe the client with callbacks that record and return."""
+        client.subscribe(
+            topics,
+            on_assign=self._callback(Change.ASSIGNED, self._hold_back),
+            on_revoke=self._callback(Change.REVOKED, self._let_go),
+            on_lost=self._callback(Change.LOST, self._let_go),
+        )
+
+    def contain(self, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a callback of the user: what it raises is raised by the loop instead."""
+
+        def contained(*args: Any) -> Any:
+            try:
+                return callback(*args)
+            except BaseException as error:  # noqa: BLE001 - out of a callback it would lose messages
+                self.failures.append(error)
+                return None
+
+        return contained
+
+    def place(self, client: Consumer, targets: Positions, others: Positions) -> None:
+        """Make the client fetch ``targets`` from their offsets, and go on with ``others``.
+
+        Only ``others`` tells an eager client where the rest stands, whose assignment is always whole.
+        """
+        # The client is asked, because an interruption may have come between it and our own notes.
+        assigned = _assigned(client)
+        again = [p for p in targets if p in assigned]
+        if self.is_incremental:
+            if again:
+                client.incremental_unassign(_bare(again))
+            client.incremental_assign(_positions(targets))
+        else:
+            client.assign(_positions({**others, **targets}))
+        self.fetching.update(targets)
+        self._seek(client, _positions({p: place for p, place in targets.items() if place[1] is not None}))
+        if self.paused:
+            client.pause(_bare(self.fetching))
+        else:
+            # A pause outlives a revocation: a partition that comes back may still be paused.
+            client.resume(_bare(targets))
+
+    def takes(self, partitions: Iterable[Partition]) -> bool:
+        """Tell whether an event that was not applied yet takes one of these away."""
+        taken = {p for event in self.events if event.change is not Change.ASSIGNED for p in event.partitions}
+        return not taken.isdisjoint(partitions)
+
+    def pause(self, client: Consumer) -> None:
+        """Stop fetching, so that polling only keeps the membership alive."""
+        if not self.paused:
+            self.paused = True
+            client.pause(_bare(self.fetching))
+
+    def resume(self, client: Consumer) -> None:
+        """Fetch again."""
+        if self.paused:
+            client.resume(_bare(self.fetching))
+            self.paused = False
+
+    def _callback(
+        self, change: Change, act: Callable[[Consumer, list[Partition]], None]
+    ) -> Callable[[Consumer, list[TopicPartition]], None]:
+        def callback(client: Consumer, assigned: list[TopicPartition]) -> None:
+            is_recorded = False
+            # A signal handler may raise here, too, and nobody would ever read what was assigned then: once more.
+            for _ in range(_TRIES):
+                try:
+                    partitions = [Partition(tp.topic, tp.partition) for tp in assigned]
+                    if not is_recorded:
+                        self.events.append(Event(change, tuple(partitions)))
+                        is_recorded = True
+                    return act(client, partitions)
+                except BaseException as error:  # noqa: BLE001 - out of a callback it would lose messages
+                    self.failures.append(error)
+                    if isinstance(error, KafkaException):
+                        return None
+            return None
+
+        return callback
+
+    def _hold_back(self, client: Consumer, partitions: list[Partition]) -> None:
+        """Accept the assignment without fetching anything of it."""
+        if self.is_incremental:
+            self._either(client.incremental_assign, client.assign)
+        else:
+            self.fetching.clear()
+            self._either(client.assign, client.incremental_assign)
+
+    def _let_go(self, client: Consumer, partitions: list[Partition]) -> None:
+        """Unassign exactly what was really assigned, also when that is nothing."""
+        if self.is_incremental:
+            assigned = _assigned(client)
+            client.incremental_unassign(_bare(p for p in partitions if p in assigned))
+            self.fetching.difference_update(partitions)
+        else:
+            client.unassign()
+            self.fetching.clear()
+
+    def _either(self, call: Callable[[list[TopicPartition]], None], other: Callable[..., None]) -> None:
+        """Assign nothing; where the configuration misled us about the protocol, use the other call."""
+        try:
+            call([])
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._STATE:
+                raise
+            self.is_incremental = not self.is_incremental
+            kind = "incremental" if self.is_incremental else "eager"
+            logger.info("rebalances of this client are %s", kind, extra=about("protocol_learned", group=self._group_id))
+            other([])
+
+    def _seek(self, client: Consumer, positions: list[TopicPartition]) -> None:
+        """Have the broker check leader epochs, which an assign does not do: a log may have been rewritten."""
+        # The client's own thread takes a few milliseconds to begin with what was assigned. Nobody polls meanwhile, so
+        # all partitions wait together, and not one after the other.
+        deadline = time.monotonic() + _SEEK_SECONDS
+        while positions:
+            positions = [position for position in positions if not _sought(client, position)]
+            if not positions or time.monotonic() >= deadline:
+                break
+            time.sleep(_SEEK_WAIT_SECONDS)
+        for position in positions:
+            logger.warning(
+                "the leader epoch of %s was not checked: the client did not begin to fetch in time",
+                position,
+                extra=about(
+                    "epoch_unchecked",
+                    group=self._group_id,
+                    partition=Partition(position.topic, position.partition),
+                    offset=position.offset,
+                ),
+            )
+
+
+def generation(client: Consumer) -> int:
+    """Return the generation of the group, or the member epoch, in which this client is a member; else 0 or -1.
+
+    It asks no server. The client gives it only inside what it passes on to transactional producers, whose format has
+    been ``CGMDv2:``, the number, and names since librdkafka 1.6; -1 where that has changed.
+    """
+    metadata = client.consumer_group_metadata()
+    if not isinstance(metadata, bytes) or not metadata.startswith(_METADATA):
+        return -1
+    return int.from_bytes(metadata[len(_METADATA) : len(_METADATA) + 4], sys.byteorder, signed=True)
+
+
+def _sought(client: Consumer, position: TopicPartition) -> bool:
+    try:
+        client.seek(position)
+    except KafkaException as error:
+        # Outdated: the client's own thread was just then beginning with what was assigned.
+        if error.args[0].code() not in (KafkaError._STATE, KafkaError._OUTDATED):  # noqa: SLF001 - its public name
+            raise
+        return False
+    return True
+
+
+def _assigned(client: Consumer) -> set[Partition]:
+    return {Partition(tp.topic, tp.partition) for tp in client.assignment()}
+
+
+def _bare(partitions: Iterable[Partition]) -> list[TopicPartition]:
+    return [TopicPartition(*p) for p in sorted(partitions)]
+
+
+def _positions(positions: Positions) -> list[TopicPartition]:
+    return [
+        TopicPartition(p.topic, p.number, offset)
+        if epoch is None
+        else TopicPartition(p.topic, p.number, offset, leader_epoch=epoch)
+        for p, (offset, epoch) in sorted(positions.items())
+    ]

@@ -1,0 +1,125 @@
+"""Replay: calls a handler with dead letters, each in one transaction with its mark.
+
+The mark is set first, so it is as durable as whatever else that transaction leaves behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from uuid import UUID
+
+from exactly_once._model import Advance, Partition
+from exactly_once.errors import HandlerCommitted
+from exactly_once.ledger.dead_letters import DeadLetter, settle
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Connection, Session
+from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.transaction import UnitOfWork
+
+from .unit import Unit, apply
+
+_NOBODY = UUID(int=0)
+
+
+class AlreadySettled(Exception):
+    """Another transaction replayed or dropped the dead letter first."""
+
+
+class Replay:
+    """Replays dead letters one by one on a connection of its own."""
+
+    def __init__(self, connect: Callable[[], Connection], *, schema: str, isolation: str = "READ COMMITTED") -> None:
+        self._session = Session(connect, schema=schema, owns_rows=False)
+        self._isolation = isolation
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._session.close()
+
+    def replay(self, letter: DeadLetter, handler: Callable[[Unit], object]) -> bool:
+        """Call the handler with one message and mark the letter as replayed; both are durable, or nothing is.
+
+        Return False when the letter was settled by somebody else meanwhile. What the handler raises propagates
+        and leaves the letter dead.
+
+        :raises HandlerCommitted: when the handler committed by itself; the letter is marked then.
+        """
+        ledger = Ledger(self._session, group_id=letter.group_id, owner_kind="consumer")
+        work = UnitOfWork(ledger, isolation=self._isolation)
+        advance = _place(letter)
+        # Workers may wait for a row of the handler's, and must not take a slow one for a frozen process.
+        watcher = Watcher(
+            self._session.connect,
+            schema=self._session.schema,
+            group_id=letter.group_id,
+            instance=self._session.instance,
+        )
+        settlement = _Settlement(letter, work, watcher)
+        unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, settle=settlement)
+        try:
+            apply(handler, unit)
+        except AlreadySettled:
+            return False
+        finally:
+            watcher.close()
+        return True
+
+
+class _Settlement:
+    """Begins, commits and undoes the unit of one dead letter."""
+
+    def __init__(self, letter: DeadLetter, work: UnitOfWork, watcher: Watcher) -> None:
+        self._letter = letter
+        self._work = work
+        self._watcher = watcher
+
+    def begin(self, unit: Unit) -> None:
+        try:
+            self._work.begin()
+            assert self._work.begun is not None
+            self._watcher.watch(self._work.begun.pid, connection=self._work.connection)
+            found = settle(self._work.connection, self._letter.id, "replayed", schema=self._work.schema)
+        except BaseException:
+            self._work.roll_back()
+            raise
+        if found is None:
+            self._work.roll_back()
+            raise AlreadySettled
+
+    def join(self, unit: Unit, connection: Connection) -> None:
+        raise AssertionError("the unit was entered before the handler got it")
+
+    def leave(self, unit: Unit) -> None:
+        raise AssertionError("no unit of ours was joined")
+
+    def finish(self, unit: Unit) -> None:
+        try:
+            self._work.commit([])
+        except BaseException as error:
+            if self._work.is_unknown and self._work.fate() == "committed":
+                return
+            self.abandon(unit, error)
+            raise
+
+    def abandon(self, unit: Unit, error: BaseException) -> None:
+        self._work.roll_back()
+        if not self._work.is_unknown and self._work.fate() == "committed":
+            raise HandlerCommitted(
+                f"the handler committed by itself while dead letter {self._letter.id} ({self._letter.place}) was "
+                "replayed; the letter is marked as replayed. Take COMMIT out of the handler, and see what of its "
+                "effects is there"
+            ) from error
+
+
+def _place(letter: DeadLetter) -> Advance:
+    """Name the message's partition to the unit; nothing of the ledger moves."""
+    return Advance(
+        partition=Partition(letter.topic, letter.partition),
+        token=_NOBODY,
+        epoch=0,
+        topic_id=letter.topic_id,
+        cluster_id=letter.cluster_id,
+        expected=letter.message_offset,
+        next_offset=letter.message_offset + 1,
+        leader_epoch=letter.leader_epoch,
+    )

@@ -1,0 +1,360 @@
+"""Service: what ``run`` adds to the loop: retries, poison, and an orderly end on signals."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Literal
+
+import tenacity
+from confluent_kafka import Message
+
+from exactly_once._log import about
+from exactly_once._model import Partition
+from exactly_once.errors import PoisonMessage, Redelivered, TransactionAborted
+from exactly_once.ledger.dead_letters import DeadLetterLimit, enforce
+from exactly_once.ledger.outcome import Fault, driver_error, may_be_data
+from exactly_once.ledger.retry import Stop
+
+from .bisection import Search
+from .unit import Unit, apply, call
+from .units import Units
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_IN_FAILED_TRANSACTION = "25P02"
+_HOW_ON = 'on_poison="dead-letter" sets such messages aside'
+_SWALLOWED = "it cannot be set aside, because a SQL error was swallowed, and nobody knows whose fault that was"
+
+
+OnPoison = Literal["stop", "dead-letter"] | Callable[[Unit, Message, Exception], object]
+"""What becomes of a message that cannot be applied. A callable is called in the transaction that skips it."""
+
+
+@dataclass(slots=True)
+class _Suspect:
+    """A message that failed alone."""
+
+    partition: Partition
+    offset: int
+    tries: int = 0
+    """How often it was tried alone, for whatever reason it failed."""
+    failures: int = 0
+    """How often of these the handler or the message was at fault."""
+    poison: Exception | None = None
+    """What it is to be set aside for, once that is decided."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.partition} offset {self.offset}"
+
+    def is_first_of(self, unit: Unit) -> bool:
+        return _first(unit) == (self.partition, self.offset)
+
+    def is_only_one_of(self, unit: Unit) -> bool:
+        return len(unit.messages) == 1 and self.is_first_of(unit)
+
+
+class Service:
+    """Calls the handler unit by unit; tries again what is nobody's fault, and sets poison aside."""
+
+    def __init__(
+        self,
+        units: Units,
+        handler: Callable[[Unit], object],
+        *,
+        retrying: tenacity.Retrying,
+        stopping: Stop,
+        on_poison: OnPoison,
+        attempts: int,
+        limit: DeadLetterLimit,
+    ) -> None:
+        self._units = units
+        self._handler = handler
+        self._retrying = retrying
+        self._stopping = stopping
+        self._on_poison = on_poison
+        self._attempts = attempts
+        self._limit = limit
+        self._search = Search()
+        self._suspect: _Suspect | None = None
+        self._doubts: list[_Suspect] = []
+        """Messages that failed alone by what any other message may meet as well, in their order."""
+        self._searched: dict[Partition, int] = {}
+        """Up to where the batch goes that is searched for its poison."""
+        self._has_landed = False
+        """Whether the handler could apply a part of it."""
+        self._found = 0
+        """How many messages of it were set aside."""
+        self._named: tuple[Partition, int] | None = None
+        """The message that the last error named, until it was tried alone."""
+
+    def run(self) -> None:
+        """Serve until the iteration ends."""
+        try:
+            while self._retrying(self._one):
+                pass
+        except Redelivered:
+            # Stopped while waiting for a server: nothing was stored, the next owner goes on from there.
+            if not self._stopping.is_set:
+                raise
+
+    def _one(self) -> bool:
+        """Serve one unit; return whether there was one."""
+        self._units.max_messages = len(self._doubts) + 1 if self._doubts else self._search.max_messages
+        unit = next(self._units, None)
+        if unit is None:
+            return False
+        suspect = self._suspect
+        if self._doubts and self._doubts[0].is_first_of(unit):
+            if not self._decide(unit):
+                return True
+        elif suspect is not None and suspect.poison is not None and suspect.is_only_one_of(unit):
+            self._set_aside(unit, suspect)
+        elif self._apply(unit):
+            self._has_landed = True
+        else:
+            return True
+        self._suspect, self._doubts = None, []
+        self._search.landed(len(unit.sent))
+        self._end_search(unit)
+        return True
+
+    def _apply(self, unit: Unit) -> bool:
+        """Call the handler; return False when its messages are to be tried in smaller units, or set aside."""
+        try:
+            apply(self._handler, unit)
+        except Exception as error:
+            is_alone = len(unit.messages) == 1
+            if is_alone:
+                self._suspect = suspect = self._suspect_in(unit)
+                suspect.tries += 1
+            # Where others of the same batch were applied, it was not a table or a grant that is missing.
+            has_landed = self._has_landed and self._is_searched(unit)
+            is_data = _is_doubtful(unit, error) and (not is_alone or has_landed)
+            is_doubtful = is_alone and not is_data and _is_doubtful(unit, error) and self._on_poison != "stop"
+            if not (unit.fault is Fault.HANDLER or is_data or is_doubtful):
+                if is_alone and _is_doubtful(unit, error):
+                    # Nobody can tell whether it is the message's, but whoever mends it must know which one it was.
+                    extra = about("stopped_at", group=unit.work.group_id, partition=suspect.partition)
+                    logger.error("%s fails alone, too: %s", suspect.place, error, extra=extra)
+                raise
+            if (before := _before_named(unit, error)) is not None and not is_alone:
+                self._search.named(len(unit.messages), before)
+                self._named = _place_of(unit, before)
+                return False
+            if not is_alone and not self._is_searched(unit):
+                self._begin_search(unit, error)
+            self._search.failed(len(unit.messages))
+            if is_doubtful:
+                suspect.poison, self._doubts = error, [suspect]
+            elif is_alone:
+                self._condemn(unit, suspect, error)
+            return False
+        if self._named is not None and _first(unit) == self._named:
+            extra = about("named_and_applied", group=unit.work.group_id, several=unit.advances)
+            logger.warning("an error named %s offset %s, which was applied all the same", *self._named, extra=extra)
+            self._named = None
+        return True
+
+    def _begin_search(self, unit: Unit, error: Exception) -> None:
+        self._searched = {advance.partition: advance.next_offset for advance in unit.advances}
+        self._found, self._has_landed = 0, False
+        extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
+        text = "%s: %s; looking for the message in smaller units than %r"
+        logger.warning(text, type(error).__name__, error, unit, extra=extra)
+
+    def _is_searched(self, unit: Unit) -> bool:
+        """Tell whether a unit is a part of the batch that is searched."""
+        return all(a.next_offset <= self._searched.get(a.partition, -1) for a in unit.advances)
+
+    def _end_search(self, unit: Unit) -> None:
+        """Take note of what was committed; tell where that ends a search."""
+        if not self._searched or not self._is_searched(unit):
+            return
+        for advance in unit.advances:
+            if advance.next_offset == self._searched[advance.partition]:
+                del self._searched[advance.partition]
+        if not self._searched:
+            # What was found has been told by name already.
+            level, found = (logging.INFO, self._found) if self._found else (logging.WARNING, "none")
+            extra = about("poison_search_ended", group=unit.work.group_id, several=unit.advances)
+            text = "the search is over: %s of the messages failed alone, the others were applied; the last unit: %r"
+            logger.log(level, text, found, unit, extra=extra)
+
+    def _suspect_in(self, unit: Unit) -> _Suspect:
+        """Return what is known of the only message of a unit."""
+        known = self._suspect
+        return known if known is not None and known.is_only_one_of(unit) else _Suspect(*_first(unit))
+
+    def _condemn(self, unit: Unit, suspect: _Suspect, error: Exception) -> None:
+        """Decide about a message that failed alone.
+
+        :raises Redelivered: when it is to be tried again after a wait.
+        :raises PoisonMessage: when it stops the service.
+        """
+        told = f"{suspect.place}: {type(error).__name__}: {error}"
+        suspect.failures += 1
+        if suspect.failures < self._attempts:
+            raise Redelivered(f"{told} (attempt {suspect.failures} of {self._attempts})") from error
+        why = _SWALLOWED if _is_consequence(error) else _HOW_ON if self._on_poison == "stop" else None
+        if why is not None:
+            raise PoisonMessage(
+                f"{told}. Everything before it is committed; {why}",
+                topic=suspect.partition.topic,
+                partition=suspect.partition.number,
+                offset=suspect.offset,
+            ) from error
+        suspect.poison = error
+
+    def _decide(self, unit: Unit) -> bool:
+        """Set doubtful messages aside together with the next one, which is applied: so nothing was missing for all.
+
+        Return False when the next one fails, too.
+
+        :raises Exception: the first error, when too many are, or when there is no other message to compare them with.
+        """
+        doubts, error = self._doubts, self._doubts[0].poison
+        assert error is not None
+        if len(unit.messages) <= len(doubts) or len(doubts) > self._limit.in_a_row:
+            raise error
+        aside, other = unit.messages[: len(doubts)], unit.messages[len(doubts)]
+        try:
+            with unit:
+                for message, suspect in zip(aside, doubts, strict=True):
+                    self._dispose(unit, message, suspect)
+                unit.messages = (other,)
+                call(self._handler, unit)
+        except Exception as another:
+            is_poison = unit.fault is Fault.HANDLER and self._attempts == 1 and not _is_consequence(another)
+            if not (is_poison or _is_doubtful(unit, another)):
+                raise
+            self._doubts = [*doubts, _Suspect(*_first(unit), tries=1, poison=another)]
+            return False
+        self._has_landed = True
+        for suspect in doubts:
+            self._tell_set_aside(unit, suspect)
+        return True
+
+    def _set_aside(self, unit: Unit, suspect: _Suspect) -> None:
+        (message,) = unit.messages
+        with unit:
+            self._dispose(unit, message, suspect)
+        self._tell_set_aside(unit, suspect)
+
+    def _dispose(self, unit: Unit, message: Message, suspect: _Suspect) -> None:
+        """Do in the open unit what is to be done with a poisonous message."""
+        error = suspect.poison
+        assert error is not None
+        unit.tries_alone = suspect.tries
+        if callable(self._on_poison):
+            self._on_poison(unit, message, error)
+        else:
+            unit.dead_letter(message, error)
+            work = unit.work
+            enforce(self._limit, work.connection, message, schema=work.schema, group_id=work.group_id)
+        unit.tries_alone = None
+
+    def _tell_set_aside(self, unit: Unit, suspect: _Suspect) -> None:
+        self._found += 1
+        self._named = None
+        epochs = {advance.partition: advance.epoch for advance in unit.advances}
+        extra = about(
+            "set_aside",
+            group=unit.work.group_id,
+            partition=suspect.partition,
+            offset=suspect.offset,
+            owner_epoch=epochs[suspect.partition],
+        )
+        error = suspect.poison
+        logger.error("%s was set aside: %s: %s", suspect.place, type(error).__name__, error, extra=extra)
+
+
+class _Stopped(BaseException):
+    """Becomes SystemExit, at which psycopg would ask the server for 10 seconds to cancel a statement."""
+
+
+@contextlib.contextmanager
+def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterator[None]:
+    """Stop on the first SIGTERM or SIGINT; raise SystemExit after ``stop_seconds`` or on the second.
+
+    Wherever the second finds the loop: what waits for a server that stands still would wait for ever, and everything
+    is made to be interrupted between any two lines.
+
+    Does nothing outside of the main thread, where Python allows no signal handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    alarms: list[threading.Timer] = []
+    process = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:
+            # A child that the handler has forked, a worker of a pool say: it ends as it would without us.
+            signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        received.append(number)
+        if len(received) == 1:
+            stop()
+            name = signal.Signals(number).name
+            text = "%s: stopping after the unit in hand, for which at most %g s are waited"
+            logger.info(text, name, stop_seconds, extra=about("stopping"))
+            alarm = threading.Timer(stop_seconds, signal.pthread_kill, [threading.get_ident(), number])
+            alarm.daemon = True
+            alarms.append(alarm)  # before it starts: the second signal may come at any line
+            alarm.start()
+        else:
+            for alarm in alarms:
+                alarm.cancel()  # what is undone now is not to be interrupted by the clock, too
+            raise _Stopped
+
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        with contextlib.suppress(_Stopped):
+            yield
+    finally:
+        for alarm in alarms:
+            alarm.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    # Also where the driver has made another error of it, which is waited for or ends the service as a stop does.
+    if len(received) > 1:
+        raise SystemExit(128 + received[0])
+
+
+def _is_doubtful(unit: Unit, error: Exception) -> bool:
+    """Tell whether an error may be one message's own, or one that every message meets."""
+    return unit.fault is Fault.OTHER and may_be_data(error)
+
+
+def _first(unit: Unit) -> tuple[Partition, int]:
+    """Name the first message of a unit, as the broker sent it: a handler may have changed even its topic."""
+    return _place_of(unit, 0)
+
+
+def _place_of(unit: Unit, index: int) -> tuple[Partition, int]:
+    message = unit.sent.of(unit.messages[index])
+    return Partition(str(message.topic()), message.partition() or 0), message.offset() or 0
+
+
+def _before_named(unit: Unit, error: Exception) -> int | None:
+    """Count the messages before the one that an error names by its ``topic``, ``partition`` and ``offset``."""
+    named = tuple(getattr(error, name, None) for name in ("topic", "partition", "offset"))
+    places = ((m.topic(), m.partition(), m.offset()) for m in unit.messages)
+    return next((index for index, place in enumerate(places) if place == named), None)
+
+
+def _is_consequence(error: Exception) -> bool:
+    """Tell whether an error only says that an earlier one was swallowed."""
+    driver = driver_error(error)
+    return isinstance(error, TransactionAborted) or (driver is not None and driver.sqlstate == _IN_FAILED_TRANSACTION)

@@ -1,0 +1,109 @@
+"""Start-up: the first contact with both servers, waited for, told about, and given up in time."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import psycopg
+
+from exactly_once.errors import ConfigurationError, DatabaseUnreachable, ReadOnly, UnknownTopic
+from exactly_once.kafka.admin import Cluster
+from exactly_once.ledger import migrate as schemas
+from exactly_once.ledger.retry import at_start
+from exactly_once.ledger.session import Session, address, cursor_on, last_row
+from exactly_once.ledger.sql import query
+
+from .options import Options
+
+_LAGGING_SECONDS = 3.0
+"""How long brokers may take to hear of a new topic; seconds, where a cluster is busy."""
+_AGAIN_SECONDS = 0.1
+
+
+def look_at_database(session: Session, options: Options) -> None:
+    """Connect, bring the schema up to date if that was asked for, and check it; a connection may be lost at any of it.
+
+    :raises DatabaseUnreachable: after ``startup_seconds``, or at once for what waiting does not mend.
+    :raises ReadOnly: when the server still takes no writes after ``startup_seconds``.
+    :raises SchemaTooOld: or :raises SchemaTooNew: when this release cannot work with it.
+    """
+
+    def look() -> None:
+        connection = session.connection
+        if connection.info.encoding == "ascii":
+            raise ConfigurationError(
+                "the connection has client_encoding SQL_ASCII, which gives no text; set client_encoding=UTF8"
+            )
+        refuse_read_only(session)
+        if options.migrate:
+            schemas.migrate(connection, options.schema)
+        schemas.check(connection, options.schema)
+
+    try:
+        with naming_grants(options.schema):
+            at_start(
+                look, seconds=options.startup_seconds, what=f"Postgres at {options.database}", group_id=options.group_id
+            )
+    except psycopg.OperationalError as error:
+        reason = " ".join(str(error).split())
+        raise DatabaseUnreachable(f"no connection to Postgres at {options.database}: {reason}") from error
+
+
+@contextlib.contextmanager
+def naming_grants(schema: str) -> Iterator[None]:
+    """Add to what the server refuses in the block, which holds statements of the library only, what mends it."""
+    try:
+        yield
+    except psycopg.errors.InsufficientPrivilege as error:
+        error.add_note(
+            f"the role of the connection lacks grants. exactly-once migrate --schema {schema} --role NAME gives a role "
+            "all that a consumer needs; with --sql it prints them"
+        )
+        raise
+
+
+def look_at_topics(cluster: Cluster, topics: Sequence[str], options: Options) -> None:
+    """Learn the cluster's id and look whether the topics are there.
+
+    :raises BrokerUnreachable: after ``startup_seconds``.
+    :raises UnknownTopic: unless ``wait_for_topics`` was given.
+    """
+
+    def look() -> None:
+        cluster.identify()
+        deadline = time.monotonic() + min(options.startup_seconds, _LAGGING_SECONDS)
+        while not options.wait_for_topics:
+            try:
+                cluster.describe(topics)
+                return
+            except UnknownTopic:
+                # The broker that answers may be behind the one that has made the topic a moment ago.
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_AGAIN_SECONDS)
+
+    at_start(
+        look,
+        seconds=options.startup_seconds,
+        what=f"Kafka at {cluster.servers}",
+        group_id=options.group_id,
+        reason=cluster.reason,
+    )
+
+
+def refuse_read_only(session: Session) -> None:
+    """Look whether the server takes writes; if not, the next connection may lead to one that does.
+
+    :raises ReadOnly: naming host and port.
+    """
+    connection = session.connection
+    (is_read_only,) = last_row(cursor_on(connection).execute(query("is_read_only", session.schema), prepare=False))
+    if is_read_only:
+        place = address(connection)
+        session.discard()
+        raise ReadOnly(
+            f"Postgres at {place} takes no writes: it is a standby, or default_transaction_read_only is on. Name the "
+            "primary, and add target_session_attrs=read-write to the connection string, which finds it among several"
+        )

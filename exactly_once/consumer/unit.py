@@ -1,0 +1,310 @@
+"""Unit: one batch of messages and the transaction in which they take effect, as a user meets it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
+
+from confluent_kafka import Message
+from psycopg import sql
+
+from exactly_once._failpoints import failpoint
+from exactly_once._model import Advance
+from exactly_once.errors import ConfigurationError, UnitNotFinished, WrongProcess
+from exactly_once.ledger import dead_letters
+from exactly_once.ledger.outcome import Fault
+from exactly_once.ledger.session import Connection, lend, take_back
+from exactly_once.ledger.transaction import UnitOfWork
+
+from .buffer import Sent
+from .identity import Identity
+
+if TYPE_CHECKING:
+    import psycopg
+    from psycopg.abc import Params
+
+Statement = LiteralString | bytes | sql.SQL | sql.Composed
+"""What psycopg executes; a string must be a literal, so that no value gets into it but as a parameter."""
+
+
+class Stage(Enum):
+    """How far a unit has come."""
+
+    NEW = "not entered"
+    OPEN = "open"
+    FINISHING = "finishing"
+    JOINED = "in a joined transaction, to be settled by the next iteration"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Settles(Protocol):
+    """What brings a unit to its end."""
+
+    def begin(self, unit: Unit) -> None:
+        """Open the unit's transaction."""
+
+    def join(self, unit: Unit, connection: Connection) -> None:
+        """Have the unit take part in somebody else's transaction."""
+
+    def leave(self, unit: Unit) -> None:
+        """Move the offsets in the joined transaction."""
+
+    def finish(self, unit: Unit) -> None:
+        """Commit the unit, or raise what became of it."""
+
+    def abandon(self, unit: Unit, error: BaseException) -> None:
+        """Undo the unit; raise instead of ``error`` where that says more."""
+
+
+class Unit:
+    """A batch of messages in one transaction: ``with unit:`` commits on leaving.
+
+    An exception in the block rolls everything back, the same messages come again in a new unit, and
+    it always propagates. What is nobody's fault is raised as :class:`~exactly_once.Redelivered`.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        advances: Sequence[Advance],
+        *,
+        attempt: int,
+        work: UnitOfWork,
+        settle: Settles,
+    ) -> None:
+        self.messages = tuple(messages)
+        topics = {advance.partition.topic for advance in advances}
+        self.sent = Sent(self.messages, only_topic=topics.pop() if len(topics) == 1 else None)
+        """The messages as the broker sent them."""
+        self.attempt = attempt
+        self.advances = advances
+        self.work = work
+        self.stage = Stage.NEW
+        self.fault: Fault | None = None
+        """Whose fault it was that the unit failed."""
+        self.dead_letters = 0
+        """How many messages were set aside."""
+        self.is_touched = False
+        """Whether the handler has asked the unit for its connection, or for what goes over it."""
+        self.is_connection_used = False
+        """Whether its connection was used, be it by a framework that has it from elsewhere."""
+        self.is_taken = False
+        """Whether Kafka took partitions of it while it was open."""
+        self.tries_alone: int | None = None
+        """How often its only message was tried alone, where somebody counts."""
+        self._settle = settle
+        self._process = 0
+        self._is_lent = False
+        """Whether somebody else holds the connection too, so that the order of statements is not ours to keep."""
+
+    def __repr__(self) -> str:
+        span = ", ".join(f"{a.partition} {a.expected}..{a.next_offset - 1}" for a in self.advances)
+        return f"<Unit {self.stage.value}: {len(self.messages)} messages, {span}, attempt {self.attempt}>"
+
+    def __enter__(self) -> Self:
+        self._enter()
+        self._settle.begin(self)
+        lend(self.work.connection, self._note_use)
+        self.stage = Stage.OPEN
+        return self
+
+    def _note_use(self) -> None:
+        self.is_connection_used = True
+
+    def _enter(self) -> None:
+        if self.stage is not Stage.NEW:
+            raise UnitNotFinished(f"this unit was entered before: {self!r}; iterate on for the next one")
+        self.stage = Stage.FAILED  # unless it gets further
+        self._process = os.getpid()
+
+    def _check_process(self) -> None:
+        """Keep a child of ours, which has the same connection, from ending the transaction."""
+        if os.getpid() != self._process:
+            raise WrongProcess(
+                f"{self!r} was entered by process {self._process} and left by its child {os.getpid()}: what a handler "
+                "forks must end with os._exit() there; better use subprocess, or multiprocessing with spawn"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._check_process()
+        elif os.getpid() != self._process:
+            return  # a child of the handler ends by an error of its own, sys.exit() perhaps
+        self.stage = Stage.FAILED if error is not None else Stage.FINISHING
+        try:
+            take_back(self.work.connection)
+            if error is not None:
+                self._settle.abandon(self, error)
+            else:
+                failpoint("handled")
+                self._settle.finish(self)
+                self.stage = Stage.DONE
+        finally:
+            if self.stage is Stage.FINISHING:
+                self.stage = Stage.FAILED
+
+    @contextlib.contextmanager
+    def join(self, connection: Connection) -> Iterator[Self]:
+        """Take part in a transaction that you opened on ``connection`` and will end yourself.
+
+        Instead of ``with unit:``. On leaving the block the offsets have moved in your transaction, and nothing
+        is committed. The next iteration finds out what became of it: committed, and the next messages come;
+        rolled back, and the same ones come again. Savepoints must enclose the block entirely.
+
+        :raises UnitNotFinished: by the next iteration, when your transaction is still open then.
+        :raises HandlerCommitted: by the next iteration, when you committed although the block had failed.
+        :raises Redelivered: when another owner has taken the partitions; roll back.
+        """
+        self._enter()
+        self._is_lent = True
+        self._settle.join(self, connection)
+        self.is_touched = True  # what is done in it goes past the unit
+        self.stage = Stage.OPEN
+        try:
+            yield self
+            self._check_process()
+            self.stage = Stage.FINISHING
+            failpoint("handled")
+            self._settle.leave(self)
+        finally:
+            self.stage = Stage.JOINED
+
+    @property
+    def connection(self) -> Connection:
+        """The psycopg connection with the open transaction, for everything that has no shortcut here.
+
+        Savepoints (``with connection.transaction():``) are fine. Inside ``with unit:`` its ``commit()``,
+        ``rollback()``, ``close()`` and ``autocommit`` raise :class:`~exactly_once.TransactionNotYours`.
+
+        What was deferred is executed first, and what is deferred from now on is executed at once.
+
+        :raises UnitNotFinished: outside of the ``with`` block.
+        """
+        connection = self._flushed()
+        self._is_lent = True
+        return connection
+
+    def _flushed(self) -> Connection:
+        """Return the connection after everything that was deferred."""
+        self._check_open()
+        self.work.flush()
+        return self.work.connection
+
+    def _check_open(self) -> None:
+        if self.stage is not Stage.OPEN:
+            raise UnitNotFinished(f"this unit is not open: {self!r}; use it inside `with unit:`")
+        self.is_touched = True
+
+    def execute(self, query: Statement, params: Params | None = None) -> psycopg.Cursor[Any]:
+        """Execute one statement in the transaction and return its cursor."""
+        return self._flushed().execute(query, params)
+
+    def executemany(self, query: Statement, params: Iterable[Params]) -> None:
+        """Execute one statement for each set of parameters, in few round trips."""
+        self._flushed().cursor().executemany(query, params)
+
+    def defer(self, query: Statement, params: Params | None = None) -> None:
+        """Execute one statement later, without its results: with the offsets and COMMIT, in one round trip for all.
+
+        Parameters are converted now, by the server's types as :meth:`execute` does. Statements keep the order of the
+        calls: what was deferred goes before whatever the unit executes next, and at once where ``unit.connection``
+        was used before. Its error is the handler's error, raised then or on leaving the block.
+
+        :raises psycopg.Error: for a value that no adapter takes, or parameters that do not fit the placeholders.
+        :raises UnitNotFinished: outside of the ``with`` block.
+        """
+        self._check_open()
+        if self._is_lent:
+            self.work.connection.execute(query, params)
+        else:
+            self.work.defer(query, params)
+
+    def dead_letter(self, message: Message, error: BaseException | str) -> None:
+        """Set a message of this unit aside, in the transaction: it counts as applied once the unit commits.
+
+        What is stored is what the broker sent, also after ``message.set_value()`` and the like.
+
+        :raises ValueError: when the message's partition is not one of this unit.
+        """
+        message = self.sent.of(message)
+        dead_letters.store(
+            self._flushed(),
+            message,
+            error,
+            schema=self.work.schema,
+            group_id=self.work.group_id,
+            advance=self._advance_of(message),
+            after_offset=self._after(message),
+            attempts=self.attempt if self.tries_alone is None else self.tries_alone,
+        )
+        self.dead_letters += 1
+
+    def identity(self, message: Message) -> Identity:
+        """Name a message of this unit so that every redelivery has the same name: an idempotency key.
+
+        :raises ConfigurationError: when the broker gives no ids; the topic's name alone would not be enough.
+        :raises ValueError: when the message's partition is not one of this unit.
+        """
+        advance = self._advance_of(message)
+        if advance.cluster_id is None or advance.topic_id is None:
+            raise ConfigurationError(
+                f"{dead_letters.place_of(message)} has no identity: the broker gives no id of its topic or cluster. "
+                "Grant DESCRIBE on the topic, or make a key of what the message says"
+            )
+        return Identity(advance.cluster_id, advance.topic_id, advance.partition.number, message.offset() or 0)
+
+    def _after(self, message: Message) -> int:
+        """Return the offset after the message that comes before this one, in whichever unit that was."""
+        before = self.sent.before(message)
+        if before is not None:
+            return before + 1
+        advance = self._advance_of(message)
+        return advance.expected if advance.after is None else advance.after
+
+    def _advance_of(self, message: Message) -> Advance:
+        for advance in self.advances:
+            if advance.partition == (message.topic(), message.partition()):
+                return advance
+        raise ValueError(f"{dead_letters.place_of(message)} does not belong to {self!r}")
+
+    def copy(self, table: str | sql.Identifier, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Append rows to a table by COPY. ``table`` may be qualified: ``"bank.payment"``.
+
+        ``rows`` is read to its end before COPY starts, so that an error in it costs no connection.
+        """
+        rows = list(rows)
+        name = sql.Identifier(*table.split(".")) if isinstance(table, str) else table
+        names = sql.SQL(", ").join(map(sql.Identifier, columns))
+        statement = sql.SQL("COPY {} ({}) FROM STDIN").format(name, names)
+        with self._flushed().cursor() as cursor, cursor.copy(statement) as copy:
+            for row in rows:
+                copy.write_row(row)
+
+
+def apply(handler: Callable[[Unit], object], unit: Unit) -> None:
+    """Call a handler inside of a unit.
+
+    :raises ConfigurationError: when it gave a coroutine or a generator, which has done nothing yet.
+    """
+    with unit:
+        call(handler, unit)
+
+
+def call(handler: Callable[[Unit], object], unit: Unit) -> None:
+    """Call a handler with a unit that is open; raise as :func:`apply` does."""
+    result = handler(unit)
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise ConfigurationError(
+            f"the handler returned {type(result).__name__} {result!r} instead of having its effects: "
+            "write it with def, not async def, and without yield"
+        )

@@ -1,0 +1,120 @@
+"""Units: the iteration over units, and when it is over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from exactly_once._log import about
+from exactly_once._model import Partition
+from exactly_once.errors import BrokerUnreachable
+from exactly_once.kafka.admin import Cluster
+
+from .maintenance import Upkeep
+from .partitions import Holding, Ownership, State
+from .unit import Unit
+
+logger = logging.getLogger(__name__)
+
+
+class Units:
+    """An iterator that an exception does not end: iterate on, and the same messages come again."""
+
+    def __init__(
+        self,
+        next_unit: Callable[[Units], Unit | None],
+        cluster: Cluster,
+        ownership: Ownership,
+        upkeep: Upkeep,
+        *,
+        until_end: bool,
+        idle_seconds: float | None,
+        max_unit_seconds: float,
+    ) -> None:
+        self._next_unit = next_unit
+        self._cluster = cluster
+        self._ownership = ownership
+        self._upkeep = upkeep
+        self.until_end = until_end
+        """Whether the iteration ends where the logs end."""
+        self._idle_seconds = idle_seconds
+        self._ends: dict[Partition, int] = {}
+        self._busy_at = time.monotonic()
+        self.max_messages: int | None = None
+        """How many messages a unit may have at most, below what the consumer's options allow."""
+        self.max_unit_seconds = max_unit_seconds
+        """After a unit that took longer the next one is halved."""
+
+    def __iter__(self) -> Units:
+        return self
+
+    def __next__(self) -> Unit:
+        try:
+            unit = self._next_unit(self)
+        except SystemError as error:
+            # The Kafka client wraps what a signal handler raised during some of its calls.
+            raise error.__cause__ or error from None
+        if unit is None:
+            raise StopIteration
+        return unit
+
+    def came(self) -> None:
+        """Take note that there is something to do."""
+        self._busy_at = time.monotonic()
+
+    def note_ends(self) -> None:
+        """Ask where the logs of partitions that were placed since the last time end now."""
+        holdings = self._ownership.holdings
+        new = [p for p, h in holdings.items() if h.placed and p not in self._ends] if self.until_end else []
+        if not new:
+            return
+        try:
+            self._ends |= self._cluster.ends(new)
+        except BrokerUnreachable as error:
+            extra = about("ends_unknown", several=new)
+            logger.warning("where the logs end is not known yet: %s", error, extra=extra)
+
+    def has_reached_ends(self) -> bool:
+        """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
+        holdings = self._ownership.holdings
+        if not self.until_end or not holdings:
+            return False
+        return all(self._has_reached(partition, h) for partition, h in holdings.items() if h.state is not State.BAD)
+
+    def refuse_bad(self) -> None:
+        """Refuse to end as if all had been read.
+
+        :raises StartError: of the first partition that cannot be read.
+        """
+        for partition in self._ownership.bad():
+            error = self._ownership.holdings[partition].error
+            assert error is not None
+            raise error
+
+    def has_read_all(self) -> bool:
+        """Tell whether nothing more is to come before the ends, be it applied or not."""
+        holdings = self._ownership.holdings
+        return self.until_end and all(
+            h.placed and p in self._ends and max(h.fetched, h.log_end) >= self._ends[p]
+            for p, h in holdings.items()
+            if h.state is not State.BAD
+        )
+
+    def is_left_without(self, *, since: float) -> bool:
+        """Judge, at a moment when a fetch brought nothing, whether nothing will come any more.
+
+        ``since`` is when partitions were paused for the last time.
+        """
+        # Nothing held is also what a member has before and between assignments, and says nothing of what is to come.
+        holdings = self._ownership.holdings
+        can_read = all(h.placed or h.state is State.BAD for h in holdings.values())
+        if not (can_read if holdings else self._upkeep.is_left_idle):
+            self.came()
+        elif self._idle_seconds is not None and time.monotonic() - max(self._busy_at, since) >= self._idle_seconds:
+            return True
+        self.note_ends()
+        return self.until_end and self._upkeep.is_left_idle
+
+    def _has_reached(self, partition: Partition, holding: Holding) -> bool:
+        return holding.placed and partition in self._ends and holding.applied >= self._ends[partition]

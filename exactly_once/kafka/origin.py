@@ -1,0 +1,62 @@
+"""Origin: which database told Kafka an offset, and whether that can have been ours. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from exactly_once._model import MIRRORED
+
+_UNKNOWN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The identity of a ledger, as far as a worker's role may read it."""
+
+    ledger_id: str
+    """Drawn when the schema was made. A copy by dump and restore has the same."""
+    server: str | None = None
+    """The server's system identifier and the database's oid, which tell such a copy from its original."""
+    timeline: int | None = None
+    """Raised by each promotion of a standby, which tells a new primary from the old one."""
+
+    def __str__(self) -> str:
+        return f"{MIRRORED} {self.ledger_id} {self.server or _UNKNOWN} {self.timeline or _UNKNOWN}"
+
+
+class Relation(Enum):
+    """What an offset that Kafka holds says about the ledger."""
+
+    OURS = "this database told it, or nobody knows"
+    REWOUND = "this database told it, and has lost commits since"
+    OTHER = "another database told it"
+    COPY = "a copy of this database told it, which has applied more"
+    OUTLIVED = "this database told it after a failover that this server has missed"
+
+
+def origin_of(metadata: str | None) -> Origin | None:
+    """Read the origin from the metadata of a committed offset; None where there is none."""
+    words = (metadata or "").split()
+    if len(words) < 4 or words[0] != MIRRORED:
+        return None
+    server, timeline = (None if word == _UNKNOWN else word for word in words[2:4])
+    return Origin(words[1], server, int(timeline) if timeline is not None and timeline.isdecimal() else None)
+
+
+def relate(own: Origin, found: Origin | None, *, mirrored: int, stored: int | None) -> Relation:
+    """Compare who told Kafka the offset ``mirrored`` with ourselves, whose ledger is at ``stored``.
+
+    Kafka is told afterwards, so a ledger that is ahead of it is as it should be, and one that is behind is not.
+    """
+    is_behind = mirrored > (stored or 0)
+    if found is None:
+        return Relation.OURS
+    if found.ledger_id != own.ledger_id:
+        return Relation.OTHER
+    if None not in (found.server, own.server) and found.server != own.server:
+        # Moved by dump and restore, or by pg_upgrade: fine if nobody went on with the original.
+        return Relation.COPY if is_behind else Relation.OURS
+    if found.timeline is not None and own.timeline is not None and found.timeline > own.timeline:
+        return Relation.OUTLIVED
+    return Relation.REWOUND if is_behind else Relation.OURS

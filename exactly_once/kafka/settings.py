@@ -1,0 +1,125 @@
+"""The settings of Kafka's clients: which are forced, refused and passed on, and what a topic's name may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from exactly_once.errors import ConfigurationError
+
+_POLL_INTERVAL_MS = 300_000
+
+_TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
+"""What a broker takes for the name of a topic."""
+
+
+OUR_CLIENTS = "exactly_once"
+"""How the ``client.id`` of our clients begins."""
+
+_FORCED = {"enable.auto.commit": False, "enable.auto.offset.store": False, "enable.partition.eof": True}
+_DEFAULTS = {"isolation.level": "read_committed", "fetch.queue.backoff.ms": 10}
+_CALLBACKS = ("error_cb", "stats_cb", "throttle_cb", "on_commit")
+_CONSUMER_ONLY = re.compile(
+    r"group\.|session\.|heartbeat\.|max\.poll\.|enable\.auto|auto\.|fetch\.|queued\.|isolation\.|check\.crcs"
+    r"|partition\.assignment|enable\.partition|coordinator\.query|consume\.callback|max\.partition|offset\.store"
+    r"|statistics\.interval"
+)
+
+
+def client_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings for the consuming client: the caller's, with what the protocol needs.
+
+    Callbacks are left out, they are wired by the assignment.
+
+    :raises ConfigurationError: for a setting that would break the guarantee, naming its key.
+    """
+    settings = {key: value for key, value in kafka.items() if key not in _CALLBACKS}
+    for key, forced in _FORCED.items():
+        if key in settings and _as_bool(settings[key]) is not forced:
+            raise ConfigurationError(
+                f"{key}={settings[key]!r} is refused: offsets live in Postgres, {key} must be {forced}. "
+                "Leave the key out."
+            )
+    if "default.topic.config" in settings:
+        raise ConfigurationError(
+            "default.topic.config is refused: an auto.offset.reset in it would win over ours. "
+            "Give its settings beside the others"
+        )
+    reset = settings.get("auto.offset.reset", "error")
+    if reset != "error":
+        raise ConfigurationError(
+            f"auto.offset.reset={reset!r} is refused: a reset by the client would skip or repeat messages "
+            f"silently. {_instead_of_reset(str(reset))}"
+        )
+    return {**_DEFAULTS, **settings, **_FORCED, "auto.offset.reset": "error"}
+
+
+def client_id(name: str | None) -> str:
+    """Return the ``client.id`` that brokers and librdkafka's log lines show where the settings have none."""
+    return f"{OUR_CLIENTS}.{name}" if name else OUR_CLIENTS
+
+
+def callbacks(kafka: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Return the caller's own callbacks."""
+    return {name: kafka[name] for name in _CALLBACKS if callable(kafka.get(name))}
+
+
+def admin_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that an admin client shares with the consumer: where and as whom."""
+    return {k: v for k, v in kafka.items() if k not in _CALLBACKS and not _CONSUMER_ONLY.match(k)}
+
+
+def is_incremental(kafka: Mapping[str, Any]) -> bool:
+    """Tell whether rebalances of this client are incremental: cooperative-sticky or the new protocol."""
+    if str(kafka.get("group.protocol", "classic")).lower() == "consumer":
+        return True
+    return "cooperative-sticky" in str(kafka.get("partition.assignment.strategy", ""))
+
+
+def calls_back_for_nothing(kafka: Mapping[str, Any]) -> bool:
+    """Tell whether a member that is given no partitions is told so: the new protocol calls back for changes only."""
+    return str(kafka.get("group.protocol", "classic")).lower() != "consumer"
+
+
+def reads_committed(kafka: Mapping[str, Any]) -> bool:
+    """Tell whether messages of open and aborted transactions are left out."""
+    return str(kafka.get("isolation.level", _DEFAULTS["isolation.level"])) == "read_committed"
+
+
+def poll_interval_seconds(kafka: Mapping[str, Any]) -> float:
+    """Return how long Kafka waits for a poll before it takes the partitions away."""
+    try:
+        return float(kafka.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
+    except ValueError:
+        raise ConfigurationError(
+            f"max.poll.interval.ms={kafka['max.poll.interval.ms']!r} is not a number of milliseconds"
+        ) from None
+
+
+def check_topics(topics: Sequence[str]) -> None:
+    """Refuse what is no list of names; a single name would pass for a list of letters."""
+    names: Sequence[object] = topics
+    if isinstance(topics, str) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ConfigurationError(f"topics={topics!r} is not possible; give a list of names: ['payments']")
+    for topic in topics:
+        # Of a pattern the client itself says what is wrong, but that it would stop reading at a NUL.
+        if "\0" in topic or not (topic.startswith("^") or _TOPIC.fullmatch(topic)):
+            raise ConfigurationError(
+                f"{topic!r} cannot be the name of a topic: up to 249 letters and digits of ASCII, '.', '_' and '-'; "
+                "or '^' and a regular expression"
+            )
+    if len(set(topics)) < len(topics):
+        raise ConfigurationError(f"topics={topics!r} names a topic twice")
+
+
+def _instead_of_reset(reset: str) -> str:
+    if reset in ("earliest", "smallest", "beginning"):
+        return 'For a group without offsets say start="earliest"; see also on_out_of_range=.'
+    if reset in ("latest", "largest", "end"):
+        return 'For a group without offsets say start="latest"; see also on_out_of_range=.'
+    return "Say start= for a group without offsets, and on_out_of_range= for offsets outside the log."
+
+
+def _as_bool(value: object) -> bool | None:
+    return {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())

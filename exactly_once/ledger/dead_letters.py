@@ -1,0 +1,237 @@
+"""Dead letters: messages that a handler could not apply, kept whole for an operator.
+
+A worker stores one in the transaction that moves the offset past the message, so a message is applied,
+dead, or still to come, and never two of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any, Literal
+
+import psycopg
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
+from psycopg import sql
+
+from exactly_once._failpoints import failpoint
+from exactly_once._model import Advance, Partition
+from exactly_once.errors import ConfigurationError, TooManyDeadLetters
+
+from .outcome import driver_error
+from .session import Connection, cursor_on
+from .sql import query
+
+Status = Literal["dead", "replayed", "dropped"]
+
+_ERROR_CHARACTERS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetterLimit:
+    """When dead-lettering ends and the worker stops, because it is hardly the messages' fault.
+
+    ``in_a_row`` counts messages of one partition, with none between them that was applied, that are dead and neither
+    replayed nor dropped yet; ``in_window`` all of the group within ``window_seconds``, by the database's clock. Both
+    are counted in the database, so a restart does not begin anew.
+    """
+
+    in_a_row: int = 10
+    in_window: int = 1000
+    window_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) <= 0:
+                raise ConfigurationError(f"{field.name}={getattr(self, field.name)!r} must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """A row of the table: the message as it was, why it is here, and what became of it."""
+
+    id: int
+    group_id: str
+    topic: str
+    partition: int
+    message_offset: int
+    cluster_id: str | None
+    topic_id: str | None
+    leader_epoch: int | None
+    timestamp_type: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+    header_names: list[str] | None
+    header_values: list[bytes | None] | None
+    error_class: str
+    error: str
+    sqlstate: str | None
+    attempts: int
+    dead_at: datetime
+    status: Status
+    settled_at: datetime | None
+    settled_by: str | None
+
+    @property
+    def place(self) -> str:
+        """Where the message was: topic, partition, offset."""
+        return f"{Partition(self.topic, self.partition)} offset {self.message_offset}"
+
+    @property
+    def headers(self) -> list[tuple[str, str | bytes | None]] | None:
+        """The headers in their order, or None where there were none."""
+        if self.header_names is None:
+            return None
+        return list(zip(self.header_names, self.header_values or [], strict=True))
+
+    def message(self) -> Message:
+        """Make the message anew, as the consumer delivered it."""
+        return Message(
+            topic=self.topic,
+            partition=self.partition,
+            offset=self.message_offset,
+            key=self.key,
+            value=self.value,
+            headers=self.headers,
+            timestamp=(self.timestamp_type, self.timestamp_ms),
+            leader_epoch=self.leader_epoch,
+        )
+
+
+COLUMNS = sql.SQL(", ").join(sql.Identifier(field.name) for field in fields(DeadLetter))
+
+
+def store(
+    connection: Connection,
+    message: Message,
+    error: BaseException | str,
+    *,
+    schema: str,
+    group_id: str,
+    advance: Advance,
+    after_offset: int,
+    attempts: int,
+) -> None:
+    """Store a message in the open transaction of its unit.
+
+    Text that the database's encoding lacks, and NUL, is escaped; the message itself is kept byte by byte.
+    """
+    headers = _headers(message)
+    kind, milliseconds = message.timestamp()
+    driver = driver_error(error) if isinstance(error, BaseException) else None
+
+    def text(value: str) -> str:
+        return _storable(value, connection)
+
+    values = {
+        "group_id": group_id,
+        "topic": message.topic(),
+        "partition": message.partition(),
+        "offset": message.offset(),
+        "cluster_id": advance.cluster_id,
+        "topic_id": advance.topic_id,
+        "leader_epoch": message.leader_epoch(),
+        "timestamp_type": kind,
+        "timestamp_ms": milliseconds if kind != TIMESTAMP_NOT_AVAILABLE else -1,
+        "key": _as_bytes(message.key()),
+        "value": _as_bytes(message.value()),
+        "header_names": None if headers is None else [text(name) for name, _ in headers],
+        "header_values": None if headers is None else [_as_bytes(value) for _, value in headers],
+        "error_class": _class_of(error),
+        "error": text(str(error))[:_ERROR_CHARACTERS],
+        "sqlstate": driver.sqlstate if driver is not None else None,
+        "attempts": attempts,
+        "after_offset": after_offset,
+    }
+    cursor_on(connection).execute(query("dead_letter", schema), values, prepare=False)
+    failpoint("dead_lettered")
+
+
+def enforce(limit: DeadLetterLimit, connection: Connection, message: Message, *, schema: str, group_id: str) -> None:
+    """Count what is dead, that message included.
+
+    :raises TooManyDeadLetters: when it is more than the limit allows.
+    """
+    values = {
+        "group_id": group_id,
+        "topic": message.topic(),
+        "partition": message.partition(),
+        "offset": message.offset(),
+        "in_a_row": limit.in_a_row + 1,
+        "window_seconds": limit.window_seconds,
+    }
+    row = cursor_on(connection).execute(query("count_dead_letters", schema), values, prepare=False).fetchone()
+    assert row is not None
+    in_a_row, in_window = row
+    if in_a_row > limit.in_a_row:
+        raise TooManyDeadLetters(
+            f"{place_of(message)} would be dead letter {in_a_row} in a row, {limit.in_a_row} are allowed"
+        )
+    if in_window > limit.in_window:
+        raise TooManyDeadLetters(
+            f"{place_of(message)} would be dead letter {in_window} of group {group_id!r} within "
+            f"{limit.window_seconds:g} s, {limit.in_window} are allowed"
+        )
+
+
+def find(
+    connection: Connection,
+    *,
+    schema: str,
+    group_id: str | None = None,
+    topic: str | None = None,
+    partition: int | None = None,
+    ids: Iterable[int] | None = None,
+    status: Status | None = "dead",
+    limit: int | None = None,
+) -> list[DeadLetter]:
+    """Return dead letters in the order of the log."""
+    parameters = {
+        "group_id": group_id,
+        "topic": topic,
+        "partition": partition,
+        "ids": None if ids is None else list(ids),
+        "status": status,
+        "limit": limit,
+    }
+    cursor = cursor_on(connection)
+    cursor.execute(query("list_dead_letters", schema, columns=COLUMNS), parameters, prepare=False)
+    return [_letter(row) for row in cursor]
+
+
+def settle(connection: Connection, letter_id: int, status: Status, *, schema: str) -> DeadLetter | None:
+    """Take a dead letter off the list in the open transaction; None when it is not on it any more."""
+    cursor = cursor_on(connection)
+    parameters = {"id": letter_id, "status": status}
+    cursor.execute(query("settle_dead_letter", schema, columns=COLUMNS), parameters, prepare=False)
+    row = cursor.fetchone()
+    return None if row is None else _letter(row)
+
+
+def place_of(message: Message) -> str:
+    """Name a message: topic, partition, offset."""
+    return f"{Partition(str(message.topic()), message.partition() or 0)} offset {message.offset()}"
+
+
+def _letter(row: tuple[Any, ...]) -> DeadLetter:
+    return DeadLetter(**dict(zip((field.name for field in fields(DeadLetter)), row, strict=True)))
+
+
+def _headers(message: Message) -> list[tuple[str, str | bytes | None]] | None:
+    headers = message.headers()
+    return list(headers.items()) if isinstance(headers, dict) else headers
+
+
+def _class_of(error: BaseException | str) -> str:
+    return "str" if isinstance(error, str) else f"{type(error).__module__}.{type(error).__qualname__}"
+
+
+def _as_bytes(value: str | bytes | None) -> bytes | None:
+    return value.encode() if isinstance(value, str) else value
+
+
+def _storable(text: str, connection: psycopg.Connection[Any]) -> str:
+    encoding = "utf-8" if connection.info.parameter_status("server_encoding") == "UTF8" else "ascii"
+    return text.replace("\0", "\\x00").encode(encoding, "backslashreplace").decode(encoding)

@@ -1,0 +1,83 @@
+"""Schema: make it, bring it up to date, and refuse to work with one that does not fit."""
+
+from __future__ import annotations
+
+import psycopg
+from psycopg import sql
+
+from exactly_once.errors import ConfigurationError, SchemaTooNew, SchemaTooOld
+
+from .session import Connection, address, cursor_on
+from .sql import grants, latest, migrations, query
+
+VERSION = latest()
+"""The version of the schema that this release was written for."""
+
+
+def migrate(connection: Connection, schema: str = "exactly_once") -> list[int]:
+    """Bring the schema up to date in one transaction; return the migrations that ran.
+
+    Safe to run from any number of processes at once. ``connection`` must be in autocommit mode.
+
+    :raises SchemaTooNew: when the schema is newer than this release can work with.
+    """
+    cursor = cursor_on(connection)
+    with connection.transaction():
+        cursor.execute(query("no_timeouts", schema), prepare=False)
+        cursor.execute(query("migration_lock", schema), {"schema": schema}, prepare=False)
+        found = _installed(cursor, schema)
+        if found is not None:
+            _refuse_too_new(connection, schema, found)
+        todo = {n: ddl for n, ddl in migrations(schema).items() if found is None or n > found[0]}
+        if found is None:
+            cursor.execute(query("create_schema", schema))
+        for ddl in todo.values():
+            cursor.execute(ddl)
+    return list(todo)
+
+
+def as_sql(schema: str = "exactly_once", role: str = "exactly_once_worker") -> str:
+    """Return everything that a new schema needs as text: DDL, then the grants for a worker's role."""
+    create = query("create_schema", schema) + sql.SQL(";")
+    parts = [create, *migrations(schema).values(), grants(schema, role)]
+    return "\n\n".join(part.as_string(None).strip() for part in parts) + "\n"
+
+
+def check(connection: Connection, schema: str = "exactly_once") -> None:
+    """Refuse a schema that this release cannot work with.
+
+    :raises SchemaTooOld: when it is missing or behind; ``exactly-once migrate`` mends it.
+    :raises SchemaTooNew: when a newer release has made it unreadable for this one.
+    """
+    found = _installed(cursor_on(connection), schema)
+    if found is None or found[0] < VERSION:
+        stored = "there is none" if found is None else f"version {found[0]} is there"
+        raise SchemaTooOld(
+            f"schema {schema!r} in {address(connection)}: {stored}, this release needs version {VERSION}. "
+            "Run: exactly-once migrate --conninfo ..., or pass migrate=True"
+        )
+    _refuse_too_new(connection, schema, found)
+
+
+def _refuse_too_new(connection: Connection, schema: str, found: tuple[int, int]) -> None:
+    version, oldest_reader = found
+    if oldest_reader > VERSION:
+        raise SchemaTooNew(
+            f"schema {schema!r} in {address(connection)} has version {version}, which needs a release that knows "
+            f"version {oldest_reader}; this one knows {VERSION}. Upgrade kafka-exactly-once"
+        )
+
+
+def _installed(cursor: psycopg.Cursor[tuple[object, ...]], schema: str) -> tuple[int, int] | None:
+    """Return version and oldest reader, or None when the schema was never made."""
+    row = cursor.execute(query("has_schema", schema), {"schema": schema}, prepare=False).fetchone()
+    if row is None or not row[0]:
+        return None
+    row = cursor.execute(query("version", schema), prepare=False).fetchone()
+    return None if row is None else (int(str(row[0])), int(str(row[1])))
+
+
+def check_schema_name(schema: str) -> None:
+    """Refuse names that Postgres would cut, that are none, or that look like a placeholder to psycopg."""
+    if not schema or len(schema.encode()) > 63 or "\0" in schema or "%" in schema:
+        raise ConfigurationError(f"schema={schema!r} is not the name of a schema (1 to 63 bytes, no %)")

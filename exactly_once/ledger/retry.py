@@ -1,0 +1,160 @@
+"""Retry: what is worth waiting for, and how long, as tenacity's objects."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Self, TypeVar
+
+import psycopg
+import tenacity
+from confluent_kafka import KafkaException
+
+from exactly_once._log import about
+from exactly_once.errors import Ahead, Fenced, ReadOnly, Redelivered, Rewound, Unreachable
+
+from .outcome import Fault, classify, driver_error, is_mistaken
+
+logger = logging.getLogger(__name__)
+
+BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=5.0)
+"""Seconds between tries: up to 0.1, doubling up to 5, each time a random part of it."""
+TOLD_SECONDS = 1.0
+"""After how long a start-up that waits says so: no server that is well takes longer to answer."""
+
+T = TypeVar("T")
+
+
+class Stop:
+    """A request to stop. Not an Event, whose lock a signal handler may find taken by the very thread it interrupted."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self) -> None:
+        """Ask for the stop."""
+        self.is_set = True
+
+
+def is_passing(error: BaseException) -> bool:
+    """Tell whether the loop goes on after an error: a server is away or busy, or messages come again."""
+    return isinstance(error, (Redelivered, ReadOnly)) or is_away(error)
+
+
+def is_away(error: BaseException) -> bool:
+    """Tell whether an error goes away by waiting and asking again: a server that is away or busy."""
+    if isinstance(error, Redelivered):
+        return False  # who asks again with what it holds gets the same answer
+    if isinstance(error, Unreachable):
+        return True
+    if isinstance(error, KafkaException):
+        return bool(error.args[0].retriable())
+    driver = driver_error(error) if isinstance(error, psycopg.Error) else None
+    if driver is None:
+        return False
+    # Without a SQLSTATE the server did not answer: no connection, or a broken one.
+    lost = driver.sqlstate is None and isinstance(driver, psycopg.OperationalError)
+    return classify(driver, connection_lost=lost) in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION)
+
+
+def patiently(
+    *, sleep: Callable[[float], None], stop: Stop, group_id: str, wait: tenacity.wait.wait_base = BACKOFF
+) -> tenacity.Retrying:
+    """Return a retrier that waits by calling ``sleep`` until it works, or ``stop`` is set."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_passing),
+        wait=wait,
+        stop=lambda _: stop.is_set,
+        sleep=sleep,
+        before_sleep=partial(_log, group_id),
+        reraise=True,
+    )
+
+
+def briefly(seconds: float) -> tenacity.Retrying:
+    """Return a retrier for servers that are away, which gives up after so long, with the error itself."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_away),
+        wait=BACKOFF,
+        stop=tenacity.stop_after_delay(seconds),
+        reraise=True,
+    )
+
+
+def waiting(seconds: float, *, group_id: str) -> tenacity.Retrying:
+    """Return a retrier as :func:`briefly` does, which tells what it waits for; what waiting does not mend is raised.
+
+    It belongs around whole transactions: within one that is open a second try gets another error, or a lost connection.
+    """
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_may_start_later),
+        wait=BACKOFF,
+        stop=tenacity.stop_after_delay(seconds),
+        before_sleep=partial(_log, group_id),
+        reraise=True,
+    )
+
+
+def at_start(
+    ask: Callable[[], T], *, seconds: float, what: str, group_id: str, reason: Callable[[], str | None] = lambda: None
+) -> T:
+    """Return what ``ask`` returns, waiting so long for a server as :func:`briefly` does, and tell what is waited for.
+
+    What waiting does not mend, a wrong password or name, is raised at once. ``reason`` is called from another thread,
+    while one try lasts, for what is known by then.
+    """
+    with _Telling(what, group_id, reason) as telling:
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_may_start_later),
+            wait=BACKOFF,
+            stop=tenacity.stop_after_delay(seconds),
+            before_sleep=telling.failed,
+            reraise=True,
+        )(ask)
+
+
+def _may_start_later(error: BaseException) -> bool:
+    return isinstance(error, ReadOnly) or (is_away(error) and not is_mistaken(error))
+
+
+class _Telling:
+    """Tells from a thread of its own, because one question may take long: after a second, then less and less often."""
+
+    def __init__(self, what: str, group_id: str, look: Callable[[], str | None]) -> None:
+        self._what = what
+        self._look = look
+        self._extra = about("waiting", group=group_id)
+        self._reason = "no answer yet"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="exactly_once-start", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def failed(self, state: tenacity.RetryCallState) -> None:
+        """Take note of the reason of a try that failed."""
+        if state.outcome is not None:
+            self._reason = " ".join(str(state.outcome.exception()).split())
+
+    def _run(self) -> None:
+        waited, pause = 0.0, TOLD_SECONDS
+        while not self._over.wait(pause):
+            waited += pause
+            reason = self._look() or self._reason
+            logger.warning("waiting for %s for %.0f s: %s", self._what, waited, reason, extra=self._extra)
+            pause = waited  # told after 1, 2, 4, 8, ... seconds
+
+
+def _log(group_id: str, state: tenacity.RetryCallState) -> None:
+    """Say at once that something is waited for, then less and less often; what happens once is told each time."""
+    count, error = state.attempt_number, state.outcome.exception() if state.outcome is not None else None
+    if isinstance(error, (Rewound, Ahead, Fenced)):
+        logger.warning("%s: %s", type(error).__name__, error, extra=about(type(error).__name__.lower(), group=group_id))
+    elif count & (count - 1) == 0 and error is not None:
+        logger.warning("waiting (try %s): %s", count, error, extra=about("waiting", group=group_id))

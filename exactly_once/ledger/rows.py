@@ -1,0 +1,433 @@
+"""The ledger: the changes of its rows, each one statement over all partitions concerned.
+
+Every method but :meth:`Ledger.advance` opens its own short transaction, in which waiting for a lock is bounded: a lock
+time-out surfaces as ``psycopg.errors.LockNotAvailable``. :meth:`Ledger.inside` is for a transaction that is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
+from dataclasses import replace
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+from psycopg import sql
+
+from exactly_once._log import about
+from exactly_once._model import Advance, OwnerKind, Partition, Row
+from exactly_once.errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
+from exactly_once.kafka.origin import Origin
+
+from .libpq import send
+from .session import Connection, Session, cursor_on, last_row
+from .sql import query
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS = 4.0
+"""How long a change of the ledger waits for rows that another transaction has locked."""
+
+Watch = Callable[[int, Sequence[Partition]], AbstractContextManager[None]]
+
+
+def _unwatched(pid: int, partitions: Sequence[Partition]) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class Ledger:
+    """The rows of one consumer group, seen by one owner.
+
+    ``watch`` is entered around every statement that may wait for another owner's transaction.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        group_id: str,
+        owner_kind: OwnerKind,
+        owner_name: str | None = None,
+        take_over: bool = False,
+        application: str | None = None,
+        watch: Watch = _unwatched,
+    ) -> None:
+        self.session = session
+        self.group_id = group_id
+        self._owner_kind = owner_kind
+        self._owner_name = owner_name
+        self._take_over = take_over
+        self.application = application
+        """Which program applies the messages: written into each row that is acquired."""
+        self._can_identify = True
+        self._inside: Connection | None = None
+        self._watch = watch
+        self._advance = query("advance", session.schema).as_bytes(None)
+        # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
+        # short COMMIT's wait for a synchronous standby, after which it has committed all the same.
+        self.own_time = b"SET LOCAL statement_timeout = 0"
+        """What goes before the advance and the COMMIT of a unit."""
+
+    def inside(self, connection: Connection) -> Ledger:
+        """Return this ledger with changes that become part of the transaction that is open there.
+
+        Whoever has opened that tries again, the whole of it: a second try inside could only meet what the first broke.
+        """
+        joined = copy(self)
+        joined._inside = connection  # noqa: SLF001 - our own
+        return joined
+
+    def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
+        """Return which partitions have rows, and which were ever given one."""
+        with self._changing([]) as cursor:
+            self._run(cursor, "known", topics=list(topics))
+            found = [(Partition(topic, number), has_row) for topic, number, has_row in cursor]
+        return {p for p, has_row in found if has_row}, {p for p, _ in found}
+
+    def existing(self, partitions: Sequence[Partition]) -> set[Partition]:
+        """Return those of the partitions that have a row, and nothing of what is in it."""
+        with self._changing([]) as cursor:
+            self._run(cursor, "existing", **_keys(partitions))
+            return {Partition(topic, number) for topic, number in cursor}
+
+    def has_rows(self) -> bool:
+        """Tell whether the group has a row of any topic."""
+        with self._changing([]) as cursor:
+            self._run(cursor, "has_rows")
+            return bool(last_row(cursor)[0])
+
+    def topic_ids(self, topics: Iterable[str]) -> dict[str, set[str]]:
+        """Return the ids under which the group has rows of topics, where they are known."""
+        found: dict[str, set[str]] = {}
+        with self._changing([]) as cursor:
+            self._run(cursor, "topic_ids", topics=list(topics))
+            for topic, topic_id in cursor:
+                found.setdefault(topic, set()).add(topic_id)
+        return found
+
+    def origin(self) -> Origin:
+        """Ask which database this is. Behind a pooler it may be another server from one question to the next."""
+        cursor = cursor_on(self.session.connection)
+        try:
+            cursor.execute(query("origin" if self._can_identify else "ledger_id", self.session.schema), prepare=False)
+        except (psycopg.errors.InsufficientPrivilege, psycopg.errors.FeatureNotSupported) as error:
+            self._can_identify = False
+            logger.warning(
+                "copies of this database and its old primaries cannot be told from it: %s. GRANT EXECUTE ON FUNCTION "
+                "pg_control_system, pg_walfile_name, pg_current_wal_lsn TO the role of the workers",
+                error,
+                extra=about("origin_unknown", group=self.group_id),
+            )
+            return self.origin()
+        ledger_id, server, timeline = last_row(cursor)
+        return Origin(ledger_id, server, None if timeline is None else int(timeline, 16))
+
+    def offsets(self, topics: Iterable[str]) -> dict[Partition, tuple[int | None, bool]]:
+        """Look at the offsets of topics, and whether an operator has moved each since it was last advanced."""
+        with self._changing([], is_durable=False) as cursor:
+            self._run(cursor, "offsets", topics=list(topics))
+            return {Partition(topic, number): (offset, is_moved) for topic, number, offset, is_moved in cursor}
+
+    def enrol(
+        self,
+        next_offsets: Mapping[Partition, int | None],
+        *,
+        cluster_id: str | None,
+        topic_ids: Mapping[str, str | None],
+    ) -> None:
+        """Make the rows of partitions; those that exist stay as they are."""
+        with self._changing([]) as cursor:
+            self._run(cursor, "enrol_lock")
+            self._run(
+                cursor,
+                "enrol",
+                **_keys(next_offsets),
+                next_offsets=list(next_offsets.values()),
+                topic_ids=[topic_ids.get(p.topic) for p in next_offsets],
+                cluster_id=cluster_id,
+            )
+
+    def acquire(self, partitions: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS) -> list[Row]:
+        """Become the owner of rows and return them.
+
+        Waits for a transaction of the old owner that has advanced, so it never returns a stale offset.
+
+        :raises OwnedBySpark: when a Spark job owns a row; nothing is acquired then. Likewise
+        :raises OwnedByConsumer: when this is a Spark job, and
+        :raises LedgerRowMissing: when there is no row.
+        """
+        with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
+            before = {row.partition: row for row in self._rows(cursor, "read_locked", _keys(partitions))}
+            self._refuse(partitions, before)
+            rows = self._rows(
+                cursor,
+                "acquire",
+                _row_keys(before.values()),
+                token=uuid4(),
+                owner_kind=self._owner_kind,
+                owner_instance=self.session.instance,
+                owner_name=self._owner_name,
+                application=self.application,
+            )
+        return [_with_previous(row, before[row.partition]) for row in rows]
+
+    def look(self, partitions: Sequence[Partition]) -> list[Row]:
+        """Read rows without a lock and without writing: enough for a suspicion, never for an offset."""
+        with self._changing([]) as cursor:
+            return self._rows(cursor, "look", _keys(partitions))
+
+    def read(self, partitions: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS) -> list[Row]:
+        """Read rows under lock: after every transaction that could still change them."""
+        with self._changing(partitions, lock_seconds=lock_seconds, is_durable=False) as cursor:
+            return self._rows(cursor, "read_locked", _keys(partitions))
+
+    def start(self, rows: Iterable[Row]) -> set[Partition]:
+        """Commit chosen starting offsets and ids; return the partitions that were still ours."""
+        rows = list(rows)
+        with self._changing([r.partition for r in rows]) as cursor:
+            self._run(
+                cursor,
+                "start",
+                **_row_keys(rows),
+                tokens=[r.owner_token for r in rows],
+                next_offsets=[r.next_offset for r in rows],
+                leader_epochs=[r.leader_epoch for r in rows],
+                topic_ids=[r.topic_id for r in rows],
+                cluster_id=rows[0].cluster_id if rows else None,
+            )
+            return {Partition(topic, number) for topic, number in cursor}
+
+    def correct(self, row: Row, new_offset: int, *, reason: str) -> bool:
+        """Move one row of ours that is out of range, with an entry in the audit table.
+
+        Return False, with nothing changed, when the row is not ours any more or has moved.
+        """
+        with self._changing([row.partition]) as cursor:
+            self._run(
+                cursor,
+                "correct",
+                topic=row.partition.topic,
+                partition=row.partition.number,
+                generation=row.generation,
+                token=row.owner_token,
+                old_offset=row.next_offset,
+                new_offset=new_offset,
+                reason=reason,
+            )
+            return cursor.rowcount == 1
+
+    def identify(self, tokens: Mapping[Partition, UUID], topic_id: str, *, cluster_id: str | None) -> None:
+        """Fill in the topic id of rows of ours that have none, with an entry in the audit table."""
+        with self._changing(list(tokens)) as cursor:
+            rows = self._rows(cursor, "read_locked", _keys(tokens))
+            self._run(
+                cursor,
+                "identify",
+                **_row_keys(rows),
+                tokens=[tokens[row.partition] for row in rows],
+                topic_ids=[topic_id] * len(rows),
+                cluster_id=cluster_id,
+            )
+
+    def advance(self, connection: Connection, advances: Sequence[Advance], *, xid: str, commit: bool) -> None:
+        """Move the rows of one unit inside its open transaction; COMMIT in the same round trip if asked.
+
+        The server itself raises on a short count, so that a COMMIT behind it is never reached.
+
+        :raises psycopg.Error: with SQLSTATE EO001 for a short count, EO002 in a foreign transaction.
+        """
+        statement = self.advance_statement(connection, advances, xid=xid)
+        send(connection, b"; ".join((self.own_time, statement, b"COMMIT")) if commit else statement)
+
+    def advance_statement(self, connection: Connection, advances: Sequence[Advance], *, xid: str) -> bytes:
+        """Write the one statement that :meth:`advance` executes, for whoever sends others with it."""
+        # Written out instead of bound: only without parameters may two statements share one message.
+        values = {
+            b"xid": b"'%d'" % int(xid),
+            b"group_id": sql.Literal(self.group_id).as_bytes(connection),
+            b"topics": _name_array(tuple([a.partition.topic for a in advances])),
+            b"partitions": _array([a.partition.number for a in advances]),
+            b"generations": _array([a.generation for a in advances]),
+            b"tokens": _token_array(tuple([a.token for a in advances])),
+            b"epochs": _array([a.epoch for a in advances]),
+            b"topic_ids": _name_array(tuple([a.topic_id for a in advances])),
+            b"expected": _array([a.expected for a in advances]),
+            b"next_offsets": _array([a.next_offset for a in advances]),
+            b"leader_epochs": _array([a.leader_epoch for a in advances]),
+            b"rotates": b"true" if any(a.rotates for a in advances) else b"false",
+        }
+        return self._advance % values
+
+    def move_to_ends(self, advances: Sequence[Advance], *, lock_seconds: float) -> None:
+        """Move rows to the ends of their logs, behind offsets without messages, in a transaction of its own.
+
+        :raises psycopg.Error: with SQLSTATE EO001, and nothing moved, when one of them is not as it was left.
+        """
+        with self._changing([], lock_seconds=lock_seconds) as cursor:
+            self._run(cursor, "current_xid")
+            self.advance(cursor.connection, advances, xid=last_row(cursor)[0], commit=False)
+
+    def finish(self, advances: Sequence[Advance]) -> set[Partition]:
+        """Move rows of ours from wherever they stand between ``expected`` and ``next_offset`` to the latter.
+
+        For the Spark sink, whose tasks move them part of the way; return which rows were there.
+        """
+        with self._changing([]) as cursor:
+            rows = {
+                row.partition: row for row in self._rows(cursor, "read_locked", _keys(a.partition for a in advances))
+            }
+            found = [
+                replace(a, expected=row.next_offset, generation=row.generation)
+                for a in advances
+                if (row := rows.get(a.partition)) is not None
+                and (row.owner_token, row.owner_epoch) == (a.token, a.epoch)
+                and row.next_offset is not None
+                and a.expected <= row.next_offset <= a.next_offset
+            ]
+            if found:
+                self._run(cursor, "current_xid")
+                self.advance(cursor.connection, found, xid=last_row(cursor)[0], commit=False)
+            return {a.partition for a in found}
+
+    def resolve(self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float) -> list[Row]:
+        """Acquire our own rows under a fresh token; return those that were still ours.
+
+        The token is added to ``tokens`` before it is sent, so that the call can be repeated when
+        its answer was lost.
+        """
+        tokens.append(uuid4())
+        with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
+            # As text: an application may have registered a loader that gives uuids as strings.
+            keys = _row_keys(self._rows(cursor, "read_locked", _keys(partitions)))
+            return self._rows(cursor, "resolve", keys, token=tokens[-1], tokens=list(map(str, tokens)))
+
+    def release(self, held: Sequence[tuple[Partition, UUID]]) -> None:
+        """Give rows back. Rows that are locked or not ours any more are left alone."""
+        with self._changing([]) as cursor:
+            self._run(cursor, "release", **_keys(p for p, _ in held), tokens=[token for _, token in held])
+
+    def halt(self, advances: Sequence[Advance], *, reason: str) -> set[Partition]:
+        """Forbid anybody to acquire these rows until an operator has reset them, and fence whoever owns them.
+
+        Return which were halted: not those that have moved beyond what was expected of them.
+        """
+        with self._changing([a.partition for a in advances]) as cursor:
+            rows = self._rows(cursor, "read_locked", _keys(a.partition for a in advances))
+            by_partition = {a.partition: a for a in advances}
+            found = [by_partition[row.partition] for row in rows]
+            self._run(
+                cursor,
+                "halt",
+                **_row_keys(rows),
+                tokens=[a.token for a in found],
+                topic_ids=[a.topic_id for a in found],
+                expected=[a.expected for a in found],
+                reason=reason,
+            )
+            return {Partition(topic, number) for topic, number in cursor}
+
+    @contextlib.contextmanager
+    def _changing(
+        self, waiting: Sequence[Partition], *, lock_seconds: float = LOCK_SECONDS, is_durable: bool = True
+    ) -> Iterator[psycopg.Cursor[tuple[Any, ...]]]:
+        if self._inside is not None:
+            yield cursor_on(self._inside)
+            return
+        opening = self.session.ledger_transaction(lock_timeout_seconds=lock_seconds, is_durable=is_durable)
+        with opening as (connection, pid):
+            watching = self._watch(pid, waiting) if waiting else contextlib.nullcontext()
+            with watching:
+                yield cursor_on(connection)
+
+    def _run(self, cursor: psycopg.Cursor[tuple[Any, ...]], name: str, /, **parameters: Any) -> None:
+        statement = query(name, self.session.schema)
+        cursor.execute(statement, {"group_id": self.group_id, **parameters}, prepare=False)
+
+    def _rows(
+        self,
+        cursor: psycopg.Cursor[tuple[Any, ...]],
+        name: str,
+        keys: Mapping[str, Any],
+        **parameters: Any,
+    ) -> list[Row]:
+        self._run(cursor, name, **keys, **parameters)
+        assert cursor.description is not None
+        columns = [column.name for column in cursor.description][2:]
+        return [
+            Row(partition=Partition(topic, number), **dict(zip(columns, rest, strict=True)))
+            for topic, number, *rest in cursor
+        ]
+
+    def _refuse(self, partitions: Iterable[Partition], found: Mapping[Partition, Row]) -> None:
+        """Refuse rows that are missing, or were not released by an owner of the other kind."""
+        for partition in sorted(partitions):
+            row = found.get(partition)
+            if row is None:
+                raise row_missing(self.group_id, partition)
+            if row.owner_token is None or row.owner_kind == self._owner_kind or self._take_over:
+                continue
+            owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
+            age = f"acquired {_ago(row.acquired_seconds_ago)}, last advanced {_ago(row.advanced_seconds_ago)}"
+            error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
+            raise error(
+                f"{partition} of group {self.group_id!r} is owned by {row.owner_kind} ({owner}; {age}) and was not "
+                "released. If that owner has stopped for good, start with take_over=True, or release its rows with: "
+                f"exactly-once hand-over --to {self._owner_kind} --topic {partition.topic}"
+            )
+
+
+def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
+    """Describe a row that should be there."""
+    return LedgerRowMissing(
+        f"the ledger has rows of {partition.topic!r} for group {group_id!r} but none of partition "
+        f"{partition.number}: somebody deleted it. Restore it, or give it an offset with: "
+        f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset N"
+    )
+
+
+def _ago(seconds: float | None) -> str:
+    """Say how long ago something was: in days, hours, minutes and seconds."""
+    return "never" if seconds is None else f"{timedelta(seconds=round(max(seconds, 0.0)))} ago"
+
+
+def _keys(partitions: Iterable[Partition]) -> dict[str, Any]:
+    """Split partitions into the two arrays that every statement takes."""
+    partitions = list(partitions)
+    return {"topics": [p.topic for p in partitions], "partitions": [p.number for p in partitions]}
+
+
+def _row_keys(rows: Iterable[Row]) -> dict[str, Any]:
+    """Split rows into the arrays that statements take behind a lock, or by a grant: the key with its generation."""
+    rows = list(rows)
+    return {**_keys(row.partition for row in rows), "generations": [row.generation for row in rows]}
+
+
+def _with_previous(row: Row, before: Row) -> Row:
+    """Add who had the row: whoever released it is well, only what is taken from somebody may be held up by him."""
+    previous = before.owner_instance if before.owner_token is not None else None
+    return replace(row, previous_instance=previous, previous_application=before.application)
+
+
+def _array(values: list[int] | list[int | None]) -> bytes:
+    """Write numbers and nulls as a literal array."""
+    return f"'{{{','.join(['NULL' if value is None else str(value) for value in values])}}}'".encode()
+
+
+@lru_cache(maxsize=64)
+def _token_array(tokens: tuple[UUID, ...]) -> bytes:
+    """Write tokens as a literal array. They stay the same for many units, and one takes as long as ten numbers."""
+    return f"'{{{','.join(map(str, tokens))}}}'".encode()
+
+
+@lru_cache(maxsize=64)
+def _name_array(names: tuple[str | None, ...]) -> bytes:
+    """Write names as a literal array. Units mostly name the same topics, so the escaping is done once."""
+    if not names:
+        return b"'{}'"
+    return b"ARRAY[" + b",".join(sql.Literal(name).as_bytes(None) for name in names) + b"]"

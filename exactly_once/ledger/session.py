@@ -1,0 +1,511 @@
+"""Session: the one connection of a consumer to Postgres, opened anew when it is lost.
+
+Nothing is ever set for longer than a transaction, so a transaction pooler may stand in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import math
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+from uuid import UUID, uuid4
+from zlib import crc32
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+
+from exactly_once._log import about
+from exactly_once._redaction import without_secrets
+from exactly_once.errors import ConfigurationError, OutcomeLost, TransactionNotYours
+
+from .libpq import send, texts
+from .sql import query
+
+logger = logging.getLogger(__name__)
+
+Connection = psycopg.Connection[Any]
+
+_DEFAULTS = {
+    # A half-open connection is covered by no server time-out. In sum these stay far below the
+    # default max.poll.interval.ms of 300 seconds.
+    "connect_timeout": "10",
+    "keepalives_idle": "15",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+    # In an SQL_ASCII database psycopg would else give bytes for text.
+    "client_encoding": "UTF8",
+}
+_END_WAIT_SECONDS = 2.0
+"""How long a backend may take to end before the caller goes on polling Kafka meanwhile; usually it is milliseconds."""
+_LONGEST_SECONDS = 9999
+"""What four digits can say; whatever may take longer is said to be unbounded."""
+_NOT_YOURS = {
+    "commit": "the unit commits when its block is left",
+    "rollback": "raise an exception to undo the unit, or use `with unit.connection.transaction():` for a part of it",
+    "close": "the connection is the consumer's; `with unit.connection:` ends the transaction, too: take it out",
+    "set_autocommit": "a unit is one transaction",
+}
+"""What ends a unit's transaction from under it, and what to do instead."""
+_OWN = "_exactly_once_own"
+"""Where a connection that is lent keeps what was set on it before, by tracing say."""
+
+
+class Begun(NamedTuple):
+    """A transaction of ours: its id, the backend that runs it, the life of the server in which both are true."""
+
+    xid: str
+    pid: int
+    incarnation: str
+
+
+class StillRunning(psycopg.OperationalError):
+    """A transaction that nobody will end by COMMIT any more, and whose backend is not gone yet: ask again later."""
+
+
+def connector(conninfo: str) -> Callable[[], Connection]:
+    """Return a callable that opens connections to ``conninfo`` as the library needs them.
+
+    :raises ConfigurationError: when libpq cannot read ``conninfo``; its text is not repeated.
+    """
+    try:
+        given = conninfo_to_dict(conninfo)
+    except psycopg.Error:
+        raise ConfigurationError(
+            "conninfo is not a connection string that libpq understands; "
+            "expected postgresql://user@host:port/database or key=value pairs"
+        ) from None
+    _refuse_misread(conninfo, given)
+    complete = make_conninfo("", **{**_DEFAULTS, **given})
+
+    def connect() -> Connection:
+        try:
+            return psycopg.connect(complete, autocommit=True, prepare_threshold=None)
+        except psycopg.errors.ConnectionTimeout as error:  # the only one that does not say which server
+            raise psycopg.errors.ConnectionTimeout(f"{server_of(conninfo)}: {error}") from None
+
+    return hiding(connect)
+
+
+def hiding(connect: Callable[[], Connection]) -> Callable[[], Connection]:
+    """Return ``connect`` with errors that repeat nothing of a password, not even of one that was written wrongly."""
+
+    @functools.wraps(connect)
+    def hidden() -> Connection:
+        try:
+            connection: Any = connect()
+        except psycopg.Error as error:
+            text = without_secrets(str(error))
+            if text == str(error):
+                raise
+            raise type(error)(text) from None
+        if isinstance(connection, psycopg.AsyncConnection) or inspect.isawaitable(connection):
+            if inspect.iscoroutine(connection):
+                connection.close()
+            raise ConfigurationError(
+                f"connect= gave {type(connection).__name__}: the consumer needs psycopg.Connection, not the "
+                "asynchronous one; docs/how-to/fastapi.md shows how both work side by side"
+            )
+        made: Connection = connection
+        return made
+
+    return hidden
+
+
+def server_of(conninfo: str) -> str:
+    """Name host, port and database of a connection string as libpq would fill them in, and nothing else."""
+    defaults = {o.keyword.decode(): o.val.decode() for o in psycopg.pq.Conninfo.get_defaults() if o.val}
+    given = {**defaults, **{k: str(v) for k, v in conninfo_to_dict(conninfo).items() if v}}
+    if "service" in given and "host" not in given:
+        return f"service {given['service']}"
+    hosts = (given.get("host") or given.get("hostaddr") or "(local socket)").split(",")
+    ports = given.get("port", "").split(",")
+    ports = ports * len(hosts) if len(ports) == 1 else ports
+    places = [f"{host}:{port or 5432}" for host, port in zip(hosts, ports, strict=False)]
+    return f"{','.join(places)}/{given.get('dbname') or given.get('user') or ''}"
+
+
+def _refuse_misread(conninfo: str, given: Mapping[str, Any]) -> None:
+    """Refuse what libpq would take for another part than was meant, before an error repeats a piece of a password."""
+    in_uri = re.match(r"postgres(?:ql)?://[^?/]*/([^?]*)", conninfo)
+    names = [name for name in str(given.get("host") or "").split(",") if not name.startswith(("/", "@"))]
+    ports = [port for port in str(given.get("port") or "").split(",") if port]
+    if any("@" in name for name in [*names, in_uri[1] if in_uri else ""]) or not all(p.isdecimal() for p in ports):
+        raise ConfigurationError(
+            "conninfo: the host, the port or the database would contain an '@' or a piece of the password. Write "
+            "characters of a password that mean something in a URI as %40 (@), %3A (:), %2F (/), %3F (?), %23 (#), or "
+            "give it by PGPASSWORD or a password file"
+        )
+
+
+def address(connection: Connection) -> str:
+    """Name host, port and database of a connection, and nothing secret."""
+    info = connection.info
+    return f"{info.host}:{info.port}/{info.dbname}"
+
+
+class Session:
+    """Owns the connection; begins, and finds out what became of, transactions on it."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        *,
+        schema: str,
+        instance: UUID | None = None,
+        owns_rows: bool = True,
+    ) -> None:
+        """``owns_rows`` is False for sessions that own no rows by nature: peers must not take that for a fence."""
+        self.schema = schema
+        self.instance = instance or uuid4()
+        self.connect = hiding(connect)
+        self._owns_rows = owns_rows
+        # Of short changes of the ledger, which the server itself ends if their process freezes.
+        self._marker = sql.Literal(marker_of(self.instance, schema, None))
+        self._connection: Connection | None = None
+        self._closed = False
+        self._refused: set[str] = set()
+        self._begin: dict[tuple[str, float], bytes] = {}
+
+    @property
+    def connection(self) -> Connection:
+        """The live connection, opened if there is none.
+
+        :raises psycopg.OperationalError: when the server cannot be reached.
+        """
+        if self._closed:
+            raise psycopg.OperationalError("this consumer is closed")
+        if self.lost:
+            self.discard()
+            connection = self.connect()
+            try:
+                if connection.info.transaction_status is TransactionStatus.IDLE:
+                    connection.autocommit = True
+                # A pooler accepts clients whose server is away; only an answer tells.
+                connection.execute(query("answer", self.schema), prepare=False)
+            except BaseException:
+                dispose(connection)
+                raise
+            self._connection = connection
+        assert self._connection is not None
+        if not self._connection.autocommit and self._connection.pgconn.transaction_status == TransactionStatus.IDLE:
+            take_back(self._connection)  # an interruption may have left it lent
+            self._connection._autocommit = True  # noqa: SLF001 - as begin() took it away, without asking the server
+        return self._connection
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is no connection that could still be used."""
+        return self._connection is None or is_lost(self._connection)
+
+    def discard(self) -> None:
+        """Close the connection; the next use opens another."""
+        if self._connection is not None:
+            take_back(self._connection)
+            with contextlib.suppress(psycopg.Error):
+                dispose(self._connection)
+        self._connection = None
+
+    def begin(self, isolation: str, *, may_take: float = math.inf) -> Begun:
+        """Open a transaction in one round trip and learn its id; peers leave it alone for ``may_take`` seconds."""
+        self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
+        connection = self.connection
+        xid, pid, incarnation = texts(send(connection, self._beginning(isolation, may_take))[-1])
+        # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
+        # way to say so inside a transaction.
+        connection._autocommit = False  # noqa: SLF001
+        return Begun(xid, int(pid), incarnation)
+
+    def join(self, connection: Connection, *, may_take: float = math.inf) -> Begun:
+        """Learn the transaction that is open on somebody else's connection, and leave our mark on it."""
+        statement = query(
+            "join",
+            self.schema,
+            marker=sql.Literal(f"{marker_of(self.instance, self.schema)}:"),
+            owns_rows=sql.Literal(self._owns_rows),
+            may_take=sql.Literal(may_take),
+            incarnation=self._incarnation,
+        )
+        return Begun(*last_row(cursor_on(connection).execute(statement, prepare=False)))
+
+    def owns(self, connection: Connection) -> bool:
+        """Tell whether this is our own connection."""
+        return connection is self._connection
+
+    @contextlib.contextmanager
+    def ledger_transaction(
+        self, *, lock_timeout_seconds: float, is_durable: bool = True
+    ) -> Iterator[tuple[Connection, int]]:
+        """Run a short transaction that only touches the ledger; yield connection and backend pid.
+
+        Without ``is_durable`` nothing waits for the disk: for what may be lost, and for what only looks.
+        """
+        self.roll_back()  # as above
+        connection = self.connection
+        opening = query(
+            "begin_ledger" if is_durable else "begin_not_durable",
+            self.schema,
+            marker=self._marker,
+            lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),
+        )
+        try:
+            pid, is_read_only = last_row(cursor_on(connection).execute(opening, prepare=False))
+            if is_read_only:  # said at once, because what only looks would never be refused
+                raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes")
+            yield connection, pid
+            connection.execute("COMMIT", prepare=False)
+        except psycopg.errors.ReadOnlySqlTransaction:
+            self.discard()  # this server is not the primary any more; another connection may lead to the one that is
+            raise
+        except BaseException:
+            self.roll_back()
+            raise
+
+    def roll_back(self) -> None:
+        """End whatever transaction is open; a connection that cannot do even that is discarded."""
+        if self._connection is None:
+            return
+        take_back(self._connection)
+        status = self._connection.pgconn.transaction_status
+        if status == TransactionStatus.IDLE:
+            return
+        try:
+            if status in (TransactionStatus.UNKNOWN, TransactionStatus.ACTIVE):
+                self.discard()
+            else:
+                send(self._connection, b"ROLLBACK")
+        except psycopg.Error:
+            self.discard()
+
+    def status(self, begun: Begun, *, on: Connection | None = None) -> str | None:
+        """Ask what became of a transaction, or return None when the server no longer knows.
+
+        It is ``committed``, ``aborted``, ``in progress``, or ``prepared`` for a commit in two phases.
+        It may be asked ``on`` any connection to that server.
+
+        :raises psycopg.Error: when the server cannot be asked now.
+        """
+        is_new = self.lost
+        try:
+            status = self._ask(begun, on or self.connection)
+        except psycopg.Error:
+            if on is not None or is_new or not self.lost:
+                raise
+            status = self._ask(begun, self.connection)  # it had been lost unnoticed: on another one
+        if status == "restarted":
+            # After a crash or a failover the ids of transactions that left no trace are given out
+            # again, so the answer could be about somebody else's. Without our COMMIT ours is gone.
+            extra = about("server_restarted")
+            logger.warning("the database server was restarted; transaction %s did not survive", begun.xid, extra=extra)
+            return "aborted"
+        return status
+
+    def fate(self, begun: Begun) -> str:
+        """Find out what became of a transaction whose COMMIT was never sent by us.
+
+        Return ``committed`` or ``aborted``. One that still runs on a lost connection is ended first.
+
+        :raises psycopg.OperationalError: when the server cannot be asked now.
+        :raises StillRunning: which is one of those, when the transaction could not be ended yet.
+        :raises OutcomeLost: when the server does not know, or the handler has prepared it for a commit of its own.
+        """
+        deadline = time.monotonic() + _END_WAIT_SECONDS
+        while True:
+            status = self.status(begun)
+            if status in ("committed", "aborted"):
+                return status
+            if status != "in progress":
+                raise OutcomeLost(
+                    f"Postgres cannot say what became of transaction {begun.xid} (it answered {status!r}); "
+                    "look whether its effects are there, then use exactly-once reset"
+                )
+            if not self._end(begun) or time.monotonic() > deadline:
+                raise StillRunning(
+                    f"transaction {begun.xid} still runs in backend {begun.pid} of {address(self.connection)}; "
+                    "its messages wait for its end"
+                )
+
+    def end(self, begun: Begun) -> None:
+        """End a transaction of ours from outside, while another thread uses the connection; best effort."""
+        try:
+            connection = self.connect()
+            try:
+                self._end_on(connection, begun)
+            finally:
+                dispose(connection)
+        except psycopg.Error as error:
+            logger.warning(
+                "transaction %s could not be ended, so the fence must stop it: %s",
+                begun.xid,
+                error,
+                extra=about("end_failed"),
+            )
+
+    @contextlib.contextmanager
+    def cut_after(self, seconds: float) -> Iterator[None]:
+        """Cut the connection if the block takes longer: what waits in it for a server that stands still fails then."""
+        timer = threading.Timer(seconds, self._cut)
+        timer.daemon = True
+        try:
+            timer.start()
+            yield
+        finally:
+            timer.cancel()
+
+    def _cut(self) -> None:
+        connection = self._connection
+        if connection is None or connection.closed:
+            return
+        logger.warning("Postgres stands still; the connection is cut", extra=about("connection_cut"))
+        # The socket and not the connection, which the thread that waits has locked. It may be closed at this moment.
+        with contextlib.suppress(OSError, psycopg.Error):
+            duplicate = socket.socket(fileno=os.dup(connection.fileno()))
+            with duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection for good."""
+        self._closed = True
+        self.discard()
+
+    def _ask(self, begun: Begun, connection: Connection) -> str | None:
+        statement = query("xact_status", self.schema, incarnation=self._incarnation)
+        parameters = {"xid": begun.xid, "incarnation": begun.incarnation}
+        status: str | None = last_row(cursor_on(connection).execute(statement, parameters, prepare=False))[0]
+        return status
+
+    def _beginning(self, isolation: str, may_take: float) -> bytes:
+        """Compose the statement that begins a unit, once for each kind of unit."""
+        if (isolation, may_take) not in self._begin:
+            marker = marker_of(self.instance, self.schema, may_take if self._owns_rows else None)
+            self._begin[isolation, may_take] = query(
+                "begin",
+                self.schema,
+                marker=sql.Literal(marker),
+                isolation=sql.SQL(isolation),
+                incarnation=self._incarnation,
+            ).as_bytes(None)
+        return self._begin[isolation, may_take]
+
+    @property
+    def _incarnation(self) -> sql.Composed:
+        return query("incarnation", self.schema)
+
+    def _end(self, begun: Begun) -> bool:
+        """End the backend that still runs the transaction and give it a moment; return False if we may not."""
+        try:
+            self._end_on(self.connection, begun)
+        except psycopg.errors.InsufficientPrivilege as error:
+            if begun.xid not in self._refused:
+                self._refused.add(begun.xid)
+                logger.warning(
+                    "backend %s still runs transaction %s, and this role may not end it: %s; waiting until it ends by "
+                    "itself. GRANT pg_signal_backend, or the role of that backend, to the role of this connection",
+                    begun.pid,
+                    begun.xid,
+                    str(error).partition("\n")[0],
+                    extra=about("end_refused"),
+                )
+            return False
+        self.connection.execute(query("give_time", self.schema), prepare=False)
+        return True
+
+    def _end_on(self, connection: Connection, begun: Begun) -> None:
+        statement = query("end_transaction", self.schema, incarnation=self._incarnation)
+        cursor_on(connection).execute(statement, begun._asdict(), prepare=False)
+
+
+def dispose(connection: Connection) -> None:
+    """Close a connection; one that came out of a pool is given back closed, so that the pool makes another.
+
+    Closed, because nobody else is to meet what may be left on it, be it a transaction or a setting.
+    """
+    pool = getattr(connection, "_pool", None)  # psycopg_pool's, which is no dependency
+    if pool is not None:
+        connection._pool = None  # noqa: SLF001 - else close() may only give it back, as it is
+    try:
+        connection.close()
+    finally:
+        if pool is not None:
+            connection._pool = pool  # noqa: SLF001 - putconn() takes its own only
+            pool.putconn(connection)
+
+
+def marker_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:
+    """Name an instance to the server, as an application_name, which holds 63 bytes.
+
+    The schema is told too, because rows of other schemas are not seen here, and how many seconds the transaction may
+    take; None is for those of which it says nothing that their instance owns no rows.
+    """
+    marker = f"exactly_once:{instance}:{crc32(schema.encode()):08x}"
+    if may_take is None:
+        return f"{marker}:-"
+    if may_take > _LONGEST_SECONDS:
+        return f"{marker}:inf"
+    return f"{marker}:{math.ceil(may_take)}" if may_take else marker
+
+
+def is_lost(connection: Connection) -> bool:
+    """Tell whether a connection is closed, broken or in an unknown state."""
+    return bool(connection.pgconn.transaction_status == TransactionStatus.UNKNOWN)
+
+
+def lend(connection: Connection, used: Callable[[], object]) -> None:
+    """Have a connection refuse what would end the open transaction, and call ``used`` when it is used.
+
+    Frameworks and applications reach it by references of their own, so the connection itself must do both. What is
+    sent as SQL cannot be refused; it is found out afterwards.
+    """
+    take_back(connection)  # an interruption may have left it lent
+    cursor, own = connection.cursor, vars(connection)
+    own[_OWN] = {name: own[name] for name in (*_NOT_YOURS, "cursor") if name in own}
+    own.update({name: partial(_refuse, name, instead) for name, instead in _NOT_YOURS.items()})
+
+    def noting(*args: Any, **options: Any) -> Any:
+        used()
+        return cursor(*args, **options)
+
+    own["cursor"] = noting
+
+
+def take_back(connection: Connection) -> None:
+    """Give a connection that was lent its own methods again."""
+    attributes = vars(connection)
+    if _OWN in attributes:
+        for name in (*_NOT_YOURS, "cursor"):
+            attributes.pop(name, None)
+        attributes.update(attributes.pop(_OWN))
+
+
+def _refuse(name: str, instead: str, *_: object, **__: object) -> NoReturn:
+    called = "autocommit" if name == "set_autocommit" else f"{name}()"
+    raise TransactionNotYours(
+        f"{called} on the connection of an open unit: {instead}. Nothing was committed or rolled back by this call"
+    )
+
+
+def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Make a cursor that gives tuples and prepares nothing, however the connection is set up."""
+    return psycopg.Cursor(connection, row_factory=tuple_row)
+
+
+def last_row(cursor: psycopg.Cursor[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Read the only row of the last statement of several."""
+    while cursor.nextset():
+        pass
+    row = cursor.fetchone()
+    assert row is not None
+    return row

@@ -1,0 +1,420 @@
+"""Start: from which offset a partition is read, and the checks before the first fetch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import NamedTuple
+
+from exactly_once._log import about
+from exactly_once._model import Partition, RangePolicy, Row, StartPolicy
+from exactly_once.errors import (
+    BrokerUnreachable,
+    ClusterChanged,
+    LedgerRowMissing,
+    LogTruncated,
+    NoCommittedOffset,
+    OffsetBelowLogStart,
+    OffsetBeyondLogEnd,
+    OffsetOutOfRange,
+    PartitionHalted,
+    StartError,
+    StartRefused,
+    TopicRecreated,
+    UnknownTopic,
+)
+from exactly_once.kafka.admin import Cluster, Topic
+from exactly_once.kafka.origin import Origin, Relation, relate
+
+from .rows import Ledger, row_missing
+from .session import address
+
+logger = logging.getLogger(__name__)
+
+Range = tuple[int, int]
+
+_OF_ONE_PARTITION = (LedgerRowMissing, PartitionHalted, OffsetOutOfRange, TopicRecreated)
+"""What is wrong with one partition and says nothing about the others of the member."""
+
+
+class Checked(NamedTuple):
+    """What came of acquired rows; those in none were taken by somebody else meanwhile."""
+
+    ready: list[Row]
+    bad: dict[Partition, StartError]
+    postponed: list[Partition]
+    """Those whose logs no leader tells of now."""
+    trouble: BrokerUnreachable | None
+    """Why that is so."""
+
+
+class Starter:
+    """Enrols topics, and turns acquired rows into rows that may be read from."""
+
+    def __init__(
+        self, ledger: Ledger, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
+    ) -> None:
+        self._ledger = ledger
+        self._cluster = cluster
+        self._group_id = ledger.group_id
+        self._start = start
+        self._on_out_of_range = on_out_of_range
+        self._topics: dict[str, Topic] = {}
+        self.first_topics: frozenset[str] | None = None
+        """The topics that ``start`` is about, or None for all; others were found later, and are read from the start."""
+        self._told: set[str] = set()
+        """Programs that were told of as applying messages of this group, too."""
+
+    def close(self) -> None:
+        """End the connections to Kafka."""
+        self._cluster.close()
+
+    def describe(self, topics: Iterable[str]) -> dict[str, UnknownTopic]:
+        """Learn identity and size of topics, which are used until the next call; return those that are unknown."""
+        self._cluster.identify()
+        unknown: dict[str, UnknownTopic] = {}
+        for name, answer in self._cluster.ask(topics).items():
+            try:
+                self._topics[name] = self._cluster.described(name, answer)
+            except UnknownTopic as error:
+                unknown[name] = error
+        return unknown
+
+    def size(self, topic: str) -> int:
+        """Return how many partitions a topic had when it was described last; 0 if it never was."""
+        return self._topics[topic].partitions if topic in self._topics else 0
+
+    def is_new_group(self) -> bool:
+        """Tell whether the group has no row of any topic."""
+        return not self._ledger.has_rows()
+
+    def enrol(self, partitions: Sequence[Partition]) -> dict[Partition, StartError]:
+        """Make the rows that are missing, for whole topics at once; return the partitions whose row was lost.
+
+        :raises StartRefused: when Kafka holds offsets for a topic that the ledger does not know, and
+            ``start`` was not given, or they are our own.
+        """
+        wanted = set(partitions) - self._ledger.existing(partitions)
+        if not wanted:
+            return {}
+        topics = {p.topic for p in wanted}
+        have, had = self._ledger.known(topics)
+        made: dict[Partition, int | None] = {}
+        bad: dict[Partition, StartError] = self._of_recreated(wanted, have)
+        for topic in sorted(topics - {p.topic for p in bad}):
+            rows = {p for p in have if p.topic == topic}
+            numbers = range(max(self._topics[topic].partitions, *(p.number + 1 for p in wanted if p.topic == topic)))
+            missing = {Partition(topic, n) for n in numbers} - rows
+            # All rows of a topic are made at once: one that lacks below the highest number was there.
+            lost = {p for p in missing if p in had or (p in wanted and p.number < len(rows))}
+            bad |= {p: row_missing(self._group_id, p) for p in lost & wanted}
+            made |= self._first_offsets(topic, sorted(missing - lost), is_new=not rows and not lost)
+        if made:
+            self._make(made)
+        return bad
+
+    def require(self, partitions: Sequence[Partition]) -> None:
+        """Describe and enrol for an owner that needs all of its partitions.
+
+        :raises UnknownTopic: or what else :meth:`describe` and :meth:`enrol` find out.
+        """
+        for unknown in self.describe({p.topic for p in partitions}).values():
+            raise unknown
+        for error in self.enrol(partitions).values():
+            raise error
+
+    def begin(self, rows: Sequence[Row]) -> Checked:
+        """Check acquired rows and choose offsets for new ones.
+
+        :raises StartError: for what is wrong with the group, and not with one partition alone.
+        """
+        self._tell_collision(rows)
+        checked: list[Row] = []
+        bad: dict[Partition, StartError] = {}
+        for row in rows:
+            try:
+                checked.append(self.identified(row))
+            except _OF_ONE_PARTITION as error:
+                bad[row.partition] = error
+        ranges, trouble = self._cluster.available_ranges(row.partition for row in checked)
+        postponed = [row.partition for row in checked if row.partition not in ranges]
+        checked = [row for row in checked if row.partition in ranges]
+        new = [row for row in checked if row.next_offset is None]
+        ready: list[Row] = []
+        for row in [row for row in checked if row.next_offset is not None] + self._choose(new, ranges):
+            try:
+                moved = self.in_range(row, ranges[row.partition])
+            except OffsetOutOfRange as error:
+                bad[row.partition] = error
+            else:
+                ready += [] if moved is None else [moved]
+        return Checked(ready, bad, postponed, trouble)
+
+    def in_range(self, row: Row, log: Range, *, truncated: bool = False) -> Row | None:
+        """Check one row against its log; move it if ``on_out_of_range`` says so.
+
+        Return None when the row turned out to be somebody else's, or elsewhere, by then.
+
+        :raises OffsetOutOfRange: when the policy is ``fail``.
+        """
+        error = _out_of_range(self._group_id, row, log, truncated=truncated)
+        if error is None:
+            return row
+        if self._on_out_of_range == "fail":
+            raise error
+        offset = log[0] if self._on_out_of_range == "earliest" else log[1]
+        if not self._ledger.correct(row, offset, reason=str(error)):
+            extra = about("not_corrected", group=self._group_id, partition=row.partition, offset=row.next_offset)
+            logger.warning("%s; it was not moved: its row was changed meanwhile", error, extra=extra)
+            return None
+        extra = about(
+            "corrected", group=self._group_id, partition=row.partition, offset=offset, owner_epoch=row.owner_epoch
+        )
+        logger.error("%s; on_out_of_range=%r has moved it to %s", error, self._on_out_of_range, offset, extra=extra)
+        return replace(row, next_offset=offset, leader_epoch=None)
+
+    def compare(
+        self, partitions: Iterable[Partition], held: Mapping[Partition, tuple[int, Origin | None]], own: Origin
+    ) -> set[Partition]:
+        """Compare what Kafka holds, read before, with the ledger; return those of ``partitions`` that lost commits.
+
+        :raises StartRefused: when another database, a copy or a later life of this one, has told Kafka an offset of
+            the topics, and no operator has decided since.
+        """
+        stored = self._ledger.offsets({p.topic for p in held})
+        rewound = set()
+        for partition, (offset, origin) in sorted(held.items()):
+            next_offset, is_moved = stored.get(partition, (None, False))
+            relation = relate(own, origin, mirrored=offset, stored=next_offset)
+            if is_moved or partition not in stored or relation is Relation.OURS:
+                continue
+            if relation is not Relation.REWOUND:
+                assert origin is not None
+                raise StartRefused(_foreign(self._ledger, partition, relation, (own, origin), (next_offset, offset)))
+            rewound.add(partition)
+        return rewound.intersection(partitions)
+
+    def partitions(self, topics: Iterable[str]) -> list[Partition]:
+        """Return all partitions of topics that were described."""
+        return [Partition(topic, number) for topic in topics for number in range(self._topics[topic].partitions)]
+
+    def recheck(self, topic: str, found: Topic, held: Mapping[Partition, str | None]) -> None:
+        """Compare a topic's id, asked for again, with what its partitions were started with.
+
+        :raises TopicRecreated: when it is another topic by now.
+        """
+        self._topics[topic] = found
+        for partition, topic_id in held.items():
+            if found.topic_id is not None and topic_id is not None and topic_id != found.topic_id:
+                raise _recreated(self._group_id, partition, topic_id, found.topic_id)
+
+    def _of_recreated(self, wanted: set[Partition], have: set[Partition]) -> dict[Partition, StartError]:
+        """Return the partitions that look as if they had been added, and belong to a topic that was made again."""
+        bad: dict[Partition, StartError] = {}
+        stored = self._ledger.topic_ids({p.topic for p in have})
+        for partition in wanted:
+            found, ids = self._topics[partition.topic].topic_id, stored.get(partition.topic, set())
+            if found is not None and ids and found not in ids:
+                bad[partition] = _recreated(self._group_id, partition, min(ids), found)
+        return bad
+
+    def _first_offsets(
+        self, topic: str, missing: Sequence[Partition], *, is_new: bool
+    ) -> Mapping[Partition, int | None]:
+        """Return where the rows that are made begin; None leaves it to whoever acquires them first."""
+        if is_new:
+            self._refuse_unadopted(topic)
+            if self.first_topics is None or topic in self.first_topics:
+                return dict.fromkeys(missing)
+        # Added or found later: whatever arrived before somebody was assigned to it must not be missed.
+        return {p: low for p, (low, _) in self._cluster.ranges(missing).items()} if missing else {}
+
+    def _refuse_unadopted(self, topic: str) -> None:
+        """Refuse to start a group that has history in Kafka and none in the ledger."""
+        committed = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+        mirrored = any(found.is_mirrored for found in committed.values())
+        # Asked again, because a member that started a moment ago mirrors its offsets to Kafka.
+        if not committed or self._ledger.known([topic])[0]:
+            return
+        if not mirrored and self._start == "committed":
+            self._refuse_company(topic)
+        if not mirrored and self._start is not None:
+            return
+        if mirrored:
+            origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}
+            raise StartRefused(
+                f"Kafka holds offsets that this library mirrored for group {self._group_id!r} and topic {topic!r}, but "
+                "the ledger has no rows: it was lost, or this is another database or schema (here is ledger "
+                f"{self._ledger.origin().ledger_id} in {address(self._ledger.session.connection)}, Kafka was told by "
+                f"ledger {', '.join(sorted(origins)) or 'of an unknown id'}). Find out which messages "
+                f"took effect here, then: exactly-once reset --topic {topic} --to-earliest (or --to-latest, --to-time)"
+            )
+        raise StartRefused(
+            f"Kafka holds committed offsets of group {self._group_id!r} for topic {topic!r} "
+            f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
+            'start="committed" to go on from there, or start="earliest" to read everything again'
+        )
+
+    def _refuse_company(self, topic: str) -> None:
+        """Refuse to adopt a group that a consumer of another kind still is a member of: it would go on applying."""
+        others = self._cluster.foreign_members(self._group_id)
+        if others:
+            raise StartRefused(
+                f'start="committed" adopts group {self._group_id!r} for topic {topic!r}, but members that are none of '
+                f"this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka counts one "
+                "that was killed for its session.timeout.ms more. Ours are known by their client.id"
+            )
+
+    def _tell_collision(self, rows: Sequence[Row]) -> None:
+        """Tell, once for each, of programs that applied messages of this group before us."""
+        others: dict[str, list[Partition]] = {}
+        for row in rows:
+            if row.previous_application not in (None, row.application, *self._told):
+                others.setdefault(str(row.previous_application), []).append(row.partition)
+        for other, partitions in others.items():
+            self._told.add(other)
+            logger.warning(
+                "rows of group %r (%s) were applied by the program %r before, now %r applies them: if both run, each "
+                "lacks messages, and needs a group.id of its own. If it was renamed, application= keeps a name",
+                self._group_id,
+                ", ".join(map(str, partitions)),
+                other,
+                rows[0].application,
+                extra=about("group_collision", group=self._group_id, several=partitions),
+            )
+
+    def _make(self, next_offsets: Mapping[Partition, int | None]) -> None:
+        ids = {topic: found.topic_id for topic, found in self._topics.items()}
+        self._ledger.enrol(next_offsets, cluster_id=self._cluster.cluster_id, topic_ids=ids)
+
+    def identified(self, row: Row) -> Row:
+        """Compare a row's ids with the cluster's; fill in those that had been unknown."""
+        refuse_halted(self._group_id, row)
+        cluster_id, topic_id = self._cluster.cluster_id, self._topics[row.partition.topic].topic_id
+        if row.cluster_id is not None and cluster_id is not None and row.cluster_id != cluster_id:
+            raise ClusterChanged(
+                f"{row.partition} of group {self._group_id!r}: the ledger belongs to cluster {row.cluster_id}, "
+                f"this is cluster {cluster_id}. Check bootstrap.servers; "
+                f"if the topic really moved: {_adopt(row.partition)}"
+            )
+        if row.topic_id is not None and topic_id is not None and row.topic_id != topic_id:
+            raise _recreated(self._group_id, row.partition, row.topic_id, topic_id)
+        if row.topic_id is None and topic_id is not None:
+            assert row.owner_token is not None
+            self._ledger.identify({row.partition: row.owner_token}, topic_id, cluster_id=cluster_id)
+        return replace(row, cluster_id=row.cluster_id or cluster_id, topic_id=row.topic_id or topic_id)
+
+    def _choose(self, rows: list[Row], ranges: Mapping[Partition, Range]) -> list[Row]:
+        """Commit the starting offsets of new rows; a row that was taken from us is left out."""
+        if not rows:
+            return []
+        chosen = self._chosen([row.partition for row in rows], ranges)
+        started = [
+            replace(row, next_offset=chosen[row.partition][0], leader_epoch=chosen[row.partition][1]) for row in rows
+        ]
+        ours = self._ledger.start(started)
+        return [row for row in started if row.partition in ours]
+
+    def _chosen(
+        self, partitions: list[Partition], ranges: Mapping[Partition, Range]
+    ) -> dict[Partition, tuple[int, int | None]]:
+        if isinstance(self._start, datetime):
+            return {p: (offset, None) for p, offset in self._cluster.at(partitions, self._start).items()}
+        if self._start == "latest":
+            return {p: (offset, None) for p, offset in self._cluster.ends(partitions).items()}
+        if self._start == "committed":
+            return self._committed(partitions, ranges)
+        return {p: (ranges[p][0], None) for p in partitions}
+
+    def _committed(
+        self, partitions: list[Partition], ranges: Mapping[Partition, Range]
+    ) -> dict[Partition, tuple[int, int | None]]:
+        found: dict[Partition, tuple[int, int | None]] = {}
+        for topic in {p.topic for p in partitions}:
+            held = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+            found |= {p: (c.offset, c.leader_epoch) for p, c in held.items() if not c.is_mirrored}
+        for partition in partitions:
+            low, high = ranges[partition]
+            if partition not in found and low < high:
+                raise NoCommittedOffset(
+                    f'start="committed", but Kafka holds no offset of group {self._group_id!r} for {partition}, '
+                    f"whose log has offsets {low} to {high}. Choose one with: {_reset(partition)} --to-offset N"
+                )
+        return {p: found.get(p, (ranges[p][0], None)) for p in partitions}
+
+
+def _out_of_range(group_id: str, row: Row, log: Range, *, truncated: bool) -> OffsetOutOfRange | None:
+    low, high = log
+    offset = row.next_offset
+    assert offset is not None
+    place = f"{row.partition} of group {group_id!r}: the ledger stands at offset {offset}"
+    mend = f"Choose where to go on: {_reset(row.partition)} --to-offset N, or set on_out_of_range="
+    if offset < low:
+        return OffsetBelowLogStart(
+            f"{place}, the log starts at {low}: retention removed {low - offset} offsets "
+            f"before they were applied. {mend}"
+        )
+    if offset > high:
+        return OffsetBeyondLogEnd(
+            f"{place}, the log ends at {high}: it was truncated, recreated or belongs elsewhere. {mend}"
+        )
+    if truncated:
+        return LogTruncated(
+            f"{place} (leader epoch {row.leader_epoch}), but the log was rewritten below it after an unclean leader "
+            f"election; effects of messages that are gone stay. {mend}"
+        )
+    return None
+
+
+def _foreign(
+    ledger: Ledger,
+    partition: Partition,
+    relation: Relation,
+    origins: tuple[Origin, Origin],
+    offsets: tuple[int | None, int],
+) -> str:
+    own, found = origins
+    here = (
+        f"{address(ledger.session.connection)} (ledger {own.ledger_id}, server {own.server}, timeline {own.timeline})"
+    )
+    there = f"ledger {found.ledger_id}, server {found.server}, timeline {found.timeline}"
+    what = {
+        Relation.OTHER: "another database: the messages of one group go to two, and each lacks what the other has",
+        Relation.COPY: "a copy of this database that went on: this one lacks what was applied there",
+        Relation.OUTLIVED: "this database after a failover: the server here is the old primary",
+    }[relation]
+    return (
+        f"{partition} of group {ledger.group_id!r}: the ledger in {here} is at offset {offsets[0]}; Kafka was told "
+        f"offset {offsets[1]} by {what} ({there}). Look at the connection string and the schema, and stop the workers "
+        "of one of the two or give them another group.id. If this database is to go on from its own offsets: "
+        f"exactly-once reset --topic {partition.topic} --to-current --execute"
+    )
+
+
+def refuse_halted(group_id: str, row: Row) -> None:
+    """Refuse a row that nobody may go on with until an operator has decided.
+
+    :raises PartitionHalted: saying why.
+    """
+    if row.halted is not None:
+        raise PartitionHalted(
+            f"{row.partition} of group {group_id!r} is halted at offset {row.next_offset}: {row.halted}. "
+            f"Decide which offset is right, then: {_reset(row.partition)} --to-offset N"
+        )
+
+
+def _recreated(group_id: str, partition: Partition, stored: str, found: str) -> TopicRecreated:
+    return TopicRecreated(
+        f"{partition} of group {group_id!r}: the ledger belongs to topic id {stored}, the topic of that name now has "
+        f"id {found}: it was deleted and made again. To read the new one: {_adopt(partition)}"
+    )
+
+
+def _reset(partition: Partition) -> str:
+    return f"exactly-once reset --topic {partition.topic} --partition {partition.number}"
+
+
+def _adopt(partition: Partition) -> str:
+    return f"exactly-once adopt --topic {partition.topic}"

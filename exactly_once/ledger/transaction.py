@@ -1,0 +1,237 @@
+"""Unit of work: one guarded transaction that moves offsets together with effects.
+
+It knows the database side only; what becomes of the messages is decided by :mod:`.settlement`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from threading import get_ident
+
+import psycopg
+from psycopg import abc, adapt
+from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
+from psycopg.pq.abc import PGresult
+
+from exactly_once._failpoints import failpoint, is_armed
+from exactly_once._model import Advance
+from exactly_once.errors import ConfigurationError, TransactionAborted, TransactionBusy, TransactionEnded
+
+from .libpq import Bound, bind, check, send, send_together
+from .outcome import FOREIGN_TRANSACTION, driver_error
+from .rows import Ledger
+from .session import Begun, Connection, is_lost
+from .sql import query
+
+_COPYING = (ExecStatus.COPY_IN, ExecStatus.COPY_OUT, ExecStatus.COPY_BOTH)
+
+
+class UnitOfWork:
+    """BEGIN, effects, guards, advance, COMMIT; all of it durable or nothing."""
+
+    def __init__(
+        self, ledger: Ledger, *, isolation: str = "READ COMMITTED", max_unit_seconds: float = math.inf
+    ) -> None:
+        self._ledger = ledger
+        self._isolation = isolation
+        self.max_unit_seconds = max_unit_seconds
+        """How long the unit may take before the next one is halved, and before peers doubt that it is alive."""
+        self._connection: Connection | None = None
+        self.begun: Begun | None = None
+        self.is_unknown = False
+        """Whether COMMIT was sent and nobody has told yet what came of it."""
+        self.is_joined = False
+        """Whether the transaction is somebody else's."""
+        self.is_advanced = False
+        """Whether the ledger was moved in a joined transaction."""
+        self._deferred: list[Bound] = []
+        """Statements that wait for the next flush, or for COMMIT."""
+        self._transformers: dict[int, abc.Transformer] = {}
+        """What converts their parameters, for each thread of the handler, since it keeps what it converts; new ones
+        after a flush, behind which encoding or adapters may change."""
+        self._is_refused = False
+        """Whether the server refused a statement that went before COMMIT, so that COMMIT was not reached."""
+
+    @property
+    def connection(self) -> Connection:
+        """The connection that the transaction is open on."""
+        assert self._connection is not None
+        return self._connection
+
+    @property
+    def schema(self) -> str:
+        """The schema of the ledger."""
+        return self._ledger.session.schema
+
+    @property
+    def group_id(self) -> str:
+        """The consumer group whose offsets move."""
+        return self._ledger.group_id
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection on which the transaction began is gone."""
+        return self._connection is None or is_lost(self._connection)
+
+    def begin(self) -> None:
+        """Open the transaction and learn its id, in one round trip."""
+        self.begun = self._ledger.session.begin(self._isolation, may_take=self.max_unit_seconds)
+        self._connection = self._ledger.session.connection
+        failpoint("begun")
+
+    def join(self, connection: Connection) -> None:
+        """Take part in a transaction that somebody else opened and will commit.
+
+        :raises ConfigurationError: when no transaction is open there, or it is a connection of ours.
+        """
+        if self._ledger.session.owns(connection):
+            raise ConfigurationError("join() is for a transaction of yours; `with unit:` has one on this connection")
+        if connection.info.transaction_status is TransactionStatus.IDLE and connection.autocommit:
+            raise ConfigurationError(
+                "join() was given a connection in autocommit mode without a transaction; open one around it"
+            )
+        self._connection, self.is_joined = connection, True
+        self.begun = self._ledger.session.join(connection, may_take=self.max_unit_seconds)
+        failpoint("begun")
+
+    def advance(self, advances: Sequence[Advance]) -> None:
+        """Move the ledger in the joined transaction; its owner's COMMIT makes it durable."""
+        assert self.begun is not None
+        self.guard()
+        failpoint("guarded")
+        self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
+        self.is_advanced = True
+        failpoint("advanced")
+
+    def defer(self, statement: abc.Query, params: abc.Params | None) -> None:
+        """Keep a statement until :meth:`flush` or :meth:`commit`, with its parameters as they are now."""
+        transformer = self._transformers.get(get_ident())
+        if transformer is None:
+            transformer = self._transformers[get_ident()] = adapt.Transformer(self.connection)
+        bound = bind(transformer, statement, params)
+        self._deferred.append(bound)  # of the list that is there now: another thread may have flushed meanwhile
+
+    def flush(self) -> None:
+        """Execute what was deferred, in order and in one round trip.
+
+        :raises TransactionEnded: when there is no transaction, or one of the statements ends it.
+        :raises psycopg.Error: for one that fails.
+        """
+        if not self._deferred:
+            return
+        with self.connection.lock:  # as cursors do: another thread of the handler may execute something just now
+            self._flush()
+
+    def _flush(self) -> None:
+        deferred, self._deferred, self._transformers = self._deferred, [], {}
+        if not deferred:
+            return
+        if self.connection.pgconn.transaction_status == TransactionStatus.IDLE:
+            raise transaction_ended()
+        # Outside of a transaction the Sync would commit what one of them did behind a ROLLBACK of its own.
+        still_open = [Bound(query(name, self.schema).as_bytes(None)) for name in ("savepoint", "release_savepoint")]
+        try:
+            self._check(deferred, send_together(self.connection, [*deferred, *still_open]))
+        except psycopg.errors.NoActiveSqlTransaction as error:
+            raise transaction_ended() from error
+
+    def commit(self, advances: Sequence[Advance]) -> None:
+        """Check that the transaction is still the one that began, advance the ledger, COMMIT.
+
+        :raises HandlerError: when the handler ended or broke the transaction.
+        :raises BaseException: whatever happened after COMMIT was sent; :attr:`is_unknown` is set then.
+        :raises psycopg.Error: for what failed before COMMIT could be reached.
+        """
+        self.guard()
+        failpoint("guarded")
+        self.is_unknown = True
+        try:
+            self._advance_and_commit(advances)
+            failpoint("committed")
+        except BaseException as error:
+            status = self.connection.info.transaction_status
+            is_open = status in (TransactionStatus.INERROR, TransactionStatus.INTRANS)
+            self.is_unknown = not is_open and not self._is_refused
+            driver = driver_error(error)
+            if driver is not None and driver.sqlstate == FOREIGN_TRANSACTION:
+                raise transaction_ended() from error
+            raise
+
+    def _advance_and_commit(self, advances: Sequence[Advance]) -> None:
+        assert self.begun is not None
+        if is_armed("advanced"):
+            self.flush()
+            self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
+            failpoint("advanced")
+            send(self.connection, b"COMMIT")
+        elif self._deferred:
+            deferred, self._deferred = self._deferred, []
+            advance = self._ledger.advance_statement(self.connection, advances, xid=self.begun.xid)
+            own = [Bound(self._ledger.own_time), Bound(advance), Bound(b"COMMIT")]
+            results = send_together(self.connection, [*deferred, *own])
+            refused = any(result.status == ExecStatus.FATAL_ERROR for result in results[:-1])
+            # What a connection that is lost said last may be a pooler's word, who does not know.
+            self._is_refused = refused and not self.is_lost
+            self._check(deferred, results)
+        else:
+            self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=True)
+
+    def _check(self, deferred: Sequence[Bound], results: Sequence[PGresult]) -> None:
+        """Raise the error of the first statement that failed; one that was deferred is named in a note."""
+        if any(result.status in _COPYING for result in results):
+            raise TransactionBusy("a statement that was deferred is a COPY, which needs data; use unit.copy()")
+        try:
+            check(self.connection, results)
+        except psycopg.Error as error:
+            failed = next(n for n, result in enumerate(results) if result.status == ExecStatus.FATAL_ERROR)
+            if failed < len(deferred):
+                text = deferred[failed].query.decode(errors="replace")
+                error.add_note(f"statement {failed + 1} of {len(deferred)} that were deferred: {text}")
+            raise
+
+    def roll_back(self) -> None:
+        """End the transaction without effects; a connection that cannot do it is discarded."""
+        if not self.is_joined and self._connection is not None and self._connection.lock.locked():
+            # An interrupt can leave it locked, a handler a thread that uses it still: nobody else could.
+            self._ledger.session.discard()
+        self._ledger.session.roll_back()
+
+    def fate(self) -> str:
+        """Find out what became of the transaction: ``committed`` or ``aborted``; raises as the session does."""
+        assert self.begun is not None
+        return self._ledger.session.fate(self.begun)
+
+    def guard(self) -> None:
+        """Refuse to go on when the handler left the transaction in another state.
+
+        :raises HandlerError: saying what the handler did, and what it should do instead.
+        """
+        connection = self.connection
+        if is_lost(connection):
+            raise psycopg.OperationalError("the connection was lost inside the unit of work")
+        if connection.pgconn.pipeline_status != PipelineStatus.OFF:
+            raise TransactionBusy(
+                "the handler left a pipeline open on unit.connection; leave its block before returning"
+            )
+        status = connection.info.transaction_status
+        if status is TransactionStatus.INERROR:
+            raise TransactionAborted(
+                "a SQL error was swallowed: the transaction is aborted and nothing of it can be stored. Let the error "
+                "propagate, or put the statement into `with unit.connection.transaction():` and catch it outside"
+            )
+        if status is TransactionStatus.ACTIVE:
+            raise TransactionBusy("the handler left a COPY open on unit.connection; use it in a with block")
+        if status is TransactionStatus.IDLE and self.is_joined:
+            raise TransactionEnded("the transaction was ended inside the block of join(); end it after the block")
+        if status is TransactionStatus.IDLE:
+            raise transaction_ended()
+
+
+def transaction_ended() -> TransactionEnded:
+    """Make the error for a handler that rolled back by itself."""
+    return TransactionEnded(
+        "the handler ended the transaction of the unit (ROLLBACK); nothing of that was stored, but what it committed "
+        "by itself afterwards is. The unit commits by itself; raise an exception to undo it, use `with "
+        "unit.connection.transaction():` for a part of it"
+    )

@@ -1,0 +1,94 @@
+"""Prometheus: metrics for a scraper, by prometheus-client (``pip install 'kafka-exactly-once[prometheus]'``).
+
+metrics = PrometheusMetrics()
+consumer = ExactlyOnceConsumer(..., metrics=metrics)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+    from prometheus_client.exposition import choose_encoder
+    from prometheus_client.metrics_core import GaugeMetricFamily
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError(f"{error}\nInstall it: pip install 'kafka-exactly-once[prometheus]'") from error
+
+from .table import METRICS, Metric, Read
+
+T = TypeVar("T", Counter, Histogram)
+
+
+class PrometheusMetrics(Collector):
+    """Takes the measurements of every consumer of this process; make it once per registry.
+
+    Consumers of one group in one process need different names (``name=``), or their gauges are told apart by nothing.
+
+    :raises ValueError: when the registry has these metrics already.
+    """
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._registry = registry
+        self._counters: dict[Metric, Counter] = {}
+        self._histograms: dict[Metric, Histogram] = {}
+        self._children: dict[tuple[Metric, tuple[str, ...]], Any] = {}
+        self._readers: tuple[Read, ...] = ()
+        registry.register(self)
+        for metric in METRICS:
+            if metric.kind == "counter":
+                self._counters[metric] = Counter(metric.name, metric.help, metric.labels, registry=registry)
+            elif metric.kind == "histogram":
+                self._histograms[metric] = Histogram(
+                    metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets
+                )
+
+    def add(self, metric: Metric, amount: float, labels: tuple[str, ...]) -> None:
+        """Raise a counter."""
+        self._child(self._counters, metric, labels).inc(amount)
+
+    def observe(self, metric: Metric, value: float, labels: tuple[str, ...]) -> None:
+        """Add a value to a histogram."""
+        self._child(self._histograms, metric, labels).observe(value)
+
+    def attach(self, read: Read) -> None:
+        """Read a consumer's gauges whenever the registry is collected."""
+        self._readers = (*self._readers, read)
+
+    def detach(self, read: Read) -> None:
+        """Read them no more."""
+        self._readers = tuple(r for r in self._readers if r != read)
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Return the gauges without samples, so that the registry knows their names."""
+        return [_family(metric) for metric in METRICS if metric.kind == "gauge"]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Read the gauges of every consumer."""
+        # The same labels twice would make the whole page invalid; the later consumer wins.
+        samples = {(s.metric, s.labels): s.value for read in self._readers for s in read()}
+        for metric in METRICS:
+            if metric.kind == "gauge":
+                family = _family(metric)
+                for (of, labels), value in samples.items():
+                    if of is metric:
+                        family.add_metric(labels, value)
+                yield family
+
+    def render(self, accept: str = "") -> tuple[str, bytes]:
+        """Return content type and text of the whole registry, in the format that an Accept header asks for."""
+        encode, content_type = choose_encoder(accept)
+        return content_type, encode(self._registry)
+
+    def _child(self, parents: Mapping[Metric, T], metric: Metric, labels: tuple[str, ...]) -> T:
+        """Return the series of these labels. They are few, and to have them found costs more than to count."""
+        child: T | None = self._children.get((metric, labels))
+        if child is None:
+            child = self._children[metric, labels] = parents[metric].labels(*labels)
+        return child
+
+
+def _family(metric: Metric) -> GaugeMetricFamily:
+    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
