@@ -72,8 +72,8 @@ def imports_of(module: str) -> tuple[set[str], set[str]]:
         if isinstance(node, ast.Import):
             others |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            name = ".".join([*(["exactly_once"] + package)[: -node.level], node.module or ""]).rstrip(".")
-            name = name if node.level else str(node.module)
+            above = ["exactly_once", *package][: -node.level] if node.level else []
+            name = ".".join([*above, *filter(None, [node.module])])
             here = name.partition(".")[2]
             deeper = {f"{here}.{alias.name}".lstrip(".") for alias in node.names} & set(sources())
             if name.partition(".")[0] == "exactly_once":
