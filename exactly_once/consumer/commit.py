@@ -27,6 +27,7 @@ from exactly_once.errors import (
     UnitNotFinished,
     UnitTooSlow,
 )
+from exactly_once.ledger.conflict import Conflict
 from exactly_once.ledger.outcome import (
     PATIENCE_SECONDS,
     READ_ONLY,
@@ -45,7 +46,7 @@ from exactly_once.ledger.stale_owners import Watcher
 
 from .buffer import Delivery
 from .kafka_offsets import Mirror
-from .partitions import Ownership, Resolution, Verdict
+from .partitions import Ownership, Resolution
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -411,27 +412,27 @@ class Settlement:
             self.counters.redelivered += 1
             self._delivery.put_back(unit.sent.again())
         stored = {row.partition: row for row in rows}
-        for verdict in (Verdict.MISSING, Verdict.RECREATED, Verdict.REWOUND, Verdict.FENCED, Verdict.AHEAD):
+        for verdict in (Conflict.MISSING, Conflict.RECREATED, Conflict.REWOUND, Conflict.FENCED, Conflict.AHEAD):
             for advance in unit.advances:
                 if verdicts[advance.partition] is verdict:
                     raise self._wrong(unit, verdict, advance, stored.get(advance.partition)) from error
         raise Redelivered(_told(unit, "its rows were changed and changed back")) from error
 
-    def _wrong(self, unit: Unit, verdict: Verdict, advance: Advance, row: Row | None) -> ExactlyOnceError:
+    def _wrong(self, unit: Unit, verdict: Conflict, advance: Advance, row: Row | None) -> ExactlyOnceError:
         """Describe the worst thing that kept a unit from advancing."""
         place = f"{advance.partition} of group {self._ledger.group_id!r}"
         if row is None:
             return Redelivered(_told(unit, str(row_missing(self._ledger.group_id, advance.partition))))
-        if verdict is Verdict.RECREATED:
+        if verdict is Conflict.RECREATED:
             told = f"{place}: started with topic id {advance.topic_id}, the ledger has {row.topic_id}"
             return Redelivered(_told(unit, told))
-        if verdict is Verdict.REWOUND:
+        if verdict is Conflict.REWOUND:
             self.counters.rewound += 1
             return Rewound(
                 f"{place}: expected offset {advance.expected}, the ledger is back at {row.next_offset}: the database "
                 "lost commits in a failover, effects and offsets together; going on from the ledger"
             )
-        if verdict is Verdict.AHEAD:
+        if verdict is Conflict.AHEAD:
             self.counters.ahead += 1
             return Ahead(f"{place}: expected offset {advance.expected}, the ledger is at {row.next_offset}")
         self.counters.fenced += 1

@@ -32,13 +32,14 @@ from exactly_once.errors import (
 )
 from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.origin import Origin, origin_of
+from exactly_once.ledger.conflict import Conflict
 from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
 from exactly_once.ledger.start import Starter
 
 from .buffer import Delivery
 from .commit import Settlement
 from .kafka_offsets import MIRROR_SECONDS, Mirror
-from .partitions import Ownership, Verdict
+from .partitions import Ownership
 from .rebalance import Assignment, Change, generation
 
 logger = logging.getLogger(__name__)
@@ -622,9 +623,9 @@ class Upkeep:
             logger.warning("the row of %s was changed: trying to read it again", partition, extra=extra)
         for partition, verdict in verdicts.items():
             counters = self._settlement.counters
-            counters.fenced += verdict is Verdict.FENCED
-            counters.rewound += verdict is Verdict.REWOUND
-            counters.ahead += verdict is Verdict.AHEAD
+            counters.fenced += verdict is Conflict.FENCED
+            counters.rewound += verdict is Conflict.REWOUND
+            counters.ahead += verdict is Conflict.AHEAD
             logger.warning(
                 "%s is not as it was left at offset %s: %s",
                 partition,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from uuid import UUID
 
 from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row, Span
+from exactly_once.ledger.conflict import Conflict, Grant, check
 
 
 class State(Enum):
@@ -31,17 +32,6 @@ class State(Enum):
     OWNED = "acquired and checked"
     FENCED = "somebody else acquired it; membership must be proved first"
     BAD = "it cannot be read until somebody mends it"
-
-
-class Verdict(Enum):
-    """Why an advance did not match a row."""
-
-    MATCHES = "nothing wrong with this row"
-    FENCED = "token or epoch differ"
-    AHEAD = "the row is above what was expected"
-    REWOUND = "the row is below what was expected"
-    MISSING = "there is no row"
-    RECREATED = "the topic id differs"
 
 
 class Left(NamedTuple):
@@ -347,25 +337,27 @@ class Ownership:
         self.doubt = None
         return resolution
 
-    def judge(self, advances: Iterable[Advance], rows: Iterable[Row]) -> dict[Partition, Verdict]:
+    def judge(self, advances: Iterable[Advance], rows: Iterable[Row]) -> dict[Partition, Conflict]:
         """Say for each partition of a short advance what is wrong, and act on it."""
         found = {row.partition: row for row in rows}
         verdicts = {}
         for advance in advances:
             row = found.get(advance.partition)
-            verdict = verdicts[advance.partition] = verdict_on(advance, row)
+            verdict = verdicts[advance.partition] = check(
+                row, Grant(advance.token, advance.epoch), advance.expected, advance.topic_id
+            )
             holding = self._held(advance)
             if holding is None:
                 continue
             holding.handed_out = holding.expected
-            if verdict is Verdict.MATCHES and row is not None:
+            if verdict is Conflict.OK and row is not None:
                 holding.generation = row.generation
-            elif verdict is Verdict.FENCED:
+            elif verdict is Conflict.FENCED:
                 self._fence(holding)
-            elif verdict in (Verdict.AHEAD, Verdict.REWOUND):
+            elif verdict in (Conflict.AHEAD, Conflict.REWOUND):
                 assert row is not None
                 self._go_to(holding, row)
-            elif verdict in (Verdict.MISSING, Verdict.RECREATED):
+            elif verdict in (Conflict.MISSING, Conflict.RECREATED):
                 self._fence(holding)  # acquiring it tells what is wrong with it
         return verdicts
 
@@ -376,7 +368,7 @@ class Ownership:
             p for p in partitions if (h := self.holdings.get(p)) is not None and not _is_as_left(h, found.get(p))
         )
 
-    def seen(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> dict[Partition, Verdict]:
+    def seen(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> dict[Partition, Conflict]:
         """Compare rows that were read under lock between units: a reset or a failover shows here first.
 
         Act on what is wrong and return it.
@@ -390,7 +382,7 @@ class Ownership:
             if holding.state is State.BAD:
                 self._fence(holding)
             elif row is None or row.owner_token != holding.token or row.owner_epoch != holding.epoch:
-                verdicts[partition] = Verdict.FENCED
+                verdicts[partition] = Conflict.FENCED
                 self._fence(holding)
             elif holding.is_at_end and row.next_offset == holding.applied:
                 # Our own move to the end of the log, of which no answer came.
@@ -399,7 +391,7 @@ class Ownership:
                 holding.note_advance(row.generation)
             else:
                 is_behind = row.next_offset is None or row.next_offset < holding.expected
-                verdicts[partition] = Verdict.REWOUND if is_behind else Verdict.AHEAD
+                verdicts[partition] = Conflict.REWOUND if is_behind else Conflict.AHEAD
                 self._go_to(holding, row)
         return verdicts
 
@@ -486,19 +478,6 @@ class Ownership:
         holding.expected = holding.handed_out = holding.fetched = row.next_offset
         holding.generation, holding.leader_epoch, holding.log_end = row.generation, row.leader_epoch, -1
         holding.placed, holding.last_applied = False, None
-
-
-def verdict_on(advance: Advance, row: Row | None) -> Verdict:
-    """Compare one row, read under lock, with what a unit expected of it: the token first."""
-    if row is None:
-        return Verdict.MISSING
-    if row.owner_token != advance.token or row.owner_epoch != advance.epoch:
-        return Verdict.FENCED
-    if row.topic_id != advance.topic_id:
-        return Verdict.RECREATED
-    if row.next_offset is None or row.next_offset < advance.expected:
-        return Verdict.REWOUND
-    return Verdict.AHEAD if row.next_offset > advance.expected else Verdict.MATCHES
 
 
 def _is_as_left(holding: Holding, row: Row | None) -> bool:

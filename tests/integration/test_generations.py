@@ -17,7 +17,7 @@ import pytest
 from psycopg import sql
 
 from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row
-from exactly_once.consumer.partitions import Verdict, verdict_on
+from exactly_once.ledger.conflict import Conflict, Grant, check
 from exactly_once.ledger.outcome import SHORT_COUNT
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
@@ -157,7 +157,10 @@ def test_of_twins_with_one_token_one_lands_and_the_other_finds_the_row_ahead(
     with pytest.raises(psycopg.Error) as failure:
         answer.result(30)
     assert failure.value.sqlstate == SHORT_COUNT
-    assert verdict_on(twin, other.read([row.partition])[0]) is Verdict.AHEAD
+    assert (
+        check(other.read([row.partition])[0], Grant(twin.token, twin.epoch), twin.expected, twin.topic_id)
+        is Conflict.AHEAD
+    )
     assert stored(db, name) == [(0, int(first), 10)]
 
 

@@ -15,8 +15,9 @@ import pytest
 import exactly_once
 from exactly_once._log import about
 from exactly_once._model import Advance, Partition
-from exactly_once.consumer.partitions import Resolution, Verdict
+from exactly_once.consumer.partitions import Resolution
 from exactly_once.consumer.rebalance import Change
+from exactly_once.ledger.conflict import Conflict
 from tests.integration.scene import Scene
 from tests.observe.looking import fields
 from tests.support.findings import nothing
@@ -29,7 +30,7 @@ PLACES = (
 )
 DOCUMENT = PACKAGE.parent / "docs" / "how-to" / "observe.md"
 COMPUTED = {change.value for change in Change} | {f"resolved_{r.name.lower()}" for r in Resolution}
-COMPUTED |= {verdict.name.lower() for verdict in (Verdict.FENCED, Verdict.AHEAD, Verdict.REWOUND)}
+COMPUTED |= {verdict.name.lower() for verdict in (Conflict.FENCED, Conflict.AHEAD, Conflict.REWOUND)}
 P, Q = Partition("payments", 3), Partition("payments", 4)
 
 

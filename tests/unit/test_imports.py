@@ -47,6 +47,7 @@ PURE = {
     "consumer.identity": set[str](),
     "consumer.partitions": set[str](),
     "kafka.origin": set[str](),
+    "ledger.conflict": set[str](),
     "ledger.outcome": {"psycopg", "re"},
     "metrics.health": set[str](),
     "metrics.table": set[str](),

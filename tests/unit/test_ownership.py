@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from exactly_once._model import Advance, Partition, Row, Span
-from exactly_once.consumer.partitions import Ownership, Resolution, State, Verdict, verdict_on
+from exactly_once.consumer.partitions import Ownership, Resolution, State
+from exactly_once.ledger.conflict import Conflict, Grant, check
 from tests.support.interrupts import Interrupt, Interrupter
 
 PARTITIONS = [Partition("a", 0), Partition("a", 1), Partition("b", 0)]
 P, Q = PARTITIONS[:2]
+
+
+def conflict_of(advance: Advance, row: Row | None) -> Conflict:
+    return check(row, Grant(advance.token, advance.epoch), advance.expected, advance.topic_id)
 
 
 def row(partition: Partition, offset: int | None = 0, *, token: UUID | None = None, epoch: int = 1) -> Row:
@@ -226,7 +231,7 @@ def test_a_row_that_lost_its_start_in_a_failover_is_acquired_again(path: str) ->
     if path == "resolved":
         ownership.resolved([lost])
     elif path == "judge":
-        assert ownership.judge(advances, [lost]) == {P: Verdict.REWOUND}
+        assert ownership.judge(advances, [lost]) == {P: Conflict.REWOUND}
     else:
         ownership.seen([P], [lost])
     assert ownership.to_acquire() == [P]
@@ -239,21 +244,21 @@ STORED = Row(partition=P, next_offset=5, owner_epoch=2, owner_token=ADVANCE.toke
 @pytest.mark.parametrize(
     ("stored", "verdict"),
     [
-        (STORED, Verdict.MATCHES),
-        (None, Verdict.MISSING),
-        (replace(STORED, owner_token=uuid4()), Verdict.FENCED),
-        (replace(STORED, owner_token=None), Verdict.FENCED),
-        (replace(STORED, owner_epoch=3), Verdict.FENCED),
-        (replace(STORED, topic_id="other"), Verdict.RECREATED),
-        (replace(STORED, topic_id=None), Verdict.RECREATED),
-        (replace(STORED, next_offset=4), Verdict.REWOUND),
-        (replace(STORED, next_offset=None), Verdict.REWOUND),
-        (replace(STORED, next_offset=6), Verdict.AHEAD),
-        (replace(STORED, next_offset=6, owner_token=uuid4(), topic_id="other"), Verdict.FENCED),
+        (STORED, Conflict.OK),
+        (None, Conflict.MISSING),
+        (replace(STORED, owner_token=uuid4()), Conflict.FENCED),
+        (replace(STORED, owner_token=None), Conflict.FENCED),
+        (replace(STORED, owner_epoch=3), Conflict.FENCED),
+        (replace(STORED, topic_id="other"), Conflict.RECREATED),
+        (replace(STORED, topic_id=None), Conflict.RECREATED),
+        (replace(STORED, next_offset=4), Conflict.REWOUND),
+        (replace(STORED, next_offset=None), Conflict.REWOUND),
+        (replace(STORED, next_offset=6), Conflict.AHEAD),
+        (replace(STORED, next_offset=6, owner_token=uuid4(), topic_id="other"), Conflict.FENCED),
     ],
 )
-def test_a_row_that_did_not_advance_is_judged_by_its_token_first(stored: Row | None, verdict: Verdict) -> None:
-    assert verdict_on(ADVANCE, stored) is verdict
+def test_a_row_that_did_not_advance_is_judged_by_its_token_first(stored: Row | None, verdict: Conflict) -> None:
+    assert conflict_of(ADVANCE, stored) is verdict
 
 
 @pytest.mark.parametrize("change", [{"owner_token": uuid4()}, {"owner_token": None}, {"owner_epoch": 5}])
@@ -465,7 +470,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.unit)
     @rule()
     def come_short(self) -> None:
-        if not all(verdict_on(a, self.rows[a.partition]) is Verdict.MATCHES for a in self.unit):
+        if not all(conflict_of(a, self.rows[a.partition]) is Conflict.OK for a in self.unit):
             verdicts = self.ownership.judge(self.unit, self.rows.values())
             assert set(verdicts) == {a.partition for a in self.unit}
             self.unit = []
@@ -565,7 +570,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def _advance(self) -> bool:
         """Do what the server does with the unit: all of it or nothing."""
-        if not all(verdict_on(a, self.rows[a.partition]) is Verdict.MATCHES for a in self.unit):
+        if not all(conflict_of(a, self.rows[a.partition]) is Conflict.OK for a in self.unit):
             return False
         for a in self.unit:
             self.rows[a.partition] = replace(self.rows[a.partition], next_offset=a.next_offset)
