@@ -28,6 +28,10 @@ _MAX_UNIT_SECONDS = 8.0
 # More than an outage, with which many starts coincide.
 _STARTUP_SECONDS = 180.0
 
+# librdkafka hands out what it fetched first in, first out, over all partitions: with units of one message, a partition
+# whose fetch came last would stand still for as long as the others' fetches last, which is minutes with the defaults.
+_SHORT_QUEUE = {"queued.min.messages": 100, "max.partition.fetch.bytes": 16_384}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -81,7 +85,7 @@ def draw(number: int, bootstrap_servers: str, conninfo: str, chance: random.Rand
     return Order(
         number=number,
         group=group,
-        kafka=_kafka(group, number, bootstrap_servers),
+        kafka=_kafka(group, number, bootstrap_servers) | (_SHORT_QUEUE if options["max_messages"] == 1 else {}),
         conninfo=conninfo,
         mode="sink" if is_sink else chance.choice(("loop", "run", "thread")),
         write=chance.choice(("execute", "defer", "copy")),
