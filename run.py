@@ -1,6 +1,7 @@
 """Install this clone into its own ``.venv`` and run the demo or the tests; standard library only.
 
 python3 run.py demo [arguments]     the main job on embedded servers; --help lists the arguments
+python3 run.py demo spark           the same for Spark's sink
 python3 run.py check                lint, types and every test that needs no server, in a minute
 python3 run.py test                 these tests, and one of each kind of fault on real servers, in minutes
 python3 run.py test --all           every test but those with containers
@@ -24,6 +25,7 @@ PYTHON = VENV / "bin" / "python"
 # What each command installs. The demo brings no test tools.
 INSTALL = {
     "demo": ["--editable", ".[demo]"],
+    "demo spark": ["--editable", ".[demo,spark]"],
     "test": ["--editable", ".[demo,memcached,prometheus,sink,spark]", "--group", "dev"],
 }
 # How many processes run tests for each core. Those with servers wait most of the time; each process starts servers of
@@ -37,7 +39,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(__doc__)
     command, *rest = arguments
     check_python()
-    kind = "demo" if command == "demo" else "test"
+    kind = " ".join(arguments[:2]) if arguments[:2] == ["demo", "spark"] else command if command == "demo" else "test"
     if not is_installed(kind):
         install(kind)
     if command == "demo":

@@ -48,7 +48,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "demo", help="see it survive kill -9 and zombies, in about a minute", description=_DESCRIPTION
     )
-    parser.add_argument("--messages", type=positive, metavar="N", help=f"how many payments ({_MESSAGES})")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("consumer", "spark"),
+        default="consumer",
+        help="the consumer, beside an ordinary loop (the default), or Spark's sink, beside foreachBatch with JDBC",
+    )
+    parser.add_argument("--messages", type=positive, metavar="N", help=f"how many payments ({_MESSAGES}) or orders")
     parser.add_argument("--seed", type=int, metavar="N", help="repeat the payments and faults of another run")
     parser.add_argument(
         "--quick", action="store_true", help=f"half the time: {_QUICK_MESSAGES} payments and fewer faults"
@@ -62,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
     # So that everything it started ends, too, when it is asked to end.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
+        if args.what == "spark":
+            from exactly_once.cli import demo_spark  # noqa: PLC0415  (its extra is large)
+
+            return demo_spark.run(args)
         return _demo(args)
     finally:
         signal.signal(signal.SIGTERM, before)

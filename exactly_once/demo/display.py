@@ -65,7 +65,7 @@ class RichDisplay(Display):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn  # noqa: PLC0415
 
         self._console = Console(file=out, highlight=False)
-        bar = (TextColumn("       "), BarColumn(40), MofNCompleteColumn(), TextColumn("payments applied"))
+        bar = (TextColumn("       "), BarColumn(40), MofNCompleteColumn(), TextColumn("applied"))
         self._progress = Progress(*bar, console=self._console, transient=True)
         self._task = self._progress.add_task("")
 

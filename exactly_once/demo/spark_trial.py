@@ -1,0 +1,299 @@
+"""Trial of Spark: orders come in while a driver is killed, a Python worker too, and the checkpoint is deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+import psycopg
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from psycopg import sql
+
+from .display import Display, Row
+from .journal import scan
+from .spark_driver import Order
+
+PARTITIONS = 3
+FAULTS = ("driver", "worker", "checkpoint")
+HEAD: Row = ("", "with the sink", "foreachBatch, JDBC")
+_PATIENCE_SECONDS = 180.0
+"""How long nothing may happen at all: on a busy machine, Java and Spark take a minute to start."""
+_TABLES = """
+    CREATE SCHEMA {schema};
+    CREATE TABLE {schema}.orders (id bigint, customer text, gross bigint, partition int, "offset" bigint);
+    CREATE TABLE {schema}.total (orders bigint);
+    INSERT INTO {schema}.total VALUES (0)
+"""
+
+
+class Stuck(Exception):
+    """What should have happened did not."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What happened on one side, and what was true afterwards."""
+
+    orders: int = 0
+    drivers_killed: int = 0
+    workers_killed: int = 0
+    checkpoints_deleted: int = 0
+    errors: int = 0
+    """Drivers that ended by themselves."""
+    lost: int = 0
+    doubled: int = 0
+    """Rows beyond the first of an order."""
+    counted_wrong: int = 0
+    """How far the count beside the rows is from the number of orders."""
+    seconds: float = 0.0
+    cut_short: str = ""
+    """What it was cut short waiting for, if it was; then no figure means anything."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each order is one row, and counted once."""
+        return not (self.cut_short or self.lost or self.doubled or self.counted_wrong or self.errors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the two sides have in common."""
+
+    bootstrap_servers: str
+    conninfo: str
+    jdbc_url: str
+    seed: int
+    orders: int
+    faults: Sequence[str]
+
+
+def plan(seed: int, *, quick: bool) -> list[str]:
+    """Draw the order of the faults: each kind once, or with the driver and the worker killed twice."""
+    faults = list(FAULTS if quick else (*FAULTS, "driver", "worker"))
+    random.Random(f"faults {seed}").shuffle(faults)  # noqa: S311  (to be repeated, not to be secret)
+    return faults
+
+
+class Driver:
+    """A driver in a process of its own, how far it is, and what it complained of."""
+
+    def __init__(self, order: Order, log: TextIO) -> None:
+        self.reached = 0
+        self.heard_at = time.monotonic()
+        self._process = psutil.Popen(
+            [sys.executable, "-m", "exactly_once.demo.spark_driver", order.to_line()],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ended."""
+        return self._process.poll() is not None
+
+    def workers(self) -> list[psutil.Process]:
+        """Return its Python workers: children of the daemon that Spark starts."""
+        found = []
+        for process in self._family():
+            with contextlib.suppress(psutil.Error):
+                if any("pyspark" in word and "daemon" in word for word in process.cmdline()) and not process.children():
+                    found.append(process)
+        return found
+
+    def kill(self) -> None:
+        """End it as ``kill -9`` does, with all that it started, and wait for their end."""
+        family = [self._process, *self._family()]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait(30)
+        psutil.wait_procs(family[1:], timeout=30)
+        self._reader.join(30)
+        self._process.stdout.close()
+
+    def _family(self) -> list[psutil.Process]:
+        try:
+            return list(self._process.children(recursive=True))
+        except psutil.NoSuchProcess:
+            return []
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self.reached, self.heard_at = int(line), time.monotonic()
+
+
+class SparkTrial:
+    """One side: its topic, its tables, its driver."""
+
+    def __init__(self, side: str, setting: Setting, display: Display) -> None:
+        self.result = Result()
+        self._setting = setting
+        self._display = display
+        self._topic = f"orders-{side.replace('_', '-')}"
+        self._schema = f"demo_spark_{side}"
+        self._directory = Path(tempfile.mkdtemp(prefix="demo-spark-"))
+        self._order = Order(
+            side=side,
+            bootstrap_servers=setting.bootstrap_servers,
+            conninfo=setting.conninfo,
+            jdbc_url=setting.jdbc_url,
+            topic=self._topic,
+            schema=self._schema,
+            checkpoint=str(self._directory / "checkpoint"),
+            batch_messages=max(1, setting.orders // (len(setting.faults) + 1) // 10),
+        )
+        self._driver: Driver | None = None
+        self._published = 0
+
+    def run(self) -> Result:
+        """Publish all orders while faults strike, wait until all are applied, and compare."""
+        setting, began_at = self._setting, time.monotonic()
+        chance = random.Random(f"moments {setting.seed}")  # noqa: S311  (to be repeated, not to be secret)
+        with psycopg.connect(setting.conninfo, autocommit=True) as connection:
+            connection.execute(sql.SQL(_TABLES).format(schema=sql.Identifier(self._schema)))
+        with AdminClient({"bootstrap.servers": setting.bootstrap_servers, "log_level": 2}) as admin:
+            admin.create_topics([NewTopic(self._topic, PARTITIONS, 1)])[self._topic].result(30)
+        portions = len(setting.faults) + 1
+        try:
+            self._publish(setting.orders // portions)
+            self._until(lambda driver: driver.reached > 0, "the first batch")
+            for number, fault in enumerate(setting.faults, 2):
+                self._publish(setting.orders * number // portions)
+                time.sleep(chance.uniform(0, 2))  # at any moment of the batches that follow
+                self._inflict(fault)
+            self._until(lambda driver: driver.reached >= self._published, "the last orders")
+        except Stuck as trouble:
+            self.result.cut_short = str(trouble)
+            self._display.say(f"gave up waiting for {trouble}", style="bold red")
+            self._display.line("".join((self._directory / "log").read_text().splitlines(keepends=True)[-20:]))
+        finally:
+            if self._driver is not None:
+                self._driver.kill()
+            shutil.rmtree(self._directory)
+        self.result.seconds = round(time.monotonic() - began_at, 1)
+        if not self.result.cut_short:
+            self._compare()
+        return self.result
+
+    def _publish(self, until: int) -> None:
+        """Publish orders up to a number; order n is in partition n % 3."""
+        producer = Producer({"bootstrap.servers": self._setting.bootstrap_servers, "linger.ms": 5, "log_level": 2})
+        for number in range(self._published, until):
+            order = {"id": number, "customer": f"customer {number % 100}", "net": number % 1000}
+            producer.produce(self._topic, json.dumps(order), partition=number % PARTITIONS)
+            producer.poll(0)
+        if producer.flush(60):
+            raise Stuck("Kafka to take the orders")
+        self._published = until
+
+    def _inflict(self, fault: str) -> None:
+        if fault == "worker":
+            self._until(lambda driver: bool(driver.workers()), "a Python worker")
+            assert self._driver is not None
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it may end by itself in this moment
+                self._driver.workers()[-1].kill()
+                self.result.workers_killed += 1
+            self._display.say("a Python worker killed (-9); Spark tries its task again", style="red")
+            return
+        killed_at = time.monotonic()
+        assert self._driver is not None
+        self._driver.kill()
+        self._driver = None
+        self.result.drivers_killed += 1
+        what = "driver killed (-9)"
+        if fault == "checkpoint":
+            shutil.rmtree(self._order.checkpoint, ignore_errors=True)
+            self.result.checkpoints_deleted += 1
+            what += ", its checkpoint deleted"
+        self._until(lambda driver: driver.reached > 0, "the next driver's first batch")
+        self._display.say(f"{what}; the next one is at work after {time.monotonic() - killed_at:.1f} s", style="red")
+
+    def _until(self, condition: Callable[[Driver], bool], what: str) -> None:
+        """Wait until something is true of the driver; start one where there is none, as a supervisor does.
+
+        :raises Stuck: when nothing happens any more.
+        """
+        while self._driver is None or not condition(self._driver):
+            if self._driver is None:
+                with (self._directory / "log").open("a") as log:
+                    self._driver = Driver(self._order, log)
+            time.sleep(0.1)
+            self._display.progress(min(self._driver.reached, self._setting.orders), self._setting.orders)
+            if time.monotonic() - self._driver.heard_at > _PATIENCE_SECONDS or self.result.errors > len(FAULTS):
+                raise Stuck(what)
+            if self._driver.has_ended:
+                self.result.errors += 1
+                self._display.say("the driver ended by itself; the next one starts", style="bold red")
+                self._driver.kill()
+                self._driver = None
+
+    def _compare(self) -> None:
+        """Compare the table with the topic, read anew; the ledger is not looked at."""
+        self._display.no_progress()
+        self._display.say("checking it against the topic, read anew from its beginning")
+        messages = {(r.partition, r.offset) for r in scan(self._setting.bootstrap_servers, self._topic)}
+        with psycopg.connect(self._setting.conninfo) as connection:
+            name = sql.Identifier(self._schema)
+            found = connection.execute(sql.SQL('SELECT partition, "offset" FROM {}.orders').format(name)).fetchall()
+            ((total,),) = connection.execute(sql.SQL("SELECT orders FROM {}.total").format(name)).fetchall()
+        times = Counter(found)
+        self.result.orders = len(messages)
+        self.result.lost = len(messages - times.keys())
+        self.result.doubled = len(found) - len(times)
+        self.result.counted_wrong = abs(total - len(messages))
+
+
+def rows(results: Mapping[str, Result]) -> list[Row]:
+    """Return the table without its head; a side that was cut short has no figures."""
+    titles = {
+        "orders": "orders in the topic",
+        "drivers_killed": "drivers killed (-9)",
+        "workers_killed": "Python workers killed (-9)",
+        "checkpoints_deleted": "checkpoints deleted",
+        "lost": "lost",
+        "doubled": "doubled rows",
+        "counted_wrong": "counted too many or too few",
+        "seconds": "seconds",
+    }
+    sides = [results["exactly_once"], results["jdbc"]]
+
+    def cell(side: Result, name: str) -> str:
+        return "cut short" if side.cut_short else f"{getattr(side, name):,}"
+
+    return [(title, cell(sides[0], name), cell(sides[1], name)) for name, title in titles.items()]
+
+
+def as_json(results: Mapping[str, Result], *, seed: int) -> dict[str, Any]:
+    """Return everything, for programs."""
+    return {**{side: asdict(r) for side, r in results.items()}, "seed": seed, "ok": results["exactly_once"].is_exact}
+
+
+def conclusion(results: Mapping[str, Result], *, seed: int) -> str:
+    """Say what was shown."""
+    exact, plain = results["exactly_once"], results["jdbc"]
+    if exact.cut_short:
+        return f"Nothing is shown: the run with the sink was cut short, waiting for {exact.cut_short}; --seed {seed}."
+    if not exact.is_exact:
+        return f"FAILED: {asdict(exact)}. That must not happen; please report it with --seed {seed}."
+    shown = f"Shown with --seed {seed}: {exact.orders:,} orders are one row each"
+    if plain.cut_short:
+        return f"{shown}. The other side was cut short, waiting for {plain.cut_short}: nothing is said of it."
+    return f"{shown}; the usual foreachBatch doubled {plain.doubled:,} rows."
