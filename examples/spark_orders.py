@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import psycopg
 import tenacity
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from pyspark.sql import DataFrame, SparkSession
@@ -98,6 +98,13 @@ def produce(bootstrap_servers: str, orders: int) -> None:
     producer.flush()
 
 
+# The brokers of a topic that was just made take a moment to agree on its leaders.
+@tenacity.retry(
+    retry=tenacity.retry_if_exception_type(KafkaException),
+    stop=tenacity.stop_after_delay(60),
+    wait=tenacity.wait_fixed(0.5),
+    reraise=True,
+)
 def ends(bootstrap_servers: str) -> list[int]:
     """Return where each partition ends."""
     client = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": "nobody"})

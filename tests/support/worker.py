@@ -10,6 +10,7 @@ by itself prints `ended` with its counters; with status 3 it has printed `failed
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -167,6 +168,8 @@ class Worker:
         try:
             status = self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
+            os.kill(self.pid, signal.SIGUSR1)  # where it is at goes to its log
+            until(lambda: "most recent call first" in self.log(), 10, "its stacks")
             raise AssertionError(f"{self.name} runs on after {timeout_seconds:g} s\n{self.story()}") from None
         self._reader.join(10)
         return status
@@ -328,6 +331,7 @@ def emit(event: str, **fields: object) -> None:
 def main(config: Mapping[str, Any]) -> int:
     """Consume as told; return the exit status."""
     name = str(config["name"])
+    faulthandler.register(signal.SIGUSR1)
     consumer = ExactlyOnceConsumer(config["kafka"], conninfo=config["conninfo"], name=name, **config.get("options", {}))
     signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
     with consumer:
