@@ -1,4 +1,4 @@
-"""The programs of docs/how-to/spark.md that are not the example's."""
+"""The programs of docs/how-to/spark.md that are not the example's, and the README's."""
 
 from __future__ import annotations
 
@@ -43,6 +43,26 @@ def test_an_aggregation_keeps_its_table_up_to_date(
         rows = db.execute("SELECT * FROM customer_orders ORDER BY 1").fetchall()
         assert rows == [(str(n), total // 5) for n in range(5)]
     db.execute("DROP TABLE customer_orders")
+
+
+def test_the_program_of_the_readme_writes(
+    spark: SparkSession, bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    from tests.spark.readme_program import write  # noqa: PLC0415
+    from tests.support.spark import read_topic  # noqa: PLC0415
+
+    db.execute("CREATE TABLE orders (item text)")
+    topic = create_topic(bootstrap_servers, 2)
+    produce(bootstrap_servers, topic, 50, 2)
+    orders = read_topic(spark, bootstrap_servers, topic)
+    orders = orders.selectExpr("topic", "partition", "offset", "cast(value as string) item")
+    query = write(orders, conninfo, str(tmp_path / "checkpoint"))
+    try:
+        query.processAllAvailable()
+        assert db.execute("SELECT count(DISTINCT item), count(*) FROM orders").fetchone() == (50, 50)
+    finally:
+        query.stop()
+        db.execute("DROP TABLE orders")
 
 
 def test_the_data_source_writes_streams_and_jobs(
