@@ -177,20 +177,25 @@ def test_an_advance_that_waits_for_an_acquisition_is_refused(
     assert error.sqlstate == "EO001"
 
 
+@pytest.mark.parametrize("rotates", [False, True], ids=["in place", "rotation"])
+@pytest.mark.parametrize("partitions", [1, 3])
 @pytest.mark.parametrize(
     "wrong",
     [{"token": uuid4()}, {"epoch": 99}, {"topic_id": "another"}, {"topic_id": None}, {"expected": 1}],
     ids=["token", "epoch", "topic id", "no topic id", "expected"],
 )
-def test_one_wrong_partition_refuses_the_whole_advance(make_owner: MakeOwner, name: str, wrong: dict[str, Any]) -> None:
+def test_one_wrong_partition_refuses_the_whole_advance(
+    *, make_owner: MakeOwner, name: str, wrong: dict[str, Any], partitions: int, rotates: bool
+) -> None:
+    """Each condition by itself, in each of the three statements that advance."""
     owner = make_owner()
-    partitions = rows_of(owner, name, 3)
-    advances = [to(row, 10) for row in owner.acquire(partitions)]
-    advances[1] = replace(advances[1], **wrong)
+    rows = owner.acquire(rows_of(owner, name, partitions))
+    advances = [replace(to(row, 10), rotates=rotates) for row in rows]
+    advances[-1] = replace(advances[-1], **wrong)
     with pytest.raises(psycopg.Error) as raised:
         advance(owner, advances)
     assert raised.value.sqlstate == "EO001"
-    assert [row.next_offset for row in owner.read(partitions)] == [0, 0, 0]
+    assert {row.next_offset for row in owner.read([row.partition for row in rows])} == {0}
 
 
 def test_an_advance_in_a_foreign_transaction_is_refused(make_owner: MakeOwner, name: str) -> None:

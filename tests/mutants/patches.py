@@ -35,7 +35,9 @@ class Mutant:
 
 def _advance(name: str, what: str, condition: str, *, nth: int, new: str = "true") -> Mutant:
     """One of the conditions of a fence, which is written for rotations, for one partition and for several."""
-    return Mutant(name, what, LEDGER, condition, new, (ROWS, SHORT, GENERATIONS), nth)
+    return Mutant(
+        name, what, LEDGER, condition, new, (f"{ROWS}::test_one_wrong_partition_refuses_the_whole_advance",), nth
+    )
 
 
 MUTANTS = (
