@@ -21,7 +21,7 @@ from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_NOT_AVAILABLE, Mess
 from psycopg.pq import TransactionStatus
 
 from . import _failpoints
-from ._model import Advance, Partition
+from ._model import Advance, Partition, Sent
 from .consumer.unit import Unit
 from .errors import HandlerCommitted, UnitNotUsed
 from .ledger.rows import Ledger
@@ -143,7 +143,7 @@ class _Trial:
             self._connection.execute("BEGIN", prepare=False)
         self.work.join(self._connection)
         self._written = self._rows_written()
-        self.work.is_joined = False  # the guards are to speak as in production
+        self.work.sent = Sent.NOTHING  # the guards are to speak as in production
 
     def join(self, unit: Unit, connection: Connection) -> None:
         raise AssertionError("the unit was entered before the handler got it")

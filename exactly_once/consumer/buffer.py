@@ -14,7 +14,7 @@ from confluent_kafka import Message
 
 from exactly_once._model import Partition, Span
 
-from .partitions import Holding, Ownership
+from .partitions import Ownership, PartitionState
 
 Spans = dict[Partition, Span]
 
@@ -181,7 +181,7 @@ class Delivery:
         holding = self._ownership.deliverable(partition)
         return holding is not None and holding.expected <= _offset(run[0]) <= _offset(run[-1]) < holding.fetched
 
-    def _in_order(self, holding: Holding, run: list[Message]) -> list[Message]:
+    def _in_order(self, holding: PartitionState, run: list[Message]) -> list[Message]:
         """Return the part of the run that continues what was fetched, and move ``fetched``."""
         # Within one call the client gives a partition's messages in rising order: it drops what it had fetched
         # before a seek, and only we seek, between calls. So both ends and the count tell that none is missing.

@@ -225,7 +225,6 @@ class ExactlyOnceConsumer:
             ledger=ledger,
             ownership=self._ownership,
             delivery=self._delivery,
-            mirror=self._mirror,
             watcher=self._watcher,
             max_messages=options.max_messages,
         )
@@ -616,9 +615,10 @@ class ExactlyOnceConsumer:
         assert error is not None
         code, text = error.code(), error.str()
         if code == KafkaError._PARTITION_EOF:
-            self._upkeep.reached_end(Partition(str(message.topic()), message.partition() or 0), message.offset() or 0)
+            partition = Partition(str(message.topic()), message.partition() or 0)
+            self._ownership.reached_end(partition, message.offset() or 0, time.monotonic())
         elif code == KafkaError._AUTO_OFFSET_RESET:
-            self._upkeep.suspect(message)
+            self._ownership.suspect(Partition(str(message.topic()), message.partition() or 0), text)
         elif code in _UNREADABLE and message.topic() is not None:
             self._upkeep.unreadable(message)
         elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
@@ -652,7 +652,6 @@ class ExactlyOnceConsumer:
         self._client.close()
         self._ownership.revoked(list(self._ownership.holdings))
         self._delivery.discard()
-        self._assignment.fetching.clear()
         time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
         self._join_group()
@@ -720,7 +719,7 @@ class ExactlyOnceConsumer:
     def _say_goodbye(self) -> None:
         """Let dashboards see the last offsets, for a moment."""
         if self._topics:
-            self._mirror.send(self._client, owned=self._ownership.owned(), at_once=True)
+            self._mirror.send(self._client, self._ownership.holdings, at_once=True)
         deadline = time.monotonic() + _GOODBYE_SECONDS
         while not self._mirror.is_idle and time.monotonic() < deadline:
             self._client.poll(POLL_SECONDS / 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from uuid import uuid4
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -18,12 +18,12 @@ from exactly_once._log import about
 from exactly_once._model import MIRRORED, Partition
 from exactly_once.kafka.origin import Origin
 
+from .partitions import PartitionState, State
+
 logger = logging.getLogger(__name__)
 
 MIRROR_SECONDS = 1.0
 _PROOF_SECONDS = 10.0
-
-Offsets = dict[Partition, tuple[int, int | None]]
 
 
 class Mirror:
@@ -33,39 +33,35 @@ class Mirror:
         self._group_id = group_id
         self.origin: Origin | None = None
         """Which database the offsets are from, once that is known; others read it."""
-        self._due: Offsets = {}
         self._sent_at = 0.0
         self._in_flight = 0
         self._proof: Proof | None = None
         self.failed = 0
 
-    def applied(self, partition: Partition, next_offset: int, leader_epoch: int | None) -> None:
-        """Take note of an offset that is durable in Postgres."""
-        self._due[partition] = (next_offset, leader_epoch)
-
-    def forget(self, partitions: tuple[Partition, ...]) -> None:
-        """Forget partitions that are not ours any more; a later commit would move them back."""
-        for partition in partitions:
-            self._due.pop(partition, None)
+    def drop_proof(self) -> None:
+        """Forget the question that is on its way: partitions were taken away since."""
         self._proof = None
 
-    def send(self, client: Consumer, *, owned: Container[Partition], at_once: bool = False) -> None:
-        """Commit what is due of ``owned``, if the last time is long enough ago.
+    def send(self, client: Consumer, states: Mapping[Partition, PartitionState], *, at_once: bool = False) -> None:
+        """Commit what Kafka was not told yet of partitions that are ours, if the last time is long enough ago.
 
         For the others somebody else may have told Kafka a later offset by now.
         """
-        if not self._due or not (at_once or time.monotonic() - self._sent_at >= MIRROR_SECONDS):
+        if not (at_once or time.monotonic() - self._sent_at >= MIRROR_SECONDS):
             return
-        due, self._due = {p: offset for p, offset in self._due.items() if p in owned}, {}
+        due = {p: h for p, h in states.items() if h.is_to_mirror and h.state is State.OWNED}
         if due:
             self._sent_at = time.monotonic()
-            self._commit(client, due, metadata=self._metadata)
+            for state in due.values():
+                state.is_to_mirror = False
+            offsets = {p: (h.expected, h.leader_epoch) for p, h in due.items()}
+            self._commit(client, offsets, metadata=self._metadata)
             failpoint("mirrored")
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is due and every commit was answered."""
-        return not self._due and self._in_flight <= 0
+        """Whether every commit was answered."""
+        return self._in_flight <= 0
 
     def prove(self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]]) -> set[Partition] | None:
         """Ask Kafka whether we still are a member, by committing what the ledger holds for ``offsets``.

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,13 +33,14 @@ from exactly_once.errors import (
 from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.origin import Origin, origin_of
 from exactly_once.ledger.conflict import Conflict
-from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
+from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.start import Starter
+from exactly_once.ledger.store import LedgerStore
 
 from .buffer import Delivery
 from .commit import Settlement
 from .kafka_offsets import MIRROR_SECONDS, Mirror
-from .partitions import Ownership
+from .partitions import Ownership, Report
 from .rebalance import Assignment, Change, generation
 
 logger = logging.getLogger(__name__)
@@ -73,15 +74,6 @@ _AGAIN_SECONDS = 0.05
 Notify = Callable[[Change, list[TopicPartition]], None]
 
 
-@dataclass(slots=True)
-class Bad:
-    """A bad partition, and when to tell of it again."""
-
-    error: ExactlyOnceError
-    pause_seconds: float
-    again_at: float
-
-
 class Upkeep:
     """Everything that is done between units, in the order in which it must be done."""
 
@@ -91,7 +83,7 @@ class Upkeep:
         assignment: Assignment,
         ownership: Ownership,
         delivery: Delivery,
-        ledger: Ledger,
+        ledger: LedgerStore,
         settlement: Settlement,
         starter: Starter,
         cluster: Cluster,
@@ -113,14 +105,9 @@ class Upkeep:
         self._is_told_of_nothing = is_told_of_nothing
         self._stop_on_bad_partition = stop_on_bad_partition
         self._news: list[tuple[Change, list[TopicPartition]]] = []
-        self._suspects: dict[Partition, str] = {}
         self._asked: dict[str, Future[Any]] = {}
         self._next_recheck: dict[str, float] = {}
         self._hurried: dict[str, float] = {}
-        # Where partitions stood when the id of their topic was last found to be the right one.
-        self._checked_at: dict[Partition, int] = {}
-        self._ended_at: dict[Partition, float] = {}
-        self._bad: dict[Partition, Bad] = {}
         self._next_rows = 0.0
         self._next_look = 0.0
         self._began_at = 0.0
@@ -133,8 +120,6 @@ class Upkeep:
         self._generation = -1
         self._next_comparison = 0.0
         self._compare_new_from = 0.0
-        self._compared: dict[Partition, int] = {}
-        """Owned partitions, by owner epoch, whose ledger was compared with what Kafka holds."""
         self.is_member = False
         """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
         self.unreachable: str | None = None
@@ -149,10 +134,18 @@ class Upkeep:
             or self._ownership.is_unsettled
             or self._settlement.is_pending
             or self._settlement.failed is not None
-            or (self._suspects and time.monotonic() >= self._next_examination)
-            or self._unreadable()
+            or self._has_trouble()
             or self._ledger.session.lost
             or time.monotonic() >= self._next_look
+        )
+
+    def _has_trouble(self) -> bool:
+        """Tell whether a partition is to be examined or rejected; in one pass, because it is asked before each unit."""
+        examines = time.monotonic() >= self._next_examination
+        return any(
+            (h.unreadable is not None and h.expected == h.fetched) or (examines and h.suspect is not None)
+            for h in self._ownership.holdings.values()
+            if h.placed
         )
 
     def step(self, client: Consumer) -> None:
@@ -175,7 +168,7 @@ class Upkeep:
         self._prove(client)
         self._recheck_topics()
         self._look_for_us(client)
-        self._mirror.send(client, owned=self._ownership.owned())
+        self._mirror.send(client, self._ownership.holdings)
         self._ownership.is_unsettled = bool(self._ownership.to_place())
         if self._ownership.to_acquire() or self._ownership.to_prove():
             self._next_look = time.monotonic() + _AGAIN_SECONDS
@@ -190,16 +183,13 @@ class Upkeep:
                 self._not_before = 0.0  # these need not wait for what others wait for
             else:
                 self._ownership.revoked(event.partitions)
-                self._mirror.forget(event.partitions)
+                self._mirror.drop_proof()
                 self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
             extra = self._about(event.change.value, several=event.partitions)
             names = ", ".join(map(str, event.partitions)) or "nothing"
             logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
             self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.holdings)
             self._told_at = time.monotonic()
-            for partition in event.partitions:
-                for notes in (self._suspects, self._bad, self._ended_at, self._checked_at):
-                    notes.pop(partition, None)
             self._delivery.discard()
             # Only now: an event that was interrupted is applied again.
             self._assignment.events.popleft()
@@ -210,11 +200,6 @@ class Upkeep:
         if not self.is_member or self._ownership.holdings:
             return False
         return not self._assignment.is_incremental or time.monotonic() - self._told_at >= SETTLE_SECONDS
-
-    def reached_end(self, partition: Partition, offset: int) -> None:
-        """Take note that the client met the end of a log."""
-        self._ownership.reached_end(partition, offset)
-        self._ended_at[partition] = time.monotonic()
 
     def move_to_ends(self, *, released: bool = False) -> None:
         """Move the ledger to the ends of logs that are applied, behind what holds no message: commit markers, say.
@@ -243,11 +228,6 @@ class Upkeep:
             self._hurried[topic] = time.monotonic() + RECHECK_SECONDS
             self._next_recheck.pop(topic, None)
             self._next_look = 0.0
-
-    def suspect(self, message: Message) -> None:
-        """Take note that the client could not read on at its offset."""
-        error = message.error()
-        self._suspects[Partition(str(message.topic()), message.partition() or 0)] = "" if error is None else error.str()
 
     def _release(self) -> None:
         """Give back rows; best effort, because an acquisition needs no release."""
@@ -384,9 +364,9 @@ class Upkeep:
         """
         for partition, error in bad.items():
             self._ownership.rejected(partition, error, (rows or {}).get(partition))
-            known = self._bad.get(partition)
-            if known is None or str(known.error) != str(error):
-                self._bad[partition] = Bad(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
+            state = self._ownership.holdings.get(partition)
+            if state is not None and (state.report is None or str(state.report.error) != str(error)):
+                state.report = Report(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
                 if not self._stop_on_bad_partition:
                     self._tell_bad(partition, error)
         self._delivery.discard()
@@ -398,8 +378,8 @@ class Upkeep:
         """Tell again of what is still bad, and try again what may have passed."""
         now = time.monotonic()
         for partition in self._ownership.bad():
-            known = self._bad[partition]
-            if now >= known.again_at:
+            known = self._ownership.holdings[partition].report
+            if known is not None and now >= known.again_at:
                 known.pause_seconds = min(2 * known.pause_seconds, _BAD_MOST_SECONDS)
                 known.again_at = now + known.pause_seconds
                 self._tell_bad(partition, known.error)
@@ -408,7 +388,7 @@ class Upkeep:
                     # of it, say, proves nothing.
                     self._ownership.retried([partition])
 
-    def _tell_bad(self, partition: Partition, error: ExactlyOnceError) -> None:
+    def _tell_bad(self, partition: Partition, error: Exception) -> None:
         extra = self._about("partition_bad", partition=partition)
         logger.error("%s is not read, others are: %s", partition, error, extra=extra)
 
@@ -434,16 +414,12 @@ class Upkeep:
         targets = self._ownership.to_place()
         if not targets:
             return
-        others = {
-            p: (h.fetched, None)  # the epoch we know is that of what was applied, which may be an older one
-            for p, h in self._ownership.holdings.items()
-            if h.placed and p in self._assignment.fetching
-        }
+        # The epoch we know is that of what was applied, which may be an older one.
+        others = {p: (h.fetched, None) for p, h in self._ownership.holdings.items() if h.placed}
         self._delivery.discard()
         self._assignment.place(client, {p: (h.expected, h.leader_epoch) for p, h in targets.items()}, others)
         self._ownership.placed(targets)
         for partition, holding in targets.items():
-            self._checked_at[partition] = holding.expected
             extra = self._about("placed", partition=partition, offset=holding.expected, owner_epoch=holding.epoch)
             logger.info("reading %s from offset %s", partition, holding.expected, extra=extra)
         self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.expected) for p, h in targets.items()]))
@@ -501,15 +477,16 @@ class Upkeep:
         bad = {}
         for partition in held:
             try:
-                self._starter.recheck(topic, found, {partition: self._ownership.holdings[partition].topic_id})
-                self._checked_at[partition] = self._ownership.holdings[partition].expected
+                state = self._ownership.holdings[partition]
+                self._starter.recheck(topic, found, {partition: state.topic_id})
+                state.checked_at = state.expected
             except TopicRecreated as error:
                 bad[partition] = self._and_what_was_read(partition, error)
         self._reject(bad)
 
     def _and_what_was_read(self, partition: Partition, error: TopicRecreated) -> TopicRecreated:
         """Say which messages of the new topic may have been skipped, and which were applied."""
-        since, now = self._checked_at.get(partition), self._ownership.holdings[partition].expected
+        since, now = self._ownership.holdings[partition].checked_at, self._ownership.holdings[partition].expected
         if since is None:
             return error
         told = f"It was the old one at offset {since} still"
@@ -534,9 +511,8 @@ class Upkeep:
 
     def _compare_origins(self, client: Consumer) -> None:
         """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""
-        owned = {p: self._ownership.holdings[p].epoch for p in self._ownership.owned()}
-        self._compared = {p: epoch for p, epoch in self._compared.items() if owned.get(p) == epoch}
-        new = owned.keys() - self._compared.keys()
+        owned = {p: self._ownership.holdings[p] for p in self._ownership.owned()}
+        new = {p for p, state in owned.items() if state.compared_epoch != state.epoch}
         if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
             return
         # Kafka first: what this database has told it, it had stored before.
@@ -548,11 +524,10 @@ class Upkeep:
         for partition in self._starter.compare(new, held, own):
             self._settlement.tell_rewound(partition, mirrored=held[partition][0])
         self._next_comparison = time.monotonic() + COMPARE_SECONDS
-        self._compared.update(owned)
-        for partition in new & held.keys():
-            holding = self._ownership.holdings[partition]
-            if held[partition] != (holding.expected, own):
-                self._mirror.applied(partition, holding.expected, holding.leader_epoch)
+        for partition in new:
+            state = owned[partition]
+            state.compared_epoch = state.epoch
+            state.is_to_mirror |= partition in held and held[partition] != (state.expected, own)
 
     def _held_by_kafka(
         self, client: Consumer, new: Set[Partition], topics: set[str]
@@ -584,7 +559,8 @@ class Upkeep:
             return
         self._next_rows = time.monotonic() + RECHECK_SECONDS
         quiet_since = time.monotonic() - QUIET_SECONDS
-        self._move(a for a in self._ownership.at_end() if self._ended_at.get(a.partition, 0.0) <= quiet_since)
+        states = self._ownership.holdings
+        self._move(a for a in self._ownership.at_end() if states[a.partition].log_ended_at <= quiet_since)
         held = self._ownership.owned() + self._ownership.bad()
         suspicious = self._ownership.suspicious(held, self._ledger.look(held)) if held else []
         if suspicious:
@@ -608,7 +584,6 @@ class Upkeep:
             return
         self._ownership.moved_to_end(ends)
         for end in ends:
-            self._mirror.applied(end.partition, end.next_offset, end.leader_epoch)
             extra = self._about("moved_to_end", several=[end])
             logger.info("%s is applied to the end of its log, offset %s", end.partition, end.next_offset, extra=extra)
 
@@ -618,7 +593,6 @@ class Upkeep:
         mended = set(self._ownership.bad()).intersection(partitions)
         verdicts = self._ownership.seen(partitions, rows)
         for partition in mended.difference(self._ownership.bad()):
-            self._bad.pop(partition, None)
             extra = self._about("partition_changed", partition=partition)
             logger.warning("the row of %s was changed: trying to read it again", partition, extra=extra)
         for partition, verdict in verdicts.items():
@@ -636,14 +610,15 @@ class Upkeep:
 
     def _examine_suspects(self) -> None:
         """Find out why the client could not read on; move, or raise, or just place it again."""
-        if not self._suspects or time.monotonic() < self._next_examination:
+        suspects = self._ownership.suspects()
+        if not suspects or time.monotonic() < self._next_examination:
             return
         # First whether it still is the same topic: no policy may move an offset into another one.
-        for topic in {p.topic for p in self._suspects}:
+        for topic in {p.topic for p in suspects}:
             self._compare(topic, self._cluster.ask([topic])[topic])
-        for partition, reason in list(self._suspects.items()):
-            holding = self._ownership.deliverable(partition)
-            if holding is not None and holding.unreadable is None:
+        for partition, holding in suspects.items():
+            reason = holding.suspect
+            if reason is not None and self._ownership.deliverable(partition) is holding and holding.unreadable is None:
                 rows, locked = self._unlocked(self._ledger.read, [partition])
                 if locked:
                     self._next_examination = time.monotonic() + _BUSY_SECONDS
@@ -657,7 +632,7 @@ class Upkeep:
                 if self._ownership.deliverable(partition) is holding:
                     self._reposition(rows[0], logs[partition], reason)
             # Of one that is placed anew there comes another error if need be.
-            self._suspects.pop(partition, None)
+            holding.suspect = None
         self._delivery.discard()
 
     def _reposition(self, row: Row, log: tuple[int, int], reason: str) -> None:

@@ -21,7 +21,7 @@ from exactly_once.metrics.health import Health
 from .buffer import Delivery
 from .commit import Settlement
 from .maintenance import Upkeep
-from .partitions import Holding, Ownership, State
+from .partitions import Ownership, PartitionState, State
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Observer:
         )
 
     def _reasons(
-        self, holdings: Mapping[Partition, Holding], *, is_subscribed: bool, is_stopping: bool
+        self, holdings: Mapping[Partition, PartitionState], *, is_subscribed: bool, is_stopping: bool
     ) -> Iterator[str]:
         """Say what keeps the consumer from its work."""
         if is_stopping:
@@ -133,7 +133,7 @@ class Observer:
             if not self._upkeep.is_member:
                 yield "Kafka has not assigned partitions yet"
 
-    def _holdings(self) -> dict[Partition, Holding]:
+    def _holdings(self) -> dict[Partition, PartitionState]:
         return self._ownership.holdings.copy()  # in one step: the loop goes on in its own thread
 
     def _since_commit(self) -> float:
@@ -165,7 +165,7 @@ class Observer:
                 logger.exception("metrics could not be published; this is said once", extra=extra)
 
 
-def _bad(holdings: Mapping[Partition, Holding]) -> list[tuple[Partition, Holding]]:
+def _bad(holdings: Mapping[Partition, PartitionState]) -> list[tuple[Partition, PartitionState]]:
     return [(p, h) for p, h in holdings.items() if h.state is State.BAD]
 
 

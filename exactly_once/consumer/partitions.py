@@ -13,7 +13,7 @@ be done next. The consumer's loop does it, and so does the simulator of the test
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -44,15 +44,27 @@ class Left(NamedTuple):
 
 
 @dataclass(slots=True)
-class Holding:
-    """A partition that Kafka assigned to this member.
+class Report:
+    """What was logged of a bad partition, and when to log it again."""
 
-    ``expected`` is the ledger's offset, ``handed_out`` the end of what units were given, ``fetched``
-    the end of what the client delivered; a unit starts only where the first two agree. ``log_end`` is where
-    the client met the end of the log since it was placed, or -1.
+    error: Exception
+    pause_seconds: float
+    again_at: float
+
+
+@dataclass(slots=True)
+class PartitionState:
+    """All that this member knows of one partition that Kafka assigned to it.
+
+    Every assignment and every new try to acquire makes a new object, so nothing of an earlier one is believed; only
+    ``report`` and ``stop_at`` go from one try to the next. A unit starts only where ``expected`` and ``handed_out``
+    agree.
     """
 
     state: State = State.PENDING
+
+    # The row, as it was acquired or as a commit of ours has left it. Written by Ownership alone; without a token it is
+    # somebody else's, and none of it counts.
     token: UUID | None = None
     epoch: int = 0
     generation: int = 0
@@ -62,22 +74,53 @@ class Holding:
     topic_id: str | None = None
     cluster_id: str | None = None
     leader_epoch: int | None = None
+    """That of the last applied message."""
     expected: int = -1
-    handed_out: int = -1
-    fetched: int = -1
-    log_end: int = -1
-    placed: bool = False
-    unreadable: str | None = None
-    """Why the client cannot read on behind ``fetched``; what it delivers all the same is dropped."""
+    """The ledger's offset: everything below it is applied."""
     previous_instance: UUID | None = None
-    last_applied: int | None = None
-    """The offset after the message that was applied last, if that was since the partition was placed."""
+    """Who had the row and did not release it: a process that may stand still with locks of rows that we need."""
+
+    # Where the client is. Written by Ownership when the client is positioned, and by the buffer with each fetch. Valid
+    # while ``placed``; :meth:`invalidate` ends that.
+    placed: bool = False
+    """Whether the client fetches this partition, from ``fetched``."""
+    handed_out: int = -1
+    """The end of what units were given."""
+    fetched: int = -1
+    """The end of what the client delivered."""
+    log_end: int = -1
+    """Where the client met the end of the log since it was positioned, or -1."""
+    log_ended_at: float = 0.0
+    """When it did, on the monotonic clock."""
     gaps: dict[int, int] = field(default_factory=dict)
     """Where the log has gaps in what was fetched and not committed: the offset after each, and the one before it."""
+    unreadable: str | None = None
+    """Why the client cannot read on behind ``fetched``; what it delivers all the same is dropped."""
+    suspect: str | None = None
+    """Why the client could not read at its offset; maintenance finds out what is wrong with it."""
+
+    last_applied: int | None = None
+    """The offset after the message that was applied last, if that was since the offset was read from the ledger."""
+    is_to_mirror: bool = False
+    """Whether Kafka was not told ``expected`` yet. Set by commits, cleared when it is sent and when the row is lost."""
+    compared_epoch: int = -1
+    """The owner epoch under which the ledger was compared with what Kafka holds: a new owner compares anew."""
+    checked_at: int | None = None
+    """Where the partition stood when the id of its topic was last found to be the right one."""
+    stop_at: int | None = None
+    """Where the log ended when an iteration with ``until_end`` asked; each iteration asks anew."""
+
     error: Exception | None = None
     """Why a partition in the state BAD is there."""
     left: Left | None = None
     """How the row of a partition in the state BAD looked, or None where there was no row."""
+    report: Report | None = None
+    """What was logged of it while it was BAD. Survives retries, so that the same error is not logged at each; ends when
+    the row is changed or the partition is assigned anew."""
+
+    def invalidate(self) -> None:
+        """Distrust all that is known of the client's position: it is positioned again before anything is delivered."""
+        self.placed, self.log_end, self.suspect = False, -1, None
 
     @property
     def applied(self) -> int:
@@ -95,14 +138,6 @@ class Holding:
         return self.state is State.OWNED and self.placed and self.unreadable is None and self.applied > self.expected
 
 
-@dataclass(slots=True)
-class Doubt:
-    """A unit whose outcome is unknown, with every token under which it may still be found."""
-
-    advances: Sequence[Advance]
-    tokens: list[UUID] = field(default_factory=list)
-
-
 class Resolution(Enum):
     """What became of a unit that was in doubt."""
 
@@ -115,11 +150,10 @@ class Ownership:
     """The partitions of one member, what it knows of each, and what must be done next."""
 
     def __init__(self) -> None:
-        self.holdings: dict[Partition, Holding] = {}
+        self.holdings: dict[Partition, PartitionState] = {}
         self.releases: list[tuple[Partition, UUID]] = []
         self.last_ends: list[Advance] = []
         """Moves to the end of the log of partitions that are to be released; to be made before that."""
-        self.doubt: Doubt | None = None
         self.is_unsettled = True
         """Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done."""
         self.is_sound = True
@@ -142,12 +176,12 @@ class Ownership:
     def assigned(self, partitions: Iterable[Partition]) -> None:
         """Take note of new partitions; they are pending until their rows are acquired."""
         for partition in partitions:
-            self._replace(partition, Holding())
+            self._replace(partition, PartitionState())
 
     def revoked(self, partitions: Iterable[Partition]) -> None:
         """Forget partitions that were revoked or lost; their rows are to be released."""
         for partition in partitions:
-            self._forget(partition)
+            self._let_go(partition, self.holdings.pop(partition, None))
 
     # What the ledger says.
 
@@ -162,7 +196,7 @@ class Ownership:
             holding.state = State.STARTING
             holding.token, holding.epoch, holding.generation = row.owner_token, row.owner_epoch, row.generation
             holding.previous_instance = row.previous_instance
-            holding.placed = False
+            holding.invalidate()
 
     def started(self, partition: Partition, row: Row) -> None:
         """Own a partition whose row was checked and has an offset."""
@@ -179,7 +213,7 @@ class Ownership:
         for partition in partitions:
             holding = self.holdings.get(partition)
             if holding is not None and holding.state is State.STARTING:
-                self._replace(partition, Holding())
+                self._replace(partition, PartitionState(report=holding.report, stop_at=holding.stop_at))
 
     def proved(self, partitions: Iterable[Partition]) -> None:
         """Allow fenced partitions to be acquired again: Kafka still counts us as their member."""
@@ -206,23 +240,31 @@ class Ownership:
         left = _left(row) if row is not None else None
         if left is None and holding.state is State.OWNED:
             left = Left(holding.epoch, holding.expected, holding.topic_id, is_halted=False)
-        holding.placed = False
-        self._replace(partition, Holding(state=State.BAD, error=error, left=left))
+        holding.invalidate()
+        new = PartitionState(state=State.BAD, error=error, left=left, report=holding.report, stop_at=holding.stop_at)
+        self._replace(partition, new)
 
     def retried(self, partitions: Iterable[Partition]) -> None:
         """Acquire bad partitions again, in spite of their error."""
         for partition in partitions:
-            if partition in self.holdings and self.holdings[partition].state is State.BAD:
-                self.holdings[partition] = Holding()
+            holding = self.holdings.get(partition)
+            if holding is not None and holding.state is State.BAD:
+                self.holdings[partition] = PartitionState(report=holding.report, stop_at=holding.stop_at)
                 self.is_unsettled = True
 
     # What the client did.
 
-    def reached_end(self, partition: Partition, offset: int) -> None:
+    def reached_end(self, partition: Partition, offset: int, now: float = 0.0) -> None:
         """Take note that the client met the end of the log, after all messages before it."""
         holding = self.deliverable(partition)
         if holding is not None and holding.unreadable is None:
-            holding.log_end = offset
+            holding.log_end, holding.log_ended_at = offset, now
+
+    def suspect(self, partition: Partition, reason: str) -> None:
+        """Take note that the client could not read on at its offset, for a reason that is still to be found."""
+        holding = self.deliverable(partition)
+        if holding is not None:
+            holding.suspect = reason
 
     def unreadable(self, partition: Partition, reason: str) -> None:
         """Take note that the client cannot read on; what was fetched before is applied."""
@@ -234,16 +276,17 @@ class Ownership:
         """Take note that the client now fetches from the expected offset."""
         for partition in partitions:
             holding = self.holdings[partition]
-            holding.placed = True
-            holding.handed_out = holding.fetched = holding.expected
-            holding.log_end, holding.unreadable = -1, None
+            holding.invalidate()
+            holding.handed_out = holding.fetched = holding.checked_at = holding.expected
+            holding.unreadable = None
             holding.gaps.clear()
+            holding.placed = True
 
     def misplaced(self) -> None:
         """Distrust every position of the client, after an exception out of poll or consume, or between two lines."""
         self.is_unsettled = True
         for holding in self.holdings.values():
-            holding.placed, holding.log_end = False, -1
+            holding.invalidate()
         # Nobody goes on with a start that was cut short: what was acquired for it is acquired again.
         self.not_started(list(self.holdings))
         self.is_sound = True
@@ -297,7 +340,7 @@ class Ownership:
             holding = self._held(advance)
             if holding is not None and holding.fetched == advance.expected:
                 holding.expected = holding.handed_out = holding.fetched = advance.next_offset
-                holding.leader_epoch = advance.leader_epoch
+                holding.leader_epoch, holding.is_to_mirror = advance.leader_epoch, True
                 holding.note_advance(generations[advance.partition])
 
     def aborted(self, advances: Iterable[Advance]) -> None:
@@ -307,17 +350,17 @@ class Ownership:
             if holding is not None:
                 holding.handed_out = holding.expected
 
-    def unknown(self, advances: Sequence[Advance]) -> None:
-        """Stop everything until the outcome of this unit is resolved."""
-        self.doubt = Doubt(advances, sorted({a.token for a in advances}))
+    def resolved(self, advances: Iterable[Advance], tokens: Container[UUID], rows: Iterable[Row]) -> Resolution:
+        """Read the outcome of a unit from its rows, acquired under a fresh token.
 
-    def resolved(self, rows: Iterable[Row]) -> Resolution:
-        """Read the outcome of the unit in doubt from its rows, acquired under a fresh token."""
-        assert self.doubt is not None
+        ``tokens`` are all under which that was tried, so that a call that was interrupted can be repeated.
+        """
         found = {row.partition: row for row in rows}
         resolution = Resolution.FENCED
-        for advance in self.doubt.advances:
-            row, holding = found.get(advance.partition), self._held(advance)
+        for advance in advances:
+            row, holding = found.get(advance.partition), self.holdings.get(advance.partition)
+            if holding is not None and holding.token not in tokens:
+                holding = None  # a newer one of the partition, which the unit does not touch
             if row is None:
                 self._fence(holding)
                 continue
@@ -334,7 +377,6 @@ class Ownership:
                 holding.handed_out = holding.expected
             else:
                 self._go_to(holding, row)
-        self.doubt = None
         return resolution
 
     def judge(self, advances: Iterable[Advance], rows: Iterable[Row]) -> dict[Partition, Conflict]:
@@ -380,6 +422,7 @@ class Ownership:
             if holding is None or holding.state not in (State.OWNED, State.BAD) or _is_as_left(holding, row):
                 continue
             if holding.state is State.BAD:
+                holding.report = None
                 self._fence(holding)
             elif row is None or row.owner_token != holding.token or row.owner_epoch != holding.epoch:
                 verdicts[partition] = Conflict.FENCED
@@ -405,7 +448,7 @@ class Ownership:
         """Return the partitions for which membership must be proved before they are acquired."""
         return self._in_state(State.FENCED)
 
-    def to_place(self) -> dict[Partition, Holding]:
+    def to_place(self) -> dict[Partition, PartitionState]:
         """Return what the client must be told to fetch, or to fetch from elsewhere."""
         return {p: h for p, h in self.holdings.items() if h.state is State.OWNED and not h.placed}
 
@@ -413,17 +456,19 @@ class Ownership:
         """Return the partitions that are acquired and checked, in locking order."""
         return self._in_state(State.OWNED)
 
+    def suspects(self) -> dict[Partition, PartitionState]:
+        """Return the partitions that the client could not read, for a reason that is still to be found."""
+        return {p: h for p, h in self.holdings.items() if h.suspect is not None}
+
     def bad(self) -> list[Partition]:
         """Return the partitions that cannot be read until somebody mends them."""
         return self._in_state(State.BAD)
 
     def at_end(self) -> list[Advance]:
         """Return the moves to the end of the log that are left to be made."""
-        if self.doubt is not None:
-            return []
         return [_to_end(p, h) for p, h in sorted(self.holdings.items()) if h.is_at_end]
 
-    def deliverable(self, partition: Partition) -> Holding | None:
+    def deliverable(self, partition: Partition) -> PartitionState | None:
         """Return the holding if messages of this partition may be handed to units now."""
         holding = self.holdings.get(partition)
         return holding if holding is not None and holding.state is State.OWNED and holding.placed else None
@@ -436,51 +481,49 @@ class Ownership:
     def _in_state(self, state: State) -> list[Partition]:
         return sorted(p for p, h in self.holdings.items() if h.state is state)
 
-    def _forget(self, partition: Partition) -> None:
-        self._let_go(partition, self.holdings.pop(partition, None))
-
-    def _replace(self, partition: Partition, new: Holding) -> None:
+    def _replace(self, partition: Partition, new: PartitionState) -> None:
         """Begin anew with a partition. In one step: one that an exception left without a holding is read by nobody."""
         old, self.holdings[partition] = self.holdings.get(partition), new
         self._let_go(partition, old)
 
-    def _let_go(self, partition: Partition, holding: Holding | None) -> None:
+    def _let_go(self, partition: Partition, holding: PartitionState | None) -> None:
         self.is_unsettled = True
         if holding is not None and holding.token is not None:
-            if holding.is_at_end and self.doubt is None:
+            if holding.is_at_end:
                 self.last_ends.append(_to_end(partition, holding))
             self.releases.append((partition, holding.token))
 
-    def _held(self, advance: Advance) -> Holding | None:
+    def _held(self, advance: Advance) -> PartitionState | None:
         """Find the holding under which the unit began; a newer one of the partition does not count."""
         holding = self.holdings.get(advance.partition)
         return holding if holding is not None and holding.token == advance.token else None
 
-    def _fence(self, holding: Holding | None) -> None:
+    def _fence(self, holding: PartitionState | None) -> None:
         self.is_unsettled = True
         if holding is not None:
-            holding.state, holding.token, holding.placed = State.FENCED, None, False
+            holding.invalidate()
+            holding.state, holding.token, holding.is_to_mirror = State.FENCED, None, False
             holding.error = holding.left = None
 
-    def _move_on(self, holding: Holding, advance: Advance, generation: int) -> None:
+    def _move_on(self, holding: PartitionState, advance: Advance, generation: int) -> None:
         holding.note_advance(generation)
         holding.expected = holding.last_applied = advance.next_offset
-        holding.leader_epoch = advance.leader_epoch
+        holding.leader_epoch, holding.is_to_mirror = advance.leader_epoch, True
         if holding.gaps:
             holding.gaps = {after: before for after, before in holding.gaps.items() if after >= advance.next_offset}
 
-    def _go_to(self, holding: Holding, row: Row) -> None:
+    def _go_to(self, holding: PartitionState, row: Row) -> None:
         self.is_unsettled = True
+        holding.invalidate()
         if row.next_offset is None:
             # A failover lost the chosen start: acquire and choose again.
-            holding.state, holding.token, holding.placed = State.PENDING, None, False
+            holding.state, holding.token = State.PENDING, None
             return
         holding.expected = holding.handed_out = holding.fetched = row.next_offset
-        holding.generation, holding.leader_epoch, holding.log_end = row.generation, row.leader_epoch, -1
-        holding.placed, holding.last_applied = False, None
+        holding.generation, holding.leader_epoch, holding.last_applied = row.generation, row.leader_epoch, None
 
 
-def _is_as_left(holding: Holding, row: Row | None) -> bool:
+def _is_as_left(holding: PartitionState, row: Row | None) -> bool:
     """Compare a row with what this member knows of it; what is being acquired is not compared."""
     if holding.state is State.BAD:
         return (None if row is None else _left(row)) == holding.left
@@ -494,7 +537,7 @@ def _left(row: Row) -> Left:
     return Left(row.owner_epoch, row.next_offset, row.topic_id, row.halted is not None)
 
 
-def _to_end(partition: Partition, holding: Holding) -> Advance:
+def _to_end(partition: Partition, holding: PartitionState) -> Advance:
     """Make the move to the end of the log. Its leader epoch is not that of the last message."""
     assert holding.token is not None
     return Advance(

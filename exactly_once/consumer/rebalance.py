@@ -58,7 +58,6 @@ class Assignment:
         """Whether rebalances are incremental. Learnt from the client where its configuration does not tell."""
         self.events: deque[Event] = deque()
         self.failures: deque[BaseException] = deque()
-        self.fetching: set[Partition] = set()
         self.paused = False
 
     def subscribe(self, client: Consumer, topics: list[str]) -> None:
@@ -95,11 +94,10 @@ class Assignment:
                 client.incremental_unassign(_bare(again))
             client.incremental_assign(_positions(targets))
         else:
-            client.assign(_positions({**others, **targets}))
-        self.fetching.update(targets)
+            client.assign(_positions({**{p: others[p] for p in others if p in assigned}, **targets}))
         self._seek(client, _positions({p: place for p, place in targets.items() if place[1] is not None}))
         if self.paused:
-            client.pause(_bare(self.fetching))
+            client.pause(client.assignment())
         else:
             # A pause outlives a revocation: a partition that comes back may still be paused.
             client.resume(_bare(targets))
@@ -113,12 +111,12 @@ class Assignment:
         """Stop fetching, so that polling only keeps the membership alive."""
         if not self.paused:
             self.paused = True
-            client.pause(_bare(self.fetching))
+            client.pause(client.assignment())
 
     def resume(self, client: Consumer) -> None:
         """Fetch again."""
         if self.paused:
-            client.resume(_bare(self.fetching))
+            client.resume(client.assignment())
             self.paused = False
 
     def _callback(
@@ -147,7 +145,6 @@ class Assignment:
         if self.is_incremental:
             self._either(client.incremental_assign, client.assign)
         else:
-            self.fetching.clear()
             self._either(client.assign, client.incremental_assign)
 
     def _let_go(self, client: Consumer, partitions: list[Partition]) -> None:
@@ -155,10 +152,8 @@ class Assignment:
         if self.is_incremental:
             assigned = _assigned(client)
             client.incremental_unassign(_bare(p for p in partitions if p in assigned))
-            self.fetching.difference_update(partitions)
         else:
             client.unassign()
-            self.fetching.clear()
 
     def _either(self, call: Callable[[list[TopicPartition]], None], other: Callable[..., None]) -> None:
         """Assign nothing; where the configuration misled us about the protocol, use the other call."""

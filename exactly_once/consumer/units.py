@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 
 from exactly_once._log import about
-from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable
 from exactly_once.kafka.admin import Cluster
 
 from .maintenance import Upkeep
-from .partitions import Holding, Ownership, State
+from .partitions import Ownership, State
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -39,12 +38,13 @@ class Units:
         self.until_end = until_end
         """Whether the iteration ends where the logs end."""
         self._idle_seconds = idle_seconds
-        self._ends: dict[Partition, int] = {}
         self._busy_at = time.monotonic()
         self.max_messages: int | None = None
         """How many messages a unit may have at most, below what the consumer's options allow."""
         self.max_unit_seconds = max_unit_seconds
         """After a unit that took longer the next one is halved."""
+        for state in ownership.holdings.values():
+            state.stop_at = None
 
     def __iter__(self) -> Units:
         return self
@@ -66,11 +66,12 @@ class Units:
     def note_ends(self) -> None:
         """Ask where the logs of partitions that were placed since the last time end now."""
         holdings = self._ownership.holdings
-        new = [p for p, h in holdings.items() if h.placed and p not in self._ends] if self.until_end else []
+        new = [p for p, h in holdings.items() if h.placed and h.stop_at is None] if self.until_end else []
         if not new:
             return
         try:
-            self._ends |= self._cluster.ends(new)
+            for partition, end in self._cluster.ends(new).items():
+                holdings[partition].stop_at = end
         except BrokerUnreachable as error:
             extra = about("ends_unknown", several=new)
             logger.warning("where the logs end is not known yet: %s", error, extra=extra)
@@ -80,7 +81,11 @@ class Units:
         holdings = self._ownership.holdings
         if not self.until_end or not holdings:
             return False
-        return all(self._has_reached(partition, h) for partition, h in holdings.items() if h.state is not State.BAD)
+        return all(
+            h.placed and h.stop_at is not None and h.applied >= h.stop_at
+            for h in holdings.values()
+            if h.state is not State.BAD
+        )
 
     def refuse_bad(self) -> None:
         """Refuse to end as if all had been read.
@@ -96,8 +101,8 @@ class Units:
         """Tell whether nothing more is to come before the ends, be it applied or not."""
         holdings = self._ownership.holdings
         return self.until_end and all(
-            h.placed and p in self._ends and max(h.fetched, h.log_end) >= self._ends[p]
-            for p, h in holdings.items()
+            h.placed and h.stop_at is not None and max(h.fetched, h.log_end) >= h.stop_at
+            for h in holdings.values()
             if h.state is not State.BAD
         )
 
@@ -115,6 +120,3 @@ class Units:
             return True
         self.note_ends()
         return self.until_end and self._upkeep.is_left_idle
-
-    def _has_reached(self, partition: Partition, holding: Holding) -> bool:
-        return holding.placed and partition in self._ends and holding.applied >= self._ends[partition]

@@ -28,8 +28,9 @@ from exactly_once.errors import (
 from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.kafka.origin import Origin, Relation, relate
 
-from .rows import Ledger, row_missing
+from .rows import row_missing
 from .session import address
+from .store import LedgerStore
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Starter:
     """Enrols topics, and turns acquired rows into rows that may be read from."""
 
     def __init__(
-        self, ledger: Ledger, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
+        self, ledger: LedgerStore, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
     ) -> None:
         self._ledger = ledger
         self._cluster = cluster
@@ -369,7 +370,7 @@ def _out_of_range(group_id: str, row: Row, log: Range, *, truncated: bool) -> Of
 
 
 def _foreign(
-    ledger: Ledger,
+    ledger: LedgerStore,
     partition: Partition,
     relation: Relation,
     origins: tuple[Origin, Origin],

@@ -91,6 +91,11 @@ class Noting(deque[Event]):
         super().append(event)
 
 
+def has_mirrored(consumer: ExactlyOnceConsumer) -> bool:
+    """Whether Kafka was told all that is applied, and has answered."""
+    return consumer._mirror.is_idle and not any(h.is_to_mirror for h in consumer._ownership.holdings.values())
+
+
 @pytest.fixture
 def fencing(
     *, proxy: KafkaProxy, make_consumer: MakeConsumer, conninfo: str, name: str, db: Db, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +111,7 @@ def fencing(
     consumer.subscribe([name])
     with next(iter(consumer)) as unit:
         record(unit, "test")
-    made.turn(lambda: consumer._mirror.is_idle, "the mirrored commit")
+    made.turn(lambda: has_mirrored(consumer), "the mirrored commit")
     yield made
     proxy.disarm()
 
@@ -152,7 +157,7 @@ def test_a_commit_of_which_one_partition_of_two_is_refused_is_no_proof(
     consumer = fencing.consumer
     consumer.subscribe([name, other])
     fencing.turn(lambda: len(consumer.health().owned) == 2 and consumer.health().is_ready, "both partitions")
-    fencing.turn(lambda: consumer._mirror.is_idle, "what was to be mirrored")
+    fencing.turn(lambda: has_mirrored(consumer), "what was to be mirrored")
     refused = [proxy.refuse(OFFSET_COMMIT, KafkaError.TOPIC_AUTHORIZATION_FAILED) for _ in range(3)]
     fencing.take()
     for fault in refused:

@@ -46,8 +46,11 @@ def in_doubt(*partitions: Partition) -> tuple[Ownership, dict[Partition, Row], l
     """Make an ownership with a unit over offsets 0 to 9 whose COMMIT got no answer."""
     ownership, rows = owning(*partitions)
     advances = ownership.hand_out(dict.fromkeys(partitions, Span(0, 10, 3)))
-    ownership.unknown(advances)
     return ownership, rows, advances
+
+
+def resolved(ownership: Ownership, advances: list[Advance], rows: list[Row]) -> Resolution:
+    return ownership.resolved(advances, [a.token for a in advances], rows)
 
 
 def test_a_partition_passes_through_its_states_to_where_messages_flow() -> None:
@@ -181,46 +184,45 @@ def test_distrusted_positions_are_placed_again_from_the_expected_offset() -> Non
 
 
 def test_a_unit_in_doubt_that_landed_moves_on_under_the_fresh_token() -> None:
-    ownership, rows, _ = in_doubt(P)
+    ownership, rows, advances = in_doubt(P)
     fresh = uuid4()
-    assert ownership.resolved([replace(rows[P], next_offset=10, owner_token=fresh)]) is Resolution.COMMITTED
+    assert resolved(ownership, advances, [replace(rows[P], next_offset=10, owner_token=fresh)]) is Resolution.COMMITTED
     holding = ownership.holdings[P]
     assert (holding.expected, holding.handed_out, holding.token, holding.leader_epoch) == (10, 10, fresh, 3)
-    assert ownership.doubt is None
 
 
 def test_a_unit_in_doubt_that_did_not_land_is_taken_back_under_the_fresh_token() -> None:
-    ownership, rows, _ = in_doubt(P)
+    ownership, rows, advances = in_doubt(P)
     fresh = uuid4()
-    assert ownership.resolved([replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
+    assert resolved(ownership, advances, [replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
     holding = ownership.holdings[P]
     assert (holding.expected, holding.handed_out, holding.token, holding.placed) == (0, 0, fresh, True)
 
 
 def test_a_row_of_the_unit_in_doubt_that_is_gone_was_taken_by_somebody() -> None:
-    ownership, _, _ = in_doubt(P)
-    assert ownership.resolved([]) is Resolution.FENCED
+    ownership, _, advances = in_doubt(P)
+    assert resolved(ownership, advances, []) is Resolution.FENCED
     assert ownership.to_prove() == [P]
 
 
 def test_one_row_that_is_still_ours_tells_of_the_whole_unit() -> None:
-    ownership, rows, _ = in_doubt(P, Q)
-    assert ownership.resolved([replace(rows[P], next_offset=10)]) is Resolution.COMMITTED
+    ownership, rows, advances = in_doubt(P, Q)
+    assert resolved(ownership, advances, [replace(rows[P], next_offset=10)]) is Resolution.COMMITTED
     assert ownership.to_prove() == [Q]
 
 
 def test_a_row_resolved_after_the_revocation_is_given_back_under_its_fresh_token() -> None:
-    ownership, rows, _ = in_doubt(P)
+    ownership, rows, advances = in_doubt(P)
     ownership.revoked([P])
     fresh = uuid4()
-    assert ownership.resolved([replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
+    assert resolved(ownership, advances, [replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
     assert ownership.releases == [(P, rows[P].owner_token), (P, fresh)]
 
 
 @pytest.mark.parametrize("offset", [3, 99])
 def test_a_row_in_doubt_that_moved_elsewhere_is_followed(offset: int) -> None:
-    ownership, rows, _ = in_doubt(P)
-    ownership.resolved([replace(rows[P], next_offset=offset)])
+    ownership, rows, advances = in_doubt(P)
+    resolved(ownership, advances, [replace(rows[P], next_offset=offset)])
     assert ownership.to_place()[P].expected == offset
 
 
@@ -229,7 +231,7 @@ def test_a_row_that_lost_its_start_in_a_failover_is_acquired_again(path: str) ->
     ownership, rows, advances = in_doubt(P)
     lost = replace(rows[P], next_offset=None)
     if path == "resolved":
-        ownership.resolved([lost])
+        resolved(ownership, advances, [lost])
     elif path == "judge":
         assert ownership.judge(advances, [lost]) == {P: Conflict.REWOUND}
     else:
@@ -478,17 +480,15 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.unit)
     @rule(landed=st.booleans(), revoked=partitions)
     def resolve(self, revoked: list[Partition], *, landed: bool) -> None:
-        self.ownership.unknown(self.unit)
+        tokens = [a.token for a in self.unit]
         did_land = landed and self._advance()
         self.ownership.revoked(revoked)
-        doubt = self.ownership.doubt
-        assert doubt is not None
         fresh = uuid4()
-        found = [a.partition for a in self.unit if self.rows[a.partition].owner_token in doubt.tokens]
+        found = [a.partition for a in self.unit if self.rows[a.partition].owner_token in tokens]
         for partition in found:
             self.rows[partition] = replace(self.rows[partition], owner_token=fresh)
         self.ours[fresh] = self.unit[0].partition
-        resolution = self.ownership.resolved([self.rows[p] for p in found])
+        resolution = self.ownership.resolved(self.unit, [*tokens, fresh], [self.rows[p] for p in found])
         if found:
             assert resolution is (Resolution.COMMITTED if did_land else Resolution.ABORTED)
         else:
@@ -663,9 +663,8 @@ def test_rows_are_rotated_by_their_first_unit_and_by_each_256th_from_there() -> 
         ownership.committed(advances)
     advances = unit(P)
     assert [(a.generation, a.rotates) for a in advances] == [(8, True)]
-    ownership.unknown(advances)
     landed = replace(rows[P], next_offset=advances[0].next_offset, generation=9, owner_token=uuid4())
-    assert ownership.resolved([landed]) is Resolution.COMMITTED
+    assert resolved(ownership, advances, [landed]) is Resolution.COMMITTED
     advances = unit(P, other)
     assert [(a.partition, a.generation, a.rotates) for a in advances] == [(P, 9, False), (other, 7, True)]
     ownership.committed(advances)
