@@ -21,7 +21,6 @@ from exactly_once._failpoints import failpoint
 from exactly_once._log import about
 from exactly_once._model import Partition, RangePolicy, Span, StartPolicy
 from exactly_once.errors import ClientFailed, ConfigurationError, InstanceFenced, UnitNotFinished, WrongProcess
-from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.kafka.settings import (
     admin_settings,
@@ -35,9 +34,7 @@ from exactly_once.kafka.settings import (
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.replication import watched
 from exactly_once.ledger.retry import BACKOFF, Stop, briefly, patiently
-from exactly_once.ledger.rows import Ledger
-from exactly_once.ledger.session import Connection, Session
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.session import Connection
 from exactly_once.ledger.start import Starter
 from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.metrics.health import Health
@@ -55,7 +52,7 @@ from .partitions import Ownership
 from .read_only import ReadOnlyGuard
 from .rebalance import Assignment, Change
 from .service import OnPoison, Service, stopping_on_signals
-from .startup import look_at_database, look_at_topics, naming_grants
+from .startup import Servers, naming_grants
 from .unit import Stage, Unit
 from .units import Units
 
@@ -138,6 +135,8 @@ class ExactlyOnceConsumer:
     :meth:`stop` from signal handlers.
     """
 
+    _servers = Servers()
+
     def __init__(
         self,
         kafka: Mapping[str, Any],
@@ -201,11 +200,12 @@ class ExactlyOnceConsumer:
 
     def _assemble(self, options: Options, metrics: Metrics | None) -> None:
         """Make the parts and connect them; nothing is contacted yet."""
-        session = self._session = Session(watched(options.connect), schema=options.schema)
-        self._watcher = Watcher(
+        servers = self._servers
+        session = self._session = servers.session(watched(options.connect), schema=options.schema)
+        self._watcher = servers.watcher(
             options.connect, schema=options.schema, group_id=options.group_id, instance=session.instance
         )
-        ledger = self._ledger = Ledger(
+        ledger = self._ledger = servers.ledger(
             session,
             group_id=options.group_id,
             owner_kind="consumer",
@@ -228,7 +228,7 @@ class ExactlyOnceConsumer:
             watcher=self._watcher,
             max_messages=options.max_messages,
         )
-        self._cluster = Cluster(admin_settings(self._kafka))
+        self._cluster = servers.cluster(admin_settings(self._kafka))
         starter = self._starter = Starter(
             ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range
         )
@@ -323,8 +323,8 @@ class ExactlyOnceConsumer:
         """
         self._check_use()
         check_topics(topics)
-        look_at_database(self._session, self._options)
-        look_at_topics(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
+        self._servers.look_at_database(self._session, self._options)
+        self._servers.look_at_topics(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
         if self._options.start not in (None, "earliest"):
             self._note_first_topics(topics)
         if not self._topics:
@@ -677,7 +677,7 @@ class ExactlyOnceConsumer:
                 settings[name] = self._assignment.contain(callback)
         settings["on_commit"] = self._assignment.contain(self._on_commit)
         try:
-            return Consumer(settings)
+            return self._servers.client(settings)
         except KafkaException as error:
             raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import psycopg
+from confluent_kafka import Consumer
 
 from exactly_once.errors import ConfigurationError, DatabaseUnreachable, ReadOnly, UnknownTopic
 from exactly_once.kafka.admin import Cluster
 from exactly_once.ledger import migrate as schemas
 from exactly_once.ledger.retry import at_start
+from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, address, cursor_on, last_row
 from exactly_once.ledger.sql import query
+from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.store import LedgerStore
 
 from .options import Options
 
@@ -107,3 +113,16 @@ def refuse_read_only(session: Session) -> None:
             f"Postgres at {place} takes no writes: it is a standby, or default_transaction_read_only is on. Name the "
             "primary, and add target_session_attrs=read-write to the connection string, which finds it among several"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """What a consumer reaches servers by; the simulator of the tests puts its own in place of each."""
+
+    session: Callable[..., Session] = Session
+    ledger: Callable[..., LedgerStore] = Ledger
+    watcher: Callable[..., Watcher] = Watcher
+    cluster: Callable[..., Cluster] = Cluster
+    client: Callable[[dict[str, Any]], Consumer] = Consumer
+    look_at_database: Callable[[Session, Options], None] = look_at_database
+    look_at_topics: Callable[[Cluster, Sequence[str], Options], None] = look_at_topics

@@ -21,13 +21,14 @@ from uuid import UUID, uuid4
 import psycopg
 from confluent_kafka import Message
 
-from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, Redelivered, Rewound, StartError
+from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, LedgerRowMissing, Redelivered, Rewound, StartError
 from exactly_once._model import Advance, Partition, Row
-from exactly_once.consumer import consumer
 from exactly_once.consumer.options import Options
+from exactly_once.consumer.startup import Servers
 from exactly_once.kafka.admin import Committed, Topic
 from exactly_once.kafka.origin import Origin
 from exactly_once.ledger.retry import briefly
+from exactly_once.ledger.rows import row_missing
 from exactly_once.ledger.session import Begun
 
 from .database import Connection, Database, Transaction, Violation
@@ -62,7 +63,7 @@ class Member:
             "group.protocol": "classic" if world.group.is_eager else "consumer",
             "simulated.member": self,
         }
-        self.consumer = ExactlyOnceConsumer(
+        self.consumer = SimulatedConsumer(
             settings,
             connect=self,  # type: ignore[arg-type]
             start="earliest",
@@ -208,7 +209,7 @@ class Session:
             self._connection.closed = True
         self._connection = None
 
-    def begin(self, isolation: str, *, may_take: float) -> Begun:
+    def begin(self, isolation: str, *, may_take: float = 60.0) -> Begun:
         connection = self.connection
         self.member.step("begins")
         if connection.life != self.member.world.database.life:
@@ -217,6 +218,15 @@ class Session:
         connection.transaction = self.member.world.database.begin(self.instance)
         connection.is_in_error = False
         return Begun(connection.transaction.xid, 0, connection.life)
+
+    def join(self, connection: Connection, *, may_take: float = 60.0) -> NoReturn:
+        raise Violation("no unit here is joined")
+
+    def owns(self, connection: Connection) -> bool:
+        return connection is self._connection
+
+    def status(self, begun: Begun) -> NoReturn:
+        raise Violation("only the outcome of joined units is asked for without ending them")
 
     def roll_back(self) -> None:
         if self._connection is None:
@@ -262,6 +272,8 @@ class Ledger:
     def __init__(self, session: Session, *, group_id: str, **options: Any) -> None:
         self.session = session
         self.group_id = group_id
+        self.application: str | None = None
+        self.own_time = b""
         self._member = session.member
         self._database: Database = session.member.world.database
 
@@ -288,6 +300,9 @@ class Ledger:
         token = uuid4()
 
         def body(transaction: Transaction) -> list[Row]:
+            for partition in partitions:
+                if partition not in self._database.rows:
+                    raise row_missing(self.group_id, partition)  # lost in a failover
             return self._write(
                 transaction,
                 partitions,
@@ -300,10 +315,16 @@ class Ledger:
                 ),
             )
 
-        rows = self._change("acquire", partitions, body)
-        if len(rows) < len(partitions):
-            raise psycopg.OperationalError("the rows were lost in a failover")
-        return rows
+        return self._change("acquire", partitions, body)
+
+    def has_rows(self) -> bool:
+        return bool(self._change("has rows", [], lambda _: self._database.rows))
+
+    def identify(self, tokens: Mapping[Partition, UUID], topic_id: str, *, cluster_id: str | None) -> NoReturn:
+        raise Violation("every row here has an id")
+
+    def advance_statement(self, connection: Connection, advances: Sequence[Advance], *, xid: str) -> NoReturn:
+        raise Violation("no handler here defers a statement")
 
     def topic_ids(self, topics: Iterable[str]) -> dict[str, set[str]]:
         return {topic: {"id"} for topic in topics}
@@ -401,7 +422,7 @@ class Ledger:
         try:
             self._lock(transaction, connection, waiting)
             result = body(transaction)
-        except psycopg.Error:
+        except (psycopg.Error, LedgerRowMissing):
             self._database.abort(transaction)
             connection.transaction = None
             raise
@@ -513,22 +534,12 @@ class Clock:
 
 @contextlib.contextmanager
 def simulated(clock: Clock, seed: int) -> Iterator[None]:
-    """Let consumers that are made meanwhile be members; time and jitter are the schedule's."""
+    """Let time and jitter be the schedule's."""
     random.seed(seed)
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with (
-            mock.patch.multiple(
-                consumer,
-                Session=Session,
-                Ledger=Ledger,
-                Watcher=Watcher,
-                Cluster=Cluster,
-                Consumer=Client,
-                look_at_database=_look_at_database,
-                look_at_topics=_look_at_topics,
-            ),
             mock.patch.object(time, "monotonic", clock.monotonic),
             mock.patch.object(time, "sleep", clock.sleep),
         ):
@@ -544,3 +555,17 @@ def _look_at_database(session: Session, options: Options) -> None:
 
 def _look_at_topics(*_: object) -> None:
     """Stand for the first contact with Kafka, which never fails here."""
+
+
+class SimulatedConsumer(ExactlyOnceConsumer):
+    """The real consumer, with everything simulated that talks to servers."""
+
+    _servers = Servers(
+        session=Session,  # type: ignore[arg-type]
+        ledger=Ledger,
+        watcher=Watcher,  # type: ignore[arg-type]
+        cluster=Cluster,  # type: ignore[arg-type]
+        client=Client,  # type: ignore[arg-type]
+        look_at_database=_look_at_database,  # type: ignore[arg-type]
+        look_at_topics=_look_at_topics,
+    )
