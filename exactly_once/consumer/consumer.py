@@ -19,7 +19,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from exactly_once._failpoints import failpoint
 from exactly_once._log import about
-from exactly_once._model import Partition, RangePolicy, Span, StartPolicy
+from exactly_once._model import Partition, RangePolicy, StartPolicy
 from exactly_once.errors import ClientFailed, ConfigurationError, InstanceFenced, UnitNotFinished, WrongProcess
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.kafka.settings import (
@@ -477,14 +477,11 @@ class ExactlyOnceConsumer:
 
     def _close_by(self, steps: deque[Callable[[], object]]) -> None:
         while steps:
-            self._try_to_close(steps[0])
+            try:
+                steps[0]()
+            except Exception as error:  # noqa: BLE001 - the next steps matter more
+                logger.warning("while closing: %s", error, extra=self._about("close_failed"))
             steps.popleft()
-
-    def _try_to_close(self, step: Callable[[], object]) -> None:
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001 - the next steps matter more
-            logger.warning("while closing: %s", error, extra=self._about("close_failed"))
 
     # The loop.
 
@@ -509,6 +506,7 @@ class ExactlyOnceConsumer:
         return self._unit
 
     def _find_unit(self, units: Units) -> Unit | None:
+        """Do what is due, fetch, and hand out a batch: once round the loop for each unit, and while there is none."""
         if (left := self._settlement.not_before - time.monotonic()) > 0:
             self._idle(left)
             self._assignment.resume(self._client)
@@ -522,36 +520,31 @@ class ExactlyOnceConsumer:
             if units.has_reached_ends():
                 return None
             limit = min(self._settlement.limit, units.max_messages or self._settlement.limit)
-            self._fetch_batch(units, limit)
+            waiting = self._delivery.waiting
+            if left := self._linger_left(units, limit):
+                # Where there is an end it must be seen at once; else nobody needs to wake up for each message.
+                self._fetch(min(left, POLL_SECONDS), limit - waiting, fill=not units.until_end)
+            else:
+                self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
             if self._assignment.events or self._linger_left(units, limit):
                 continue
             messages, spans = self._delivery.take(limit, self._options.max_bytes)
             if messages:
                 units.came()
-                return self._hand_out(messages, spans, units.max_unit_seconds)
+                advances = self._ownership.hand_out(spans)
+                isolation, may_take = self._options.isolation, units.max_unit_seconds
+                work = UnitOfWork(self._ledger, isolation=isolation, max_unit_seconds=may_take)
+                failpoint("polled")
+                return Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)
             if units.is_left_without(since=self._idled_at):
                 return None
         return None
-
-    def _fetch_batch(self, units: Units, limit: int) -> None:
-        waiting = self._delivery.waiting
-        if left := self._linger_left(units, limit):
-            # Where there is an end it must be seen at once; else nobody needs to wake up for each message.
-            self._fetch(min(left, POLL_SECONDS), limit - waiting, fill=not units.until_end)
-        else:
-            self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
 
     def _linger_left(self, units: Units, limit: int) -> float:
         """Return for how long what was fetched should wait for more; what comes again does not."""
         if not self._options.linger_seconds or self._delivery.repeats or units.has_read_all():
             return 0.0
         return self._linger.left(self._delivery.waiting, limit)
-
-    def _hand_out(self, messages: list[Message], spans: Mapping[Partition, Span], max_unit_seconds: float) -> Unit:
-        advances = self._ownership.hand_out(spans)
-        work = UnitOfWork(self._ledger, isolation=self._options.isolation, max_unit_seconds=max_unit_seconds)
-        failpoint("polled")
-        return Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)
 
     def _keep_up(self) -> bool:
         """Have the upkeep done, however long a server is away; return whether it was done."""
@@ -568,19 +561,16 @@ class ExactlyOnceConsumer:
     def _step(self) -> None:
         try:
             self._read_only.check()
-            self._step_unless_read_only()
+            try:
+                with naming_grants(self._options.schema):
+                    self._upkeep.step(self._client)
+            except psycopg.errors.ReadOnlySqlTransaction:
+                self._read_only.met()
+                raise
         except Exception as error:
             self._observer.trouble = error
             raise
         self._observer.trouble = None
-
-    def _step_unless_read_only(self) -> None:
-        try:
-            with naming_grants(self._options.schema):
-                self._upkeep.step(self._client)
-        except psycopg.errors.ReadOnlySqlTransaction:
-            self._read_only.met()
-            raise
 
     def _fetch(self, timeout_seconds: float, count: int, *, fill: bool = False) -> None:
         self._observer.turned()
@@ -627,20 +617,18 @@ class ExactlyOnceConsumer:
             instance = self._kafka.get("group.instance.id")
             self._assignment.failures.append(InstanceFenced(f"{text}; group.instance.id={instance!r}"))
         elif code in _FATAL_CODES:
-            told = [f"{error.name()}: {text}", *(m for c, m in _FATAL_CODES.items() if m and _text(c) in text)]
-            self._assignment.failures.append(ClientFailed(". ".join(told)))
+            texts = [f"{error.name()}: {text}", *(m for c, m in _FATAL_CODES.items() if m and _text(c) in text)]
+            self._assignment.failures.append(ClientFailed(". ".join(texts)))
         else:
-            self._warn_once(error, message.topic(), message.partition())
-            if (topic := message.topic()) is not None:
+            # It may pass; the client repeats it for as long as it lasts.
+            topic, number = message.topic(), message.partition()
+            where = "" if topic is None else f" ({topic}[{number}])" if (number or -1) >= 0 else f" ({topic})"
+            level = logging.DEBUG if (code, where) in self._warned else logging.WARNING
+            self._warned.add((code, where))
+            told = "Kafka client: %s: %s%s; repetitions are logged at DEBUG"
+            logger.log(level, told, error.name(), text, where, extra=self._about("client_said"))
+            if topic is not None:
                 self._upkeep.recheck_soon(topic)
-
-    def _warn_once(self, error: KafkaError, topic: str | None, number: int | None) -> None:
-        """Log an error that may pass, once for each place; the client repeats it for as long as it lasts."""
-        place = "" if topic is None else f" ({topic}[{number}])" if (number or -1) >= 0 else f" ({topic})"
-        level = logging.DEBUG if (error.code(), place) in self._warned else logging.WARNING
-        self._warned.add((error.code(), place))
-        text = "Kafka client: %s: %s%s; repetitions are logged at DEBUG"
-        logger.log(level, text, error.name(), error.str(), place, extra=self._about("client_said"))
 
     def _reopen_client(self) -> None:
         """Join anew: under ``group.protocol=consumer`` a static member keeps its place until it expires."""

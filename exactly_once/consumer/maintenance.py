@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from exactly_once.errors import (
     UnknownTopic,
 )
 from exactly_once.kafka.admin import Cluster
-from exactly_once.kafka.origin import Origin, origin_of
+from exactly_once.kafka.origin import origin_of
 from exactly_once.ledger.conflict import Conflict
 from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.start import Starter
@@ -172,7 +172,8 @@ class Upkeep:
         self._ownership.is_unsettled = bool(self._ownership.to_place())
         if self._ownership.to_acquire() or self._ownership.to_prove():
             self._next_look = time.monotonic() + _AGAIN_SECONDS
-        self._tell()
+        while self._news:  # outside of librdkafka's callbacks
+            self._assignment.contain(self._notify)(*self._news.pop(0))
 
     def take_events(self) -> None:
         """Apply what the rebalance callbacks recorded."""
@@ -241,14 +242,27 @@ class Upkeep:
                 logger.info("rows were not released: %s", error, extra=extra)
 
     def _acquire(self) -> None:
-        """Acquire, check and start what is pending."""
+        """Acquire, check and start what is pending; what is locked or postponed is left for later."""
         pending = self._ownership.to_acquire()
         if not pending or time.monotonic() < self._not_before:
             return
         try:
             self.unreachable = None
-            known, bad = self._enrol(self._known(pending))
-            rows = self._acquire_free([p for p in known if p not in bad])
+            # Only of topics that exist, as far as the broker knows that answers; it may be behind.
+            topics = {p.topic for p in pending}
+            unknown = self._starter.describe(topics)
+            self._schedule_recheck(topics - unknown.keys())
+            for topic, error in unknown.items():
+                extra = self._about("topic_unknown") | {"topic": topic}
+                logger.warning("its partitions are ours, and wait: %s", error, extra=extra)
+            known, bad = self._enrol([p for p in pending if p.topic not in unknown])
+            wanted = [p for p in known if p not in bad]
+            rows: list[Row] = []
+            try:
+                rows = self._unlocked(self._ledger.acquire, wanted)[0] if wanted else []
+            except LedgerRowMissing as missing:
+                # Deleted since a moment ago; which one it is, and that it was there, is found out by enrolling again.
+                logger.warning("looking again: %s", missing, extra=self._about("row_missing", several=wanted))
             self._ownership.acquired(rows)
             self._begin(rows)
             self._reject(bad)
@@ -291,26 +305,6 @@ class Upkeep:
                 ready += sorted(existing)
                 self._postpone(set(of_topic) - existing, error)
         return ready, bad
-
-    def _known(self, pending: list[Partition]) -> list[Partition]:
-        """Return the partitions whose topics exist, as far as the broker knows that answers; it may be behind."""
-        topics = {p.topic for p in pending}
-        unknown = self._starter.describe(topics)
-        self._schedule_recheck(topics - unknown.keys())
-        for topic, error in unknown.items():
-            extra = self._about("topic_unknown") | {"topic": topic}
-            logger.warning("its partitions are ours, and wait: %s", error, extra=extra)
-        return [p for p in pending if p.topic not in unknown]
-
-    def _acquire_free(self, pending: list[Partition]) -> list[Row]:
-        """Acquire what is not locked; the rest is left for later."""
-        try:
-            return self._unlocked(self._ledger.acquire, pending)[0] if pending else []
-        except LedgerRowMissing as error:
-            # Deleted since a moment ago; which one it is, and that it was there, is found out by enrolling again.
-            extra = self._about("row_missing", several=pending)
-            logger.warning("looking again: %s", error, extra=extra)
-            return []
 
     def _unlocked(
         self, call: Callable[..., list[Row]], partitions: list[Partition]
@@ -476,25 +470,22 @@ class Upkeep:
         held = [p for p in self._ownership.owned() if p.topic == topic]
         bad = {}
         for partition in held:
+            state = self._ownership.holdings[partition]
+            since, now = state.checked_at, state.expected
             try:
-                state = self._ownership.holdings[partition]
                 self._starter.recheck(topic, found, {partition: state.topic_id})
-                state.checked_at = state.expected
+                state.checked_at = now
             except TopicRecreated as error:
-                bad[partition] = self._and_what_was_read(partition, error)
+                told = ""
+                if since is not None:
+                    # Which messages of the new topic may have been skipped, and which were applied.
+                    told = f". It was the old one at offset {since} still"
+                    if now > since:
+                        told += f"; offsets {since} to {now - 1} were applied since, and may be of the new one"
+                    if since > 0:
+                        told += f"; of the new one offsets 0 to {since - 1} were not read"
+                bad[partition] = TopicRecreated(f"{error}{told}")
         self._reject(bad)
-
-    def _and_what_was_read(self, partition: Partition, error: TopicRecreated) -> TopicRecreated:
-        """Say which messages of the new topic may have been skipped, and which were applied."""
-        since, now = self._ownership.holdings[partition].checked_at, self._ownership.holdings[partition].expected
-        if since is None:
-            return error
-        told = f"It was the old one at offset {since} still"
-        if now > since:
-            told += f"; offsets {since} to {now - 1} were applied since, and may be of the new one"
-        if since > 0:
-            told += f"; of the new one offsets 0 to {since - 1} were not read"
-        return TopicRecreated(f"{error}. {told}")
 
     def _look_for_us(self, client: Consumer) -> None:
         """Find out whether we are in the group without partitions: not every protocol calls back for nothing.
@@ -516,11 +507,25 @@ class Upkeep:
         if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
             return
         # Kafka first: what this database has told it, it had stored before.
-        held = self._held_by_kafka(client, new, {p.topic for p in owned})
+        others = [p for p in self._starter.partitions({p.topic for p in owned}) if p not in new]
+        if len(others) > _COMPARED_AT_MOST:
+            others = random.sample(others, _COMPARED_AT_MOST)  # another one each time
+        asked = [TopicPartition(*p) for p in (*sorted(new), *others)]
+        answer: list[TopicPartition] | None = None
+        try:
+            answer = client.committed(asked, timeout=_COMMITTED_SECONDS)
+        except KafkaException as error:
+            extra = self._about("origin_unchecked")
+            logger.info("what Kafka holds is compared with the ledger later: %s", error, extra=extra)
         self._mirror.origin = own = self._ledger.origin()
-        if held is None:
+        if answer is None:
             self._compare_new_from = time.monotonic() + _BUSY_SECONDS
             return
+        held = {
+            Partition(tp.topic, tp.partition): (tp.offset, origin_of(tp.metadata))
+            for tp in answer
+            if tp.offset >= 0 and tp.error is None
+        }
         for partition in self._starter.compare(new, held, own):
             self._settlement.tell_rewound(partition, mirrored=held[partition][0])
         self._next_comparison = time.monotonic() + COMPARE_SECONDS
@@ -528,26 +533,6 @@ class Upkeep:
             state = owned[partition]
             state.compared_epoch = state.epoch
             state.is_to_mirror |= partition in held and held[partition] != (state.expected, own)
-
-    def _held_by_kafka(
-        self, client: Consumer, new: Set[Partition], topics: set[str]
-    ) -> dict[Partition, tuple[int, Origin | None]] | None:
-        """Ask Kafka what it holds; None where its coordinator does not answer in time."""
-        others = [p for p in self._starter.partitions(topics) if p not in new]
-        if len(others) > _COMPARED_AT_MOST:
-            others = random.sample(others, _COMPARED_AT_MOST)  # another one each time
-        asked = [TopicPartition(*p) for p in (*sorted(new), *others)]
-        try:
-            answer = client.committed(asked, timeout=_COMMITTED_SECONDS)
-        except KafkaException as error:
-            extra = self._about("origin_unchecked")
-            logger.info("what Kafka holds is compared with the ledger later: %s", error, extra=extra)
-            return None
-        return {
-            Partition(tp.topic, tp.partition): (tp.offset, origin_of(tp.metadata))
-            for tp in answer
-            if tp.offset >= 0 and tp.error is None
-        }
 
     def look_anew(self) -> None:
         """Have the rows looked at by the next step: a partition that was bad may have been mended."""
@@ -630,26 +615,18 @@ class Upkeep:
                     self._next_examination = self._not_before
                     continue
                 if self._ownership.deliverable(partition) is holding:
-                    self._reposition(rows[0], logs[partition], reason)
+                    try:
+                        moved = self._starter.in_range(rows[0], logs[partition], truncated="truncat" in reason.lower())
+                    except OffsetOutOfRange as error:
+                        self._reject({partition: error})
+                        continue
+                    if moved is None:
+                        self._next_rows = 0.0  # its row was changed meanwhile: look at all of them
+                    else:
+                        extra = self._about("repositioned", partition=partition, offset=moved.next_offset)
+                        text = "%s: reading on at offset %s after: %s"
+                        logger.warning(text, partition, moved.next_offset, reason, extra=extra)
+                        self._ownership.started(partition, moved)
             # Of one that is placed anew there comes another error if need be.
             holding.suspect = None
         self._delivery.discard()
-
-    def _reposition(self, row: Row, log: tuple[int, int], reason: str) -> None:
-        """Read on where the ledger stands, or say why that cannot be."""
-        try:
-            moved = self._starter.in_range(row, log, truncated="truncat" in reason.lower())
-        except OffsetOutOfRange as error:
-            self._reject({row.partition: error})
-            return
-        if moved is None:
-            self._next_rows = 0.0
-            return
-        extra = self._about("repositioned", partition=row.partition, offset=moved.next_offset)
-        logger.warning("%s: reading on at offset %s after: %s", row.partition, moved.next_offset, reason, extra=extra)
-        self._ownership.started(row.partition, moved)
-
-    def _tell(self) -> None:
-        """Call the user's rebalance callbacks, outside of librdkafka's."""
-        while self._news:
-            self._assignment.contain(self._notify)(*self._news.pop(0))

@@ -117,7 +117,10 @@ class Service:
             if not self._decide(unit):
                 return True
         elif suspect is not None and suspect.poison is not None and suspect.is_only_one_of(unit):
-            self._set_aside(unit, suspect)
+            (message,) = unit.messages
+            with unit:
+                self._dispose(unit, message, suspect)
+            self._tell_set_aside(unit, suspect)
         elif self._apply(unit):
             self._has_landed = True
         else:
@@ -134,7 +137,10 @@ class Service:
         except Exception as error:
             is_alone = len(unit.messages) == 1
             if is_alone:
-                self._suspect = suspect = self._suspect_in(unit)
+                known = self._suspect
+                if known is None or not known.is_only_one_of(unit):
+                    known = _Suspect(*_first(unit))
+                self._suspect = suspect = known
                 suspect.tries += 1
             # Where others of the same batch were applied, it was not a table or a grant that is missing.
             has_landed = self._has_landed and self._is_searched(unit)
@@ -151,7 +157,11 @@ class Service:
                 self._named = _place_of(unit, before)
                 return False
             if not is_alone and not self._is_searched(unit):
-                self._begin_search(unit, error)
+                self._searched = {advance.partition: advance.next_offset for advance in unit.advances}
+                self._found, self._has_landed = 0, False
+                extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
+                text = "%s: %s; looking for the message in smaller units than %r"
+                logger.warning(text, type(error).__name__, error, unit, extra=extra)
             self._search.failed(len(unit.messages))
             if is_doubtful:
                 suspect.poison, self._doubts = error, [suspect]
@@ -163,13 +173,6 @@ class Service:
             logger.warning("an error named %s offset %s, which was applied all the same", *self._named, extra=extra)
             self._named = None
         return True
-
-    def _begin_search(self, unit: Unit, error: Exception) -> None:
-        self._searched = {advance.partition: advance.next_offset for advance in unit.advances}
-        self._found, self._has_landed = 0, False
-        extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
-        text = "%s: %s; looking for the message in smaller units than %r"
-        logger.warning(text, type(error).__name__, error, unit, extra=extra)
 
     def _is_searched(self, unit: Unit) -> bool:
         """Tell whether a unit is a part of the batch that is searched."""
@@ -188,11 +191,6 @@ class Service:
             extra = about("poison_search_ended", group=unit.work.group_id, several=unit.advances)
             text = "the search is over: %s of the messages failed alone, the others were applied; the last unit: %r"
             logger.log(level, text, found, unit, extra=extra)
-
-    def _suspect_in(self, unit: Unit) -> _Suspect:
-        """Return what is known of the only message of a unit."""
-        known = self._suspect
-        return known if known is not None and known.is_only_one_of(unit) else _Suspect(*_first(unit))
 
     def _condemn(self, unit: Unit, suspect: _Suspect, error: Exception) -> None:
         """Decide about a message that failed alone.
@@ -242,12 +240,6 @@ class Service:
         for suspect in doubts:
             self._tell_set_aside(unit, suspect)
         return True
-
-    def _set_aside(self, unit: Unit, suspect: _Suspect) -> None:
-        (message,) = unit.messages
-        with unit:
-            self._dispose(unit, message, suspect)
-        self._tell_set_aside(unit, suspect)
 
     def _dispose(self, unit: Unit, message: Message, suspect: _Suspect) -> None:
         """Do in the open unit what is to be done with a poisonous message."""

@@ -175,7 +175,16 @@ class Ledger:
                 owner_name=self._owner_name,
                 application=self.application,
             )
-        return [_with_previous(row, before[row.partition]) for row in rows]
+        return [
+            replace(
+                row,
+                # Whoever released it is well; only what is taken from somebody may be held up by him.
+                previous_instance=old.owner_instance if old.owner_token is not None else None,
+                previous_application=old.application,
+            )
+            for row in rows
+            for old in [before[row.partition]]
+        ]
 
     def look(self, partitions: Sequence[Partition]) -> list[Row]:
         """Read rows without a lock and without writing: enough for a suspicion, never for an offset."""
@@ -406,12 +415,6 @@ def _row_keys(rows: Iterable[Row]) -> dict[str, Any]:
     """Split rows into the arrays that statements take behind a lock, or by a grant: the key with its generation."""
     rows = list(rows)
     return {**_keys(row.partition for row in rows), "generations": [row.generation for row in rows]}
-
-
-def _with_previous(row: Row, before: Row) -> Row:
-    """Add who had the row: whoever released it is well, only what is taken from somebody may be held up by him."""
-    previous = before.owner_instance if before.owner_token is not None else None
-    return replace(row, previous_instance=previous, previous_application=before.application)
 
 
 def _array(values: list[int] | list[int | None]) -> bytes:

@@ -223,7 +223,16 @@ class Session:
         """Open a transaction in one round trip and learn its id; peers leave it alone for ``may_take`` seconds."""
         self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
         connection = self.connection
-        xid, pid, incarnation = texts(send(connection, self._beginning(isolation, may_take))[-1])
+        if (isolation, may_take) not in self._begin:  # composed once for each kind of unit
+            marker = marker_of(self.instance, self.schema, may_take if self._owns_rows else None)
+            self._begin[isolation, may_take] = query(
+                "begin",
+                self.schema,
+                marker=sql.Literal(marker),
+                isolation=sql.SQL(isolation),
+                incarnation=self._incarnation,
+            ).as_bytes(None)
+        xid, pid, incarnation = texts(send(connection, self._begin[isolation, may_take])[-1])
         # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
         # way to say so inside a transaction.
         connection._autocommit = False  # noqa: SLF001
@@ -253,7 +262,7 @@ class Session:
 
         Without ``is_durable`` nothing waits for the disk: for what may be lost, and for what only looks.
         """
-        self.roll_back()  # as above
+        self.roll_back()  # an interruption may have left a transaction
         connection = self.connection
         opening = query(
             "begin_ledger" if is_durable else "begin_not_durable",
@@ -386,19 +395,6 @@ class Session:
         parameters = {"xid": begun.xid, "incarnation": begun.incarnation}
         status: str | None = last_row(cursor_on(connection).execute(statement, parameters, prepare=False))[0]
         return status
-
-    def _beginning(self, isolation: str, may_take: float) -> bytes:
-        """Compose the statement that begins a unit, once for each kind of unit."""
-        if (isolation, may_take) not in self._begin:
-            marker = marker_of(self.instance, self.schema, may_take if self._owns_rows else None)
-            self._begin[isolation, may_take] = query(
-                "begin",
-                self.schema,
-                marker=sql.Literal(marker),
-                isolation=sql.SQL(isolation),
-                incarnation=self._incarnation,
-            ).as_bytes(None)
-        return self._begin[isolation, may_take]
 
     @property
     def _incarnation(self) -> sql.Composed:
