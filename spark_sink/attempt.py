@@ -19,7 +19,7 @@ import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from exactly_once._model import Partition
-from exactly_once.errors import Ahead, HandlerCommitted
+from exactly_once.errors import AlreadyApplied, HandlerCommitted
 from exactly_once.ledger.outcome import SHORT_COUNT
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
@@ -164,7 +164,7 @@ class Attempt:
         """Call ``also``, move the ledger, COMMIT; an attempt that another one has outrun leaves no trace.
 
         :raises Fenced: when another run owns a partition.
-        :raises Ahead: when another attempt has landed a part; the next attempt writes the rest.
+        :raises AlreadyApplied: when another attempt has landed a part; the next attempt writes the rest.
         """
         self._call_also(moves)
         held = [holding for holding in self.work.holdings if holding.partition in moves]
@@ -208,7 +208,9 @@ class Attempt:
             landed = {p: standing[p] for p in moves}
             if any(landed[p] < end for p, (_, end) in moves.items()):
                 told = ", ".join(f"{partition} {offset}" for partition, offset in landed.items())
-                raise Ahead(f"another attempt of this task has moved the ledger meanwhile, to {told}") from error
+                raise AlreadyApplied(
+                    f"another attempt of this task has moved the ledger meanwhile, to {told}"
+                ) from error
         self.result = Result(dropped=self.result.dropped + self.result.rows)
         self.reached(landed)
 

@@ -15,16 +15,16 @@ import psycopg
 from exactly_once._log import about
 from exactly_once._model import Advance, Partition, Row, Sent
 from exactly_once.errors import (
-    Ahead,
+    AlreadyApplied,
     ExactlyOnceError,
     Fenced,
     HandlerCommitted,
+    LedgerRewound,
     NoProgress,
-    OutcomeLost,
     OutcomePending,
     Redelivered,
-    Rewound,
     TransactionAborted,
+    TransactionOutcomeUnknown,
     UnitNotFinished,
     UnitTooSlow,
 )
@@ -223,14 +223,14 @@ class Settlement:
         # A unit whose statement ends the whole server, each time, is to be judged when the server is back.
         asking = briefly(_BACK_SECONDS if self._is_suspect(unit) else 0)
         status = LOST
-        unclear: OutcomeLost | None = None
+        unclear: TransactionOutcomeUnknown | None = None
         try:
             status = asking(unit.work.fate)
         except psycopg.Error as trouble:
             if not isinstance(error, Exception):
                 return
             raise OutcomePending(_told(unit, f"what became of it is not known yet: {str(trouble).strip()}")) from error
-        except OutcomeLost as lost_for_good:
+        except TransactionOutcomeUnknown as lost_for_good:
             unclear = lost_for_good
         driver = driver_error(error)
         decision = decide(
@@ -257,7 +257,7 @@ class Settlement:
         sent = unit.work.sent if unit.work.is_joined else pending.sent
         status: str | None = None
         rows: Rows | None = None
-        unclear: OutcomeLost | None = None
+        unclear: TransactionOutcomeUnknown | None = None
         try:
             if sent is Sent.NOTHING:
                 unit.work.roll_back()  # an interruption may have come before the first time
@@ -269,7 +269,7 @@ class Settlement:
                 if status is None or (status == "in progress" and unit.work.is_lost):
                     # A connection that is lost commits nothing any more: what it left open is ended.
                     status = session.fate(unit.work.begun)
-        except OutcomeLost as lost_for_good:
+        except TransactionOutcomeUnknown as lost_for_good:
             status, unclear = LOST, lost_for_good
         if sent is Sent.ADVANCE and status == "committed":
             # A rollback to a savepoint before the block undoes the advance, and only that.
@@ -433,14 +433,14 @@ class Settlement:
             raise Redelivered(_told(unit, told)) from error
         if verdict is Conflict.REWOUND:
             self.counters.rewound += 1
-            raise Rewound(
+            raise LedgerRewound(
                 f"{place}: expected offset {advance.expected}, the ledger is back at {row.next_offset}: the database "
                 "lost commits in a failover, effects and offsets together; going on from the ledger"
             ) from error
         if verdict is Conflict.AHEAD:
             self.counters.ahead += 1
             told = f"{place}: expected offset {advance.expected}, the ledger is at {row.next_offset}"
-            raise Ahead(told) from error
+            raise AlreadyApplied(told) from error
         self.counters.fenced += 1
         owner = row.owner_name or row.owner_instance if row.owner_token else "nobody, it was reset or released"
         told = f"{place} is owned by {owner} now (owner epoch {row.owner_epoch})"
@@ -449,10 +449,10 @@ class Settlement:
     def _halt(self, unit: Unit, decision: Decision, cause: BaseException | None) -> NoReturn:
         """Fail for good, here and in whatever process acquires the partitions next."""
         first = unit.advances[0].partition
-        kind: type[HandlerCommitted | OutcomeLost]
+        kind: type[HandlerCommitted | TransactionOutcomeUnknown]
         mend = f"or each partition: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
         if decision is Decision.HALT_UNKNOWN:
-            kind, wrong, mend = OutcomeLost, str(cause), f"F{mend}"
+            kind, wrong, mend = TransactionOutcomeUnknown, str(cause), f"F{mend}"
         else:
             reason = (
                 f"the transaction that {unit!r} joined was committed without its offsets"

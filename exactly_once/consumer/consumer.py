@@ -20,7 +20,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from exactly_once._failpoints import failpoint
 from exactly_once._log import about
 from exactly_once._model import Partition, RangePolicy, StartPolicy
-from exactly_once.errors import ClientFailed, ConfigurationError, InstanceFenced, UnitNotFinished, WrongProcess
+from exactly_once.errors import ClientFailed, ConfigurationError, InstanceFenced, UnitNotFinished, WrongThreadOrProcess
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.kafka.settings import (
     admin_settings,
@@ -446,12 +446,13 @@ class ExactlyOnceConsumer:
 
         What Postgres has to be asked for gets :data:`CLOSE_SECONDS`: rows that are not released keep nobody out.
 
-        :raises WrongProcess: in another thread, while the one that subscribed is alive; nothing has happened then.
+        :raises WrongThreadOrProcess: in another thread, while the one that subscribed is alive; nothing has happened
+            then.
         """
         if os.getpid() != self._process:
             return
         if self._thread not in (None, threading.current_thread()) and self._thread.is_alive():
-            raise WrongProcess(
+            raise WrongThreadOrProcess(
                 f"this consumer belongs to the thread {self._thread.name!r}, which may be inside of a unit: call "
                 "stop() and have that thread close the consumer, or wait until it has ended"
             )
@@ -676,10 +677,10 @@ class ExactlyOnceConsumer:
 
     def _check_use(self) -> None:
         if os.getpid() != self._process:
-            raise WrongProcess("this consumer was made in another process; make one after the fork")
+            raise WrongThreadOrProcess("this consumer was made in another process; make one after the fork")
         self._thread = self._thread or threading.current_thread()
         if self._thread is not threading.current_thread():
-            raise WrongProcess(
+            raise WrongThreadOrProcess(
                 "this consumer belongs to the thread that subscribed; only stop() may be called from others"
             )
         if self._closed:

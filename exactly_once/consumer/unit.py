@@ -15,7 +15,7 @@ from psycopg import sql
 
 from exactly_once._failpoints import failpoint
 from exactly_once._model import Advance
-from exactly_once.errors import ConfigurationError, UnitNotFinished, WrongProcess
+from exactly_once.errors import ConfigurationError, UnitNotFinished, WrongThreadOrProcess
 from exactly_once.ledger import dead_letters
 from exactly_once.ledger.outcome import Fault
 from exactly_once.ledger.session import Connection, lend, take_back
@@ -126,7 +126,7 @@ class Unit:
     def _check_process(self) -> None:
         """Keep a child of ours, which has the same connection, from ending the transaction."""
         if os.getpid() != self._process:
-            raise WrongProcess(
+            raise WrongThreadOrProcess(
                 f"{self!r} was entered by process {self._process} and left by its child {os.getpid()}: what a handler "
                 "forks must end with os._exit() there; better use subprocess, or multiprocessing with spawn"
             )

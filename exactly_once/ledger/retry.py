@@ -13,7 +13,7 @@ import tenacity
 from confluent_kafka import KafkaException
 
 from exactly_once._log import about
-from exactly_once.errors import Ahead, Fenced, ReadOnly, Redelivered, Rewound, Unreachable
+from exactly_once.errors import AlreadyApplied, Fenced, LedgerRewound, ReadOnly, Redelivered, Unreachable
 
 from .outcome import Fault, classify, driver_error, is_mistaken
 
@@ -154,7 +154,7 @@ class _Telling:
 def _log(group_id: str, state: tenacity.RetryCallState) -> None:
     """Say at once that something is waited for, then less and less often; what happens once is told each time."""
     count, error = state.attempt_number, state.outcome.exception() if state.outcome is not None else None
-    if isinstance(error, (Rewound, Ahead, Fenced)):
+    if isinstance(error, (LedgerRewound, AlreadyApplied, Fenced)):
         logger.warning("%s: %s", type(error).__name__, error, extra=about(type(error).__name__.lower(), group=group_id))
     elif count & (count - 1) == 0 and error is not None:
         logger.warning("waiting (try %s): %s", count, error, extra=about("waiting", group=group_id))

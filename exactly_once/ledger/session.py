@@ -29,7 +29,7 @@ from psycopg.rows import tuple_row
 
 from exactly_once._log import about
 from exactly_once._redaction import without_secrets
-from exactly_once.errors import ConfigurationError, OutcomeLost, TransactionNotYours
+from exactly_once.errors import ConfigurationError, TransactionNotYours, TransactionOutcomeUnknown
 
 from .libpq import send, texts
 from .sql import query
@@ -329,7 +329,8 @@ class Session:
 
         :raises psycopg.OperationalError: when the server cannot be asked now.
         :raises StillRunning: which is one of those, when the transaction could not be ended yet.
-        :raises OutcomeLost: when the server does not know, or the handler has prepared it for a commit of its own.
+        :raises TransactionOutcomeUnknown: when the server does not know, or the handler has prepared it for a commit
+            of its own.
         """
         deadline = time.monotonic() + _END_WAIT_SECONDS
         while True:
@@ -337,7 +338,7 @@ class Session:
             if status in ("committed", "aborted"):
                 return status
             if status != "in progress":
-                raise OutcomeLost(
+                raise TransactionOutcomeUnknown(
                     f"Postgres cannot say what became of transaction {begun.xid} (it answered {status!r}); "
                     "look whether its effects are there, then use exactly-once reset"
                 )

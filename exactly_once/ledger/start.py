@@ -19,9 +19,9 @@ from exactly_once.errors import (
     OffsetBelowLogStart,
     OffsetBeyondLogEnd,
     OffsetOutOfRange,
+    OffsetsNotAdopted,
     PartitionHalted,
     StartError,
-    StartRefused,
     TopicRecreated,
     UnknownTopic,
 )
@@ -94,7 +94,7 @@ class Starter:
     def enrol(self, partitions: Sequence[Partition]) -> dict[Partition, StartError]:
         """Make the rows that are missing, for whole topics at once; return the partitions whose row was lost.
 
-        :raises StartRefused: when Kafka holds offsets for a topic that the ledger does not know, and
+        :raises OffsetsNotAdopted: when Kafka holds offsets for a topic that the ledger does not know, and
             ``start`` was not given, or they are our own.
         """
         wanted = set(partitions) - self._ledger.existing(partitions)
@@ -196,8 +196,8 @@ class Starter:
     ) -> set[Partition]:
         """Compare what Kafka holds, read before, with the ledger; return those of ``partitions`` that lost commits.
 
-        :raises StartRefused: when another database, a copy or a later life of this one, has told Kafka an offset of
-            the topics, and no operator has decided since.
+        :raises OffsetsNotAdopted: when another database, a copy or a later incarnation of this one, has told Kafka an
+            offset of the topics, and no operator has decided since.
         """
         stored = self._ledger.offsets({p.topic for p in held})
         rewound = set()
@@ -208,7 +208,9 @@ class Starter:
                 continue
             if relation is not Relation.REWOUND:
                 assert origin is not None
-                raise StartRefused(_foreign(self._ledger, partition, relation, (own, origin), (next_offset, offset)))
+                raise OffsetsNotAdopted(
+                    _foreign(self._ledger, partition, relation, (own, origin), (next_offset, offset))
+                )
             rewound.add(partition)
         return rewound.intersection(partitions)
 
@@ -237,7 +239,7 @@ class Starter:
             # A group of which a consumer of another kind still is a member: it would go on applying.
             others = self._cluster.foreign_members(self._group_id) if self._start == "committed" else []
             if others:
-                raise StartRefused(
+                raise OffsetsNotAdopted(
                     f'start="committed" adopts group {self._group_id!r} for topic {topic!r}, but members that are none '
                     f"of this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka "
                     "counts one that was killed for its session.timeout.ms more. Ours are known by their client.id"
@@ -245,14 +247,14 @@ class Starter:
             return
         if mirrored:
             origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}
-            raise StartRefused(
+            raise OffsetsNotAdopted(
                 f"Kafka holds offsets that this library mirrored for group {self._group_id!r} and topic {topic!r}, but "
                 "the ledger has no rows: it was lost, or this is another database or schema (here is ledger "
                 f"{self._ledger.origin().ledger_id} in {address(self._ledger.session.connection)}, Kafka was told by "
                 f"ledger {', '.join(sorted(origins)) or 'of an unknown id'}). Find out which messages "
                 f"took effect here, then: exactly-once reset --topic {topic} --to-earliest (or --to-latest, --to-time)"
             )
-        raise StartRefused(
+        raise OffsetsNotAdopted(
             f"Kafka holds committed offsets of group {self._group_id!r} for topic {topic!r} "
             f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
             'start="committed" to go on from there, or start="earliest" to read everything again'

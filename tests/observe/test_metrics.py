@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from confluent_kafka import Producer, TopicPartition
 
-from exactly_once import ExactlyOnceConsumer, Fenced, Redelivered, Rewound, Unit
+from exactly_once import ExactlyOnceConsumer, Fenced, LedgerRewound, Redelivered, Unit
 from exactly_once.metrics import table as m
 from exactly_once.metrics.prometheus import PrometheusMetrics
 from exactly_once.metrics.table import METRICS, Metric, Read
@@ -176,7 +176,7 @@ def test_a_failover_that_lost_commits_is_counted_as_rewound(
     page = look(consumer)
     units = iter(consumer)
     apply(next(units))
-    with pytest.raises(Rewound), next(units):
+    with pytest.raises(LedgerRewound), next(units):
         interfere(scene, "next_offset = 0")
     assert page().value(m.REWOUND) == 0, "it is published when the loop goes on"
     for unit in consumer.units(until_end=True):

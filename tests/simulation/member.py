@@ -21,7 +21,15 @@ from uuid import UUID, uuid4
 import psycopg
 from confluent_kafka import Message
 
-from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, LedgerRowMissing, Redelivered, Rewound, StartError
+from exactly_once import (
+    AlreadyApplied,
+    ExactlyOnceConsumer,
+    Fenced,
+    LedgerRewound,
+    LedgerRowMissing,
+    Redelivered,
+    StartError,
+)
 from exactly_once._model import Advance, Partition, Row
 from exactly_once.consumer.options import Options
 from exactly_once.consumer.startup import Servers
@@ -116,7 +124,7 @@ class Member:
                 unit = next(units)
                 with unit:
                     self._handle(unit.connection, unit.messages)
-            except (Ahead, Rewound) as error:
+            except (AlreadyApplied, LedgerRewound) as error:
                 self._insist_on_upheaval(error)
             except Fenced as error:
                 self._insist_on_thief(unit.advances, error)

@@ -9,7 +9,14 @@ import pytest
 import tenacity
 from confluent_kafka import KafkaError, KafkaException
 
-from exactly_once.errors import Ahead, DatabaseUnreachable, ExactlyOnceError, Fenced, LedgerRowMissing, Rewound
+from exactly_once.errors import (
+    AlreadyApplied,
+    DatabaseUnreachable,
+    ExactlyOnceError,
+    Fenced,
+    LedgerRewound,
+    LedgerRowMissing,
+)
 from exactly_once.ledger.outcome import is_mistaken
 from exactly_once.ledger.retry import Stop, at_start, briefly, is_away, is_passing, patiently
 from exactly_once.writer import TableChanged
@@ -23,7 +30,7 @@ AWAY = [
     KafkaException(KafkaError(KafkaError.LEADER_NOT_AVAILABLE, retriable=True)),
     TableChanged("read anew when it is asked again"),
 ]
-REDELIVERED = [Fenced("by another owner"), Ahead("an earlier attempt"), Rewound("a failover")]
+REDELIVERED = [Fenced("by another owner"), AlreadyApplied("an earlier attempt"), LedgerRewound("a failover")]
 FINAL = [
     psycopg.errors.UniqueViolation("23505"),
     psycopg.ProgrammingError("closed by us"),
