@@ -129,10 +129,10 @@ class Delivery:
         kept: list[Message] = []
         spans: Spans = {}
         for partition, run in self._runs(messages):
-            holding = self._ownership.deliverable(partition)
-            self.not_owned += len(run) if holding is None else 0
-            is_taken = holding is not None and holding.unreadable is None
-            current = self._in_order(holding, run) if is_taken and holding is not None else []
+            state = self._ownership.deliverable(partition)
+            self.not_owned += len(run) if state is None else 0
+            is_taken = state is not None and state.unreadable is None
+            current = self._in_order(state, run) if is_taken and state is not None else []
             if current:
                 kept += current
                 _extend(spans, partition, current)
@@ -175,29 +175,29 @@ class Delivery:
             self._waiting = [m for m in self._waiting if self._is_current((_partition(m), [m]))]
         self._spans = None
 
-    def _is_current(self, placed: tuple[Partition, list[Message]]) -> bool:
+    def _is_current(self, run_of: tuple[Partition, list[Message]]) -> bool:
         """Tell whether all of a run of rising offsets may be delivered now."""
-        partition, run = placed
-        holding = self._ownership.deliverable(partition)
-        return holding is not None and holding.expected <= _offset(run[0]) <= _offset(run[-1]) < holding.fetched
+        partition, run = run_of
+        state = self._ownership.deliverable(partition)
+        return state is not None and state.next_offset <= _offset(run[0]) <= _offset(run[-1]) < state.position
 
-    def _in_order(self, holding: PartitionState, run: list[Message]) -> list[Message]:
-        """Return the part of the run that continues what was fetched, and move ``fetched``."""
+    def _in_order(self, state: PartitionState, run: list[Message]) -> list[Message]:
+        """Return the part of the run that continues what was fetched, and move ``position``."""
         # Within one call the client gives a partition's messages in rising order: it drops what it had fetched
         # before a seek, and only we seek, between calls. So both ends and the count tell that none is missing.
         first, last = _offset(run[0]), _offset(run[-1])
-        if first == holding.fetched and last - first == len(run) - 1:
-            holding.fetched = last + 1
+        if first == state.position and last - first == len(run) - 1:
+            state.position = last + 1
             return run
         kept = []
         for message in run:
             offset = _offset(message)
-            if offset < holding.fetched:
+            if offset < state.position:
                 continue
-            if offset > holding.fetched:
+            if offset > state.position:
                 self.gaps += 1
-                holding.gaps[offset] = holding.fetched
-            holding.fetched = offset + 1
+                state.gaps[offset] = state.position
+            state.position = offset + 1
             kept.append(message)
         return kept
 

@@ -163,12 +163,12 @@ class Settlement:
     def _watch(self, unit: Unit) -> None:
         """Have whoever stands still in our way ended, while the unit is open."""
         assert unit.work.begun is not None
-        holdings = ((a.partition, self._ownership.holdings.get(a.partition)) for a in unit.advances)
+        states = ((a.partition, self._ownership.states.get(a.partition)) for a in unit.advances)
         self._watcher.watch(
             unit.work.begun.pid,
             connection=unit.work.connection,
             may_take=unit.work.max_unit_seconds,
-            taken=[(p, h.previous_instance) for p, h in holdings if h is not None and h.previous_instance is not None],
+            taken=[(p, h.previous_instance) for p, h in states if h is not None and h.previous_instance is not None],
         )
 
     def join(self, unit: Unit, connection: Connection) -> None:
@@ -393,7 +393,7 @@ class Settlement:
 
     def tell_rewound(self, partition: Partition, *, mirrored: int) -> None:
         """Tell of commits that were lost while nobody held the partition: Kafka was told a later offset."""
-        offset = self._ownership.holdings[partition].expected
+        offset = self._ownership.states[partition].next_offset
         self.counters.rewound += 1
         logger.warning(
             "%s: Kafka was told offset %s, the ledger is at %s: the database lost commits in a failover or a restore, "

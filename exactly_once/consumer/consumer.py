@@ -264,7 +264,7 @@ class ExactlyOnceConsumer:
         self._patiently = patiently(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
 
     def __repr__(self) -> str:
-        held = ", ".join(map(str, sorted(self._ownership.holdings)))
+        held = ", ".join(map(str, sorted(self._ownership.states)))
         return f"<ExactlyOnceConsumer group {self._options.group_id!r}: {held or 'no partitions'}>"
 
     def __enter__(self) -> Self:
@@ -494,7 +494,7 @@ class ExactlyOnceConsumer:
         if not self._ownership.is_sound or not (self._settlement.is_pending or self._ownership.is_accounted):
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
             self._delivery.drop_all()
-            self._ownership.misplaced()
+            self._ownership.invalidate_all()
         if self._unit is not None:
             units.came()  # it may have taken long, and in a thread nothing was fetched meanwhile
         with self._ownership.changing():
@@ -639,7 +639,7 @@ class ExactlyOnceConsumer:
             "group.instance.id=%r is still taken by an earlier process; joining again", instance, extra=extra
         )
         self._client.close()
-        self._ownership.revoked(list(self._ownership.holdings))
+        self._ownership.revoked(list(self._ownership.states))
         self._delivery.discard()
         time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
@@ -708,7 +708,7 @@ class ExactlyOnceConsumer:
     def _say_goodbye(self) -> None:
         """Let dashboards see the last offsets, for a moment."""
         if self._topics:
-            self._mirror.send(self._client, self._ownership.holdings, at_once=True)
+            self._mirror.send(self._client, self._ownership.states, at_once=True)
         deadline = time.monotonic() + _GOODBYE_SECONDS
         while not self._mirror.is_idle and time.monotonic() < deadline:
             self._client.poll(POLL_SECONDS / 2)

@@ -18,7 +18,7 @@ from exactly_once._log import about
 from exactly_once._model import MIRRORED, Partition
 from exactly_once.kafka.origin import Origin
 
-from .partitions import PartitionState, State
+from .partitions import PartitionState, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ class Mirror:
         """
         if not (at_once or time.monotonic() - self._sent_at >= MIRROR_SECONDS):
             return
-        due = {p: h for p, h in states.items() if h.is_to_mirror and h.state is State.OWNED}
+        due = {p: h for p, h in states.items() if h.is_to_mirror and h.phase is Phase.OWNED}
         if due:
             self._sent_at = time.monotonic()
             for state in due.values():
                 state.is_to_mirror = False
-            offsets = {p: (h.expected, h.leader_epoch) for p, h in due.items()}
+            offsets = {p: (h.next_offset, h.leader_epoch) for p, h in due.items()}
             self._commit(client, offsets, metadata=self._metadata)
             failpoint("mirrored")
 

@@ -143,9 +143,9 @@ class Upkeep:
         """Tell whether a partition is to be examined or rejected; in one pass, because it is asked before each unit."""
         examines = time.monotonic() >= self._next_examination
         return any(
-            (h.unreadable is not None and h.expected == h.fetched) or (examines and h.suspect is not None)
-            for h in self._ownership.holdings.values()
-            if h.placed
+            (h.unreadable is not None and h.next_offset == h.position) or (examines and h.suspect is not None)
+            for h in self._ownership.states.values()
+            if h.positioned
         )
 
     def step(self, client: Consumer) -> None:
@@ -164,12 +164,12 @@ class Upkeep:
         self._look_at_rows()
         self._examine_suspects()
         self._reject_unreadable()
-        self._place(client)
+        self._position(client)
         self._prove(client)
         self._recheck_topics()
         self._look_for_us(client)
-        self._mirror.send(client, self._ownership.holdings)
-        self._ownership.is_unsettled = bool(self._ownership.to_place())
+        self._mirror.send(client, self._ownership.states)
+        self._ownership.is_unsettled = bool(self._ownership.to_position())
         if self._ownership.to_acquire() or self._ownership.to_prove():
             self._next_look = time.monotonic() + _AGAIN_SECONDS
         while self._news:  # outside of librdkafka's callbacks
@@ -189,7 +189,7 @@ class Upkeep:
             extra = self._about(event.change.value, several=event.partitions)
             names = ", ".join(map(str, event.partitions)) or "nothing"
             logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
-            self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.holdings)
+            self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.states)
             self._told_at = time.monotonic()
             self._delivery.discard()
             # Only now: an event that was interrupted is applied again.
@@ -198,7 +198,7 @@ class Upkeep:
     @property
     def is_left_idle(self) -> bool:
         """Whether Kafka has nothing for this member: it is in the group, and others have had time to give up some."""
-        if not self.is_member or self._ownership.holdings:
+        if not self.is_member or self._ownership.states:
             return False
         return not self._assignment.is_incremental or time.monotonic() - self._told_at >= SETTLE_SECONDS
 
@@ -358,7 +358,7 @@ class Upkeep:
         """
         for partition, error in bad.items():
             self._ownership.rejected(partition, error, (rows or {}).get(partition))
-            state = self._ownership.holdings.get(partition)
+            state = self._ownership.states.get(partition)
             if state is not None and (state.report is None or str(state.report.error) != str(error)):
                 state.report = Report(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
                 if not self._stop_on_bad_partition:
@@ -372,7 +372,7 @@ class Upkeep:
         """Tell again of what is still bad, and try again what may have passed."""
         now = time.monotonic()
         for partition in self._ownership.bad():
-            known = self._ownership.holdings[partition].report
+            known = self._ownership.states[partition].report
             if known is not None and now >= known.again_at:
                 known.pause_seconds = min(2 * known.pause_seconds, _BAD_MOST_SECONDS)
                 known.again_at = now + known.pause_seconds
@@ -388,35 +388,35 @@ class Upkeep:
 
     def _unreadable(self) -> list[Partition]:
         """Return the partitions of which everything is applied that could be read."""
-        holdings = self._ownership.holdings.items()
-        return [p for p, h in holdings if h.placed and h.unreadable is not None and h.expected == h.fetched]
+        states = self._ownership.states.items()
+        return [p for p, h in states if h.positioned and h.unreadable is not None and h.next_offset == h.position]
 
     def _reject_unreadable(self) -> None:
         bad: dict[Partition, ExactlyOnceError] = {}
         for partition in self._unreadable():
-            holding = self._ownership.holdings[partition]
+            state = self._ownership.states[partition]
             bad[partition] = BatchUnreadable(
                 f"{partition} of group {self._ledger.group_id!r}: the client cannot read on at offset "
-                f"{holding.expected} ({holding.unreadable}). If the log is damaged, restore it from a replica, or skip "
+                f"{state.next_offset} ({state.unreadable}). If the log is damaged, restore it from a replica, or skip "
                 f"what cannot be read with: exactly-once reset --topic {partition.topic} "
                 f"--partition {partition.number} --to-offset N"
             )
         self._reject(bad)
 
-    def _place(self, client: Consumer) -> None:
+    def _position(self, client: Consumer) -> None:
         """Tell the client what to fetch, and from where."""
-        targets = self._ownership.to_place()
+        targets = self._ownership.to_position()
         if not targets:
             return
         # The epoch we know is that of what was applied, which may be an older one.
-        others = {p: (h.fetched, None) for p, h in self._ownership.holdings.items() if h.placed}
+        others = {p: (h.position, None) for p, h in self._ownership.states.items() if h.positioned}
         self._delivery.discard()
-        self._assignment.place(client, {p: (h.expected, h.leader_epoch) for p, h in targets.items()}, others)
-        self._ownership.placed(targets)
-        for partition, holding in targets.items():
-            extra = self._about("placed", partition=partition, offset=holding.expected, owner_epoch=holding.epoch)
-            logger.info("reading %s from offset %s", partition, holding.expected, extra=extra)
-        self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.expected) for p, h in targets.items()]))
+        self._assignment.position(client, {p: (h.next_offset, h.leader_epoch) for p, h in targets.items()}, others)
+        self._ownership.positioned(targets)
+        for partition, state in targets.items():
+            extra = self._about("positioned", partition=partition, offset=state.next_offset, owner_epoch=state.epoch)
+            logger.info("reading %s from offset %s", partition, state.next_offset, extra=extra)
+        self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.next_offset) for p, h in targets.items()]))
 
     def _prove(self, client: Consumer) -> None:
         """After a fence: acquire again only when Kafka still counts us as a member."""
@@ -447,7 +447,7 @@ class Upkeep:
                 self._compare(topic, future)
         if self._asked:
             return
-        self.unreachable = self.unreachable if self._ownership.holdings else None
+        self.unreachable = self.unreachable if self._ownership.states else None
         due = [t for t in sorted({p.topic for p in self._ownership.owned()}) if now >= self._next_recheck.get(t, 0.0)]
         self._schedule_recheck(due)
         self._asked = self._cluster.ask(due)
@@ -470,8 +470,8 @@ class Upkeep:
         held = [p for p in self._ownership.owned() if p.topic == topic]
         bad = {}
         for partition in held:
-            state = self._ownership.holdings[partition]
-            since, now = state.checked_at, state.expected
+            state = self._ownership.states[partition]
+            since, now = state.checked_at, state.next_offset
             try:
                 self._starter.recheck(topic, found, {partition: state.topic_id})
                 state.checked_at = now
@@ -493,7 +493,7 @@ class Upkeep:
         The group itself is never described: where its coordinator is lost that aborts the process (librdkafka's
         issue 4605).
         """
-        if self._ownership.holdings:
+        if self._ownership.states:
             return
         before, self._generation = self._generation, generation(client)
         self.is_member = self._generation > 0 and (self.is_member or not self._is_told_of_nothing)
@@ -502,7 +502,7 @@ class Upkeep:
 
     def _compare_origins(self, client: Consumer) -> None:
         """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""
-        owned = {p: self._ownership.holdings[p] for p in self._ownership.owned()}
+        owned = {p: self._ownership.states[p] for p in self._ownership.owned()}
         new = {p for p, state in owned.items() if state.compared_epoch != state.epoch}
         if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
             return
@@ -532,7 +532,7 @@ class Upkeep:
         for partition in new:
             state = owned[partition]
             state.compared_epoch = state.epoch
-            state.is_to_mirror |= partition in held and held[partition] != (state.expected, own)
+            state.is_to_mirror |= partition in held and held[partition] != (state.next_offset, own)
 
     def look_anew(self) -> None:
         """Have the rows looked at by the next step: a partition that was bad may have been mended."""
@@ -544,7 +544,7 @@ class Upkeep:
             return
         self._next_rows = time.monotonic() + RECHECK_SECONDS
         quiet_since = time.monotonic() - QUIET_SECONDS
-        states = self._ownership.holdings
+        states = self._ownership.states
         self._move(a for a in self._ownership.at_end() if states[a.partition].log_ended_at <= quiet_since)
         held = self._ownership.owned() + self._ownership.bad()
         suspicious = self._ownership.suspicious(held, self._ledger.look(held)) if held else []
@@ -574,7 +574,7 @@ class Upkeep:
 
     def _notice(self, partitions: list[Partition], rows: list[Row]) -> None:
         """Act on rows that are not as they were left, and tell of them."""
-        expected = {p: self._ownership.holdings[p].expected for p in partitions}
+        expected = {p: self._ownership.states[p].next_offset for p in partitions}
         mended = set(self._ownership.bad()).intersection(partitions)
         verdicts = self._ownership.seen(partitions, rows)
         for partition in mended.difference(self._ownership.bad()):
@@ -601,9 +601,9 @@ class Upkeep:
         # First whether it still is the same topic: no policy may move an offset into another one.
         for topic in {p.topic for p in suspects}:
             self._compare(topic, self._cluster.ask([topic])[topic])
-        for partition, holding in suspects.items():
-            reason = holding.suspect
-            if reason is not None and self._ownership.deliverable(partition) is holding and holding.unreadable is None:
+        for partition, state in suspects.items():
+            reason = state.suspect
+            if reason is not None and self._ownership.deliverable(partition) is state and state.unreadable is None:
                 rows, locked = self._unlocked(self._ledger.read, [partition])
                 if locked:
                     self._next_examination = time.monotonic() + _BUSY_SECONDS
@@ -614,7 +614,7 @@ class Upkeep:
                     self._postpone([partition], trouble)
                     self._next_examination = self._not_before
                     continue
-                if self._ownership.deliverable(partition) is holding:
+                if self._ownership.deliverable(partition) is state:
                     try:
                         moved = self._starter.in_range(rows[0], logs[partition], truncated="truncat" in reason.lower())
                     except OffsetOutOfRange as error:
@@ -628,5 +628,5 @@ class Upkeep:
                         logger.warning(text, partition, moved.next_offset, reason, extra=extra)
                         self._ownership.started(partition, moved)
             # Of one that is placed anew there comes another error if need be.
-            holding.suspect = None
+            state.suspect = None
         self._delivery.discard()

@@ -1,7 +1,7 @@
 """Assignment: librdkafka's rebalance callbacks turned into events, and the client told what to fetch.
 
 Callbacks never raise and never wait: an exception out of them loses messages. A new partition is
-assigned to nothing at first; only when its row was acquired does :meth:`Assignment.place` make the
+assigned to nothing at first; only when its row was acquired does :meth:`Assignment.position` make the
 client fetch it.
 """
 
@@ -81,7 +81,7 @@ class Assignment:
 
         return contained
 
-    def place(self, client: Consumer, targets: Positions, others: Positions) -> None:
+    def position(self, client: Consumer, targets: Positions, others: Positions) -> None:
         """Make the client fetch ``targets`` from their offsets, and go on with ``others``.
 
         Only ``others`` tells an eager client where the rest stands, whose assignment is always whole.

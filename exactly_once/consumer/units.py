@@ -11,7 +11,7 @@ from exactly_once.errors import BrokerUnreachable
 from exactly_once.kafka.admin import Cluster
 
 from .maintenance import Upkeep
-from .partitions import Ownership, State
+from .partitions import Ownership, Phase
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Units:
         """How many messages a unit may have at most, below what the consumer's options allow."""
         self.max_unit_seconds = max_unit_seconds
         """After a unit that took longer the next one is halved."""
-        for state in ownership.holdings.values():
+        for state in ownership.states.values():
             state.stop_at = None
 
     def __iter__(self) -> Units:
@@ -65,26 +65,26 @@ class Units:
 
     def note_ends(self) -> None:
         """Ask where the logs of partitions that were placed since the last time end now."""
-        holdings = self._ownership.holdings
-        new = [p for p, h in holdings.items() if h.placed and h.stop_at is None] if self.until_end else []
+        states = self._ownership.states
+        new = [p for p, h in states.items() if h.positioned and h.stop_at is None] if self.until_end else []
         if not new:
             return
         try:
             for partition, end in self._cluster.ends(new).items():
-                holdings[partition].stop_at = end
+                states[partition].stop_at = end
         except BrokerUnreachable as error:
             extra = about("ends_unknown", several=new)
             logger.warning("where the logs end is not known yet: %s", error, extra=extra)
 
     def has_reached_ends(self) -> bool:
         """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
-        holdings = self._ownership.holdings
-        if not self.until_end or not holdings:
+        states = self._ownership.states
+        if not self.until_end or not states:
             return False
         return all(
-            h.placed and h.stop_at is not None and h.applied >= h.stop_at
-            for h in holdings.values()
-            if h.state is not State.BAD
+            h.positioned and h.stop_at is not None and h.applied >= h.stop_at
+            for h in states.values()
+            if h.phase is not Phase.BAD
         )
 
     def refuse_bad(self) -> None:
@@ -93,17 +93,17 @@ class Units:
         :raises StartError: of the first partition that cannot be read.
         """
         for partition in self._ownership.bad():
-            error = self._ownership.holdings[partition].error
+            error = self._ownership.states[partition].error
             assert error is not None
             raise error
 
     def has_read_all(self) -> bool:
         """Tell whether nothing more is to come before the ends, be it applied or not."""
-        holdings = self._ownership.holdings
+        states = self._ownership.states
         return self.until_end and all(
-            h.placed and h.stop_at is not None and max(h.fetched, h.log_end) >= h.stop_at
-            for h in holdings.values()
-            if h.state is not State.BAD
+            h.positioned and h.stop_at is not None and max(h.position, h.log_end) >= h.stop_at
+            for h in states.values()
+            if h.phase is not Phase.BAD
         )
 
     def is_left_without(self, *, since: float) -> bool:
@@ -112,9 +112,9 @@ class Units:
         ``since`` is when partitions were paused for the last time.
         """
         # Nothing held is also what a member has before and between assignments, and says nothing of what is to come.
-        holdings = self._ownership.holdings
-        can_read = all(h.placed or h.state is State.BAD for h in holdings.values())
-        if not (can_read if holdings else self._upkeep.is_left_idle):
+        states = self._ownership.states
+        can_read = all(h.positioned or h.phase is Phase.BAD for h in states.values())
+        if not (can_read if states else self._upkeep.is_left_idle):
             self.came()
         elif self._idle_seconds is not None and time.monotonic() - max(self._busy_at, since) >= self._idle_seconds:
             return True

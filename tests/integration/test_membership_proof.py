@@ -93,7 +93,7 @@ class Noting(deque[Event]):
 
 def has_mirrored(consumer: ExactlyOnceConsumer) -> bool:
     """Whether Kafka was told all that is applied, and has answered."""
-    return consumer._mirror.is_idle and not any(h.is_to_mirror for h in consumer._ownership.holdings.values())
+    return consumer._mirror.is_idle and not any(h.is_to_mirror for h in consumer._ownership.states.values())
 
 
 @pytest.fixture

@@ -304,6 +304,6 @@ def test_coordinator_that_does_not_answer_keeps_nobody_from_work(
         def has_compared() -> bool:
             consumer.health()
             next(iter(consumer.units(idle_seconds=0.1)), None)
-            return any(h.compared_epoch == h.epoch for h in consumer._ownership.holdings.values())
+            return any(h.compared_epoch == h.epoch for h in consumer._ownership.states.values())
 
         until(has_compared, 20, "a comparison")

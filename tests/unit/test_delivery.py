@@ -38,7 +38,7 @@ def own(ownership: Ownership, partition: Partition, offset: int = 0) -> None:
     ownership.assigned([partition])
     ownership.acquired([row])
     ownership.started(partition, row)
-    ownership.placed([partition])
+    ownership.positioned([partition])
 
 
 def unexpected(_: Message) -> None:
@@ -85,7 +85,7 @@ def test_nothing_is_taken_behind_what_cannot_be_read_and_everything_before_it() 
     batch, spans = delivery.take(MANY, MANY)
     assert at(batch) == [("a", 0, 0), ("a", 0, 1), ("a", 1, 0), ("a", 1, 1)]
     assert spans[A0].end == 2
-    assert ownership.holdings[A0].fetched == 2
+    assert ownership.states[A0].position == 2
 
 
 @pytest.mark.parametrize(("offsets", "gaps"), [([0, 1, 2], 0), ([0, 2, 3], 1), ([5, 6, 9], 2), ([0, 3, 4, 9], 2)])
@@ -255,7 +255,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: not self.unit)
     @rule()
     def poll_raised(self) -> None:
-        self.ownership.misplaced()
+        self.ownership.invalidate_all()
         self.delivery.discard()
         self._place()
 
@@ -286,18 +286,18 @@ class Interleavings(RuleBasedStateMachine):
         if self.unit:
             self.abort()
         self.poll_raised()
-        for partition in self.ownership.holdings:
+        for partition in self.ownership.states:
             self.delivery.accept([message(partition, o) for o in self.log[partition] if o >= self.position[partition]])
         while self.delivery.waiting:
             self.unit, spans = self.delivery.take(50, MANY)
             self.advances = self.ownership.hand_out(spans)
             self.commit()
-        assert all(self.applied[p] == self.log[p] for p in self.ownership.holdings)
+        assert all(self.applied[p] == self.log[p] for p in self.ownership.states)
 
     def _place(self) -> None:
-        targets = self.ownership.to_place()
-        self.position |= {p: h.expected for p, h in targets.items()}
-        self.ownership.placed(targets)
+        targets = self.ownership.to_position()
+        self.position |= {p: h.next_offset for p, h in targets.items()}
+        self.ownership.positioned(targets)
 
 
 Interleavings.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
