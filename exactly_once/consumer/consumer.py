@@ -44,7 +44,7 @@ from .buffer import Delivery
 from .commit import Counters, Settlement
 from .fetch import Linger, fetch
 from .handler_thread import HandlerThread
-from .kafka_offsets import Mirror
+from .kafka_offsets import KafkaOffsets
 from .maintenance import Upkeep
 from .observer import Observer
 from .options import Isolation, Options, application_of, check_options, check_run
@@ -216,7 +216,7 @@ class ExactlyOnceConsumer:
         )
         self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
         self._ownership = Ownership()
-        self._mirror = Mirror(group_id=options.group_id)
+        self._kafka_offsets = KafkaOffsets(group_id=options.group_id)
         self._linger = Linger(options.linger_seconds, max_bytes=options.max_bytes)
         # A batch that waits for more can outgrow what the client holds at once.
         queue_bytes = 0 if options.linger_seconds else int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024
@@ -240,7 +240,7 @@ class ExactlyOnceConsumer:
             settlement=self._settlement,
             starter=starter,
             cluster=self._cluster,
-            mirror=self._mirror,
+            kafka_offsets=self._kafka_offsets,
             notify=self._notify,
             is_told_of_nothing=calls_back_for_nothing(self._kafka),
             stop_on_bad_partition=options.stop_on_bad_partition,
@@ -671,7 +671,7 @@ class ExactlyOnceConsumer:
             raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
 
     def _on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
-        self._mirror.on_commit(error, offsets)
+        self._kafka_offsets.on_commit(error, offsets)
         if "on_commit" in callbacks(self._kafka):
             self._kafka["on_commit"](error, offsets)
 
@@ -708,9 +708,9 @@ class ExactlyOnceConsumer:
     def _say_goodbye(self) -> None:
         """Let dashboards see the last offsets, for a moment."""
         if self._topics:
-            self._mirror.send(self._client, self._ownership.states, at_once=True)
+            self._kafka_offsets.send(self._client, self._ownership.states, at_once=True)
         deadline = time.monotonic() + _GOODBYE_SECONDS
-        while not self._mirror.is_idle and time.monotonic() < deadline:
+        while not self._kafka_offsets.is_idle and time.monotonic() < deadline:
             self._client.poll(POLL_SECONDS / 2)
 
     def _leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Mirror: what is told to Kafka after the fact, for lag dashboards and as a proof of membership.
+"""KafkaOffsets: what is told to Kafka after the fact, for lag dashboards and as a check of membership.
 
 Commits to Kafka are asynchronous and best effort. No offset of it is ever started from; but what Kafka holds is
 compared with the ledger, because another database may have told it.
@@ -26,8 +26,8 @@ MIRROR_SECONDS = 1.0
 _PROOF_SECONDS = 10.0
 
 
-class Mirror:
-    """Commits applied offsets to Kafka at most once a second; proves that we still are a member."""
+class KafkaOffsets:
+    """Commits applied offsets to Kafka at most once a second; confirms that we still are a member."""
 
     def __init__(self, *, group_id: str) -> None:
         self._group_id = group_id
@@ -35,12 +35,12 @@ class Mirror:
         """Which database the offsets are from, once that is known; others read it."""
         self._sent_at = 0.0
         self._in_flight = 0
-        self._proof: Proof | None = None
+        self._check: MembershipCheck | None = None
         self.failed = 0
 
-    def drop_proof(self) -> None:
+    def drop_check(self) -> None:
         """Forget the question that is on its way: partitions were taken away since."""
-        self._proof = None
+        self._check = None
 
     def send(self, client: Consumer, states: Mapping[Partition, PartitionState], *, at_once: bool = False) -> None:
         """Commit what Kafka was not told yet of partitions that are ours, if the last time is long enough ago.
@@ -63,40 +63,42 @@ class Mirror:
         """Whether every commit was answered."""
         return self._in_flight <= 0
 
-    def prove(self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]]) -> set[Partition] | None:
+    def check_membership(
+        self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]]
+    ) -> set[Partition] | None:
         """Ask Kafka whether we still are a member, by committing what the ledger holds for ``offsets``.
 
         Call it again, with polling in between, until it returns something: the partitions that were
-        proved, or an empty set if Kafka refused. The answer proves membership, not ownership.
+        confirmed, or an empty set if Kafka refused. The answer confirms membership, not ownership.
         """
-        proof = self._proof
-        if proof is None or time.monotonic() > proof.deadline:
+        check = self._check
+        if check is None or time.monotonic() > check.deadline:
             metadata, deadline = f"{self._metadata} {uuid4()}", time.monotonic() + _PROOF_SECONDS
-            self._proof = proof = Proof(metadata, deadline, frozenset(offsets))
-            if not self._commit(client, offsets, metadata=proof.metadata):
-                self._proof = None
+            self._check = check = MembershipCheck(metadata, deadline, frozenset(offsets))
+            if not self._commit(client, offsets, metadata=check.metadata):
+                self._check = None
                 return set()
-        if proof.error is None and not proof.answered:
+        if check.error is None and not check.answered:
             return None
-        self._proof = None
-        return set() if proof.error else set(proof.partitions)
+        self._check = None
+        return set() if check.error else set(check.partitions)
 
     @property
     def _metadata(self) -> str:
         return MIRRORED if self.origin is None else str(self.origin)
 
     @property
-    def is_proving(self) -> bool:
-        """Whether a proof is on its way."""
-        return self._proof is not None and time.monotonic() <= self._proof.deadline
+    def is_checking(self) -> bool:
+        """Whether a check is on its way."""
+        return self._check is not None and time.monotonic() <= self._check.deadline
 
     def on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
         """Handle librdkafka's answer to a commit."""
         self._in_flight -= 1
         errors = [e for e in (error, *(tp.error for tp in offsets)) if e is not None]
-        proof = self._proof
-        if proof is not None and any(tp.metadata == proof.metadata for tp in offsets):
-            proof.answered, proof.error = True, errors[0] if errors else None
+        check = self._check
+        if check is not None and any(tp.metadata == check.metadata for tp in offsets):
+            check.answered, check.error = True, errors[0] if errors else None
         if errors:
             self.failed += 1
             extra = about(
@@ -122,7 +124,7 @@ class Mirror:
         return True
 
 
-class Proof:
+class MembershipCheck:
     """One commit that is told from the mirrored ones by its metadata."""
 
     def __init__(self, metadata: str, deadline: float, partitions: frozenset[Partition]) -> None:

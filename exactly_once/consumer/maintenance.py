@@ -39,7 +39,7 @@ from exactly_once.ledger.store import LedgerStore
 
 from .buffer import Delivery
 from .commit import Settlement
-from .kafka_offsets import MIRROR_SECONDS, Mirror
+from .kafka_offsets import MIRROR_SECONDS, KafkaOffsets
 from .partitions import Ownership, Report
 from .rebalance import Assignment, Change, generation
 
@@ -87,7 +87,7 @@ class Upkeep:
         settlement: Settlement,
         starter: Starter,
         cluster: Cluster,
-        mirror: Mirror,
+        kafka_offsets: KafkaOffsets,
         notify: Notify,
         is_told_of_nothing: bool,
         stop_on_bad_partition: bool,
@@ -100,7 +100,7 @@ class Upkeep:
         self._settlement = settlement
         self._starter = starter
         self._cluster = cluster
-        self._mirror = mirror
+        self._kafka_offsets = kafka_offsets
         self._notify = notify
         self._is_told_of_nothing = is_told_of_nothing
         self._stop_on_bad_partition = stop_on_bad_partition
@@ -165,12 +165,12 @@ class Upkeep:
         self._examine_suspects()
         self._reject_unreadable()
         self._position(client)
-        self._prove(client)
+        self._confirm_membership(client)
         self._recheck_topics()
         self._look_for_us(client)
-        self._mirror.send(client, self._ownership.states)
+        self._kafka_offsets.send(client, self._ownership.states)
         self._ownership.is_unsettled = bool(self._ownership.to_position())
-        if self._ownership.to_acquire() or self._ownership.to_prove():
+        if self._ownership.to_acquire() or self._ownership.to_confirm():
             self._next_look = time.monotonic() + _AGAIN_SECONDS
         while self._news:  # outside of librdkafka's callbacks
             self._assignment.contain(self._notify)(*self._news.pop(0))
@@ -184,7 +184,7 @@ class Upkeep:
                 self._not_before = 0.0  # these need not wait for what others wait for
             else:
                 self._ownership.revoked(event.partitions)
-                self._mirror.drop_proof()
+                self._kafka_offsets.drop_check()
                 self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
             extra = self._about(event.change.value, several=event.partitions)
             names = ", ".join(map(str, event.partitions)) or "nothing"
@@ -418,24 +418,24 @@ class Upkeep:
             logger.info("reading %s from offset %s", partition, state.next_offset, extra=extra)
         self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.next_offset) for p, h in targets.items()]))
 
-    def _prove(self, client: Consumer) -> None:
+    def _confirm_membership(self, client: Consumer) -> None:
         """After a fence: acquire again only when Kafka still counts us as a member."""
-        fenced = self._ownership.to_prove()
+        fenced = self._ownership.to_confirm()
         if not fenced or time.monotonic() < self._not_before:
             return
         offsets = {}
-        if not self._mirror.is_proving:
+        if not self._kafka_offsets.is_checking:
             rows = self._ledger.look(fenced)
             # For dashboards, so a look is enough. Where a failover lost the chosen start or the row, 0 was applied.
             offsets = {r.partition: (r.next_offset or 0, r.leader_epoch) for r in rows}
-            self._ownership.proved(set(fenced) - set(offsets))
+            self._ownership.confirmed(set(fenced) - set(offsets))
             if not offsets:
                 self._not_before = time.monotonic() + _BUSY_SECONDS
                 return
-        proved = self._mirror.prove(client, offsets)
-        if proved:
-            self._ownership.proved(proved)
-        elif proved is not None:
+        confirmed = self._kafka_offsets.check_membership(client, offsets)
+        if confirmed:
+            self._ownership.confirmed(confirmed)
+        elif confirmed is not None:
             self._not_before = time.monotonic() + _BUSY_SECONDS
 
     def _recheck_topics(self) -> None:
@@ -517,7 +517,7 @@ class Upkeep:
         except KafkaException as error:
             extra = self._about("origin_unchecked")
             logger.info("what Kafka holds is compared with the ledger later: %s", error, extra=extra)
-        self._mirror.origin = own = self._ledger.origin()
+        self._kafka_offsets.origin = own = self._ledger.origin()
         if answer is None:
             self._compare_new_from = time.monotonic() + _BUSY_SECONDS
             return

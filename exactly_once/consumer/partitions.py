@@ -3,9 +3,9 @@
 Events come in as method calls; :attr:`Ownership.releases` and the ``to_…`` methods say what has to
 be done next. The consumer's loop does it, and so does the simulator of the tests.
 
-    assigned ──> PENDING ──acquired──> STARTING ──started──> OWNED ──(positioned)> messages flow
+    assigned ──> PENDING ──acquired──> STARTING ──started──> OWNED ─(positioned)─> messages flow
                     ^                      │                   │
-                    └──────proved────── FENCED <───fenced──────┘
+                    └────confirmed───── FENCED <───fenced──────┘
                                           ^
              found unreadable ──> BAD ────┘ when its row was changed
     revoked or lost: forgotten from any state, its row is released
@@ -220,7 +220,7 @@ class Ownership:
             if state is not None and state.phase is Phase.STARTING:
                 self._replace(partition, PartitionState(report=state.report, stop_at=state.stop_at))
 
-    def proved(self, partitions: Iterable[Partition]) -> None:
+    def confirmed(self, partitions: Iterable[Partition]) -> None:
         """Allow fenced partitions to be acquired again: Kafka still counts us as their member."""
         for partition in partitions:
             state = self.states.get(partition)
@@ -449,8 +449,8 @@ class Ownership:
         """Return the partitions whose rows must be acquired, in locking order."""
         return self._in_phase(Phase.PENDING)
 
-    def to_prove(self) -> list[Partition]:
-        """Return the partitions for which membership must be proved before they are acquired."""
+    def to_confirm(self) -> list[Partition]:
+        """Return the partitions for which membership must be confirmed before they are acquired."""
         return self._in_phase(Phase.FENCED)
 
     def to_position(self) -> dict[Partition, PartitionState]:

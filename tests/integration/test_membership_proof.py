@@ -93,7 +93,7 @@ class Noting(deque[Event]):
 
 def has_mirrored(consumer: ExactlyOnceConsumer) -> bool:
     """Whether Kafka was told all that is applied, and has answered."""
-    return consumer._mirror.is_idle and not any(h.is_to_mirror for h in consumer._ownership.states.values())
+    return consumer._kafka_offsets.is_idle and not any(h.is_to_mirror for h in consumer._ownership.states.values())
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_without_an_answer_and_with_that_of_an_older_commit_nothing_is_acquired(
     assert not proof.fired.is_set()
     older.release()
     fencing.turn(proof.fired.is_set, "the proof to be on its way, behind the other commit")
-    fencing.turn(lambda: fencing.consumer._mirror._in_flight == 1, "the answer to the older commit")
+    fencing.turn(lambda: fencing.consumer._kafka_offsets._in_flight == 1, "the answer to the older commit")
     fencing.wait()
     assert fencing.epoch == 10, "the answer to another commit is no proof"
     proof.release()

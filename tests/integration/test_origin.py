@@ -16,7 +16,7 @@ from psycopg import sql
 from exactly_once import ExactlyOnceConsumer, OffsetsNotAdopted
 from exactly_once.cli import main
 from exactly_once.consumer import maintenance
-from exactly_once.consumer.kafka_offsets import Mirror
+from exactly_once.consumer.kafka_offsets import KafkaOffsets
 from exactly_once.kafka.origin import Origin, origin_of
 from exactly_once.ledger import migrate
 from exactly_once.ledger.rows import Ledger
@@ -232,7 +232,7 @@ def test_mirrored_offset_that_comes_late_is_no_reason_to_refuse(
     apply(make_consumer(conninfo=conninfo, max_messages=5), topic, 10)
     before = told(bootstrap_servers, topic)
     with monkeypatch.context() as killed:
-        killed.setattr(Mirror, "send", lambda *_, **__: None)
+        killed.setattr(KafkaOffsets, "send", lambda *_, **__: None)
         apply(make_consumer(conninfo=conninfo, max_messages=5), topic, 10)
     assert told(bootstrap_servers, topic) == before
     consumer = make_consumer(conninfo=conninfo)

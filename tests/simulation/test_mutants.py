@@ -22,7 +22,7 @@ from exactly_once import Redelivered
 from exactly_once._model import Advance, Partition, Row
 from exactly_once.consumer.buffer import Delivery
 from exactly_once.consumer.commit import Settlement
-from exactly_once.consumer.kafka_offsets import Mirror
+from exactly_once.consumer.kafka_offsets import KafkaOffsets
 from exactly_once.consumer.maintenance import Upkeep
 from exactly_once.consumer.partitions import Ownership
 from exactly_once.consumer.unit import Unit
@@ -150,10 +150,13 @@ MUTANTS = (
         name="messages of an aborted unit not put back",
         patch=_replaced(Delivery, "put_back", lambda self, _: self.discard()),
     ),
-    Mutant(name="positions trusted after a poll that raised", patch=_replaced(Ownership, "misplaced", _nothing)),
+    Mutant(name="positions trusted after a poll that raised", patch=_replaced(Ownership, "invalidate_all", _nothing)),
     Mutant(name="release of somebody else's token", patch=_replaced(member.Ledger, "_may_release", _release_anybody)),
     Mutant(name="the ledger not looked at while no message comes", patch=_replaced(Upkeep, "_look_at_rows", _nothing)),
-    Mutant(name="membership never proved after a fence", patch=_replaced(Mirror, "prove", lambda *_: set())),
+    Mutant(
+        name="membership never confirmed after a fence",
+        patch=_replaced(KafkaOffsets, "check_membership", lambda *_: set()),
+    ),
 )
 
 

@@ -202,13 +202,13 @@ def test_a_unit_in_doubt_that_did_not_land_is_taken_back_under_the_fresh_token()
 def test_a_row_of_the_unit_in_doubt_that_is_gone_was_taken_by_somebody() -> None:
     ownership, _, advances = in_doubt(P)
     assert resolved(ownership, advances, []) is Resolution.FENCED
-    assert ownership.to_prove() == [P]
+    assert ownership.to_confirm() == [P]
 
 
 def test_one_row_that_is_still_ours_tells_of_the_whole_unit() -> None:
     ownership, rows, advances = in_doubt(P, Q)
     assert resolved(ownership, advances, [replace(rows[P], next_offset=10)]) is Resolution.COMMITTED
-    assert ownership.to_prove() == [Q]
+    assert ownership.to_confirm() == [Q]
 
 
 def test_a_row_resolved_after_the_revocation_is_given_back_under_its_fresh_token() -> None:
@@ -267,14 +267,14 @@ def test_a_row_that_did_not_advance_is_judged_by_its_token_first(stored: Row | N
 def test_another_owner_is_seen_between_units(change: dict[str, UUID | int | None]) -> None:
     ownership, rows = owning(P, Q)
     ownership.seen([P, Q], [replace(rows[P], **change), rows[Q]])  # type: ignore[arg-type]
-    assert ownership.to_prove() == [P]
+    assert ownership.to_confirm() == [P]
     assert ownership.deliverable(Q) is not None
 
 
 def test_a_row_that_is_gone_is_seen_between_units() -> None:
     ownership, _ = owning(P)
     ownership.seen([P, Q], [])
-    assert ownership.to_prove() == [P]
+    assert ownership.to_confirm() == [P]
 
 
 def test_an_offset_that_moved_is_followed_between_units() -> None:
@@ -342,7 +342,7 @@ def test_a_bad_partition_is_released_and_waits_for_its_row_to_change() -> None:
         assert ownership.suspicious([P, Q], [replace(released, **changed), rows[Q]]) == [P]
     assert ownership.suspicious([P, Q], [rows[Q]]) == [P], "the row was deleted"
     assert ownership.seen([P, Q], [replace(released, next_offset=7), rows[Q]]) == {}
-    assert ownership.to_prove() == [P], "somebody else may own it by now"
+    assert ownership.to_confirm() == [P], "somebody else may own it by now"
 
 
 def test_a_bad_partition_without_a_row_waits_for_one() -> None:
@@ -358,7 +358,7 @@ def test_a_row_that_was_taken_while_it_was_checked_needs_a_proof() -> None:
     ownership.assigned([P])
     ownership.acquired([row(P)])
     ownership.taken([P])
-    assert (ownership.to_prove(), ownership.to_acquire()) == ([P], [])
+    assert (ownership.to_confirm(), ownership.to_acquire()) == ([P], [])
 
 
 def test_a_move_to_the_end_that_got_no_answer_is_no_surprise() -> None:
@@ -390,7 +390,7 @@ class AnyOrder(RuleBasedStateMachine):
     def flow(self, partitions: list[Partition]) -> None:
         """The usual way in one step, or random steps would hardly ever get that far."""
         self.ownership.assigned([p for p in partitions if p not in self.ownership.states])
-        self.prove()
+        self.check_membership()
         self.acquire([])
         self.start(PARTITIONS, works=True)
         self.place()
@@ -423,10 +423,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert not any(self._is(p, Phase.STARTING) for p in starting)
 
     @rule()
-    def prove(self) -> None:
-        fenced = self.ownership.to_prove()
-        self.ownership.proved([*fenced, *PARTITIONS])
-        assert self.ownership.to_prove() == []
+    def check_membership(self) -> None:
+        fenced = self.ownership.to_confirm()
+        self.ownership.confirmed([*fenced, *PARTITIONS])
+        assert self.ownership.to_confirm() == []
         assert set(fenced) <= set(self.ownership.to_acquire())
 
     @rule(partitions=some)
@@ -537,7 +537,7 @@ class AnyOrder(RuleBasedStateMachine):
         for partition, state in self.ownership.states.items():
             next_steps = [
                 partition in self.ownership.to_acquire(),
-                partition in self.ownership.to_prove(),
+                partition in self.ownership.to_confirm(),
                 partition in self.ownership.to_position(),
                 state.phase is Phase.STARTING,
                 self.ownership.deliverable(partition) is not None,
@@ -550,7 +550,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.unit = []
         self.start(PARTITIONS, works=True)
         self.look()
-        self.prove()
+        self.check_membership()
         self.acquire([])
         self.start(PARTITIONS, works=True)
         self.place()
@@ -591,7 +591,7 @@ def told_by_kafka(ownership: Ownership) -> None:
 
 def told_by_the_ledger(ownership: Ownership) -> None:
     ownership.seen([P], [row(P, 7)])
-    ownership.proved([P])
+    ownership.confirmed([P])
     rows = [row(P, 7), row(Q, 3)]
     ownership.acquired(rows)
     ownership.rejected(P, ValueError("it cannot be read"), rows[0])
@@ -615,7 +615,7 @@ def test_a_partition_is_left_to_nobody_by_an_interrupt_at_any_line(change: Calla
         if change is told_by_kafka:
             ownership.assigned([Q])  # an event stays until it was applied to its end
         ownership.invalidate_all()
-        expected = {*ownership.to_acquire(), *ownership.to_prove(), *ownership.to_position(), *ownership.bad()}
+        expected = {*ownership.to_acquire(), *ownership.to_confirm(), *ownership.to_position(), *ownership.bad()}
         assert expected == {P, Q}, interrupter.where
     assert line > 10, "interrupts at too few lines to mean anything"
 
