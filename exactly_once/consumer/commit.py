@@ -306,13 +306,13 @@ class Settlement:
         elif self._unused is not None and not is_used:
             self._unused += 1
             if self._unused == _UNUSED_UNITS:
-                self.tell_unused()
+                self.log_unused()
         self.committed_at = time.monotonic()
         self.timing = self.committed_at - self._began_at, commit_seconds
         late = self.timing[0] > unit.work.max_unit_seconds
         self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
 
-    def tell_unused(self) -> None:
+    def log_unused(self) -> None:
         """Log, once, that no unit was used so far, if that is so."""
         if self._unused:
             logger.warning(
@@ -391,7 +391,7 @@ class Settlement:
         logger.log(level, "the outcome of %r was in doubt: %s", unit, resolution.value, extra=extra)
         return resolution
 
-    def tell_rewound(self, partition: Partition, *, mirrored: int) -> None:
+    def log_rewound(self, partition: Partition, *, mirrored: int) -> None:
         """Tell of commits that were lost while nobody held the partition: Kafka was told a later offset."""
         offset = self._ownership.states[partition].next_offset
         self.counters.rewound += 1

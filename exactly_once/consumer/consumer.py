@@ -1,4 +1,4 @@
-"""The consumer: the loop that polls Kafka, has the upkeep done and hands out units."""
+"""The consumer: the loop that polls Kafka, has the maintenance done and hands out units."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .commit import Counters, Settlement
 from .fetch import Linger, fetch
 from .handler_thread import HandlerThread
 from .kafka_offsets import KafkaOffsets
-from .maintenance import Upkeep
+from .maintenance import Maintenance
 from .observer import Observer
 from .options import Isolation, Options, application_of, check_options, check_run
 from .partitions import Ownership
@@ -232,7 +232,7 @@ class ExactlyOnceConsumer:
         starter = self._starter = Starter(
             ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range
         )
-        self._upkeep = Upkeep(
+        self._maintenance = Maintenance(
             assignment=self._assignment,
             ownership=self._ownership,
             delivery=self._delivery,
@@ -242,7 +242,7 @@ class ExactlyOnceConsumer:
             cluster=self._cluster,
             kafka_offsets=self._kafka_offsets,
             notify=self._notify,
-            is_told_of_nothing=calls_back_for_nothing(self._kafka),
+            is_called_for_nothing=calls_back_for_nothing(self._kafka),
             stop_on_bad_partition=options.stop_on_bad_partition,
         )
         self._observer = Observer(
@@ -252,7 +252,7 @@ class ExactlyOnceConsumer:
             ownership=self._ownership,
             delivery=self._delivery,
             settlement=self._settlement,
-            upkeep=self._upkeep,
+            maintenance=self._maintenance,
             cluster=self._cluster,
         )
         self._read_only = ReadOnlyGuard(
@@ -323,8 +323,8 @@ class ExactlyOnceConsumer:
         """
         self._check_use()
         check_topics(topics)
-        self._servers.look_at_database(self._session, self._options)
-        self._servers.look_at_topics(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
+        self._servers.check_database(self._session, self._options)
+        self._servers.check_topics_exist(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
         if self._options.start not in (None, "earliest"):
             self._note_first_topics(topics)
         if not self._topics:
@@ -345,7 +345,7 @@ class ExactlyOnceConsumer:
             if error.args[0].code() != KafkaError._INVALID_ARG:  # noqa: SLF001 - that is its public name
                 raise
             raise ConfigurationError(f"the client refuses topics={topics!r}: {error.args[0].str()}") from None
-        self._observer.turned()
+        self._observer.record_poll()
 
     def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
         """Iterate over units: for ever, or until an end.
@@ -366,12 +366,12 @@ class ExactlyOnceConsumer:
         if not self._topics:
             raise ConfigurationError("subscribe() first: there is nothing to iterate over")
         if self._ownership.bad():
-            self._upkeep.look_anew()  # or it ends with an error that somebody has mended since
+            self._maintenance.check_rows_soon()  # or it ends with an error that somebody has mended since
         return Units(
             self._next,
             self._cluster,
             self._ownership,
-            self._upkeep,
+            self._maintenance,
             until_end=until_end,
             idle_seconds=idle_seconds,
             max_unit_seconds=max_unit_seconds,
@@ -461,7 +461,7 @@ class ExactlyOnceConsumer:
             with_postgres = (
                 self._watcher.close,
                 self._end_unit,
-                self._settlement.tell_unused,
+                self._settlement.log_unused,
                 self._move_to_ends,
                 self._say_goodbye,
                 self._release,
@@ -496,10 +496,10 @@ class ExactlyOnceConsumer:
             self._delivery.drop_all()
             self._ownership.invalidate_all()
         if self._unit is not None:
-            units.came()  # it may have taken long, and in a thread nothing was fetched meanwhile
+            units.record_activity()  # it may have taken long, and in a thread nothing was fetched meanwhile
         with self._ownership.changing():
             self._unit = self._find_unit(units)
-        self._observer.turned()
+        self._observer.record_poll()
         if self._assignment.failures and self._unit is None:
             raise self._assignment.failures.popleft()
         if self._unit is None and not self._stopping.is_set:
@@ -514,10 +514,10 @@ class ExactlyOnceConsumer:
         while not self._stopping.is_set and not self._assignment.failures:
             if self._must_reopen:
                 self._reopen_client()
-            if self._upkeep.is_due:
+            if self._maintenance.is_due:
                 if not self._keep_up() or self._assignment.failures:
                     continue
-                units.note_ends()
+                units.ask_for_ends()
             if units.has_reached_ends():
                 return None
             limit = min(self._settlement.limit, units.max_messages or self._settlement.limit)
@@ -531,7 +531,7 @@ class ExactlyOnceConsumer:
                 continue
             messages, spans = self._delivery.take(limit, self._options.max_bytes)
             if messages:
-                units.came()
+                units.record_activity()
                 advances = self._ownership.hand_out(spans)
                 isolation, may_take = self._options.isolation, units.max_unit_seconds
                 work = UnitOfWork(self._ledger, isolation=isolation, max_unit_seconds=may_take)
@@ -548,7 +548,7 @@ class ExactlyOnceConsumer:
         return self._linger.left(self._delivery.waiting, limit)
 
     def _keep_up(self) -> bool:
-        """Have the upkeep done, however long a server is away; return whether it was done."""
+        """Have the maintenance done, however long a server is away; return whether it was done."""
         try:
             self._patiently(self._step)
         except Exception:
@@ -564,7 +564,7 @@ class ExactlyOnceConsumer:
             self._read_only.check()
             try:
                 with naming_grants(self._options.schema):
-                    self._upkeep.step(self._client)
+                    self._maintenance.run_once(self._client)
             except psycopg.errors.ReadOnlySqlTransaction:
                 self._read_only.met()
                 raise
@@ -574,15 +574,15 @@ class ExactlyOnceConsumer:
         self._observer.trouble = None
 
     def _fetch(self, timeout_seconds: float, count: int, *, fill: bool = False) -> None:
-        self._observer.turned()
+        self._observer.record_poll()
         messages = fetch(self._client, timeout_seconds, count, fill=fill)
         self._linger.weigh(messages)
-        self._upkeep.take_events()
+        self._maintenance.take_events()
         self._delivery.accept(messages)
 
     def _poll_aside(self, unit: Unit, seconds: float) -> bool:
         """Poll with partitions paused while a unit is open; return whether Kafka took partitions of it."""
-        self._observer.turned()
+        self._observer.record_poll()
         with self._ownership.changing():
             self._assignment.pause(self._client)
             # Events are applied between units.
@@ -611,7 +611,7 @@ class ExactlyOnceConsumer:
         elif code == KafkaError._AUTO_OFFSET_RESET:
             self._ownership.suspect(Partition(str(message.topic()), message.partition() or 0), text)
         elif code in _UNREADABLE and message.topic() is not None:
-            self._upkeep.unreadable(message)
+            self._maintenance.unreadable(message)
         elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
             self._must_reopen = True
         elif code == _FATAL and _text(KafkaError.FENCED_INSTANCE_ID) in text:
@@ -629,7 +629,7 @@ class ExactlyOnceConsumer:
             told = "Kafka client: %s: %s%s; repetitions are logged at DEBUG"
             logger.log(level, told, error.name(), text, where, extra=self._about("client_said"))
             if topic is not None:
-                self._upkeep.recheck_soon(topic)
+                self._maintenance.recheck_soon(topic)
 
     def _reopen_client(self) -> None:
         """Join anew: under ``group.protocol=consumer`` a static member keeps its place until it expires."""
@@ -720,8 +720,8 @@ class ExactlyOnceConsumer:
 
     def _move_to_ends(self) -> None:
         if self._ownership.is_sound and not self._settlement.is_pending and not self._session.lost:
-            self._upkeep.move_to_ends(released=True)
-            self._upkeep.move_to_ends()
+            self._maintenance.move_to_ends(released=True)
+            self._maintenance.move_to_ends()
 
     def _release(self) -> None:
         held = self._ownership.tokens()

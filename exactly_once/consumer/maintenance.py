@@ -1,6 +1,6 @@
-"""Upkeep: brings ledger, Kafka client and memory to where the ownership wants them, between units.
+"""Maintenance: brings ledger, Kafka client and memory to where the ownership wants them, between units.
 
-One pass of :meth:`Upkeep.step` does whatever is due. It may fail because a server is away; the
+One pass of :meth:`Maintenance.run_once` does whatever is due. It may fail because a server is away; the
 consumer then keeps polling and calls it again.
 """
 
@@ -74,7 +74,7 @@ _AGAIN_SECONDS = 0.05
 Notify = Callable[[Change, list[TopicPartition]], None]
 
 
-class Upkeep:
+class Maintenance:
     """Everything that is done between units, in the order in which it must be done."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Upkeep:
         cluster: Cluster,
         kafka_offsets: KafkaOffsets,
         notify: Notify,
-        is_told_of_nothing: bool,
+        is_called_for_nothing: bool,
         stop_on_bad_partition: bool,
     ) -> None:
         self._assignment = assignment
@@ -102,21 +102,21 @@ class Upkeep:
         self._cluster = cluster
         self._kafka_offsets = kafka_offsets
         self._notify = notify
-        self._is_told_of_nothing = is_told_of_nothing
+        self._is_told_of_nothing = is_called_for_nothing
         self._stop_on_bad_partition = stop_on_bad_partition
         self._news: list[tuple[Change, list[TopicPartition]]] = []
         self._asked: dict[str, Future[Any]] = {}
         self._next_recheck: dict[str, float] = {}
         self._hurried: dict[str, float] = {}
         self._next_rows = 0.0
-        self._next_look = 0.0
+        self._next_run = 0.0
         self._began_at = 0.0
         """When the step began that goes on now."""
         self._not_before = 0.0
         self._next_examination = 0.0
         self._postponed: tuple[Partition, ...] = ()
         """What was told of last as waiting for an answer of its leader."""
-        self._told_at = 0.0
+        self._assigned_at = 0.0
         self._generation = -1
         self._next_comparison = 0.0
         self._compare_new_from = 0.0
@@ -127,7 +127,7 @@ class Upkeep:
 
     @property
     def is_due(self) -> bool:
-        """Whether :meth:`step` has anything to do before the next unit."""
+        """Whether :meth:`run_once` has anything to do before the next unit."""
         return bool(
             self._assignment.events
             or self._assignment.paused
@@ -136,7 +136,7 @@ class Upkeep:
             or self._settlement.failed is not None
             or self._has_trouble()
             or self._ledger.session.lost
-            or time.monotonic() >= self._next_look
+            or time.monotonic() >= self._next_run
         )
 
     def _has_trouble(self) -> bool:
@@ -148,10 +148,10 @@ class Upkeep:
             if h.positioned
         )
 
-    def step(self, client: Consumer) -> None:
+    def run_once(self, client: Consumer) -> None:
         """Do what is due. Call it again after an error that passes."""
         self._began_at = time.monotonic()
-        self._next_look = self._began_at + MIRROR_SECONDS / 2
+        self._next_run = self._began_at + MIRROR_SECONDS / 2
         self.take_events()
         if self._settlement.failed is not None:
             raise self._settlement.failed
@@ -161,17 +161,17 @@ class Upkeep:
         self._retry_bad()
         self._acquire()
         self._compare_origins(client)
-        self._look_at_rows()
+        self._check_rows()
         self._examine_suspects()
         self._reject_unreadable()
         self._position(client)
         self._confirm_membership(client)
         self._recheck_topics()
-        self._look_for_us(client)
+        self._check_presence(client)
         self._kafka_offsets.send(client, self._ownership.states)
         self._ownership.is_unsettled = bool(self._ownership.to_position())
         if self._ownership.to_acquire() or self._ownership.to_confirm():
-            self._next_look = time.monotonic() + _AGAIN_SECONDS
+            self._next_run = time.monotonic() + _AGAIN_SECONDS
         while self._news:  # outside of librdkafka's callbacks
             self._assignment.contain(self._notify)(*self._news.pop(0))
 
@@ -190,7 +190,7 @@ class Upkeep:
             names = ", ".join(map(str, event.partitions)) or "nothing"
             logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
             self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.states)
-            self._told_at = time.monotonic()
+            self._assigned_at = time.monotonic()
             self._delivery.discard()
             # Only now: an event that was interrupted is applied again.
             self._assignment.events.popleft()
@@ -200,7 +200,7 @@ class Upkeep:
         """Whether Kafka has nothing for this member: it is in the group, and others have had time to give up some."""
         if not self.is_member or self._ownership.states:
             return False
-        return not self._assignment.is_incremental or time.monotonic() - self._told_at >= SETTLE_SECONDS
+        return not self._assignment.is_incremental or time.monotonic() - self._assigned_at >= SETTLE_SECONDS
 
     def move_to_ends(self, *, released: bool = False) -> None:
         """Move the ledger to the ends of logs that are applied, behind what holds no message: commit markers, say.
@@ -228,7 +228,7 @@ class Upkeep:
         if time.monotonic() >= self._hurried.get(topic, 0.0):
             self._hurried[topic] = time.monotonic() + RECHECK_SECONDS
             self._next_recheck.pop(topic, None)
-            self._next_look = 0.0
+            self._next_run = 0.0
 
     def _release(self) -> None:
         """Give back rows; best effort, because an acquisition needs no release."""
@@ -362,7 +362,7 @@ class Upkeep:
             if state is not None and (state.report is None or str(state.report.error) != str(error)):
                 state.report = Report(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
                 if not self._stop_on_bad_partition:
-                    self._tell_bad(partition, error)
+                    self._log_bad(partition, error)
         self._delivery.discard()
         if bad and self._stop_on_bad_partition:
             self._ownership.retried(bad)
@@ -376,13 +376,13 @@ class Upkeep:
             if known is not None and now >= known.again_at:
                 known.pause_seconds = min(2 * known.pause_seconds, _BAD_MOST_SECONDS)
                 known.again_at = now + known.pause_seconds
-                self._tell_bad(partition, known.error)
+                self._log_bad(partition, known.error)
                 if isinstance(known.error, BatchUnreadable):
                     # The others hold until the row is changed: a log that has grown over an offset that was outside
                     # of it, say, proves nothing.
                     self._ownership.retried([partition])
 
-    def _tell_bad(self, partition: Partition, error: Exception) -> None:
+    def _log_bad(self, partition: Partition, error: Exception) -> None:
         extra = self._about("partition_bad", partition=partition)
         logger.error("%s is not read, others are: %s", partition, error, extra=extra)
 
@@ -487,7 +487,7 @@ class Upkeep:
                 bad[partition] = TopicRecreated(f"{error}{told}")
         self._reject(bad)
 
-    def _look_for_us(self, client: Consumer) -> None:
+    def _check_presence(self, client: Consumer) -> None:
         """Find out whether we are in the group without partitions: not every protocol calls back for nothing.
 
         The group itself is never described: where its coordinator is lost that aborts the process (librdkafka's
@@ -498,7 +498,7 @@ class Upkeep:
         before, self._generation = self._generation, generation(client)
         self.is_member = self._generation > 0 and (self.is_member or not self._is_told_of_nothing)
         if self._generation != before:
-            self._told_at = time.monotonic()  # the group has changed, and what is meant for whom
+            self._assigned_at = time.monotonic()  # the group has changed, and what is meant for whom
 
     def _compare_origins(self, client: Consumer) -> None:
         """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""
@@ -527,18 +527,18 @@ class Upkeep:
             if tp.offset >= 0 and tp.error is None
         }
         for partition in self._starter.compare(new, held, own):
-            self._settlement.tell_rewound(partition, mirrored=held[partition][0])
+            self._settlement.log_rewound(partition, mirrored=held[partition][0])
         self._next_comparison = time.monotonic() + COMPARE_SECONDS
         for partition in new:
             state = owned[partition]
             state.compared_epoch = state.epoch
             state.is_to_mirror |= partition in held and held[partition] != (state.next_offset, own)
 
-    def look_anew(self) -> None:
+    def check_rows_soon(self) -> None:
         """Have the rows looked at by the next step: a partition that was bad may have been mended."""
-        self._next_rows = self._next_look = 0.0
+        self._next_rows = self._next_run = 0.0
 
-    def _look_at_rows(self) -> None:
+    def _check_rows(self) -> None:
         """Notice a reset or a failover also where no message comes to tell of it, without writing anything."""
         if time.monotonic() < self._next_rows:
             return
@@ -550,7 +550,7 @@ class Upkeep:
         suspicious = self._ownership.suspicious(held, self._ledger.look(held)) if held else []
         if suspicious:
             rows, locked = self._unlocked(self._ledger.read, suspicious)
-            self._notice([p for p in suspicious if p not in locked], rows)
+            self._act_on_rows([p for p in suspicious if p not in locked], rows)
             self._delivery.discard()
 
     def _move(self, ends: Iterable[Advance]) -> None:
@@ -572,7 +572,7 @@ class Upkeep:
             extra = self._about("moved_to_end", several=[end])
             logger.info("%s is applied to the end of its log, offset %s", end.partition, end.next_offset, extra=extra)
 
-    def _notice(self, partitions: list[Partition], rows: list[Row]) -> None:
+    def _act_on_rows(self, partitions: list[Partition], rows: list[Row]) -> None:
         """Act on rows that are not as they were left, and tell of them."""
         expected = {p: self._ownership.states[p].next_offset for p in partitions}
         mended = set(self._ownership.bad()).intersection(partitions)
@@ -608,7 +608,7 @@ class Upkeep:
                 if locked:
                     self._next_examination = time.monotonic() + _BUSY_SECONDS
                     continue
-                self._notice([partition], rows)
+                self._act_on_rows([partition], rows)
                 logs, trouble = self._cluster.available_ranges([partition])
                 if trouble is not None:  # others are read on meanwhile
                     self._postpone([partition], trouble)

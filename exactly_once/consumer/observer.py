@@ -20,7 +20,7 @@ from exactly_once.metrics.health import Health
 
 from .buffer import Delivery
 from .commit import Settlement
-from .maintenance import Upkeep
+from .maintenance import Maintenance
 from .partitions import Ownership, PartitionState, Phase
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Observer:
         ownership: Ownership,
         delivery: Delivery,
         settlement: Settlement,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         cluster: Cluster,
     ) -> None:
         self._metrics = metrics
@@ -51,7 +51,7 @@ class Observer:
         self._ownership = ownership
         self._delivery = delivery
         self._settlement = settlement
-        self._upkeep = upkeep
+        self._maintenance = maintenance
         self._cluster = cluster
         self._made_at = self._polled_at = time.monotonic()
         self._has_failed = False
@@ -63,7 +63,7 @@ class Observer:
                 metrics.add(metric, 0, (*self._common, *values))
             metrics.attach(self.read)
 
-    def turned(self) -> None:
+    def record_poll(self) -> None:
         """Take note that the loop polls Kafka, and publish what happened since it did the last time."""
         self._polled_at = time.monotonic()
         if self._metrics is not None:
@@ -128,9 +128,9 @@ class Observer:
                 yield f"waiting for {', '.join(map(str, waiting))}"
             for partition, state in bad.items():
                 yield f"{partition} is not read: {_text(state.error)}"
-            if self._upkeep.unreachable is not None:
-                yield self._upkeep.unreachable
-            if not self._upkeep.is_member:
+            if self._maintenance.unreachable is not None:
+                yield self._maintenance.unreachable
+            if not self._maintenance.is_member:
                 yield "Kafka has not assigned partitions yet"
 
     def _states(self) -> dict[Partition, PartitionState]:

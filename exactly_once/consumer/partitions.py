@@ -127,7 +127,7 @@ class PartitionState:
         """Up to where the log is applied: transactional and compacted ones end in offsets without messages."""
         return max(self.next_offset, self.log_end) if self.next_offset == self.position else self.next_offset
 
-    def note_advance(self, generation: int) -> None:
+    def count_advance(self, generation: int) -> None:
         """Take note that the row was advanced and is of this generation now."""
         self.advances = 1 if generation != self.generation else self.advances + 1
         self.generation = generation
@@ -346,7 +346,7 @@ class Ownership:
             if state is not None and state.position == advance.expected:
                 state.next_offset = state.in_flight_until = state.position = advance.next_offset
                 state.leader_epoch, state.is_to_mirror = advance.leader_epoch, True
-                state.note_advance(generations[advance.partition])
+                state.count_advance(generations[advance.partition])
 
     def aborted(self, advances: Iterable[Advance]) -> None:
         """Take back what a unit was given: it will never land."""
@@ -436,7 +436,7 @@ class Ownership:
                 # Our own move to the end of the log, of which no answer came.
                 state.next_offset = state.in_flight_until = state.position = state.applied
                 state.leader_epoch = row.leader_epoch
-                state.note_advance(row.generation)
+                state.count_advance(row.generation)
             else:
                 is_behind = row.next_offset is None or row.next_offset < state.next_offset
                 verdicts[partition] = Conflict.REWOUND if is_behind else Conflict.AHEAD
@@ -511,7 +511,7 @@ class Ownership:
             state.error = state.left = None
 
     def _move_on(self, state: PartitionState, advance: Advance, generation: int) -> None:
-        state.note_advance(generation)
+        state.count_advance(generation)
         state.next_offset = state.last_applied = advance.next_offset
         state.leader_epoch, state.is_to_mirror = advance.leader_epoch, True
         if state.gaps:

@@ -120,7 +120,7 @@ class Service:
             (message,) = unit.messages
             with unit:
                 self._dispose(unit, message, suspect)
-            self._tell_set_aside(unit, suspect)
+            self._log_dead_letter(unit, suspect)
         elif self._apply(unit):
             self._has_landed = True
         else:
@@ -238,7 +238,7 @@ class Service:
             return False
         self._has_landed = True
         for suspect in doubts:
-            self._tell_set_aside(unit, suspect)
+            self._log_dead_letter(unit, suspect)
         return True
 
     def _dispose(self, unit: Unit, message: Message, suspect: _Suspect) -> None:
@@ -254,7 +254,7 @@ class Service:
             enforce(self._limit, work.connection, message, schema=work.schema, group_id=work.group_id)
         unit.tries_alone = None
 
-    def _tell_set_aside(self, unit: Unit, suspect: _Suspect) -> None:
+    def _log_dead_letter(self, unit: Unit, suspect: _Suspect) -> None:
         self._found += 1
         self._named = None
         epochs = {advance.partition: advance.epoch for advance in unit.advances}

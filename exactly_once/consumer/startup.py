@@ -28,7 +28,7 @@ _LAGGING_SECONDS = 3.0
 _AGAIN_SECONDS = 0.1
 
 
-def look_at_database(session: Session, options: Options) -> None:
+def check_database(session: Session, options: Options) -> None:
     """Connect, bring the schema up to date if that was asked for, and check it; a connection may be lost at any of it.
 
     :raises DatabaseUnreachable: after ``startup_seconds``, or at once for what waiting does not mend.
@@ -70,7 +70,7 @@ def naming_grants(schema: str) -> Iterator[None]:
         raise
 
 
-def look_at_topics(cluster: Cluster, topics: Sequence[str], options: Options) -> None:
+def check_topics_exist(cluster: Cluster, topics: Sequence[str], options: Options) -> None:
     """Learn the cluster's id and look whether the topics are there.
 
     :raises BrokerUnreachable: after ``startup_seconds``.
@@ -124,5 +124,5 @@ class Servers:
     watcher: Callable[..., Watcher] = Watcher
     cluster: Callable[..., Cluster] = Cluster
     client: Callable[[dict[str, Any]], Consumer] = Consumer
-    look_at_database: Callable[[Session, Options], None] = look_at_database
-    look_at_topics: Callable[[Cluster, Sequence[str], Options], None] = look_at_topics
+    check_database: Callable[[Session, Options], None] = check_database
+    check_topics_exist: Callable[[Cluster, Sequence[str], Options], None] = check_topics_exist

@@ -10,7 +10,7 @@ from exactly_once._log import about
 from exactly_once.errors import BrokerUnreachable
 from exactly_once.kafka.admin import Cluster
 
-from .maintenance import Upkeep
+from .maintenance import Maintenance
 from .partitions import Ownership, Phase
 from .unit import Unit
 
@@ -25,7 +25,7 @@ class Units:
         next_unit: Callable[[Units], Unit | None],
         cluster: Cluster,
         ownership: Ownership,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         *,
         until_end: bool,
         idle_seconds: float | None,
@@ -34,7 +34,7 @@ class Units:
         self._next_unit = next_unit
         self._cluster = cluster
         self._ownership = ownership
-        self._upkeep = upkeep
+        self._maintenance = maintenance
         self.until_end = until_end
         """Whether the iteration ends where the logs end."""
         self._idle_seconds = idle_seconds
@@ -59,11 +59,11 @@ class Units:
             raise StopIteration
         return unit
 
-    def came(self) -> None:
+    def record_activity(self) -> None:
         """Take note that there is something to do."""
         self._busy_at = time.monotonic()
 
-    def note_ends(self) -> None:
+    def ask_for_ends(self) -> None:
         """Ask where the logs of partitions that were placed since the last time end now."""
         states = self._ownership.states
         new = [p for p, h in states.items() if h.positioned and h.stop_at is None] if self.until_end else []
@@ -114,9 +114,9 @@ class Units:
         # Nothing held is also what a member has before and between assignments, and says nothing of what is to come.
         states = self._ownership.states
         can_read = all(h.positioned or h.phase is Phase.BAD for h in states.values())
-        if not (can_read if states else self._upkeep.is_left_idle):
-            self.came()
+        if not (can_read if states else self._maintenance.is_left_idle):
+            self.record_activity()
         elif self._idle_seconds is not None and time.monotonic() - max(self._busy_at, since) >= self._idle_seconds:
             return True
-        self.note_ends()
-        return self.until_end and self._upkeep.is_left_idle
+        self.ask_for_ends()
+        return self.until_end and self._maintenance.is_left_idle

@@ -146,7 +146,7 @@ class Starter:
 
         :raises StartError: for what is wrong with the group, and not with one partition alone.
         """
-        self._tell_collision(rows)
+        self._log_collision(rows)
         checked: list[Row] = []
         bad: dict[Partition, StartError] = {}
         for row in rows:
@@ -260,7 +260,7 @@ class Starter:
             'start="committed" to go on from there, or start="earliest" to read everything again'
         )
 
-    def _tell_collision(self, rows: Sequence[Row]) -> None:
+    def _log_collision(self, rows: Sequence[Row]) -> None:
         """Tell, once for each, of programs that applied messages of this group before us."""
         others: dict[str, list[Partition]] = {}
         for row in rows:

@@ -1,7 +1,7 @@
 """Member: the real consumer in a simulated process, with its ways to the database simulated too.
 
 Only what talks to servers is replaced: session, SQL, admin client and Kafka client. Assignment,
-ownership, delivery, units of work, settlement, upkeep, mirror and start run as they are.
+ownership, delivery, units of work, settlement, maintenance, mirror and start run as they are.
 """
 
 from __future__ import annotations
@@ -556,12 +556,12 @@ def simulated(clock: Clock, seed: int) -> Iterator[None]:
         logging.disable(level)
 
 
-def _look_at_database(session: Session, options: Options) -> None:
+def _check_database(session: Session, options: Options) -> None:
     """Stand for the first contact: a connection, however long it takes."""
     briefly(options.startup_seconds)(lambda: session.connection)
 
 
-def _look_at_topics(*_: object) -> None:
+def _check_topics_exist(*_: object) -> None:
     """Stand for the first contact with Kafka, which never fails here."""
 
 
@@ -574,6 +574,6 @@ class SimulatedConsumer(ExactlyOnceConsumer):
         watcher=Watcher,  # type: ignore[arg-type]
         cluster=Cluster,  # type: ignore[arg-type]
         client=Client,  # type: ignore[arg-type]
-        look_at_database=_look_at_database,  # type: ignore[arg-type]
-        look_at_topics=_look_at_topics,
+        check_database=_check_database,  # type: ignore[arg-type]
+        check_topics_exist=_check_topics_exist,
     )

@@ -23,7 +23,7 @@ from exactly_once._model import Advance, Partition, Row
 from exactly_once.consumer.buffer import Delivery
 from exactly_once.consumer.commit import Settlement
 from exactly_once.consumer.kafka_offsets import KafkaOffsets
-from exactly_once.consumer.maintenance import Upkeep
+from exactly_once.consumer.maintenance import Maintenance
 from exactly_once.consumer.partitions import Ownership
 from exactly_once.consumer.unit import Unit
 from tests.support.seeds import seeds
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(name="positions trusted after a poll that raised", patch=_replaced(Ownership, "invalidate_all", _nothing)),
     Mutant(name="release of somebody else's token", patch=_replaced(member.Ledger, "_may_release", _release_anybody)),
-    Mutant(name="the ledger not looked at while no message comes", patch=_replaced(Upkeep, "_look_at_rows", _nothing)),
+    Mutant(name="rows not checked while no message comes", patch=_replaced(Maintenance, "_check_rows", _nothing)),
     Mutant(
         name="membership never confirmed after a fence",
         patch=_replaced(KafkaOffsets, "check_membership", lambda *_: set()),
