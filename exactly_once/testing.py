@@ -88,7 +88,7 @@ def unit(
     """
     messages = list(messages)
     trial = _Trial(connection, group_id=group_id, schema=schema, unused_ok=unused_ok)
-    with Unit(messages, _advances(messages), attempt=attempt, work=trial.work, settle=trial) as made:
+    with Unit(messages, _advances(messages), attempt=attempt, work=trial.work, commits=trial) as made:
         yield made
 
 
@@ -124,7 +124,7 @@ def failing_at(failpoint: str, error: BaseException, *, nth: int = 1) -> Iterato
 
 
 class _Trial:
-    """Settles a unit on a test's connection: guards and constraints as in production, then ROLLBACK."""
+    """EndsUnits a unit on a test's connection: guards and constraints as in production, then ROLLBACK."""
 
     def __init__(self, connection: Connection, *, group_id: str, schema: str, unused_ok: bool) -> None:
         self._connection = connection

@@ -1,4 +1,4 @@
-"""Delivery: from what the client fetched to the batches that units are given. No I/O.
+"""FetchBuffer: from what the client fetched to the batches that units are given. No I/O.
 
 A batch that a unit could not commit is given out again from memory: the client need not seek, and a
 retry sees the same messages, as the broker sent them, whatever the handler did to those it was given.
@@ -71,7 +71,7 @@ def _remade(message: Message, topic: str | None, key: Any, value: Any, headers: 
     )
 
 
-class Delivery:
+class FetchBuffer:
     """Accepts messages in the order of the client and gives them out in batches.
 
     ``queue_bytes`` is what the client holds at most: batches need no weighing below it.
@@ -106,7 +106,7 @@ class Delivery:
         """Whether the next batch comes again."""
         return bool(self._again)
 
-    def accept(self, messages: list[Message]) -> None:
+    def add(self, messages: list[Message]) -> None:
         """Take in what the client returned, in order.
 
         Errors go to ``on_error``. Messages of partitions that are not ours now, or below what was
@@ -140,7 +140,7 @@ class Delivery:
         self._spans = None if self._waiting else spans
         self._waiting = self._waiting + kept if self._waiting else kept
 
-    def take(self, max_messages: int, max_bytes: int) -> tuple[list[Message], Spans]:
+    def next_batch(self, max_messages: int, max_bytes: int) -> tuple[list[Message], Spans]:
         """Give out the next batch: the one that comes again, else what is waiting.
 
         At least one message, if there is any, however large it is.
@@ -157,7 +157,7 @@ class Delivery:
             self._spans, self._tried, self.attempt = None, [], 1
         return batch, self._spans_of(batch) if spans is None else spans
 
-    def put_back(self, messages: Sequence[Message]) -> None:
+    def requeue(self, messages: Sequence[Message]) -> None:
         """Give the batch that was handed out last out again, before all others and in one batch."""
         self._again = [*zip(messages, self._tried or repeat(1), strict=False), *self._again]
         self.discard()

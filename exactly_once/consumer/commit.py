@@ -1,4 +1,4 @@
-"""Settlement: begins, commits, undoes and resolves units; :mod:`.outcomes` decides, and here it is done."""
+"""CommitProtocol: begins, commits, undoes and resolves units; :mod:`.outcomes` decides, and here it is done."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from exactly_once.ledger.session import Connection, is_lost
 from exactly_once.ledger.stale_owners import Watcher
 from exactly_once.ledger.store import LedgerStore
 
-from .buffer import Delivery
+from .buffer import FetchBuffer
 from .outcomes import LOST, Decision, Rows, decide
 from .partitions import Ownership, Resolution
 from .unit import Unit
@@ -98,7 +98,7 @@ class Pending:
         self.tokens = sorted({advance.token for advance in self.unit.advances})
 
 
-class Settlement:
+class CommitProtocol:
     """Begins, commits, undoes and resolves the units of one consumer."""
 
     def __init__(
@@ -106,14 +106,14 @@ class Settlement:
         *,
         ledger: LedgerStore,
         ownership: Ownership,
-        delivery: Delivery,
+        buffer: FetchBuffer,
         watcher: Watcher,
         max_messages: int,
     ) -> None:
         self._ledger = ledger
         self._about = partial(about, group=ledger.group_id)
         self._ownership = ownership
-        self._delivery = delivery
+        self._buffer = buffer
         self._watcher = watcher
         self._max_messages = max_messages
         self._began_at = 0.0
@@ -172,7 +172,7 @@ class Settlement:
         )
 
     def join(self, unit: Unit, connection: Connection) -> None:
-        """Have the unit take part in a transaction that somebody else will end; :meth:`settle` finds out how."""
+        """Have the unit take part in a transaction that somebody else will end; :meth:`resolve` finds out how."""
         self._began_at = time.monotonic()
         try:
             unit.work.join(connection)
@@ -199,7 +199,7 @@ class Settlement:
         sent_at = time.monotonic()
         try:
             unit.work.commit(unit.advances)
-            self._landed(unit, commit_seconds=time.monotonic() - sent_at)
+            self._committed(unit, commit_seconds=time.monotonic() - sent_at)
         except BaseException as error:
             if unit.work.is_unknown:
                 self._after_unknown(unit, error)
@@ -239,12 +239,12 @@ class Settlement:
         if decision in (Decision.HALT_COMMITTED, Decision.HALT_UNKNOWN):
             self._halt(unit, decision, unclear or error)
         if decision is Decision.COMPARE:
-            self._judge(unit, error)
+            self._classify(unit, error)
         self._pending = None  # first: an interruption may not give it back twice
         self._give_back(unit)
         self._raise_fault(unit, error, lost=lost, began=True)
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Find out what became of the unit that is pending, if there is one.
 
         :raises psycopg.Error: when the database cannot be asked now; call again.
@@ -291,14 +291,14 @@ class Settlement:
             self._pending = None  # first: an interruption may not give it back twice
             self._give_back(unit)
 
-    def _landed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
+    def _committed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
         with self._ownership.changing():
             self._ownership.committed(unit.advances)
         self.counters.committed += 1
         self.counters.messages += len(unit.sent)
         self.counters.dead_letters += unit.dead_letters
         self._troubles = 0
-        self._patience.landed()
+        self._patience.committed()
         # Notice a handler that never uses its units: it writes elsewhere, where effects are doubled.
         is_used = unit.is_touched or unit.is_connection_used
         if is_used and unit.dead_letters < len(unit.messages):
@@ -335,7 +335,7 @@ class Settlement:
         self.counters.redelivered += 1
         with self._ownership.changing():
             self._ownership.aborted(unit.advances)
-            self._delivery.put_back(unit.sent.again())
+            self._buffer.requeue(unit.sent.again())
 
     def _after_unknown(self, unit: Unit, error: BaseException) -> None:
         """Try once to learn the outcome of a COMMIT that was not confirmed."""
@@ -366,7 +366,7 @@ class Settlement:
             resolution = self._ownership.resolved(unit.advances, pending.tokens, rows)
             if resolution is Resolution.COMMITTED:
                 counters.resolved_committed += is_ours
-                self._landed(unit)
+                self._committed(unit)
             else:
                 counters.redelivered += 1
                 if resolution is Resolution.FENCED:
@@ -374,8 +374,8 @@ class Settlement:
                     counters.resolved_fenced += is_ours
                 else:
                     counters.resolved_aborted += is_ours
-                self._delivery.put_back(unit.sent.again())
-            self._delivery.discard()
+                self._buffer.requeue(unit.sent.again())
+            self._buffer.discard()
             self._pending = None  # with the positions: one of them alone would give the messages back twice
         # A failover that cuts off a COMMIT may have lost earlier ones too.
         stored = {row.partition: row.next_offset for row in rows}
@@ -404,7 +404,7 @@ class Settlement:
             extra=self._about("rewound", partition=partition, offset=offset),
         )
 
-    def _judge(self, unit: Unit, error: BaseException) -> NoReturn:
+    def _classify(self, unit: Unit, error: BaseException) -> NoReturn:
         """Read the rows of a unit that could not advance, and raise what is wrong with them."""
         try:
             rows = self._ledger.read(sorted(a.partition for a in unit.advances))
@@ -414,30 +414,30 @@ class Settlement:
             raise OutcomePending(_told(unit, "the ledger did not advance and cannot be read now")) from error
         self._pending = None
         with self._ownership.changing():
-            verdicts = self._ownership.judge(unit.advances, rows)
+            conflicts = self._ownership.classify(unit.advances, rows)
             self.counters.redelivered += 1
-            self._delivery.put_back(unit.sent.again())
+            self._buffer.requeue(unit.sent.again())
         stored = {row.partition: row for row in rows}
         # The worst first: where several partitions are wrong, one error names one of them.
         worst = (Conflict.MISSING, Conflict.RECREATED, Conflict.REWOUND, Conflict.FENCED, Conflict.AHEAD)
-        wrong = [a for verdict in worst for a in unit.advances if verdicts[a.partition] is verdict]
+        wrong = [a for conflict in worst for a in unit.advances if conflicts[a.partition] is conflict]
         if not wrong:
             raise Redelivered(_told(unit, "its rows were changed and changed back")) from error
         advance, group = wrong[0], self._ledger.group_id
-        verdict, row = verdicts[advance.partition], stored.get(advance.partition)
+        conflict, row = conflicts[advance.partition], stored.get(advance.partition)
         place = f"{advance.partition} of group {group!r}"
         if row is None:
             raise Redelivered(_told(unit, str(row_missing(group, advance.partition)))) from error
-        if verdict is Conflict.RECREATED:
+        if conflict is Conflict.RECREATED:
             told = f"{place}: started with topic id {advance.topic_id}, the ledger has {row.topic_id}"
             raise Redelivered(_told(unit, told)) from error
-        if verdict is Conflict.REWOUND:
+        if conflict is Conflict.REWOUND:
             self.counters.rewound += 1
             raise LedgerRewound(
                 f"{place}: expected offset {advance.expected}, the ledger is back at {row.next_offset}: the database "
                 "lost commits in a failover, effects and offsets together; going on from the ledger"
             ) from error
-        if verdict is Conflict.AHEAD:
+        if conflict is Conflict.AHEAD:
             self.counters.ahead += 1
             told = f"{place}: expected offset {advance.expected}, the ledger is at {row.next_offset}"
             raise AlreadyApplied(told) from error

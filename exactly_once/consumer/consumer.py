@@ -40,8 +40,8 @@ from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.metrics.health import Health
 from exactly_once.metrics.table import Metrics
 
-from .buffer import Delivery
-from .commit import Counters, Settlement
+from .buffer import FetchBuffer
+from .commit import CommitProtocol, Counters
 from .fetch import Linger, fetch
 from .handler_thread import HandlerThread
 from .kafka_offsets import KafkaOffsets
@@ -220,11 +220,11 @@ class ExactlyOnceConsumer:
         self._linger = Linger(options.linger_seconds, max_bytes=options.max_bytes)
         # A batch that waits for more can outgrow what the client holds at once.
         queue_bytes = 0 if options.linger_seconds else int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024
-        self._delivery = Delivery(self._ownership, on_error=self._on_error, queue_bytes=queue_bytes)
-        self._settlement = Settlement(
+        self._buffer = FetchBuffer(self._ownership, on_error=self._on_error, queue_bytes=queue_bytes)
+        self._commits = CommitProtocol(
             ledger=ledger,
             ownership=self._ownership,
-            delivery=self._delivery,
+            buffer=self._buffer,
             watcher=self._watcher,
             max_messages=options.max_messages,
         )
@@ -235,9 +235,9 @@ class ExactlyOnceConsumer:
         self._maintenance = Maintenance(
             assignment=self._assignment,
             ownership=self._ownership,
-            delivery=self._delivery,
+            buffer=self._buffer,
             ledger=ledger,
-            settlement=self._settlement,
+            commits=self._commits,
             starter=starter,
             cluster=self._cluster,
             kafka_offsets=self._kafka_offsets,
@@ -250,8 +250,8 @@ class ExactlyOnceConsumer:
             self._kafka,
             owner_name=options.name,
             ownership=self._ownership,
-            delivery=self._delivery,
-            settlement=self._settlement,
+            buffer=self._buffer,
+            commits=self._commits,
             maintenance=self._maintenance,
             cluster=self._cluster,
         )
@@ -298,7 +298,7 @@ class ExactlyOnceConsumer:
     @property
     def counters(self) -> Counters:
         """What happened to units so far."""
-        return self._settlement.counters
+        return self._commits.counters
 
     def subscribe(
         self,
@@ -328,10 +328,10 @@ class ExactlyOnceConsumer:
         if self._options.start not in (None, "earliest"):
             self._note_first_topics(topics)
         if not self._topics:
-            self._delivery.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
+            self._buffer.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
         elif self._topics != list(topics):
             # Messages of the topics of before may still come, until Kafka has taken those away.
-            self._delivery.only_topic = None
+            self._buffer.only_topic = None
         before, self._topics = self._topics, list(topics)
         self._callbacks = {
             Change.ASSIGNED: on_assign,
@@ -461,7 +461,7 @@ class ExactlyOnceConsumer:
             with_postgres = (
                 self._watcher.close,
                 self._end_unit,
-                self._settlement.log_unused,
+                self._commits.log_unused,
                 self._move_to_ends,
                 self._say_goodbye,
                 self._release,
@@ -491,9 +491,9 @@ class ExactlyOnceConsumer:
         self._check_use()
         if self._unit is not None and self._unit.stage not in (Stage.DONE, Stage.FAILED, Stage.JOINED):
             raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
-        if not self._ownership.is_sound or not (self._settlement.is_pending or self._ownership.is_accounted):
+        if not self._ownership.is_sound or not (self._commits.is_pending or self._ownership.is_accounted):
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
-            self._delivery.drop_all()
+            self._buffer.drop_all()
             self._ownership.invalidate_all()
         if self._unit is not None:
             units.record_activity()  # it may have taken long, and in a thread nothing was fetched meanwhile
@@ -508,7 +508,7 @@ class ExactlyOnceConsumer:
 
     def _find_unit(self, units: Units) -> Unit | None:
         """Do what is due, fetch, and hand out a batch: once round the loop for each unit, and while there is none."""
-        if (left := self._settlement.not_before - time.monotonic()) > 0:
+        if (left := self._commits.not_before - time.monotonic()) > 0:
             self._idle(left)
             self._assignment.resume(self._client)
         while not self._stopping.is_set and not self._assignment.failures:
@@ -520,8 +520,8 @@ class ExactlyOnceConsumer:
                 units.ask_for_ends()
             if units.has_reached_ends():
                 return None
-            limit = min(self._settlement.limit, units.max_messages or self._settlement.limit)
-            waiting = self._delivery.waiting
+            limit = min(self._commits.limit, units.max_messages or self._commits.limit)
+            waiting = self._buffer.waiting
             if left := self._linger_left(units, limit):
                 # Where there is an end it must be seen at once; else nobody needs to wake up for each message.
                 self._fetch(min(left, POLL_SECONDS), limit - waiting, fill=not units.until_end)
@@ -529,23 +529,23 @@ class ExactlyOnceConsumer:
                 self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
             if self._assignment.events or self._linger_left(units, limit):
                 continue
-            messages, spans = self._delivery.take(limit, self._options.max_bytes)
+            messages, spans = self._buffer.next_batch(limit, self._options.max_bytes)
             if messages:
                 units.record_activity()
                 advances = self._ownership.hand_out(spans)
                 isolation, may_take = self._options.isolation, units.max_unit_seconds
                 work = UnitOfWork(self._ledger, isolation=isolation, max_unit_seconds=may_take)
                 failpoint("polled")
-                return Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)
+                return Unit(messages, advances, attempt=self._buffer.attempt, work=work, commits=self._commits)
             if units.is_left_without(since=self._idled_at):
                 return None
         return None
 
     def _linger_left(self, units: Units, limit: int) -> float:
         """Return for how long what was fetched should wait for more; what comes again does not."""
-        if not self._options.linger_seconds or self._delivery.repeats or units.has_read_all():
+        if not self._options.linger_seconds or self._buffer.repeats or units.has_read_all():
             return 0.0
-        return self._linger.left(self._delivery.waiting, limit)
+        return self._linger.left(self._buffer.waiting, limit)
 
     def _keep_up(self) -> bool:
         """Have the maintenance done, however long a server is away; return whether it was done."""
@@ -578,7 +578,7 @@ class ExactlyOnceConsumer:
         messages = fetch(self._client, timeout_seconds, count, fill=fill)
         self._linger.weigh(messages)
         self._maintenance.take_events()
-        self._delivery.accept(messages)
+        self._buffer.add(messages)
 
     def _poll_aside(self, unit: Unit, seconds: float) -> bool:
         """Poll with partitions paused while a unit is open; return whether Kafka took partitions of it."""
@@ -586,7 +586,7 @@ class ExactlyOnceConsumer:
         with self._ownership.changing():
             self._assignment.pause(self._client)
             # Events are applied between units.
-            self._delivery.accept(self._client.consume(1, seconds))
+            self._buffer.add(self._client.consume(1, seconds))
         return self._assignment.takes(a.partition for a in unit.advances)
 
     def _idle(self, seconds: float) -> None:
@@ -640,7 +640,7 @@ class ExactlyOnceConsumer:
         )
         self._client.close()
         self._ownership.revoked(list(self._ownership.states))
-        self._delivery.discard()
+        self._buffer.discard()
         time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
         self._join_group()
@@ -702,8 +702,8 @@ class ExactlyOnceConsumer:
     def _end_unit(self) -> None:
         if self._unit is not None and self._unit.stage is Stage.OPEN:
             self._session.roll_back()
-        elif self._settlement.awaits_joined:  # also after stop(), when the iteration has no unit any more
-            self._settlement.settle()  # if its transaction is over; else it is left to whoever comes next
+        elif self._commits.awaits_joined:  # also after stop(), when the iteration has no unit any more
+            self._commits.resolve()  # if its transaction is over; else it is left to whoever comes next
 
     def _say_goodbye(self) -> None:
         """Let dashboards see the last offsets, for a moment."""
@@ -719,13 +719,13 @@ class ExactlyOnceConsumer:
             self._client.unsubscribe()
 
     def _move_to_ends(self) -> None:
-        if self._ownership.is_sound and not self._settlement.is_pending and not self._session.lost:
+        if self._ownership.is_sound and not self._commits.is_pending and not self._session.lost:
             self._maintenance.move_to_ends(released=True)
             self._maintenance.move_to_ends()
 
     def _release(self) -> None:
         held = self._ownership.tokens()
-        if held and not self._settlement.is_pending and not self._session.lost:
+        if held and not self._commits.is_pending and not self._session.lost:
             self._ledger.release(held)
 
 

@@ -37,8 +37,8 @@ from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.start import Starter
 from exactly_once.ledger.store import LedgerStore
 
-from .buffer import Delivery
-from .commit import Settlement
+from .buffer import FetchBuffer
+from .commit import CommitProtocol
 from .kafka_offsets import MIRROR_SECONDS, KafkaOffsets
 from .partitions import Ownership, Report
 from .rebalance import Assignment, Change, generation
@@ -82,9 +82,9 @@ class Maintenance:
         *,
         assignment: Assignment,
         ownership: Ownership,
-        delivery: Delivery,
+        buffer: FetchBuffer,
         ledger: LedgerStore,
-        settlement: Settlement,
+        commits: CommitProtocol,
         starter: Starter,
         cluster: Cluster,
         kafka_offsets: KafkaOffsets,
@@ -94,10 +94,10 @@ class Maintenance:
     ) -> None:
         self._assignment = assignment
         self._ownership = ownership
-        self._delivery = delivery
+        self._buffer = buffer
         self._ledger = ledger
         self._about = partial(about, group=ledger.group_id)
-        self._settlement = settlement
+        self._commits = commits
         self._starter = starter
         self._cluster = cluster
         self._kafka_offsets = kafka_offsets
@@ -131,9 +131,9 @@ class Maintenance:
         return bool(
             self._assignment.events
             or self._assignment.paused
-            or self._ownership.is_unsettled
-            or self._settlement.is_pending
-            or self._settlement.failed is not None
+            or self._ownership.has_changed
+            or self._commits.is_pending
+            or self._commits.failed is not None
             or self._has_trouble()
             or self._ledger.session.lost
             or time.monotonic() >= self._next_run
@@ -153,10 +153,10 @@ class Maintenance:
         self._began_at = time.monotonic()
         self._next_run = self._began_at + MIRROR_SECONDS / 2
         self.take_events()
-        if self._settlement.failed is not None:
-            raise self._settlement.failed
+        if self._commits.failed is not None:
+            raise self._commits.failed
         _ = self._ledger.session.connection
-        self._settlement.settle()
+        self._commits.resolve()
         self._release()
         self._retry_bad()
         self._acquire()
@@ -169,7 +169,7 @@ class Maintenance:
         self._recheck_topics()
         self._check_presence(client)
         self._kafka_offsets.send(client, self._ownership.states)
-        self._ownership.is_unsettled = bool(self._ownership.to_position())
+        self._ownership.has_changed = bool(self._ownership.to_position())
         if self._ownership.to_acquire() or self._ownership.to_confirm():
             self._next_run = time.monotonic() + _AGAIN_SECONDS
         while self._news:  # outside of librdkafka's callbacks
@@ -191,7 +191,7 @@ class Maintenance:
             logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
             self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.states)
             self._assigned_at = time.monotonic()
-            self._delivery.discard()
+            self._buffer.discard()
             # Only now: an event that was interrupted is applied again.
             self._assignment.events.popleft()
 
@@ -212,7 +212,7 @@ class Maintenance:
             ends, self._ownership.last_ends = self._ownership.last_ends, []
         else:
             ends = self._ownership.at_end()
-        if ends and self._settlement.failed is None:
+        if ends and self._commits.failed is None:
             self._move(ends)
 
     def unreadable(self, message: Message) -> None:
@@ -363,7 +363,7 @@ class Maintenance:
                 state.report = Report(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
                 if not self._stop_on_bad_partition:
                     self._log_bad(partition, error)
-        self._delivery.discard()
+        self._buffer.discard()
         if bad and self._stop_on_bad_partition:
             self._ownership.retried(bad)
             raise next(iter(bad.values()))
@@ -410,7 +410,7 @@ class Maintenance:
             return
         # The epoch we know is that of what was applied, which may be an older one.
         others = {p: (h.position, None) for p, h in self._ownership.states.items() if h.positioned}
-        self._delivery.discard()
+        self._buffer.discard()
         self._assignment.position(client, {p: (h.next_offset, h.leader_epoch) for p, h in targets.items()}, others)
         self._ownership.positioned(targets)
         for partition, state in targets.items():
@@ -527,7 +527,7 @@ class Maintenance:
             if tp.offset >= 0 and tp.error is None
         }
         for partition in self._starter.compare(new, held, own):
-            self._settlement.log_rewound(partition, mirrored=held[partition][0])
+            self._commits.log_rewound(partition, mirrored=held[partition][0])
         self._next_comparison = time.monotonic() + COMPARE_SECONDS
         for partition in new:
             state = owned[partition]
@@ -551,7 +551,7 @@ class Maintenance:
         if suspicious:
             rows, locked = self._unlocked(self._ledger.read, suspicious)
             self._act_on_rows([p for p in suspicious if p not in locked], rows)
-            self._delivery.discard()
+            self._buffer.discard()
 
     def _move(self, ends: Iterable[Advance]) -> None:
         """Move the ledger to ends of logs; whatever becomes of that, the next look at the rows tells."""
@@ -576,21 +576,21 @@ class Maintenance:
         """Act on rows that are not as they were left, and tell of them."""
         expected = {p: self._ownership.states[p].next_offset for p in partitions}
         mended = set(self._ownership.bad()).intersection(partitions)
-        verdicts = self._ownership.seen(partitions, rows)
+        conflicts = self._ownership.seen(partitions, rows)
         for partition in mended.difference(self._ownership.bad()):
             extra = self._about("partition_changed", partition=partition)
             logger.warning("the row of %s was changed: trying to read it again", partition, extra=extra)
-        for partition, verdict in verdicts.items():
-            counters = self._settlement.counters
-            counters.fenced += verdict is Conflict.FENCED
-            counters.rewound += verdict is Conflict.REWOUND
-            counters.ahead += verdict is Conflict.AHEAD
+        for partition, conflict in conflicts.items():
+            counters = self._commits.counters
+            counters.fenced += conflict is Conflict.FENCED
+            counters.rewound += conflict is Conflict.REWOUND
+            counters.ahead += conflict is Conflict.AHEAD
             logger.warning(
                 "%s is not as it was left at offset %s: %s",
                 partition,
                 expected[partition],
-                verdict.value,
-                extra=self._about(verdict.name.lower(), partition=partition, offset=expected[partition]),
+                conflict.value,
+                extra=self._about(conflict.name.lower(), partition=partition, offset=expected[partition]),
             )
 
     def _examine_suspects(self) -> None:
@@ -629,4 +629,4 @@ class Maintenance:
                         self._ownership.started(partition, moved)
             # Of one that is placed anew there comes another error if need be.
             state.suspect = None
-        self._delivery.discard()
+        self._buffer.discard()

@@ -18,8 +18,8 @@ from exactly_once.kafka.settings import poll_interval_seconds, reads_committed
 from exactly_once.metrics import table as m
 from exactly_once.metrics.health import Health
 
-from .buffer import Delivery
-from .commit import Settlement
+from .buffer import FetchBuffer
+from .commit import CommitProtocol
 from .maintenance import Maintenance
 from .partitions import Ownership, PartitionState, Phase
 
@@ -39,8 +39,8 @@ class Observer:
         *,
         owner_name: str | None,
         ownership: Ownership,
-        delivery: Delivery,
-        settlement: Settlement,
+        buffer: FetchBuffer,
+        commits: CommitProtocol,
         maintenance: Maintenance,
         cluster: Cluster,
     ) -> None:
@@ -49,8 +49,8 @@ class Observer:
         self._poll_interval_seconds = poll_interval_seconds(kafka)
         self._reads_committed = reads_committed(kafka)
         self._ownership = ownership
-        self._delivery = delivery
-        self._settlement = settlement
+        self._buffer = buffer
+        self._commits = commits
         self._maintenance = maintenance
         self._cluster = cluster
         self._made_at = self._polled_at = time.monotonic()
@@ -119,7 +119,7 @@ class Observer:
         elif not is_subscribed:
             yield "it has not subscribed yet"
         else:
-            trouble = self._settlement.failed or self.trouble
+            trouble = self._commits.failed or self.trouble
             if trouble is not None:
                 yield _text(trouble)
             bad = dict(_bad(states))
@@ -137,11 +137,11 @@ class Observer:
         return self._ownership.states.copy()  # in one step: the loop goes on in its own thread
 
     def _since_commit(self) -> float:
-        return time.monotonic() - (self._settlement.committed_at or self._made_at)
+        return time.monotonic() - (self._commits.committed_at or self._made_at)
 
     def _publish(self, metrics: m.Metrics) -> None:
         for number, (metric, values, count) in enumerate(_COUNTED):
-            known, now = self._published[number], count(self._settlement, self._delivery)
+            known, now = self._published[number], count(self._commits, self._buffer)
             if now != known:
                 self._published[number] = now
                 metrics.add(metric, now - known, (*self._common, *values))
@@ -149,7 +149,7 @@ class Observer:
                     self._publish_timing(metrics)
 
     def _publish_timing(self, metrics: m.Metrics) -> None:
-        unit_seconds, commit_seconds = self._settlement.timing
+        unit_seconds, commit_seconds = self._commits.timing
         metrics.observe(m.UNIT_SECONDS, unit_seconds, self._common)
         if commit_seconds is not None:
             metrics.observe(m.COMMIT_SECONDS, commit_seconds, self._common)
@@ -173,7 +173,7 @@ def _text(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
-_Count = Callable[[Settlement, Delivery], int]
+_Count = Callable[[CommitProtocol, FetchBuffer], int]
 
 _COUNTED: tuple[tuple[m.Metric, tuple[str, ...], _Count], ...] = (
     (m.UNITS, (), lambda s, _: s.counters.committed),

@@ -159,7 +159,7 @@ class Ownership:
         self.releases: list[tuple[Partition, UUID]] = []
         self.last_ends: list[Advance] = []
         """Moves to the end of the log of partitions that are to be released; to be made before that."""
-        self.is_unsettled = True
+        self.has_changed = True
         """Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done."""
         self.is_sound = True
         """Whether no :meth:`changing` was cut short; :meth:`invalidate_all` makes it sound again."""
@@ -255,7 +255,7 @@ class Ownership:
             state = self.states.get(partition)
             if state is not None and state.phase is Phase.BAD:
                 self.states[partition] = PartitionState(report=state.report, stop_at=state.stop_at)
-                self.is_unsettled = True
+                self.has_changed = True
 
     # What the client did.
 
@@ -289,7 +289,7 @@ class Ownership:
 
     def invalidate_all(self) -> None:
         """Distrust every position of the client, after an exception out of poll or consume, or between two lines."""
-        self.is_unsettled = True
+        self.has_changed = True
         for state in self.states.values():
             state.invalidate()
         # Nobody goes on with a start that was cut short: what was acquired for it is acquired again.
@@ -384,29 +384,29 @@ class Ownership:
                 self._go_to(state, row)
         return resolution
 
-    def judge(self, advances: Iterable[Advance], rows: Iterable[Row]) -> dict[Partition, Conflict]:
+    def classify(self, advances: Iterable[Advance], rows: Iterable[Row]) -> dict[Partition, Conflict]:
         """Say for each partition of a short advance what is wrong, and act on it."""
         found = {row.partition: row for row in rows}
-        verdicts = {}
+        conflicts = {}
         for advance in advances:
             row = found.get(advance.partition)
-            verdict = verdicts[advance.partition] = check(
+            conflict = conflicts[advance.partition] = check(
                 row, Grant(advance.token, advance.epoch), advance.expected, advance.topic_id
             )
             state = self._held(advance)
             if state is None:
                 continue
             state.in_flight_until = state.next_offset
-            if verdict is Conflict.OK and row is not None:
+            if conflict is Conflict.OK and row is not None:
                 state.generation = row.generation
-            elif verdict is Conflict.FENCED:
+            elif conflict is Conflict.FENCED:
                 self._fence(state)
-            elif verdict in (Conflict.AHEAD, Conflict.REWOUND):
+            elif conflict in (Conflict.AHEAD, Conflict.REWOUND):
                 assert row is not None
                 self._go_to(state, row)
-            elif verdict in (Conflict.MISSING, Conflict.RECREATED):
+            elif conflict in (Conflict.MISSING, Conflict.RECREATED):
                 self._fence(state)  # acquiring it tells what is wrong with it
-        return verdicts
+        return conflicts
 
     def suspicious(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> list[Partition]:
         """Return the partitions whose rows, read without a lock, seem not to be as they were left."""
@@ -421,7 +421,7 @@ class Ownership:
         Act on what is wrong and return it.
         """
         found = {row.partition: row for row in rows}
-        verdicts = {}
+        conflicts = {}
         for partition in partitions:
             row, state = found.get(partition), self.states.get(partition)
             if state is None or state.phase not in (Phase.OWNED, Phase.BAD) or _is_as_left(state, row):
@@ -430,7 +430,7 @@ class Ownership:
                 state.report = None
                 self._fence(state)
             elif row is None or row.owner_token != state.token or row.owner_epoch != state.epoch:
-                verdicts[partition] = Conflict.FENCED
+                conflicts[partition] = Conflict.FENCED
                 self._fence(state)
             elif state.is_at_end and row.next_offset == state.applied:
                 # Our own move to the end of the log, of which no answer came.
@@ -439,9 +439,9 @@ class Ownership:
                 state.count_advance(row.generation)
             else:
                 is_behind = row.next_offset is None or row.next_offset < state.next_offset
-                verdicts[partition] = Conflict.REWOUND if is_behind else Conflict.AHEAD
+                conflicts[partition] = Conflict.REWOUND if is_behind else Conflict.AHEAD
                 self._go_to(state, row)
-        return verdicts
+        return conflicts
 
     # What to do next.
 
@@ -492,7 +492,7 @@ class Ownership:
         self._let_go(partition, old)
 
     def _let_go(self, partition: Partition, state: PartitionState | None) -> None:
-        self.is_unsettled = True
+        self.has_changed = True
         if state is not None and state.token is not None:
             if state.is_at_end:
                 self.last_ends.append(_to_end(partition, state))
@@ -504,7 +504,7 @@ class Ownership:
         return state if state is not None and state.token == advance.token else None
 
     def _fence(self, state: PartitionState | None) -> None:
-        self.is_unsettled = True
+        self.has_changed = True
         if state is not None:
             state.invalidate()
             state.phase, state.token, state.is_to_mirror = Phase.FENCED, None, False
@@ -518,7 +518,7 @@ class Ownership:
             state.gaps = {after: before for after, before in state.gaps.items() if after >= advance.next_offset}
 
     def _go_to(self, state: PartitionState, row: Row) -> None:
-        self.is_unsettled = True
+        self.has_changed = True
         state.invalidate()
         if row.next_offset is None:
             # A failover lost the chosen start: acquire and choose again.

@@ -55,7 +55,7 @@ class Replay:
             instance=self._session.instance,
         )
         settlement = _Settlement(letter, work, watcher)
-        unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, settle=settlement)
+        unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, commits=settlement)
         try:
             apply(handler, unit)
         except AlreadySettled:

@@ -43,7 +43,7 @@ class Stage(Enum):
     FAILED = "failed"
 
 
-class Settles(Protocol):
+class EndsUnits(Protocol):
     """What brings a unit to its end."""
 
     def begin(self, unit: Unit) -> None:
@@ -76,7 +76,7 @@ class Unit:
         *,
         attempt: int,
         work: UnitOfWork,
-        settle: Settles,
+        commits: EndsUnits,
     ) -> None:
         self.messages = tuple(messages)
         topics = {advance.partition.topic for advance in advances}
@@ -98,7 +98,7 @@ class Unit:
         """Whether Kafka took partitions of it while it was open."""
         self.tries_alone: int | None = None
         """How often its only message was tried alone, where somebody counts."""
-        self._settle = settle
+        self._commits = commits
         self._process = 0
         self._is_lent = False
         """Whether somebody else holds the connection too, so that the order of statements is not ours to keep."""
@@ -109,7 +109,7 @@ class Unit:
 
     def __enter__(self) -> Self:
         self._enter()
-        self._settle.begin(self)
+        self._commits.begin(self)
         lend(self.work.connection, self._note_use)
         self.stage = Stage.OPEN
         return self
@@ -142,10 +142,10 @@ class Unit:
         try:
             take_back(self.work.connection)
             if error is not None:
-                self._settle.abandon(self, error)
+                self._commits.abandon(self, error)
             else:
                 failpoint("handled")
-                self._settle.finish(self)
+                self._commits.finish(self)
                 self.stage = Stage.DONE
         finally:
             if self.stage is Stage.FINISHING:
@@ -165,7 +165,7 @@ class Unit:
         """
         self._enter()
         self._is_lent = True
-        self._settle.join(self, connection)
+        self._commits.join(self, connection)
         self.is_touched = True  # what is done in it goes past the unit
         self.stage = Stage.OPEN
         try:
@@ -173,7 +173,7 @@ class Unit:
             self._check_process()
             self.stage = Stage.FINISHING
             failpoint("handled")
-            self._settle.leave(self)
+            self._commits.leave(self)
         finally:
             self.stage = Stage.JOINED
 

@@ -1,6 +1,6 @@
 """Unit of work: one guarded transaction that moves offsets together with effects.
 
-It knows the database side only; what becomes of the messages is decided by :mod:`.settlement`.
+It knows the database side only; what becomes of the messages is decided by :mod:`.commit`.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_messages_of_a_partition_that_is_not_owned_are_dropped_and_counted(
     consumer = scene.consumer(metrics=metrics)
     page = look(consumer)
     scene.drain(consumer)
-    consumer._delivery.only_topic = None  # it is not the only topic any more
+    consumer._buffer.only_topic = None  # it is not the only topic any more
     consumer._client.assign([TopicPartition(scene.topic, 0, 20), TopicPartition(foreign, 0, 0)])
     until(
         lambda: not list(consumer.units(idle_seconds=0.5)) and page().values(m.DROPPED, reason="not_owned") == [4],

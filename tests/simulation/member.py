@@ -138,7 +138,7 @@ class Member:
                 raise
             except psycopg.OperationalError as error:
                 # A connection that is lost in every try, while the server answers, is the handler's doing in the end.
-                if not self.consumer._settlement._patience.is_out:
+                if not self.consumer._commits._patience.is_out:
                     raise Violation(f"{self.name} was blamed too early: {error!r}") from error
                 self.world.note(self.name, "blamed")
             except BaseException as error:

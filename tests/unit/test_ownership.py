@@ -139,7 +139,7 @@ def test_what_becomes_of_a_unit_does_not_touch_a_later_acquisition() -> None:
     ownership.positioned([P])
     ownership.committed(advances)
     ownership.aborted(advances)
-    ownership.judge(advances, [])
+    ownership.classify(advances, [])
     assert ownership.states[P].phase is Phase.OWNED
     assert ownership.states[P].next_offset == 7
 
@@ -233,7 +233,7 @@ def test_a_row_that_lost_its_start_in_a_failover_is_acquired_again(path: str) ->
     if path == "resolved":
         resolved(ownership, advances, [lost])
     elif path == "judge":
-        assert ownership.judge(advances, [lost]) == {P: Conflict.REWOUND}
+        assert ownership.classify(advances, [lost]) == {P: Conflict.REWOUND}
     else:
         ownership.seen([P], [lost])
     assert ownership.to_acquire() == [P]
@@ -473,8 +473,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def come_short(self) -> None:
         if not all(conflict_of(a, self.rows[a.partition]) is Conflict.OK for a in self.unit):
-            verdicts = self.ownership.judge(self.unit, self.rows.values())
-            assert set(verdicts) == {a.partition for a in self.unit}
+            conflicts = self.ownership.classify(self.unit, self.rows.values())
+            assert set(conflicts) == {a.partition for a in self.unit}
             self.unit = []
 
     @precondition(lambda self: self.unit)
