@@ -40,7 +40,7 @@ from exactly_once.ledger.outcome import (
     driver_error,
     is_by_statement,
 )
-from exactly_once.ledger.retry import briefly
+from exactly_once.ledger.retry import retry_for
 from exactly_once.ledger.rows import LOCK_SECONDS, row_missing
 from exactly_once.ledger.session import Connection, is_lost
 from exactly_once.ledger.stale_owners import Watcher
@@ -183,7 +183,7 @@ class CommitProtocol:
         self._watch(unit)
 
     def leave(self, unit: Unit) -> None:
-        """Move the offsets in the joined transaction, which is watched until it is settled.
+        """Move the offsets in the joined transaction, which is watched until it is resolved.
 
         :raises Redelivered: when the rows are not ours any more; the caller's transaction is broken then.
         """
@@ -221,7 +221,7 @@ class CommitProtocol:
         unit.work.roll_back()
         self._count(unit, error, lost=lost)
         # A unit whose statement ends the whole server, each time, is to be judged when the server is back.
-        asking = briefly(_BACK_SECONDS if self._is_suspect(unit) else 0)
+        asking = retry_for(_BACK_SECONDS if self._is_suspect(unit) else 0)
         status = LOST
         unclear: TransactionOutcomeUnknown | None = None
         try:
@@ -463,7 +463,7 @@ class CommitProtocol:
             what = "Take COMMIT out of the handler and out of what it calls, decide which messages took effect, then "
             mend = f"{what}f{mend}"
         try:
-            halted = briefly(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=wrong)
+            halted = retry_for(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=wrong)
             left = [a for a in unit.advances if a.partition not in halted]
             rows = {row.partition: row for row in self._ledger.read([a.partition for a in left])} if left else {}
             missed = "; ".join(_why_not_halted(advance, rows.get(advance.partition)) for advance in left)

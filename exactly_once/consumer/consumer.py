@@ -33,9 +33,9 @@ from exactly_once.kafka.settings import (
 )
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.replication import watched
-from exactly_once.ledger.retry import BACKOFF, Stop, briefly, patiently
+from exactly_once.ledger.retry import BACKOFF, Stop, retry_for, retry_forever
 from exactly_once.ledger.session import Connection
-from exactly_once.ledger.start import Starter
+from exactly_once.ledger.start import StartOffsets
 from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.metrics.health import Health
 from exactly_once.metrics.table import Metrics
@@ -229,7 +229,7 @@ class ExactlyOnceConsumer:
             max_messages=options.max_messages,
         )
         self._cluster = servers.cluster(admin_settings(self._kafka))
-        starter = self._starter = Starter(
+        start_offsets = self._start_offsets = StartOffsets(
             ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range
         )
         self._maintenance = Maintenance(
@@ -238,7 +238,7 @@ class ExactlyOnceConsumer:
             buffer=self._buffer,
             ledger=ledger,
             commits=self._commits,
-            starter=starter,
+            start_offsets=start_offsets,
             cluster=self._cluster,
             kafka_offsets=self._kafka_offsets,
             notify=self._notify,
@@ -261,7 +261,7 @@ class ExactlyOnceConsumer:
             leave=self._leave_group,
             join=self._join_group,
         )
-        self._patiently = patiently(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
+        self._retry_forever = retry_forever(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
 
     def __repr__(self) -> str:
         held = ", ".join(map(str, sorted(self._ownership.states)))
@@ -420,7 +420,7 @@ class ExactlyOnceConsumer:
         service = Service(
             self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds),
             handler,
-            retrying=patiently(sleep=self._idle, stop=self._stopping, group_id=self._options.group_id, wait=wait),
+            retrying=retry_forever(sleep=self._idle, stop=self._stopping, group_id=self._options.group_id, wait=wait),
             stopping=self._stopping,
             on_poison=on_poison,
             attempts=attempts,
@@ -550,7 +550,7 @@ class ExactlyOnceConsumer:
     def _keep_up(self) -> bool:
         """Have the maintenance done, however long a server is away; return whether it was done."""
         try:
-            self._patiently(self._step)
+            self._retry_forever(self._step)
         except Exception:
             if self._stopping.is_set:
                 return False
@@ -695,9 +695,9 @@ class ExactlyOnceConsumer:
             return
         # Every topic there is, found by the patterns or not: which those are only client and broker know.
         there: Iterable[str] = ()
-        if briefly(self._options.startup_seconds)(self._starter.is_new_group):
-            there = briefly(self._options.startup_seconds)(self._cluster.topic_names)
-        self._starter.first_topics = frozenset({*topics, *there})
+        if retry_for(self._options.startup_seconds)(self._start_offsets.is_new_group):
+            there = retry_for(self._options.startup_seconds)(self._cluster.topic_names)
+        self._start_offsets.first_topics = frozenset({*topics, *there})
 
     def _end_unit(self) -> None:
         if self._unit is not None and self._unit.stage is Stage.OPEN:

@@ -34,7 +34,7 @@ from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.origin import origin_of
 from exactly_once.ledger.conflict import Conflict
 from exactly_once.ledger.rows import LOCK_SECONDS
-from exactly_once.ledger.start import Starter
+from exactly_once.ledger.start import StartOffsets
 from exactly_once.ledger.store import LedgerStore
 
 from .buffer import FetchBuffer
@@ -85,7 +85,7 @@ class Maintenance:
         buffer: FetchBuffer,
         ledger: LedgerStore,
         commits: CommitProtocol,
-        starter: Starter,
+        start_offsets: StartOffsets,
         cluster: Cluster,
         kafka_offsets: KafkaOffsets,
         notify: Notify,
@@ -98,7 +98,7 @@ class Maintenance:
         self._ledger = ledger
         self._about = partial(about, group=ledger.group_id)
         self._commits = commits
-        self._starter = starter
+        self._start_offsets = start_offsets
         self._cluster = cluster
         self._kafka_offsets = kafka_offsets
         self._notify = notify
@@ -250,21 +250,21 @@ class Maintenance:
             self.unreachable = None
             # Only of topics that exist, as far as the broker knows that answers; it may be behind.
             topics = {p.topic for p in pending}
-            unknown = self._starter.describe(topics)
+            unknown = self._start_offsets.describe(topics)
             self._schedule_recheck(topics - unknown.keys())
             for topic, error in unknown.items():
                 extra = self._about("topic_unknown") | {"topic": topic}
                 logger.warning("its partitions are ours, and wait: %s", error, extra=extra)
-            known, bad = self._enrol([p for p in pending if p.topic not in unknown])
+            known, bad = self._register([p for p in pending if p.topic not in unknown])
             wanted = [p for p in known if p not in bad]
             rows: list[Row] = []
             try:
                 rows = self._unlocked(self._ledger.acquire, wanted)[0] if wanted else []
             except LedgerRowMissing as missing:
-                # Deleted since a moment ago; which one it is, and that it was there, is found out by enrolling again.
+                # Deleted since a moment ago; which one it is, and that it was there, is found out by registering again.
                 logger.warning("looking again: %s", missing, extra=self._about("row_missing", several=wanted))
             self._ownership.acquired(rows)
-            self._begin(rows)
+            self._validate(rows)
             self._reject(bad)
         except BrokerUnreachable as error:
             # Partitions that were acquired before need not wait for a leader of these.
@@ -286,10 +286,10 @@ class Maintenance:
         text = "%s cannot be started now, and will be tried again: %s"
         logger.log(level, text, ", ".join(map(str, names)), error, extra=self._about("start_postponed", several=names))
 
-    def _enrol(self, partitions: list[Partition]) -> tuple[list[Partition], dict[Partition, StartError]]:
+    def _register(self, partitions: list[Partition]) -> tuple[list[Partition], dict[Partition, StartError]]:
         """Make the rows that are missing; return the partitions that need not wait, and those whose row was lost."""
         try:
-            return partitions, self._starter.enrol(partitions) if partitions else {}
+            return partitions, self._start_offsets.register(partitions) if partitions else {}
         except BrokerUnreachable:
             topics = sorted({p.topic for p in partitions})
         # Nobody tells where the log of an added partition begins, say: only what has no row yet has to wait for that.
@@ -298,7 +298,7 @@ class Maintenance:
         for topic in topics:
             of_topic = [p for p in partitions if p.topic == topic]
             try:
-                bad |= self._starter.enrol(of_topic)
+                bad |= self._start_offsets.register(of_topic)
                 ready += of_topic
             except BrokerUnreachable as error:
                 existing = self._ledger.existing(of_topic)
@@ -335,12 +335,12 @@ class Maintenance:
                 logger.warning("%s stays locked for now", partition, extra=extra)
         return rows, locked
 
-    def _begin(self, rows: list[Row]) -> None:
+    def _validate(self, rows: list[Row]) -> None:
         partitions = [row.partition for row in rows]
         try:
             if not rows:
                 return
-            checked = self._starter.begin(rows)
+            checked = self._start_offsets.validate(rows)
             for row in checked.ready:
                 self._ownership.started(row.partition, row)
             self._ownership.taken(set(partitions) - set(checked.bad) - set(checked.postponed))
@@ -454,7 +454,7 @@ class Maintenance:
 
     def _schedule_recheck(self, topics: Iterable[str]) -> None:
         for topic in topics:
-            seconds = max(RECHECK_SECONDS, self._starter.size(topic) / PARTITIONS_PER_SECOND)
+            seconds = max(RECHECK_SECONDS, self._start_offsets.size(topic) / PARTITIONS_PER_SECOND)
             self._next_recheck[topic] = time.monotonic() + seconds * random.uniform(1 - _JITTER, 1)  # noqa: S311
 
     def _compare(self, topic: str, future: Future[Any]) -> None:
@@ -473,7 +473,7 @@ class Maintenance:
             state = self._ownership.states[partition]
             since, now = state.checked_at, state.next_offset
             try:
-                self._starter.recheck(topic, found, {partition: state.topic_id})
+                self._start_offsets.recheck(topic, found, {partition: state.topic_id})
                 state.checked_at = now
             except TopicRecreated as error:
                 told = ""
@@ -507,7 +507,7 @@ class Maintenance:
         if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
             return
         # Kafka first: what this database has told it, it had stored before.
-        others = [p for p in self._starter.partitions({p.topic for p in owned}) if p not in new]
+        others = [p for p in self._start_offsets.partitions({p.topic for p in owned}) if p not in new]
         if len(others) > _COMPARED_AT_MOST:
             others = random.sample(others, _COMPARED_AT_MOST)  # another one each time
         asked = [TopicPartition(*p) for p in (*sorted(new), *others)]
@@ -526,7 +526,7 @@ class Maintenance:
             for tp in answer
             if tp.offset >= 0 and tp.error is None
         }
-        for partition in self._starter.compare(new, held, own):
+        for partition in self._start_offsets.compare(new, held, own):
             self._commits.log_rewound(partition, mirrored=held[partition][0])
         self._next_comparison = time.monotonic() + COMPARE_SECONDS
         for partition in new:
@@ -616,7 +616,9 @@ class Maintenance:
                     continue
                 if self._ownership.deliverable(partition) is state:
                     try:
-                        moved = self._starter.in_range(rows[0], logs[partition], truncated="truncat" in reason.lower())
+                        moved = self._start_offsets.in_range(
+                            rows[0], logs[partition], truncated="truncat" in reason.lower()
+                        )
                     except OffsetOutOfRange as error:
                         self._reject({partition: error})
                         continue

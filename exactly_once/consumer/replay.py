@@ -54,8 +54,8 @@ class Replay:
             group_id=letter.group_id,
             instance=self._session.instance,
         )
-        settlement = _Settlement(letter, work, watcher)
-        unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, commits=settlement)
+        commits = _Commits(letter, work, watcher)
+        unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, commits=commits)
         try:
             apply(handler, unit)
         except AlreadySettled:
@@ -65,7 +65,7 @@ class Replay:
         return True
 
 
-class _Settlement:
+class _Commits:
     """Begins, commits and undoes the unit of one dead letter."""
 
     def __init__(self, letter: DeadLetter, work: UnitOfWork, watcher: Watcher) -> None:

@@ -38,7 +38,7 @@ class Stage(Enum):
     NEW = "not entered"
     OPEN = "open"
     FINISHING = "finishing"
-    JOINED = "in a joined transaction, to be settled by the next iteration"
+    JOINED = "in a joined transaction, to be resolved by the next iteration"
     DONE = "done"
     FAILED = "failed"
 

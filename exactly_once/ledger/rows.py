@@ -134,7 +134,7 @@ class Ledger:
             self._run(cursor, "offsets", topics=list(topics))
             return {Partition(topic, number): (offset, is_moved) for topic, number, offset, is_moved in cursor}
 
-    def enrol(
+    def register(
         self,
         next_offsets: Mapping[Partition, int | None],
         *,
@@ -143,10 +143,10 @@ class Ledger:
     ) -> None:
         """Make the rows of partitions; those that exist stay as they are."""
         with self._changing([]) as cursor:
-            self._run(cursor, "enrol_lock")
+            self._run(cursor, "register_lock")
             self._run(
                 cursor,
-                "enrol",
+                "register",
                 **_keys(next_offsets),
                 next_offsets=list(next_offsets.values()),
                 topic_ids=[topic_ids.get(p.topic) for p in next_offsets],

@@ -51,8 +51,8 @@ class Checked(NamedTuple):
     """Why that is so."""
 
 
-class Starter:
-    """Enrols topics, and turns acquired rows into rows that may be read from."""
+class StartOffsets:
+    """Registers topics, and turns acquired rows into rows that may be read from."""
 
     def __init__(
         self, ledger: LedgerStore, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
@@ -91,7 +91,7 @@ class Starter:
         """Tell whether the group has no row of any topic."""
         return not self._ledger.has_rows()
 
-    def enrol(self, partitions: Sequence[Partition]) -> dict[Partition, StartError]:
+    def register(self, partitions: Sequence[Partition]) -> dict[Partition, StartError]:
         """Make the rows that are missing, for whole topics at once; return the partitions whose row was lost.
 
         :raises OffsetsNotAdopted: when Kafka holds offsets for a topic that the ledger does not know, and
@@ -128,20 +128,20 @@ class Starter:
                 made |= {p: low for p, (low, _) in self._cluster.ranges(new).items()}
         if made:
             ids = {topic: found.topic_id for topic, found in self._topics.items()}
-            self._ledger.enrol(made, cluster_id=self._cluster.cluster_id, topic_ids=ids)
+            self._ledger.register(made, cluster_id=self._cluster.cluster_id, topic_ids=ids)
         return bad
 
     def require(self, partitions: Sequence[Partition]) -> None:
-        """Describe and enrol for an owner that needs all of its partitions.
+        """Describe and register for an owner that needs all of its partitions.
 
-        :raises UnknownTopic: or what else :meth:`describe` and :meth:`enrol` find out.
+        :raises UnknownTopic: or what else :meth:`describe` and :meth:`register` find out.
         """
         for unknown in self.describe({p.topic for p in partitions}).values():
             raise unknown
-        for error in self.enrol(partitions).values():
+        for error in self.register(partitions).values():
             raise error
 
-    def begin(self, rows: Sequence[Row]) -> Checked:
+    def validate(self, rows: Sequence[Row]) -> Checked:
         """Check acquired rows and choose offsets for new ones.
 
         :raises StartError: for what is wrong with the group, and not with one partition alone.

@@ -57,7 +57,7 @@ class LedgerStore(Protocol):
     def look(self, partitions: Sequence[Partition]) -> list[Row]: ...
 
     # Under lock, each in a short transaction of its own.
-    def enrol(
+    def register(
         self,
         next_offsets: Mapping[Partition, int | None],
         *,

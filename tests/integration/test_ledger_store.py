@@ -91,15 +91,15 @@ class Suite:
     def store(self, make_store: MakeStore) -> LedgerStore:
         """A store with rows of two partitions, that start at offset 5."""
         store = make_store()
-        store.enrol({P: 5, Q: 5}, cluster_id="c", topic_ids={"t": "id"})
+        store.register({P: 5, Q: 5}, cluster_id="c", topic_ids={"t": "id"})
         return store
 
     def test_rows_are_made_once_and_found(self, make_store: MakeStore) -> None:
         store, other = make_store(), make_store()
         assert not store.has_rows()
         assert store.known(["t"]) == (set(), set())
-        store.enrol({P: 5}, cluster_id="c", topic_ids={"t": "id"})
-        other.enrol({P: 7, Q: None}, cluster_id="c", topic_ids={"t": "id"})
+        store.register({P: 5}, cluster_id="c", topic_ids={"t": "id"})
+        other.register({P: 7, Q: None}, cluster_id="c", topic_ids={"t": "id"})
         assert other.has_rows()
         assert store.known(["t"])[0] == {P, Q}
         assert store.existing([P, Partition("t", 2)]) == {P}
@@ -151,7 +151,7 @@ class Suite:
 
     def test_a_start_is_chosen_once_and_by_the_owner(self, make_store: MakeStore) -> None:
         store, other = make_store(), make_store()
-        store.enrol({P: None}, cluster_id="c", topic_ids={"t": "id"})
+        store.register({P: None}, cluster_id="c", topic_ids={"t": "id"})
         (old,) = other.acquire([P])
         (row,) = store.acquire([P])
         assert other.start([replace(old, next_offset=3)]) == set()

@@ -1,7 +1,7 @@
 """Member: the real consumer in a simulated process, with its ways to the database simulated too.
 
 Only what talks to servers is replaced: session, SQL, admin client and Kafka client. Assignment,
-ownership, delivery, units of work, settlement, maintenance, mirror and start run as they are.
+ownership, buffer, units of work, commits, maintenance, mirrored offsets and start run as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from exactly_once.consumer.options import Options
 from exactly_once.consumer.startup import Servers
 from exactly_once.kafka.admin import Committed, Topic
 from exactly_once.kafka.origin import Origin
-from exactly_once.ledger.retry import briefly
+from exactly_once.ledger.retry import retry_for
 from exactly_once.ledger.rows import row_missing
 from exactly_once.ledger.session import Begun
 
@@ -296,13 +296,13 @@ class Ledger:
         # Looked at as it is: with the one origin that there is here, the comparison only tells, and decides nothing.
         return {p: (row.next_offset, False) for p, row in self._database.rows.items()}
 
-    def enrol(self, next_offsets: Mapping[Partition, int | None], **ids: Any) -> None:
+    def register(self, next_offsets: Mapping[Partition, int | None], **ids: Any) -> None:
         def body(transaction: Transaction) -> None:
             for p, offset in next_offsets.items():
                 if p not in self._database.rows:
                     transaction.rows[p] = Row(partition=p, next_offset=offset, cluster_id="c", topic_id="id")
 
-        self._change("enrol", list(next_offsets), body)
+        self._change("register", list(next_offsets), body)
 
     def acquire(self, partitions: Sequence[Partition], *, lock_seconds: float = 4.0) -> list[Row]:
         token = uuid4()
@@ -558,7 +558,7 @@ def simulated(clock: Clock, seed: int) -> Iterator[None]:
 
 def _check_database(session: Session, options: Options) -> None:
     """Stand for the first contact: a connection, however long it takes."""
-    briefly(options.startup_seconds)(lambda: session.connection)
+    retry_for(options.startup_seconds)(lambda: session.connection)
 
 
 def _check_topics_exist(*_: object) -> None:

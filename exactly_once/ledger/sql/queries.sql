@@ -113,13 +113,13 @@ SELECT topic, partition, true AS has_row FROM {schema}.ledger
 WHERE group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
 UNION ALL
 SELECT topic, partition, false FROM {schema}.audit
-WHERE action = 'enrol' AND group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
+WHERE action = 'register' AND group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
 
--- name: enrol_lock
+-- name: register_lock
 -- Let one process make rows of a group. A statement behind it sees all that were made before, and no rotation is missed.
-SELECT pg_advisory_xact_lock(hashtext('exactly_once.enrol'), hashtext(%(group_id)s))
+SELECT pg_advisory_xact_lock(hashtext('exactly_once.register'), hashtext(%(group_id)s))
 
--- name: enrol
+-- name: register
 -- Give partitions their rows; those that exist, in whatever generation, stay as they are.
 WITH made AS (
     INSERT INTO {schema}.ledger (group_id, topic, partition, next_offset, cluster_id, topic_id)
@@ -133,7 +133,7 @@ WITH made AS (
     ON CONFLICT DO NOTHING
     RETURNING group_id, topic, partition, next_offset, cluster_id, topic_id)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_offset, new_cluster_id, new_topic_id)
-SELECT 'enrol', 'the first time that this group met the partition', group_id, topic, partition, next_offset,
+SELECT 'register', 'the first time that this group met the partition', group_id, topic, partition, next_offset,
        cluster_id, topic_id
 FROM made
 
@@ -465,7 +465,7 @@ SELECT to_regclass(format('%%I.version', %(schema)s::text)) IS NOT NULL
 -- Which schema is there, and the oldest release line that may still work with it.
 SELECT version, oldest_reader FROM {schema}.version
 
--- name: enrol_for_operator
+-- name: register_for_operator
 -- Give partitions the rows that they lack, before an operator's change gives them their offsets.
 WITH made AS (
     INSERT INTO {schema}.ledger (group_id, topic, partition, cluster_id, topic_id)
@@ -478,7 +478,7 @@ WITH made AS (
     ON CONFLICT DO NOTHING
     RETURNING group_id, topic, partition, cluster_id, topic_id)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_cluster_id, new_topic_id)
-SELECT 'enrol', %(reason)s, group_id, topic, partition, cluster_id, topic_id FROM made
+SELECT 'register', %(reason)s, group_id, topic, partition, cluster_id, topic_id FROM made
 
 -- name: savepoint
 -- Mark where a unit begins in the open transaction of somebody's test; an error where no transaction is open.
