@@ -24,7 +24,7 @@ from exactly_once.ledger.outcome import SHORT_COUNT
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
@@ -100,7 +100,7 @@ class Attempt:
         self.result = Result()
         self._writer = writer or writer_of(options)
         # Of another instance: its siblings are no lost connections of its own.
-        self._watcher = Watcher(
+        self._watcher = StaleBackendTerminator(
             self.session.connect, schema=options.schema, group_id=options.group_id, instance=UUID(int=0)
         )
         self._may_have_committed = False
@@ -216,7 +216,7 @@ class Attempt:
 
     def _halt_if_committed(self, error: BaseException) -> None:
         """Stop the group where ``also`` has committed by itself: a retry would double what it stored."""
-        if not self._may_have_committed or self.unit.fate() != "committed":
+        if not self._may_have_committed or self.unit.outcome() != "committed":
             return
         reason = "also= ended the transaction with a COMMIT of its own: rows are stored, the ledger was not moved"
         self.ledger.halt([held.advance(0, 0) for held in self.work.holdings], reason=reason)

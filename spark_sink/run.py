@@ -21,7 +21,7 @@ from exactly_once.ledger.retry import is_unavailable
 from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
 from exactly_once.ledger.session import Session, connector, cursor_on
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.start import StartOffsets
 from exactly_once.writer import Table
 
@@ -76,7 +76,7 @@ class Run:
         self.ids = ids if ids.query_id else replace(ids, query_id=self._log.query_id())
         self._name = options.name or f"query {self.ids.query_id}"
         self._session = Session(connector(options.conninfo), schema=options.schema)
-        self._watcher = Watcher(
+        self._watcher = StaleBackendTerminator(
             self._session.connect,
             schema=options.schema,
             group_id=options.group_id,

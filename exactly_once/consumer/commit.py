@@ -43,7 +43,7 @@ from exactly_once.ledger.outcome import (
 from exactly_once.ledger.retry import retry_for
 from exactly_once.ledger.rows import LOCK_SECONDS, row_missing
 from exactly_once.ledger.session import Connection, is_lost
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.store import LedgerStore
 
 from .buffer import FetchBuffer
@@ -107,14 +107,14 @@ class CommitProtocol:
         ledger: LedgerStore,
         ownership: Ownership,
         buffer: FetchBuffer,
-        watcher: Watcher,
+        terminator: StaleBackendTerminator,
         max_messages: int,
     ) -> None:
         self._ledger = ledger
         self._about = partial(about, group=ledger.group_id)
         self._ownership = ownership
         self._buffer = buffer
-        self._watcher = watcher
+        self._terminator = terminator
         self._max_messages = max_messages
         self._began_at = 0.0
         self._pending: Pending | None = None
@@ -164,7 +164,7 @@ class CommitProtocol:
         """Have whoever stands still in our way ended, while the unit is open."""
         assert unit.work.begun is not None
         states = ((a.partition, self._ownership.states.get(a.partition)) for a in unit.advances)
-        self._watcher.watch(
+        self._terminator.watch(
             unit.work.begun.pid,
             connection=unit.work.connection,
             may_take=unit.work.max_unit_seconds,
@@ -207,7 +207,7 @@ class CommitProtocol:
             self.abandon(unit, error)
             raise
         finally:
-            self._watcher.clear()
+            self._terminator.clear()
 
     def abandon(self, unit: Unit, error: BaseException) -> None:
         """Undo a unit before its COMMIT was sent; return if ``error`` itself tells it best.
@@ -215,7 +215,7 @@ class CommitProtocol:
         :raises HandlerCommitted: when the handler had committed by itself.
         :raises Redelivered: when it is nobody's fault, or nobody can say yet.
         """
-        self._watcher.clear()
+        self._terminator.clear()
         lost = unit.work.is_lost
         self._pending = Pending(unit, Sent.NOTHING)  # so that an interruption of what follows loses nothing
         unit.work.roll_back()
@@ -225,7 +225,7 @@ class CommitProtocol:
         status = LOST
         unclear: TransactionOutcomeUnknown | None = None
         try:
-            status = asking(unit.work.fate)
+            status = asking(unit.work.outcome)
         except psycopg.Error as trouble:
             if not isinstance(error, Exception):
                 return
@@ -261,14 +261,14 @@ class CommitProtocol:
         try:
             if sent is Sent.NOTHING:
                 unit.work.roll_back()  # an interruption may have come before the first time
-                status = unit.work.fate()
+                status = unit.work.outcome()
             elif unit.work.is_joined:
                 assert unit.work.begun is not None
                 session = self._ledger.session
                 status = session.status(unit.work.begun)
                 if status is None or (status == "in progress" and unit.work.is_lost):
                     # A connection that is lost commits nothing any more: what it left open is ended.
-                    status = session.fate(unit.work.begun)
+                    status = session.outcome(unit.work.begun)
         except TransactionOutcomeUnknown as lost_for_good:
             status, unclear = LOST, lost_for_good
         if sent is Sent.ADVANCE and status == "committed":
@@ -282,7 +282,7 @@ class CommitProtocol:
             raise UnitNotFinished(
                 f"the transaction that {unit!r} joined is still open: commit it or roll it back, then iterate on"
             )
-        self._watcher.clear()
+        self._terminator.clear()
         if decision in (Decision.HALT_COMMITTED, Decision.HALT_UNKNOWN):
             self._halt(unit, decision, unclear)
         elif decision is Decision.RESOLVE:

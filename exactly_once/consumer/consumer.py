@@ -202,7 +202,7 @@ class ExactlyOnceConsumer:
         """Make the parts and connect them; nothing is contacted yet."""
         servers = self._servers
         session = self._session = servers.session(watched(options.connect), schema=options.schema)
-        self._watcher = servers.watcher(
+        self._terminator = servers.terminator(
             options.connect, schema=options.schema, group_id=options.group_id, instance=session.instance
         )
         ledger = self._ledger = servers.ledger(
@@ -212,7 +212,7 @@ class ExactlyOnceConsumer:
             owner_name=options.name,
             take_over=options.take_over,
             application=options.application or application_of(None, options.name),
-            watch=self._watcher.acquiring,
+            watch=self._terminator.acquiring,
         )
         self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
         self._ownership = Ownership()
@@ -225,7 +225,7 @@ class ExactlyOnceConsumer:
             ledger=ledger,
             ownership=self._ownership,
             buffer=self._buffer,
-            watcher=self._watcher,
+            terminator=self._terminator,
             max_messages=options.max_messages,
         )
         self._cluster = servers.cluster(admin_settings(self._kafka))
@@ -459,7 +459,7 @@ class ExactlyOnceConsumer:
         self._closed = True
         if self._closing is None:
             with_postgres = (
-                self._watcher.close,
+                self._terminator.close,
                 self._end_unit,
                 self._commits.log_unused,
                 self._move_to_ends,

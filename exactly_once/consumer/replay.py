@@ -13,7 +13,7 @@ from exactly_once.errors import HandlerCommitted
 from exactly_once.ledger.dead_letters import DeadLetter, settle
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Connection, Session
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.transaction import UnitOfWork
 
 from .unit import Unit, apply
@@ -48,7 +48,7 @@ class Replay:
         work = UnitOfWork(ledger, isolation=self._isolation)
         advance = _place(letter)
         # Workers may wait for a row of the handler's, and must not take a slow one for a frozen process.
-        watcher = Watcher(
+        watcher = StaleBackendTerminator(
             self._session.connect,
             schema=self._session.schema,
             group_id=letter.group_id,
@@ -68,16 +68,16 @@ class Replay:
 class _Commits:
     """Begins, commits and undoes the unit of one dead letter."""
 
-    def __init__(self, letter: DeadLetter, work: UnitOfWork, watcher: Watcher) -> None:
+    def __init__(self, letter: DeadLetter, work: UnitOfWork, terminator: StaleBackendTerminator) -> None:
         self._letter = letter
         self._work = work
-        self._watcher = watcher
+        self._terminator = terminator
 
     def begin(self, unit: Unit) -> None:
         try:
             self._work.begin()
             assert self._work.begun is not None
-            self._watcher.watch(self._work.begun.pid, connection=self._work.connection)
+            self._terminator.watch(self._work.begun.pid, connection=self._work.connection)
             found = settle(self._work.connection, self._letter.id, "replayed", schema=self._work.schema)
         except BaseException:
             self._work.roll_back()
@@ -96,14 +96,14 @@ class _Commits:
         try:
             self._work.commit([])
         except BaseException as error:
-            if self._work.is_unknown and self._work.fate() == "committed":
+            if self._work.is_unknown and self._work.outcome() == "committed":
                 return
             self.abandon(unit, error)
             raise
 
     def abandon(self, unit: Unit, error: BaseException) -> None:
         self._work.roll_back()
-        if not self._work.is_unknown and self._work.fate() == "committed":
+        if not self._work.is_unknown and self._work.outcome() == "committed":
             raise HandlerCommitted(
                 f"the handler committed by itself while dead letter {self._letter.id} ({self._letter.place}) was "
                 "replayed; the letter is marked as replayed. Take COMMIT out of the handler, and see what of its "

@@ -18,7 +18,7 @@ from exactly_once.ledger.retry import at_start
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, address, cursor_on, last_row
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.store import LedgerStore
 
 from .options import Options
@@ -121,7 +121,7 @@ class Servers:
 
     session: Callable[..., Session] = Session
     ledger: Callable[..., LedgerStore] = Ledger
-    watcher: Callable[..., Watcher] = Watcher
+    terminator: Callable[..., StaleBackendTerminator] = StaleBackendTerminator
     cluster: Callable[..., Cluster] = Cluster
     client: Callable[[dict[str, Any]], Consumer] = Consumer
     check_database: Callable[[Session, Options], None] = check_database

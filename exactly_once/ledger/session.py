@@ -65,7 +65,7 @@ _OWN = "_exactly_once_own"
 
 
 class Begun(NamedTuple):
-    """A transaction of ours: its id, the backend that runs it, the life of the server in which both are true."""
+    """A transaction of ours: its id, the backend that runs it, the incarnation of the server in which both are true."""
 
     xid: str
     pid: int
@@ -174,7 +174,7 @@ class Session:
         self.connect = hiding(connect)
         self._owns_rows = owns_rows
         # Of short changes of the ledger, which the server itself ends if their process freezes.
-        self._marker = sql.Literal(marker_of(self.instance, schema, None))
+        self._tag = sql.Literal(tag_of(self.instance, schema, None))
         self._connection: Connection | None = None
         self._closed = False
         self._refused: set[str] = set()
@@ -224,11 +224,11 @@ class Session:
         self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
         connection = self.connection
         if (isolation, may_take) not in self._begin:  # composed once for each kind of unit
-            marker = marker_of(self.instance, self.schema, may_take if self._owns_rows else None)
+            tag = tag_of(self.instance, self.schema, may_take if self._owns_rows else None)
             self._begin[isolation, may_take] = query(
                 "begin",
                 self.schema,
-                marker=sql.Literal(marker),
+                tag=sql.Literal(tag),
                 isolation=sql.SQL(isolation),
                 incarnation=self._incarnation,
             ).as_bytes(None)
@@ -243,7 +243,7 @@ class Session:
         statement = query(
             "join",
             self.schema,
-            marker=sql.Literal(f"{marker_of(self.instance, self.schema)}:"),
+            tag=sql.Literal(f"{tag_of(self.instance, self.schema)}:"),
             owns_rows=sql.Literal(self._owns_rows),
             may_take=sql.Literal(may_take),
             incarnation=self._incarnation,
@@ -267,7 +267,7 @@ class Session:
         opening = query(
             "begin_ledger" if is_durable else "begin_not_durable",
             self.schema,
-            marker=self._marker,
+            tag=self._tag,
             lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),
         )
         try:
@@ -322,7 +322,7 @@ class Session:
             return "aborted"
         return status
 
-    def fate(self, begun: Begun) -> str:
+    def outcome(self, begun: Begun) -> str:
         """Find out what became of a transaction whose COMMIT was never sent by us.
 
         Return ``committed`` or ``aborted``. One that still runs on a lost connection is ended first.
@@ -441,18 +441,18 @@ def dispose(connection: Connection) -> None:
             pool.putconn(connection)
 
 
-def marker_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:
+def tag_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:
     """Name an instance to the server, as an application_name, which holds 63 bytes.
 
     The schema is told too, because rows of other schemas are not seen here, and how many seconds the transaction may
     take; None is for those of which it says nothing that their instance owns no rows.
     """
-    marker = f"exactly_once:{instance}:{crc32(schema.encode()):08x}"
+    tag = f"exactly_once:{instance}:{crc32(schema.encode()):08x}"
     if may_take is None:
-        return f"{marker}:-"
+        return f"{tag}:-"
     if may_take > _LONGEST_SECONDS:
-        return f"{marker}:inf"
-    return f"{marker}:{math.ceil(may_take)}" if may_take else marker
+        return f"{tag}:inf"
+    return f"{tag}:{math.ceil(may_take)}" if may_take else tag
 
 
 def is_lost(connection: Connection) -> bool:

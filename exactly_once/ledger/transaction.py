@@ -196,10 +196,10 @@ class UnitOfWork:
             self._ledger.session.discard()
         self._ledger.session.roll_back()
 
-    def fate(self) -> str:
+    def outcome(self) -> str:
         """Find out what became of the transaction: ``committed`` or ``aborted``; raises as the session does."""
         assert self.begun is not None
-        return self._ledger.session.fate(self.begun)
+        return self._ledger.session.outcome(self.begun)
 
     def guard(self) -> None:
         """Refuse to go on when the handler left the transaction in another state.

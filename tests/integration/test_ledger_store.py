@@ -195,7 +195,7 @@ class Suite:
         (row,) = store.acquire([P])
         begun = store.session.begin("READ COMMITTED", may_take=60)
         store.session.roll_back()
-        assert store.session.fate(begun) == "aborted"
+        assert store.session.outcome(begun) == "aborted"
         assert store.look([P]) == [row] or store.look([P])[0].owner_token == row.owner_token
 
 

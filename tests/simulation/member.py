@@ -86,7 +86,7 @@ class Member:
         self.step("connects")
         if self.world.database.is_down or self.world.fault("no connection", 0.05):
             raise psycopg.OperationalError("connection refused")
-        self.connection = Connection(self.world.database.life)
+        self.connection = Connection(self.world.database.incarnation)
         return self.connection
 
     @property
@@ -97,7 +97,9 @@ class Member:
     def is_in_a_unit(self) -> bool:
         """Whether its handler is at work, in a transaction on the server that is there now."""
         connection = self.connection
-        return self._is_handling and connection is not None and connection.life == self.world.database.life
+        return (
+            self._is_handling and connection is not None and connection.incarnation == self.world.database.incarnation
+        )
 
     def step(self, what: str) -> None:
         """Let others go on before the next thing this member does."""
@@ -114,7 +116,7 @@ class Member:
         connection, self.connection = self.connection, None
         if connection is not None:
             _leave(self.world, connection)
-            connection.life = ""
+            connection.incarnation = ""
 
     def _run(self) -> None:
         self.consumer.subscribe(["t"])
@@ -174,7 +176,11 @@ class Member:
 def _alive(member: Member, connection: Connection) -> Transaction:
     """Return the open transaction, or find out that server or backend are gone."""
     transaction = connection.transaction
-    if connection.life != member.world.database.life or transaction is None or transaction.status != "in progress":
+    if (
+        connection.incarnation != member.world.database.incarnation
+        or transaction is None
+        or transaction.status != "in progress"
+    ):
         connection.broken = True
         raise psycopg.OperationalError("server closed the connection unexpectedly")
     return transaction
@@ -220,12 +226,12 @@ class Session:
     def begin(self, isolation: str, *, may_take: float = 60.0) -> Begun:
         connection = self.connection
         self.member.step("begins")
-        if connection.life != self.member.world.database.life:
+        if connection.incarnation != self.member.world.database.incarnation:
             connection.broken = True
             raise psycopg.OperationalError("server closed the connection unexpectedly")
         connection.transaction = self.member.world.database.begin(self.instance)
         connection.is_in_error = False
-        return Begun(connection.transaction.xid, 0, connection.life)
+        return Begun(connection.transaction.xid, 0, connection.incarnation)
 
     def join(self, connection: Connection, *, may_take: float = 60.0) -> NoReturn:
         raise Violation("no unit here is joined")
@@ -247,11 +253,11 @@ class Session:
             self.member.world.database.abort(self._connection.transaction)
             self._connection.transaction = None
 
-    def fate(self, begun: Begun) -> str:
+    def outcome(self, begun: Begun) -> str:
         connection = self.connection
         self.member.step("asks for the fate")
         self._lose(connection, "asking for the fate", 0.05)
-        if connection.life != begun.incarnation:
+        if connection.incarnation != begun.incarnation:
             return "aborted"
         transaction = self.member.world.database.transactions[begun.xid]
         self.member.world.database.abort(transaction)
@@ -269,7 +275,7 @@ class Session:
 
     def _lose(self, connection: Connection, what: str, probability: float) -> None:
         database = self.member.world.database
-        if connection.life != database.life or self.member.world.fault(f"lost while {what}", probability):
+        if connection.incarnation != database.incarnation or self.member.world.fault(f"lost while {what}", probability):
             connection.broken = True
             raise psycopg.OperationalError(f"connection lost while {what}")
 
@@ -512,8 +518,8 @@ class Cluster:
         return {}  # a group that lost all of its rows is refused, which ends a schedule; real servers show that
 
 
-class Watcher:
-    """Stands for ``watcher.Watcher``: frozen owners are ended by the world, at any time."""
+class StaleBackendTerminator:
+    """Stands for ``watcher.StaleBackendTerminator``: frozen owners are ended by the world, at any time."""
 
     def __init__(self, connect: Member, **options: Any) -> None: ...
 
@@ -571,7 +577,7 @@ class SimulatedConsumer(ExactlyOnceConsumer):
     _servers = Servers(
         session=Session,  # type: ignore[arg-type]
         ledger=Ledger,
-        watcher=Watcher,  # type: ignore[arg-type]
+        terminator=StaleBackendTerminator,  # type: ignore[arg-type]
         cluster=Cluster,  # type: ignore[arg-type]
         client=Client,  # type: ignore[arg-type]
         check_database=_check_database,  # type: ignore[arg-type]
