@@ -54,7 +54,9 @@ from .unit import Unit
 logger = logging.getLogger(__name__)
 
 _HALT_SECONDS = 10.0
+"""For how long a halt is tried to be stored, while the partitions of others are not read: below a session time-out."""
 _TROUBLE_SECONDS = 5.0
+"""The longest pause between units that a server in trouble makes fail; the first is a tenth of a second."""
 _BACK_SECONDS = 30.0
 """How long a server that went down under a unit, again, may take to come back: far below max.poll.interval.ms."""
 _UNUSED_UNITS = 3
@@ -117,8 +119,11 @@ class CommitProtocol:
         self._terminator = terminator
         self._max_messages = max_messages
         self._began_at = 0.0
+        """When the unit began that is open, on the monotonic clock."""
         self._pending: Pending | None = None
+        """Nothing is handed out while it is set."""
         self._troubles = 0
+        """How many units in a row failed by the environment's fault; any commit ends that."""
         self._patience = Patience()
         self._suspects: dict[Partition, int] = {}
         """Up to where the messages go that failed too often: parts of them are cut at their first failure."""

@@ -63,7 +63,9 @@ POLL_SECONDS = 0.1
 CLOSE_SECONDS = 8.0
 """How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`."""
 _GOODBYE_SECONDS = 2.0
+"""How long the last offsets may take to be committed to Kafka: nothing depends on it but a dashboard."""
 _REOPEN_SECONDS = 1.0
+"""How long to wait before joining again under a ``group.instance.id`` that is taken: it expires after many seconds."""
 _FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
 _ONE_ASSIGNOR = (
     "All members of a group need a common partition.assignment.strategy and the same group.protocol; "
@@ -187,14 +189,18 @@ class ExactlyOnceConsumer:
         self._topics: list[str] = []
         self._callbacks: dict[Change, OnRebalance | None] = {}
         self._unit: Unit | None = None
+        """What was handed out last, whatever became of it."""
         self._stopping = Stop()
         self._closed = False
+        """Set by the first call of close(); written by the owning thread, read by all."""
         self._must_reopen = False
+        """Whether the client can do nothing but be replaced: its static membership is another process's."""
         self._idled_at = 0.0
         """Until when the client was polled with partitions paused, on the monotonic clock."""
         self._closing: list[deque[Callable[[], object]]] | None = None
         """What closing still has to do, with Postgres and without; None before it."""
         self._warned: set[tuple[int, str]] = set()
+        """Which errors of the client were logged as warnings, and where."""
         self._assemble(self._options, metrics)
         self._client = self._open_client()
 

@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 QUICK_SECONDS = 0.5
 """How long a handler may take before partitions are paused for it: a pause throws away what was fetched."""
 _POLL_SECONDS = 0.1
+"""How late a handler that has ended is noticed, at most."""
 _NOTICE_SECONDS = 1.0
+"""How long a handler may take to notice that its transaction was ended under it."""
 
 
 class HandlerThread:

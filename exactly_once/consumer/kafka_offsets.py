@@ -23,7 +23,9 @@ from .partitions import PartitionState, Phase
 logger = logging.getLogger(__name__)
 
 MIRROR_SECONDS = 1.0
-_PROOF_SECONDS = 10.0
+"""How often offsets are committed to Kafka: dashboards read them every few seconds."""
+_CHECK_SECONDS = 10.0
+"""How long a membership check may take until it is asked anew: two heartbeats, for a broker that is busy."""
 
 
 class KafkaOffsets:
@@ -34,9 +36,13 @@ class KafkaOffsets:
         self.origin: Origin | None = None
         """Which database the offsets are from, once that is known; others read it."""
         self._sent_at = 0.0
+        """When offsets were committed last, on the monotonic clock."""
         self._in_flight = 0
+        """How many commits were not answered; written by librdkafka's callback, which runs inside of a poll."""
         self._check: MembershipCheck | None = None
+        """The question that is on its way. Rebalances end it: its answer would be about what we were before."""
         self.failed = 0
+        """How many commits Kafka refused."""
 
     def drop_check(self) -> None:
         """Forget the question that is on its way: partitions were taken away since."""
@@ -73,7 +79,7 @@ class KafkaOffsets:
         """
         check = self._check
         if check is None or time.monotonic() > check.deadline:
-            metadata, deadline = f"{self._metadata} {uuid4()}", time.monotonic() + _PROOF_SECONDS
+            metadata, deadline = f"{self._metadata} {uuid4()}", time.monotonic() + _CHECK_SECONDS
             self._check = check = MembershipCheck(metadata, deadline, frozenset(offsets))
             if not self._commit(client, offsets, metadata=check.metadata):
                 self._check = None

@@ -56,6 +56,7 @@ QUIET_SECONDS = 1.0
 BAD_SECONDS = 30.0
 """When a bad partition is told of again, and tried again if that may help; twice as long each time."""
 _BAD_MOST_SECONDS = 3600.0
+"""The longest of these pauses: once an hour shows in every log that is kept for a day."""
 SETTLE_SECONDS = 10.0
 """How long a member without partitions waits until it believes that: longer than two heartbeats, in which others are
 told to give up and do it. Only under the eager protocol does Kafka say it once and for all."""
@@ -66,10 +67,13 @@ _COMMITTED_SECONDS = 0.5
 _COMPARED_AT_MOST = 200
 """How many partitions beside the new ones are compared at once: many members may each ask about many partitions."""
 _BUSY_SECONDS = 1.0
+"""How long to leave alone what was locked, refused or gave no answer: its holder is at work for about as long."""
 _FREE_SECONDS = 0.1
+"""How long to wait for one row of several that may be locked: time enough for a round trip, no more."""
 _ASKING_SHARE = 0.25
 """For how much of its time a loop that reads others may stand still for a leader that gives no answer."""
 _AGAIN_SECONDS = 0.05
+"""When to go on with an acquisition or a membership check that needs several turns: far below a heartbeat."""
 
 Notify = Callable[[Change, list[TopicPartition]], None]
 
@@ -102,24 +106,37 @@ class Maintenance:
         self._cluster = cluster
         self._kafka_offsets = kafka_offsets
         self._notify = notify
-        self._is_told_of_nothing = is_called_for_nothing
+        self._is_called_for_nothing = is_called_for_nothing
         self._stop_on_bad_partition = stop_on_bad_partition
+        # Times are on the monotonic clock, and 0 is "at once". What is known of a partition is in its PartitionState.
         self._news: list[tuple[Change, list[TopicPartition]]] = []
+        """What the user's rebalance callbacks have not been called for; the end of each run does it."""
         self._asked: dict[str, Future[Any]] = {}
+        """Questions for topic ids that are on their way; all are answered before the next ones are asked."""
         self._next_recheck: dict[str, float] = {}
+        """When the id of each topic is asked for again; a topic that is not in it is due."""
         self._hurried: dict[str, float] = {}
+        """Until when an error makes no topic due again: one that repeats would ask with each message."""
         self._next_rows = 0.0
+        """When the rows are read again without a lock, to notice a reset or a failover."""
         self._next_run = 0.0
+        """When there is something to do though nothing happened."""
         self._began_at = 0.0
-        """When the step began that goes on now."""
+        """When the run began that goes on now."""
         self._not_before = 0.0
+        """When to acquire or check the membership again. A new assignment sets it to 0, others wait."""
         self._next_examination = 0.0
+        """When to examine suspects again, of which a row was locked or a leader silent."""
         self._postponed: tuple[Partition, ...] = ()
-        """What was told of last as waiting for an answer of its leader."""
+        """What was logged last as waiting for an answer of its leader."""
         self._assigned_at = 0.0
+        """When Kafka last changed what is ours, or the group's generation changed while nothing was."""
         self._generation = -1
+        """The group's generation at the last run without partitions."""
         self._next_comparison = 0.0
+        """When what Kafka holds is compared again; new partitions need not wait for that, only"""
         self._compare_new_from = 0.0
+        """until this, where the group's coordinator gave no answer."""
         self.is_member = False
         """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
         self.unreachable: str | None = None
@@ -496,7 +513,7 @@ class Maintenance:
         if self._ownership.states:
             return
         before, self._generation = self._generation, generation(client)
-        self.is_member = self._generation > 0 and (self.is_member or not self._is_told_of_nothing)
+        self.is_member = self._generation > 0 and (self.is_member or not self._is_called_for_nothing)
         if self._generation != before:
             self._assigned_at = time.monotonic()  # the group has changed, and what is meant for whom
 

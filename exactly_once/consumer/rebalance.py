@@ -24,7 +24,9 @@ from exactly_once._model import Partition
 logger = logging.getLogger(__name__)
 
 _SEEK_SECONDS = 0.5
+"""How long the client may take to begin with what was assigned; it is milliseconds, unless the machine is full."""
 _SEEK_WAIT_SECONDS = 0.005
+"""Between two tries: about as long as the client takes."""
 _METADATA = b"CGMDv2:"
 _TRIES = 3
 """How often a callback is gone through that exceptions of signal handlers cut short."""
@@ -57,8 +59,11 @@ class Assignment:
         self.is_incremental = incremental
         """Whether rebalances are incremental. Learnt from the client where its configuration does not tell."""
         self.events: deque[Event] = deque()
+        """What librdkafka's callbacks recorded; maintenance applies it between units, in order."""
         self.failures: deque[BaseException] = deque()
+        """What callbacks raised, and errors that stop the loop, which raises them one by one."""
         self.paused = False
+        """Whether all that is fetched is paused. A new assignment is not, until :meth:`position` pauses it, too."""
 
     def subscribe(self, client: Consumer, topics: list[str]) -> None:
         """Subscribe the client with callbacks that record and return."""

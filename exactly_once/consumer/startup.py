@@ -26,6 +26,7 @@ from .options import Options
 _LAGGING_SECONDS = 3.0
 """How long brokers may take to hear of a new topic; seconds, where a cluster is busy."""
 _AGAIN_SECONDS = 0.1
+"""Between two questions for a topic that may be new."""
 
 
 def check_database(session: Session, options: Options) -> None:

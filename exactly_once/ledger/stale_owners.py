@@ -39,9 +39,11 @@ UNBOUNDED_SECONDS = 60.0
 _YOUNG_SECONDS = 3 * FROZEN_AFTER_SECONDS
 """How long a transaction is too young for a sign of life to be missed: the first needs a connection."""
 _TURN_SECONDS = 1.0
+"""How often the thread looks whether it has anything to do; half of :data:`FROZEN_AFTER_SECONDS`."""
 _SIGN_SECONDS = 2.0
 """How often life is shown: a few times within :data:`STILL_SECONDS`."""
 _LONGEST_PAUSE_SECONDS = 4.0
+"""Between two looks at what a transaction waits for, which read pg_locks: they double up to this."""
 _CLOSE_SECONDS = 2.0
 """How long a look that is under way is waited for; it is a daemon's, and closes its connection by itself."""
 _KEPT_SECONDS = 30.0
@@ -95,6 +97,7 @@ class StaleBackendTerminator:
             "unbounded": UNBOUNDED_SECONDS,
         }
         self._watched: _Watched | None = None
+        """The transaction that is open; written by the consumer's thread, read by ours in one step."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         # The thread's own.
