@@ -155,7 +155,11 @@ class FetchBuffer:
             batch, self._waiting = self._cut(self._waiting, max_messages, max_bytes)
             spans = None if self._waiting else self._spans
             self._spans, self._tried, self.attempt = None, [], 1
-        return batch, self._spans_of(batch) if spans is None else spans
+        if spans is None:
+            spans = {}
+            for partition, run in self._runs(batch):
+                _extend(spans, partition, run)
+        return batch, spans
 
     def requeue(self, messages: Sequence[Message]) -> None:
         """Give the batch that was handed out last out again, before all others and in one batch."""
@@ -200,12 +204,6 @@ class FetchBuffer:
             state.position = offset + 1
             kept.append(message)
         return kept
-
-    def _spans_of(self, messages: list[Message]) -> Spans:
-        spans: Spans = {}
-        for partition, run in self._runs(messages):
-            _extend(spans, partition, run)
-        return spans
 
     def _runs(self, messages: list[Message]) -> Iterable[tuple[Partition, list[Message]]]:
         """Split into runs of one partition; the loop over single messages stays in C."""

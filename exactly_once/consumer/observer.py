@@ -146,13 +146,10 @@ class Observer:
                 self._published[number] = now
                 metrics.add(metric, now - known, (*self._common, *values))
                 if metric is m.UNITS:
-                    self._publish_timing(metrics)
-
-    def _publish_timing(self, metrics: m.Metrics) -> None:
-        unit_seconds, commit_seconds = self._commits.timing
-        metrics.observe(m.UNIT_SECONDS, unit_seconds, self._common)
-        if commit_seconds is not None:
-            metrics.observe(m.COMMIT_SECONDS, commit_seconds, self._common)
+                    unit_seconds, commit_seconds = self._commits.timing
+                    metrics.observe(m.UNIT_SECONDS, unit_seconds, self._common)
+                    if commit_seconds is not None:
+                        metrics.observe(m.COMMIT_SECONDS, commit_seconds, self._common)
 
     def _contain(self, call: Callable[..., object], argument: object) -> None:
         """Call what is not ours: it may fail, and no unit is to suffer from that."""

@@ -46,7 +46,17 @@ class Replay:
         """
         ledger = Ledger(self._session, group_id=letter.group_id, owner_kind="consumer")
         work = UnitOfWork(ledger, isolation=self._isolation)
-        advance = _place(letter)
+        # Names the message's partition to the unit; nothing of the ledger moves.
+        advance = Advance(
+            partition=Partition(letter.topic, letter.partition),
+            token=_NOBODY,
+            epoch=0,
+            topic_id=letter.topic_id,
+            cluster_id=letter.cluster_id,
+            expected=letter.message_offset,
+            next_offset=letter.message_offset + 1,
+            leader_epoch=letter.leader_epoch,
+        )
         # Workers may wait for a row of the handler's, and must not take a slow one for a frozen process.
         watcher = StaleBackendTerminator(
             self._session.connect,
@@ -109,17 +119,3 @@ class _Commits:
                 "replayed; the letter is marked as replayed. Take COMMIT out of the handler, and see what of its "
                 "effects is there"
             ) from error
-
-
-def _place(letter: DeadLetter) -> Advance:
-    """Name the message's partition to the unit; nothing of the ledger moves."""
-    return Advance(
-        partition=Partition(letter.topic, letter.partition),
-        token=_NOBODY,
-        epoch=0,
-        topic_id=letter.topic_id,
-        cluster_id=letter.cluster_id,
-        expected=letter.message_offset,
-        next_offset=letter.message_offset + 1,
-        leader_epoch=letter.leader_epoch,
-    )

@@ -234,15 +234,18 @@ class Unit:
 
         :raises ValueError: when the message's partition is not one of this unit.
         """
-        message = self.sent.of(message)
+        message, connection = self.sent.of(message), self._flushed()
+        advance, before = self._advance_of(message), self.sent.before(message)
+        # The offset after the message that comes before this one, in whichever unit that was.
+        after = before + 1 if before is not None else advance.expected if advance.after is None else advance.after
         dead_letters.store(
-            self._flushed(),
+            connection,
             message,
             error,
             schema=self.work.schema,
             group_id=self.work.group_id,
-            advance=self._advance_of(message),
-            after_offset=self._after(message),
+            advance=advance,
+            after_offset=after,
             attempts=self.attempt if self.tries_alone is None else self.tries_alone,
         )
         self.dead_letters += 1
@@ -260,14 +263,6 @@ class Unit:
                 "Grant DESCRIBE on the topic, or make a key of what the message says"
             )
         return Identity(advance.cluster_id, advance.topic_id, advance.partition.number, message.offset() or 0)
-
-    def _after(self, message: Message) -> int:
-        """Return the offset after the message that comes before this one, in whichever unit that was."""
-        before = self.sent.before(message)
-        if before is not None:
-            return before + 1
-        advance = self._advance_of(message)
-        return advance.expected if advance.after is None else advance.after
 
     def _advance_of(self, message: Message) -> Advance:
         for advance in self.advances:

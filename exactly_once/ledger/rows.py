@@ -37,10 +37,6 @@ LOCK_SECONDS = 4.0
 Watch = Callable[[int, Sequence[Partition]], AbstractContextManager[None]]
 
 
-def _unwatched(pid: int, partitions: Sequence[Partition]) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 class Ledger:
     """The rows of one consumer group, seen by one owner.
 
@@ -56,7 +52,7 @@ class Ledger:
         owner_name: str | None = None,
         take_over: bool = False,
         application: str | None = None,
-        watch: Watch = _unwatched,
+        watch: Watch | None = None,
     ) -> None:
         self.session = session
         self.group_id = group_id
@@ -67,7 +63,7 @@ class Ledger:
         """Which program applies the messages: written into each row that is acquired."""
         self._can_identify = True
         self._inside: Connection | None = None
-        self._watch = watch
+        self._watch = watch or (lambda pid, partitions: contextlib.nullcontext())
         self._advance = query("advance", session.schema).as_bytes(None)
         # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
         # short COMMIT's wait for a synchronous standby, after which it has committed all the same.
@@ -349,10 +345,8 @@ class Ledger:
             yield cursor_on(self._inside)
             return
         opening = self.session.ledger_transaction(lock_timeout_seconds=lock_seconds, is_durable=is_durable)
-        with opening as (connection, pid):
-            watching = self._watch(pid, waiting) if waiting else contextlib.nullcontext()
-            with watching:
-                yield cursor_on(connection)
+        with opening as (connection, pid), self._watch(pid, waiting) if waiting else contextlib.nullcontext():
+            yield cursor_on(connection)
 
     def _run(self, cursor: psycopg.Cursor[tuple[Any, ...]], name: str, /, **parameters: Any) -> None:
         statement = query(name, self.session.schema)
