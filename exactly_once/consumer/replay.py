@@ -58,20 +58,20 @@ class Replay:
             leader_epoch=letter.leader_epoch,
         )
         # Workers may wait for a row of the handler's, and must not take a slow one for a frozen process.
-        watcher = StaleBackendTerminator(
+        terminator = StaleBackendTerminator(
             self._session.connect,
             schema=self._session.schema,
             group_id=letter.group_id,
             instance=self._session.instance,
         )
-        commits = _Commits(letter, work, watcher)
+        commits = _Commits(letter, work, terminator)
         unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, commits=commits)
         try:
             apply(handler, unit)
         except AlreadySettled:
             return False
         finally:
-            watcher.close()
+            terminator.close()
         return True
 
 

@@ -255,8 +255,8 @@ class Session:
 
     def outcome(self, begun: Begun) -> str:
         connection = self.connection
-        self.member.step("asks for the fate")
-        self._lose(connection, "asking for the fate", 0.05)
+        self.member.step("asks for the outcome")
+        self._lose(connection, "asking for the outcome", 0.05)
         if connection.incarnation != begun.incarnation:
             return "aborted"
         transaction = self.member.world.database.transactions[begun.xid]
@@ -519,7 +519,7 @@ class Cluster:
 
 
 class StaleBackendTerminator:
-    """Stands for ``watcher.StaleBackendTerminator``: frozen owners are ended by the world, at any time."""
+    """Stands for ``stale_owners.StaleBackendTerminator``: frozen owners are ended by the world, at any time."""
 
     def __init__(self, connect: Member, **options: Any) -> None: ...
 
