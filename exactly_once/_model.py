@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from enum import Enum
 from typing import Literal, NamedTuple
 from uuid import UUID
 
@@ -31,6 +32,15 @@ class Partition(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.topic}[{self.number}]"
+
+
+class Sent(Enum):
+    """What the server was sent last that may become durable without our hearing of it."""
+
+    NOTHING = "nothing: what is open can only be rolled back"
+    COMMIT = "a COMMIT that was not answered"
+    JOINED = "effects, in a transaction that somebody else ends"
+    ADVANCE = "effects and the advance, in a transaction that somebody else ends"
 
 
 class Span(NamedTuple):

@@ -2,7 +2,7 @@
 
 ExactlyOnceError
 ├── ConfigurationError (ValueError)     an option or a client setting is refused
-├── WrongProcess                        the consumer was used in a forked child or another thread
+├── WrongThreadOrProcess                the consumer was used in a forked child or another thread
 ├── UnitNotFinished                     the next unit was asked for too early
 ├── Unreachable
 │   ├── BrokerUnreachable               no broker answered in time
@@ -11,7 +11,7 @@ ExactlyOnceError
 ├── SchemaTooOld                        `exactly-once migrate` is needed
 ├── SchemaTooNew                        this release is older than the schema
 ├── StartError                          a partition cannot be started; nothing was read
-│   ├── StartRefused                    Kafka holds offsets of the group, the ledger none
+│   ├── OffsetsNotAdopted                    Kafka holds offsets of the group, the ledger none
 │   ├── NoCommittedOffset               start="committed", and there is none
 │   ├── ClusterChanged                  the ledger belongs to another cluster
 │   ├── TopicRecreated                  same name, other topic
@@ -36,13 +36,13 @@ ExactlyOnceError
 │   ├── PoisonMessage                   one message cannot be applied, and nobody set it aside
 │   └── TooManyDeadLetters              it is hardly the messages' fault any more
 ├── NoProgress                          the same messages have failed for too long
-├── OutcomeLost                         the server no longer knows what became of a transaction
+├── TransactionOutcomeUnknown           the server no longer knows what became of a transaction
 ├── InstanceFenced                      another process uses the same group.instance.id
 ├── ClientFailed                        librdkafka reported an error that does not pass
 └── Redelivered (psycopg.OperationalError)   nobody's fault; the same messages come again
     ├── Fenced                          another owner acquired the partition
-    ├── Ahead                           an earlier attempt had landed
-    ├── Rewound                         the database went back (a failover that lost commits)
+    ├── AlreadyApplied                  an earlier attempt had landed
+    ├── LedgerRewound                   the database went back (a failover that lost commits)
     └── OutcomePending                  COMMIT got no answer; the next iteration finds out
 """
 
@@ -59,7 +59,7 @@ class ConfigurationError(ExactlyOnceError, ValueError):
     """An option or a Kafka client setting is refused; the message names the key."""
 
 
-class WrongProcess(ExactlyOnceError):
+class WrongThreadOrProcess(ExactlyOnceError):
     """The consumer was used outside the process and thread that made it."""
 
 
@@ -95,7 +95,7 @@ class StartError(ExactlyOnceError):
     """A partition cannot be started. Nothing was read from it."""
 
 
-class StartRefused(StartError):
+class OffsetsNotAdopted(StartError):
     """Kafka holds committed offsets of this group and the ledger holds none: choose ``start=``."""
 
 
@@ -216,7 +216,7 @@ class NoProgress(ExactlyOnceError):
     """
 
 
-class OutcomeLost(ExactlyOnceError):
+class TransactionOutcomeUnknown(ExactlyOnceError):
     """The server no longer knows whether a transaction committed; an operator must look."""
 
 
@@ -240,11 +240,11 @@ class Fenced(Redelivered):
     """Another owner acquired a partition of the unit, so its effects were rolled back."""
 
 
-class Ahead(Redelivered):
+class AlreadyApplied(Redelivered):
     """An earlier attempt of this owner had landed; the consumer goes on from the ledger."""
 
 
-class Rewound(Redelivered):
+class LedgerRewound(Redelivered):
     """The ledger is behind what this owner committed: the database lost commits in a failover."""
 
 

@@ -21,7 +21,7 @@ from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_NOT_AVAILABLE, Mess
 from psycopg.pq import TransactionStatus
 
 from . import _failpoints
-from ._model import Advance, Partition
+from ._model import Advance, Partition, Sent
 from .consumer.unit import Unit
 from .errors import HandlerCommitted, UnitNotUsed
 from .ledger.rows import Ledger
@@ -88,7 +88,7 @@ def unit(
     """
     messages = list(messages)
     trial = _Trial(connection, group_id=group_id, schema=schema, unused_ok=unused_ok)
-    with Unit(messages, _advances(messages), attempt=attempt, work=trial.work, settle=trial) as made:
+    with Unit(messages, _advances(messages), attempt=attempt, work=trial.work, commits=trial) as made:
         yield made
 
 
@@ -124,7 +124,7 @@ def failing_at(failpoint: str, error: BaseException, *, nth: int = 1) -> Iterato
 
 
 class _Trial:
-    """Settles a unit on a test's connection: guards and constraints as in production, then ROLLBACK."""
+    """EndsUnits a unit on a test's connection: guards and constraints as in production, then ROLLBACK."""
 
     def __init__(self, connection: Connection, *, group_id: str, schema: str, unused_ok: bool) -> None:
         self._connection = connection
@@ -143,7 +143,7 @@ class _Trial:
             self._connection.execute("BEGIN", prepare=False)
         self.work.join(self._connection)
         self._written = self._rows_written()
-        self.work.is_joined = False  # the guards are to speak as in production
+        self.work.sent = Sent.NOTHING  # the guards are to speak as in production
 
     def join(self, unit: Unit, connection: Connection) -> None:
         raise AssertionError("the unit was entered before the handler got it")

@@ -19,12 +19,12 @@ import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from exactly_once._model import Partition
-from exactly_once.errors import Ahead, HandlerCommitted
+from exactly_once.errors import AlreadyApplied, HandlerCommitted
 from exactly_once.ledger.outcome import SHORT_COUNT
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
@@ -100,7 +100,7 @@ class Attempt:
         self.result = Result()
         self._writer = writer or writer_of(options)
         # Of another instance: its siblings are no lost connections of its own.
-        self._watcher = Watcher(
+        self._watcher = StaleBackendTerminator(
             self.session.connect, schema=options.schema, group_id=options.group_id, instance=UUID(int=0)
         )
         self._may_have_committed = False
@@ -164,7 +164,7 @@ class Attempt:
         """Call ``also``, move the ledger, COMMIT; an attempt that another one has outrun leaves no trace.
 
         :raises Fenced: when another run owns a partition.
-        :raises Ahead: when another attempt has landed a part; the next attempt writes the rest.
+        :raises AlreadyApplied: when another attempt has landed a part; the next attempt writes the rest.
         """
         self._call_also(moves)
         held = [holding for holding in self.work.holdings if holding.partition in moves]
@@ -208,13 +208,15 @@ class Attempt:
             landed = {p: standing[p] for p in moves}
             if any(landed[p] < end for p, (_, end) in moves.items()):
                 told = ", ".join(f"{partition} {offset}" for partition, offset in landed.items())
-                raise Ahead(f"another attempt of this task has moved the ledger meanwhile, to {told}") from error
+                raise AlreadyApplied(
+                    f"another attempt of this task has moved the ledger meanwhile, to {told}"
+                ) from error
         self.result = Result(dropped=self.result.dropped + self.result.rows)
         self.reached(landed)
 
     def _halt_if_committed(self, error: BaseException) -> None:
         """Stop the group where ``also`` has committed by itself: a retry would double what it stored."""
-        if not self._may_have_committed or self.unit.fate() != "committed":
+        if not self._may_have_committed or self.unit.outcome() != "committed":
             return
         reason = "also= ended the transaction with a COMMIT of its own: rows are stored, the ledger was not moved"
         self.ledger.halt([held.advance(0, 0) for held in self.work.holdings], reason=reason)

@@ -17,7 +17,7 @@ from exactly_once.ledger.migrate import check
 from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.session import Connection, Session, connector, cursor_on
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 
 from . import batch_ledger
 from .errors import LedgerBehindCheckpoint
@@ -52,9 +52,11 @@ def register(options: Options, origin: Origin) -> None:
     patiently(options)(_register, options, origin)
 
 
-def watching(options: Options, origin: Origin, session: Session) -> Watcher:
+def watching(options: Options, origin: Origin, session: Session) -> StaleBackendTerminator:
     """Make what ends the backend of a run that stands still and is waited for."""
-    return Watcher(session.connect, schema=options.schema, group_id=options.group_id, instance=origin.run_id)
+    return StaleBackendTerminator(
+        session.connect, schema=options.schema, group_id=options.group_id, instance=origin.run_id
+    )
 
 
 def _register(options: Options, origin: Origin) -> None:

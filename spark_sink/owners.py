@@ -20,7 +20,7 @@ from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row
 from exactly_once.errors import Fenced
 from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.rows import Ledger, row_missing
-from exactly_once.ledger.start import Starter, refuse_halted
+from exactly_once.ledger.start import StartOffsets, refuse_halted
 
 from .errors import LedgerBehindCheckpoint
 from .options import Options
@@ -60,7 +60,7 @@ class Holding:
 class Owners:
     """Acquires partitions as they appear, and reads where they stand."""
 
-    def __init__(self, ledger: Ledger, *, starter: Starter | None) -> None:
+    def __init__(self, ledger: Ledger, *, starter: StartOffsets | None) -> None:
         self._ledger = ledger
         self._starter = starter
         self.held: dict[Partition, Holding] = {}
@@ -75,7 +75,7 @@ class Owners:
         """
         new = [r for r in ranges if r.partition not in self.held]
         if new:
-            self._enrol(new, batch_id)
+            self._register(new, batch_id)
             self._acquire({r.partition: r for r in new})
         rows = held_rows(self._ledger, [self.held[r.partition] for r in ranges])
         for partition, row in rows.items():
@@ -106,7 +106,7 @@ class Owners:
             ledger.release(held)
             logger.info("released %s partitions", len(held), extra=about("released", group=ledger.group_id))
 
-    def _enrol(self, ranges: list[Range], batch_id: int) -> None:
+    def _register(self, ranges: list[Range], batch_id: int) -> None:
         partitions = [r.partition for r in ranges]
         topics = {p.topic for p in partitions}
         have, had = self._ledger.known(topics)
@@ -120,7 +120,7 @@ class Owners:
         if self._starter is not None:
             self._starter.require(partitions)
         elif missing := [p for p in partitions if p not in have]:
-            self._ledger.enrol(dict.fromkeys(missing), cluster_id=None, topic_ids={})
+            self._ledger.register(dict.fromkeys(missing), cluster_id=None, topic_ids={})
 
     def _acquire(self, ranges: dict[Partition, Range]) -> None:
         rows = self._ledger.acquire(sorted(ranges))

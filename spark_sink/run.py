@@ -17,12 +17,12 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.admin import Cluster
 from exactly_once.ledger.migrate import check
-from exactly_once.ledger.retry import is_away
+from exactly_once.ledger.retry import is_unavailable
 from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
 from exactly_once.ledger.session import Session, connector, cursor_on
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.stale_owners import Watcher
-from exactly_once.ledger.start import Starter
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
+from exactly_once.ledger.start import StartOffsets
 from exactly_once.writer import Table
 
 from . import batch_ledger
@@ -76,7 +76,7 @@ class Run:
         self.ids = ids if ids.query_id else replace(ids, query_id=self._log.query_id())
         self._name = options.name or f"query {self.ids.query_id}"
         self._session = Session(connector(options.conninfo), schema=options.schema)
-        self._watcher = Watcher(
+        self._watcher = StaleBackendTerminator(
             self._session.connect,
             schema=options.schema,
             group_id=options.group_id,
@@ -200,7 +200,7 @@ class Run:
                 return result
             # Where rows are too large, the connection is lost or the table was altered, a task may do it.
             except Exception as error:
-                if not (is_away(error) or "spark.driver.maxResultSize" in str(error)):
+                if not (is_unavailable(error) or "spark.driver.maxResultSize" in str(error)):
                     raise
                 extra = about("left_to_task", group=self._options.group_id) | {"batch_id": batch_id}
                 logger.warning(
@@ -339,13 +339,13 @@ def _count(todo: list[Share]) -> int:
     return sum(share.end - share.write_from for share in todo)
 
 
-def _end(session: Session, starter: Starter | None) -> None:
+def _end(session: Session, starter: StartOffsets | None) -> None:
     session.close()
     if starter is not None:
         starter.close()
 
 
-def starter_of(options: Options, ledger: Ledger) -> Starter | None:
+def starter_of(options: Options, ledger: Ledger) -> StartOffsets | None:
     """Return what checks ids of cluster and topics, where the cluster is known."""
     settings = dict(options.kafka or {})
     if options.bootstrap_servers is not None:
@@ -353,7 +353,7 @@ def starter_of(options: Options, ledger: Ledger) -> Starter | None:
     if not settings:
         return None
     # Spark chooses where to start, whatever another program of the group has committed to Kafka.
-    return Starter(ledger, Cluster(settings), start="earliest", on_out_of_range="fail")
+    return StartOffsets(ledger, Cluster(settings), start="earliest", on_out_of_range="fail")
 
 
 def _no_rows(frame: DataFrame) -> Result:

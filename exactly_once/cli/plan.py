@@ -189,7 +189,7 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str, **para
     try:
         with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
             cursor = cursor_on(connection)
-            for name in ("enrol_lock", "enrol_for_operator", "read_locked", statement):
+            for name in ("register_lock", "register_for_operator", "read_locked", statement):
                 cursor.execute(query(name, session.schema), keys, prepare=False)
             before = {Partition(topic, number): (old, new) for topic, number, old, new in cursor}
             if len(before) < len(plan.moves):

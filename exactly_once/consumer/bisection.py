@@ -10,7 +10,7 @@ _LEAST = 64
 """So many messages at least are tried behind one that was named: fewer would cost more commits than failures."""
 
 
-class Search:
+class Bisection:
     """Halves what is under suspicion until one message is left; a message that was named is tried alone at once."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Search:
         self._full = max(messages, self._full if self._cautious is not None else 0)
         self._cautious = max(_LEAST, 2 * before)
 
-    def landed(self, messages: int) -> None:
+    def committed(self, messages: int) -> None:
         """Take note that the first ``messages`` of them were committed."""
         if self._suspects == 0 and self._cautious is not None:
             self._cautious = 2 * self._cautious if 2 * self._cautious < self._full else None

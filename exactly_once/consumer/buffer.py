@@ -1,4 +1,4 @@
-"""Delivery: from what the client fetched to the batches that units are given. No I/O.
+"""FetchBuffer: from what the client fetched to the batches that units are given. No I/O.
 
 A batch that a unit could not commit is given out again from memory: the client need not seek, and a
 retry sees the same messages, as the broker sent them, whatever the handler did to those it was given.
@@ -14,7 +14,7 @@ from confluent_kafka import Message
 
 from exactly_once._model import Partition, Span
 
-from .partitions import Holding, Ownership
+from .partitions import Ownership, PartitionState
 
 Spans = dict[Partition, Span]
 
@@ -71,7 +71,7 @@ def _remade(message: Message, topic: str | None, key: Any, value: Any, headers: 
     )
 
 
-class Delivery:
+class FetchBuffer:
     """Accepts messages in the order of the client and gives them out in batches.
 
     ``queue_bytes`` is what the client holds at most: batches need no weighing below it.
@@ -106,7 +106,7 @@ class Delivery:
         """Whether the next batch comes again."""
         return bool(self._again)
 
-    def accept(self, messages: list[Message]) -> None:
+    def add(self, messages: list[Message]) -> None:
         """Take in what the client returned, in order.
 
         Errors go to ``on_error``. Messages of partitions that are not ours now, or below what was
@@ -129,10 +129,10 @@ class Delivery:
         kept: list[Message] = []
         spans: Spans = {}
         for partition, run in self._runs(messages):
-            holding = self._ownership.deliverable(partition)
-            self.not_owned += len(run) if holding is None else 0
-            is_taken = holding is not None and holding.unreadable is None
-            current = self._in_order(holding, run) if is_taken and holding is not None else []
+            state = self._ownership.deliverable(partition)
+            self.not_owned += len(run) if state is None else 0
+            is_taken = state is not None and state.unreadable is None
+            current = self._in_order(state, run) if is_taken and state is not None else []
             if current:
                 kept += current
                 _extend(spans, partition, current)
@@ -140,7 +140,7 @@ class Delivery:
         self._spans = None if self._waiting else spans
         self._waiting = self._waiting + kept if self._waiting else kept
 
-    def take(self, max_messages: int, max_bytes: int) -> tuple[list[Message], Spans]:
+    def next_batch(self, max_messages: int, max_bytes: int) -> tuple[list[Message], Spans]:
         """Give out the next batch: the one that comes again, else what is waiting.
 
         At least one message, if there is any, however large it is.
@@ -155,9 +155,13 @@ class Delivery:
             batch, self._waiting = self._cut(self._waiting, max_messages, max_bytes)
             spans = None if self._waiting else self._spans
             self._spans, self._tried, self.attempt = None, [], 1
-        return batch, self._spans_of(batch) if spans is None else spans
+        if spans is None:
+            spans = {}
+            for partition, run in self._runs(batch):
+                _extend(spans, partition, run)
+        return batch, spans
 
-    def put_back(self, messages: Sequence[Message]) -> None:
+    def requeue(self, messages: Sequence[Message]) -> None:
         """Give the batch that was handed out last out again, before all others and in one batch."""
         self._again = [*zip(messages, self._tried or repeat(1), strict=False), *self._again]
         self.discard()
@@ -175,37 +179,31 @@ class Delivery:
             self._waiting = [m for m in self._waiting if self._is_current((_partition(m), [m]))]
         self._spans = None
 
-    def _is_current(self, placed: tuple[Partition, list[Message]]) -> bool:
+    def _is_current(self, run_of: tuple[Partition, list[Message]]) -> bool:
         """Tell whether all of a run of rising offsets may be delivered now."""
-        partition, run = placed
-        holding = self._ownership.deliverable(partition)
-        return holding is not None and holding.expected <= _offset(run[0]) <= _offset(run[-1]) < holding.fetched
+        partition, run = run_of
+        state = self._ownership.deliverable(partition)
+        return state is not None and state.next_offset <= _offset(run[0]) <= _offset(run[-1]) < state.position
 
-    def _in_order(self, holding: Holding, run: list[Message]) -> list[Message]:
-        """Return the part of the run that continues what was fetched, and move ``fetched``."""
+    def _in_order(self, state: PartitionState, run: list[Message]) -> list[Message]:
+        """Return the part of the run that continues what was fetched, and move ``position``."""
         # Within one call the client gives a partition's messages in rising order: it drops what it had fetched
         # before a seek, and only we seek, between calls. So both ends and the count tell that none is missing.
         first, last = _offset(run[0]), _offset(run[-1])
-        if first == holding.fetched and last - first == len(run) - 1:
-            holding.fetched = last + 1
+        if first == state.position and last - first == len(run) - 1:
+            state.position = last + 1
             return run
         kept = []
         for message in run:
             offset = _offset(message)
-            if offset < holding.fetched:
+            if offset < state.position:
                 continue
-            if offset > holding.fetched:
+            if offset > state.position:
                 self.gaps += 1
-                holding.gaps[offset] = holding.fetched
-            holding.fetched = offset + 1
+                state.gaps[offset] = state.position
+            state.position = offset + 1
             kept.append(message)
         return kept
-
-    def _spans_of(self, messages: list[Message]) -> Spans:
-        spans: Spans = {}
-        for partition, run in self._runs(messages):
-            _extend(spans, partition, run)
-        return spans
 
     def _runs(self, messages: list[Message]) -> Iterable[tuple[Partition, list[Message]]]:
         """Split into runs of one partition; the loop over single messages stays in C."""

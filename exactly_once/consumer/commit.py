@@ -1,29 +1,30 @@
-"""Settlement: what becomes of a unit and of its messages. The outcome table, row by row."""
+"""CommitProtocol: begins, commits, undoes and resolves units; :mod:`.outcomes` decides, and here it is done."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import NoReturn
+from uuid import UUID
 
 import psycopg
 
 from exactly_once._log import about
-from exactly_once._model import Advance, Partition, Row
+from exactly_once._model import Advance, Partition, Row, Sent
 from exactly_once.errors import (
-    Ahead,
+    AlreadyApplied,
     ExactlyOnceError,
     Fenced,
     HandlerCommitted,
+    LedgerRewound,
     NoProgress,
-    OutcomeLost,
     OutcomePending,
     Redelivered,
-    Rewound,
     TransactionAborted,
+    TransactionOutcomeUnknown,
     UnitNotFinished,
     UnitTooSlow,
 )
@@ -39,20 +40,23 @@ from exactly_once.ledger.outcome import (
     driver_error,
     is_by_statement,
 )
-from exactly_once.ledger.retry import briefly
-from exactly_once.ledger.rows import LOCK_SECONDS, Ledger, row_missing
+from exactly_once.ledger.retry import retry_for
+from exactly_once.ledger.rows import LOCK_SECONDS, row_missing
 from exactly_once.ledger.session import Connection, is_lost
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
+from exactly_once.ledger.store import LedgerStore
 
-from .buffer import Delivery
-from .kafka_offsets import Mirror
+from .buffer import FetchBuffer
+from .outcomes import LOST, Decision, Rows, decide
 from .partitions import Ownership, Resolution
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
 
 _HALT_SECONDS = 10.0
+"""For how long a halt is tried to be stored, while the partitions of others are not read: below a session time-out."""
 _TROUBLE_SECONDS = 5.0
+"""The longest pause between units that a server in trouble makes fail; the first is a tenth of a second."""
 _BACK_SECONDS = 30.0
 """How long a server that went down under a unit, again, may take to come back: far below max.poll.interval.ms."""
 _UNUSED_UNITS = 3
@@ -79,29 +83,47 @@ class Counters:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name))
 
 
-class Settlement:
+@dataclass(slots=True)
+class Pending:
+    """The one unit whose outcome is not known.
+
+    Set before anything that may lose the answer, cleared in the same change as the positions: an interruption in
+    between leaves those unsound, and then everything is fetched again from where the ledger stands.
+    """
+
+    unit: Unit
+    sent: Sent
+    tokens: list[UUID] = field(init=False)
+    """Every token under which its rows may be ours: each try to resolve adds one, before it is sent."""
+
+    def __post_init__(self) -> None:
+        self.tokens = sorted({advance.token for advance in self.unit.advances})
+
+
+class CommitProtocol:
     """Begins, commits, undoes and resolves the units of one consumer."""
 
     def __init__(
         self,
         *,
-        ledger: Ledger,
+        ledger: LedgerStore,
         ownership: Ownership,
-        delivery: Delivery,
-        mirror: Mirror,
-        watcher: Watcher,
+        buffer: FetchBuffer,
+        terminator: StaleBackendTerminator,
         max_messages: int,
     ) -> None:
         self._ledger = ledger
         self._about = partial(about, group=ledger.group_id)
         self._ownership = ownership
-        self._delivery = delivery
-        self._mirror = mirror
-        self._watcher = watcher
+        self._buffer = buffer
+        self._terminator = terminator
         self._max_messages = max_messages
         self._began_at = 0.0
-        self._pending: tuple[Unit, bool] | None = None
+        """When the unit began that is open, on the monotonic clock."""
+        self._pending: Pending | None = None
+        """Nothing is handed out while it is set."""
         self._troubles = 0
+        """How many units in a row failed by the environment's fault; any commit ends that."""
         self._patience = Patience()
         self._suspects: dict[Partition, int] = {}
         """Up to where the messages go that failed too often: parts of them are cut at their first failure."""
@@ -120,7 +142,7 @@ class Settlement:
     @property
     def awaits_joined(self) -> bool:
         """Whether a unit waits for the end of somebody else's transaction."""
-        return self._pending is not None and self._pending[0].work.is_joined
+        return self._pending is not None and self._pending.unit.work.is_joined
 
     @property
     def is_pending(self) -> bool:
@@ -146,28 +168,27 @@ class Settlement:
     def _watch(self, unit: Unit) -> None:
         """Have whoever stands still in our way ended, while the unit is open."""
         assert unit.work.begun is not None
-        holdings = ((a.partition, self._ownership.holdings.get(a.partition)) for a in unit.advances)
-        self._watcher.watch(
+        states = ((a.partition, self._ownership.states.get(a.partition)) for a in unit.advances)
+        self._terminator.watch(
             unit.work.begun.pid,
             connection=unit.work.connection,
             may_take=unit.work.max_unit_seconds,
-            taken=[(p, h.previous_instance) for p, h in holdings if h is not None and h.previous_instance is not None],
+            taken=[(p, h.previous_instance) for p, h in states if h is not None and h.previous_instance is not None],
         )
 
     def join(self, unit: Unit, connection: Connection) -> None:
-        """Have the unit take part in a transaction that somebody else will end; :meth:`settle` finds out how."""
+        """Have the unit take part in a transaction that somebody else will end; :meth:`resolve` finds out how."""
         self._began_at = time.monotonic()
         try:
             unit.work.join(connection)
         except BaseException:
             self._give_back(unit)
             raise
-        self._ownership.unknown(unit.advances)
-        self._pending = (unit, True)
+        self._pending = Pending(unit, Sent.JOINED)
         self._watch(unit)
 
     def leave(self, unit: Unit) -> None:
-        """Move the offsets in the joined transaction, which is watched until it is settled.
+        """Move the offsets in the joined transaction, which is watched until it is resolved.
 
         :raises Redelivered: when the rows are not ours any more; the caller's transaction is broken then.
         """
@@ -183,7 +204,7 @@ class Settlement:
         sent_at = time.monotonic()
         try:
             unit.work.commit(unit.advances)
-            self._landed(unit, commit_seconds=time.monotonic() - sent_at)
+            self._committed(unit, commit_seconds=time.monotonic() - sent_at)
         except BaseException as error:
             if unit.work.is_unknown:
                 self._after_unknown(unit, error)
@@ -191,7 +212,7 @@ class Settlement:
             self.abandon(unit, error)
             raise
         finally:
-            self._watcher.clear()
+            self._terminator.clear()
 
     def abandon(self, unit: Unit, error: BaseException) -> None:
         """Undo a unit before its COMMIT was sent; return if ``error`` itself tells it best.
@@ -199,113 +220,104 @@ class Settlement:
         :raises HandlerCommitted: when the handler had committed by itself.
         :raises Redelivered: when it is nobody's fault, or nobody can say yet.
         """
-        self._watcher.clear()
+        self._terminator.clear()
         lost = unit.work.is_lost
-        self._pending = (unit, False)  # so that an interruption of what follows loses nothing
+        self._pending = Pending(unit, Sent.NOTHING)  # so that an interruption of what follows loses nothing
         unit.work.roll_back()
         self._count(unit, error, lost=lost)
+        # A unit whose statement ends the whole server, each time, is to be judged when the server is back.
+        asking = retry_for(_BACK_SECONDS if self._is_suspect(unit) else 0)
+        status = LOST
+        unclear: TransactionOutcomeUnknown | None = None
         try:
-            # A unit whose statement ends the whole server, each time, is to be judged when the server is back.
-            fate = briefly(_BACK_SECONDS if self._is_suspect(unit) else 0)(unit.work.fate)
+            status = asking(unit.work.outcome)
         except psycopg.Error as trouble:
             if not isinstance(error, Exception):
                 return
             raise OutcomePending(_told(unit, f"what became of it is not known yet: {str(trouble).strip()}")) from error
-        except OutcomeLost as unclear:
-            self._outcome_lost(unit, unclear)
-        if fate == "committed":
-            self._handler_committed(unit, error)
+        except TransactionOutcomeUnknown as lost_for_good:
+            unclear = lost_for_good
         driver = driver_error(error)
-        if driver is not None and driver.sqlstate == SHORT_COUNT:
-            self._judge(unit, error)
-        self._pending = None
+        decision = decide(
+            Sent.NOTHING, status, "short" if driver is not None and driver.sqlstate == SHORT_COUNT else None
+        )
+        if decision in (Decision.HALT_COMMITTED, Decision.HALT_UNKNOWN):
+            self._halt(unit, decision, unclear or error)
+        if decision is Decision.COMPARE:
+            self._classify(unit, error)
+        self._pending = None  # first: an interruption may not give it back twice
         self._give_back(unit)
         self._raise_fault(unit, error, lost=lost, began=True)
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Find out what became of the unit that is pending, if there is one.
 
         :raises psycopg.Error: when the database cannot be asked now; call again.
+        :raises UnitNotFinished: when it waits for the end of somebody else's transaction.
         :raises HandlerCommitted: when the handler had committed by itself.
         """
         if self._pending is None:
             return
-        unit, commit_sent = self._pending
-        if commit_sent and self._ownership.doubt is None:
-            self._ownership.misplaced()  # it was resolved, and interrupted then
-        elif unit.work.is_joined:
-            self._settle_joined(unit)
-        elif commit_sent:
-            self._resolve(unit)
-        else:
-            unit.work.roll_back()  # again: it may have been interrupted
-            try:
-                fate = unit.work.fate()
-            except OutcomeLost as unclear:
-                self._outcome_lost(unit, unclear)
-            if fate == "committed":
-                self._handler_committed(unit, None)
-            self._pending = None  # first: an interruption may not give it back twice
-            self._give_back(unit)
-        self._pending = None
-
-    def _settle_joined(self, unit: Unit) -> None:
-        """Find out what became of a transaction that was somebody else's to end."""
-        assert unit.work.begun is not None
-        session = self._ledger.session
+        pending, unit = self._pending, self._pending.unit
+        sent = unit.work.sent if unit.work.is_joined else pending.sent
+        status: str | None = None
+        rows: Rows | None = None
+        unclear: TransactionOutcomeUnknown | None = None
         try:
-            status = session.status(unit.work.begun)
-            if status is None or (status == "in progress" and unit.work.is_lost):
-                # A connection that is lost commits nothing any more: what it left open is ended.
-                status = session.fate(unit.work.begun)
-        except OutcomeLost as unclear:
-            self._watcher.clear()
-            self._outcome_lost(unit, unclear)
-        if status in ("in progress", "prepared"):
+            if sent is Sent.NOTHING:
+                unit.work.roll_back()  # an interruption may have come before the first time
+                status = unit.work.outcome()
+            elif unit.work.is_joined:
+                assert unit.work.begun is not None
+                session = self._ledger.session
+                status = session.status(unit.work.begun)
+                if status is None or (status == "in progress" and unit.work.is_lost):
+                    # A connection that is lost commits nothing any more: what it left open is ended.
+                    status = session.outcome(unit.work.begun)
+        except TransactionOutcomeUnknown as lost_for_good:
+            status, unclear = LOST, lost_for_good
+        if sent is Sent.ADVANCE and status == "committed":
+            # A rollback to a savepoint before the block undoes the advance, and only that.
+            found = {row.partition: row for row in self._ledger.read(sorted(a.partition for a in unit.advances))}
+            there = [(a, found[a.partition]) for a in unit.advances if a.partition in found]
+            stayed = any(row.owner_token == a.token and row.next_offset == a.expected for a, row in there)
+            rows = "stayed" if stayed else "moved"
+        decision = decide(sent, status, rows)
+        if decision is Decision.WAIT:
             raise UnitNotFinished(
                 f"the transaction that {unit!r} joined is still open: commit it or roll it back, then iterate on"
             )
-        self._watcher.clear()
-        if status == "committed" and not (unit.work.is_advanced and self._has_advanced(unit)):
-            self._handler_committed(unit, None)
-        self._resolve(unit)
+        self._terminator.clear()
+        if decision in (Decision.HALT_COMMITTED, Decision.HALT_UNKNOWN):
+            self._halt(unit, decision, unclear)
+        elif decision is Decision.RESOLVE:
+            self._resolve(pending)
+        else:
+            self._pending = None  # first: an interruption may not give it back twice
+            self._give_back(unit)
 
-    def _has_advanced(self, unit: Unit) -> bool:
-        """Look whether the rows moved: a rollback to a savepoint before the block undoes that, and only that."""
-        rows = {row.partition: row for row in self._ledger.read(sorted(a.partition for a in unit.advances))}
-        return not any(
-            row.owner_token == a.token and row.next_offset == a.expected
-            for a in unit.advances
-            if (row := rows.get(a.partition)) is not None
-        )
-
-    def _landed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
+    def _committed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
         with self._ownership.changing():
             self._ownership.committed(unit.advances)
-        for advance in unit.advances:
-            self._mirror.applied(advance.partition, advance.next_offset, advance.leader_epoch)
         self.counters.committed += 1
         self.counters.messages += len(unit.sent)
         self.counters.dead_letters += unit.dead_letters
         self._troubles = 0
-        self._patience.landed()
-        self._note_use(unit)
-        self.committed_at = time.monotonic()
-        self.timing = self.committed_at - self._began_at, commit_seconds
-        late = self.timing[0] > unit.work.max_unit_seconds
-        self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
-
-    def _note_use(self, unit: Unit) -> None:
-        """Notice a handler that never uses its units: it writes elsewhere, where effects are doubled."""
+        self._patience.committed()
+        # Notice a handler that never uses its units: it writes elsewhere, where effects are doubled.
         is_used = unit.is_touched or unit.is_connection_used
         if is_used and unit.dead_letters < len(unit.messages):
             self._unused = None
         elif self._unused is not None and not is_used:
             self._unused += 1
             if self._unused == _UNUSED_UNITS:
-                self.tell_unused()
+                self.log_unused()
+        self.committed_at = time.monotonic()
+        self.timing = self.committed_at - self._began_at, commit_seconds
+        late = self.timing[0] > unit.work.max_unit_seconds
+        self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
 
-    def tell_unused(self) -> None:
+    def log_unused(self) -> None:
         """Log, once, that no unit was used so far, if that is so."""
         if self._unused:
             logger.warning(
@@ -321,26 +333,25 @@ class Settlement:
         is_ours = isinstance(error, ExactlyOnceError) or not isinstance(error, Exception)
         if is_ours or unit.is_taken or classify(error, connection_lost=lost) not in _NOBODYS:
             return
-        self._patience.failed(_batch(unit), time.monotonic())
+        batch = tuple((a.partition, a.expected, a.next_offset) for a in unit.advances)
+        self._patience.failed(batch, time.monotonic())
 
     def _give_back(self, unit: Unit) -> None:
         self.counters.redelivered += 1
         with self._ownership.changing():
             self._ownership.aborted(unit.advances)
-            self._delivery.put_back(unit.sent.again())
+            self._buffer.requeue(unit.sent.again())
 
     def _after_unknown(self, unit: Unit, error: BaseException) -> None:
         """Try once to learn the outcome of a COMMIT that was not confirmed."""
         lost = is_lost(unit.work.connection)
-        self._ownership.unknown(unit.advances)
-        self._pending = (unit, True)
+        self._pending = Pending(unit, Sent.COMMIT)
         try:
-            resolution = self._resolve(unit)
+            resolution = self._resolve(self._pending)
         except psycopg.Error:
             if not isinstance(error, Exception):
                 raise error from None
             raise OutcomePending(_told(unit, "COMMIT was not confirmed, and the database cannot be asked")) from error
-        self._pending = None
         if not isinstance(error, Exception):
             raise error
         if resolution is Resolution.FENCED:
@@ -350,44 +361,44 @@ class Settlement:
             self._raise_fault(unit, error, lost=lost, began=True)
             raise error
 
-    def _resolve(self, unit: Unit) -> Resolution:
-        doubt = self._ownership.doubt
-        assert doubt is not None
+    def _resolve(self, pending: Pending) -> Resolution:
+        """Take the unit's rows again under a new token, and act on where they are."""
+        unit, counters = pending.unit, self.counters
         partitions = sorted(a.partition for a in unit.advances)
-        rows = self._ledger.resolve(partitions, doubt.tokens, lock_seconds=LOCK_SECONDS)
+        rows = self._ledger.resolve(partitions, pending.tokens, lock_seconds=LOCK_SECONDS)
+        is_ours = not unit.work.is_joined  # a joined transaction is in no doubt: its owner knows how it ended
         with self._ownership.changing():
-            resolution = self._ownership.resolved(rows)
+            resolution = self._ownership.resolved(unit.advances, pending.tokens, rows)
             if resolution is Resolution.COMMITTED:
-                self.counters.resolved_committed += not unit.work.is_joined
-                self._landed(unit)
+                counters.resolved_committed += is_ours
+                self._committed(unit)
             else:
-                is_fenced = resolution is Resolution.FENCED
-                self.counters.redelivered += 1
-                self.counters.fenced += is_fenced
-                self.counters.resolved_fenced += is_fenced and not unit.work.is_joined
-                self.counters.resolved_aborted += not is_fenced and not unit.work.is_joined
-                self._delivery.put_back(unit.sent.again())
-            self._delivery.discard()
-        self._note_rewind(unit, rows)
-        level = logging.DEBUG if unit.work.is_joined else logging.WARNING
-        extra = self._about(f"resolved_{resolution.name.lower()}", several=unit.advances)
-        logger.log(level, "the outcome of %r was in doubt: %s", unit, resolution.value, extra=extra)
-        return resolution
-
-    def _note_rewind(self, unit: Unit, rows: list[Row]) -> None:
-        """Tell of rows below where the unit began: a failover that cuts off a COMMIT may have lost earlier ones too."""
+                counters.redelivered += 1
+                if resolution is Resolution.FENCED:
+                    counters.fenced += 1
+                    counters.resolved_fenced += is_ours
+                else:
+                    counters.resolved_aborted += is_ours
+                self._buffer.requeue(unit.sent.again())
+            self._buffer.discard()
+            self._pending = None  # with the positions: one of them alone would give the messages back twice
+        # A failover that cuts off a COMMIT may have lost earlier ones too.
         stored = {row.partition: row.next_offset for row in rows}
         for advance in unit.advances:
             offset = stored.get(advance.partition, advance.expected)
             if offset is None or offset < advance.expected:
-                self.counters.rewound += 1
+                counters.rewound += 1
                 text = "%s: expected offset %s, the ledger is back at %s: the database lost commits in a failover"
                 extra = self._about("rewound", partition=advance.partition, offset=offset)
                 logger.warning(text, advance.partition, advance.expected, offset, extra=extra)
+        level = logging.WARNING if is_ours else logging.DEBUG
+        extra = self._about(f"resolved_{resolution.name.lower()}", several=unit.advances)
+        logger.log(level, "the outcome of %r was in doubt: %s", unit, resolution.value, extra=extra)
+        return resolution
 
-    def tell_rewound(self, partition: Partition, *, mirrored: int) -> None:
+    def log_rewound(self, partition: Partition, *, mirrored: int) -> None:
         """Tell of commits that were lost while nobody held the partition: Kafka was told a later offset."""
-        offset = self._ownership.holdings[partition].expected
+        offset = self._ownership.states[partition].next_offset
         self.counters.rewound += 1
         logger.warning(
             "%s: Kafka was told offset %s, the ledger is at %s: the database lost commits in a failover or a restore, "
@@ -398,85 +409,73 @@ class Settlement:
             extra=self._about("rewound", partition=partition, offset=offset),
         )
 
-    def _judge(self, unit: Unit, error: BaseException) -> NoReturn:
+    def _classify(self, unit: Unit, error: BaseException) -> NoReturn:
         """Read the rows of a unit that could not advance, and raise what is wrong with them."""
         try:
             rows = self._ledger.read(sorted(a.partition for a in unit.advances))
         except psycopg.Error:
-            self._ownership.unknown(unit.advances)
-            self._pending = (unit, True)
+            # As after a COMMIT without an answer: the next try takes the rows, and by that learns whose they are.
+            self._pending = Pending(unit, Sent.COMMIT)
             raise OutcomePending(_told(unit, "the ledger did not advance and cannot be read now")) from error
         self._pending = None
         with self._ownership.changing():
-            verdicts = self._ownership.judge(unit.advances, rows)
+            conflicts = self._ownership.classify(unit.advances, rows)
             self.counters.redelivered += 1
-            self._delivery.put_back(unit.sent.again())
+            self._buffer.requeue(unit.sent.again())
         stored = {row.partition: row for row in rows}
-        for verdict in (Conflict.MISSING, Conflict.RECREATED, Conflict.REWOUND, Conflict.FENCED, Conflict.AHEAD):
-            for advance in unit.advances:
-                if verdicts[advance.partition] is verdict:
-                    raise self._wrong(unit, verdict, advance, stored.get(advance.partition)) from error
-        raise Redelivered(_told(unit, "its rows were changed and changed back")) from error
-
-    def _wrong(self, unit: Unit, verdict: Conflict, advance: Advance, row: Row | None) -> ExactlyOnceError:
-        """Describe the worst thing that kept a unit from advancing."""
-        place = f"{advance.partition} of group {self._ledger.group_id!r}"
+        # The worst first: where several partitions are wrong, one error names one of them.
+        worst = (Conflict.MISSING, Conflict.RECREATED, Conflict.REWOUND, Conflict.FENCED, Conflict.AHEAD)
+        wrong = [a for conflict in worst for a in unit.advances if conflicts[a.partition] is conflict]
+        if not wrong:
+            raise Redelivered(_told(unit, "its rows were changed and changed back")) from error
+        advance, group = wrong[0], self._ledger.group_id
+        conflict, row = conflicts[advance.partition], stored.get(advance.partition)
+        place = f"{advance.partition} of group {group!r}"
         if row is None:
-            return Redelivered(_told(unit, str(row_missing(self._ledger.group_id, advance.partition))))
-        if verdict is Conflict.RECREATED:
+            raise Redelivered(_told(unit, str(row_missing(group, advance.partition)))) from error
+        if conflict is Conflict.RECREATED:
             told = f"{place}: started with topic id {advance.topic_id}, the ledger has {row.topic_id}"
-            return Redelivered(_told(unit, told))
-        if verdict is Conflict.REWOUND:
+            raise Redelivered(_told(unit, told)) from error
+        if conflict is Conflict.REWOUND:
             self.counters.rewound += 1
-            return Rewound(
+            raise LedgerRewound(
                 f"{place}: expected offset {advance.expected}, the ledger is back at {row.next_offset}: the database "
                 "lost commits in a failover, effects and offsets together; going on from the ledger"
-            )
-        if verdict is Conflict.AHEAD:
+            ) from error
+        if conflict is Conflict.AHEAD:
             self.counters.ahead += 1
-            return Ahead(f"{place}: expected offset {advance.expected}, the ledger is at {row.next_offset}")
+            told = f"{place}: expected offset {advance.expected}, the ledger is at {row.next_offset}"
+            raise AlreadyApplied(told) from error
         self.counters.fenced += 1
         owner = row.owner_name or row.owner_instance if row.owner_token else "nobody, it was reset or released"
-        return Fenced(_told(unit, f"{place} is owned by {owner} now (owner epoch {row.owner_epoch})"))
+        told = f"{place} is owned by {owner} now (owner epoch {row.owner_epoch})"
+        raise Fenced(_told(unit, told)) from error
 
-    def _outcome_lost(self, unit: Unit, unclear: OutcomeLost) -> NoReturn:
-        """Fail for good: nobody knows whether effects are durable."""
+    def _halt(self, unit: Unit, decision: Decision, cause: BaseException | None) -> NoReturn:
+        """Fail for good, here and in whatever process acquires the partitions next."""
         first = unit.advances[0].partition
-        mend = f"For each partition: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
-        self._halt(unit, OutcomeLost, str(unclear), mend, cause=unclear)
-
-    def _handler_committed(self, unit: Unit, error: BaseException | None) -> NoReturn:
-        """Fail for good: effects are durable, their offset is not."""
-        reason = (
-            f"the transaction that {unit!r} joined was committed without its offsets"
-            if unit.work.is_joined
-            else f"the handler committed a transaction by itself with the messages of {unit!r}"
-        )
-        first = unit.advances[0].partition
-        wrong = f"{reason}: its effects are durable, the offset is not"
-        mend = (
-            "Take COMMIT out of the handler and out of what it calls, decide which messages took effect, then "
-            f"for each partition: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
-        )
-        self._halt(unit, HandlerCommitted, wrong, mend, cause=error)
-
-    def _halt(
-        self,
-        unit: Unit,
-        kind: type[HandlerCommitted | OutcomeLost],
-        wrong: str,
-        mend: str,
-        *,
-        cause: BaseException | None,
-    ) -> NoReturn:
-        """Raise what is wrong from now on, here and in whatever process acquires the partitions next."""
+        kind: type[HandlerCommitted | TransactionOutcomeUnknown]
+        mend = f"or each partition: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
+        if decision is Decision.HALT_UNKNOWN:
+            kind, wrong, mend = TransactionOutcomeUnknown, str(cause), f"F{mend}"
+        else:
+            reason = (
+                f"the transaction that {unit!r} joined was committed without its offsets"
+                if unit.work.is_joined
+                else f"the handler committed a transaction by itself with the messages of {unit!r}"
+            )
+            kind, wrong = HandlerCommitted, f"{reason}: its effects are durable, the offset is not"
+            what = "Take COMMIT out of the handler and out of what it calls, decide which messages took effect, then "
+            mend = f"{what}f{mend}"
         try:
-            halted = briefly(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=wrong)
-            missed = self._not_halted([a for a in unit.advances if a.partition not in halted])
+            halted = retry_for(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=wrong)
+            left = [a for a in unit.advances if a.partition not in halted]
+            rows = {row.partition: row for row in self._ledger.read([a.partition for a in left])} if left else {}
+            missed = "; ".join(_why_not_halted(advance, rows.get(advance.partition)) for advance in left)
         except psycopg.Error as trouble:
-            halted, missed = set(), f"could not be halted in the ledger: {str(trouble).strip()}"
+            left, missed = list(unit.advances), f"could not be halted in the ledger: {str(trouble).strip()}"
+            halted = set()
         done = f"Halted until an operator resets them: {_names(halted)}. " if halted else ""
-        left = [a for a in unit.advances if a.partition not in halted]
         undone = f"NOT halted: {_names(a.partition for a in left)}, {missed}. " if left else ""
         failure = self.failed = kind(f"{wrong}. {done}{undone}{mend}")
         failure.__cause__ = cause
@@ -484,23 +483,6 @@ class Settlement:
         if left:
             logger.critical("%s", failure, extra=self._about("halt_failed", several=left))
         raise failure
-
-    def _not_halted(self, advances: list[Advance]) -> str:
-        """Say why rows could not be halted: where they are now."""
-        rows = {row.partition: row for row in self._ledger.read([a.partition for a in advances])} if advances else {}
-        found = []
-        for advance in advances:
-            row = rows.get(advance.partition)
-            if row is None:
-                found.append(f"{advance.partition} has no row")
-            elif row.topic_id != advance.topic_id:
-                found.append(f"{advance.partition} belongs to another topic of that name by now")
-            else:
-                found.append(
-                    f"{advance.partition} went on from {advance.expected} to {row.next_offset} under another owner "
-                    f"(owner epoch {row.owner_epoch}), which has applied these messages, too"
-                )
-        return "; ".join(found)
 
     def _is_suspect(self, unit: Unit) -> bool:
         """Tell whether a unit has failed often enough, or is a part of one that has and can be cut further."""
@@ -517,7 +499,9 @@ class Settlement:
             return fault
         several, patience = len(unit.messages) > 1, self._patience
         if fault is Fault.ENVIRONMENT and is_by_statement(error, connection_lost=lost):
-            if self._is_suspect(unit) and not (_is_read_only(error) and self._refuses_writes(unit)):
+            driver = driver_error(error)
+            is_read_only = driver is not None and driver.sqlstate == READ_ONLY
+            if self._is_suspect(unit) and not (is_read_only and self._refuses_writes(unit)):
                 fault = Fault.HANDLER
         elif patience.is_overdue:
             unit.fault = Fault.OTHER
@@ -574,14 +558,17 @@ def _told(unit: Unit, what: str) -> str:
     return f"{what} ({unit!r}); nothing is lost, the messages come again if they did not take effect"
 
 
-def _batch(unit: Unit) -> Hashable:
-    return tuple((a.partition, a.expected, a.next_offset) for a in unit.advances)
-
-
 def _names(partitions: Iterable[Partition]) -> str:
     return ", ".join(map(str, sorted(partitions)))
 
 
-def _is_read_only(error: Exception) -> bool:
-    driver = driver_error(error)
-    return driver is not None and driver.sqlstate == READ_ONLY
+def _why_not_halted(advance: Advance, row: Row | None) -> str:
+    """Say where a row is now that could not be halted."""
+    if row is None:
+        return f"{advance.partition} has no row"
+    if row.topic_id != advance.topic_id:
+        return f"{advance.partition} belongs to another topic of that name by now"
+    return (
+        f"{advance.partition} went on from {advance.expected} to {row.next_offset} under another owner "
+        f"(owner epoch {row.owner_epoch}), which has applied these messages, too"
+    )

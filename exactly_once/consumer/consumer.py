@@ -1,4 +1,4 @@
-"""The consumer: the loop that polls Kafka, has the upkeep done and hands out units."""
+"""The consumer: the loop that polls Kafka, has the maintenance done and hands out units."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from exactly_once._failpoints import failpoint
 from exactly_once._log import about
-from exactly_once._model import Partition, RangePolicy, Span, StartPolicy
-from exactly_once.errors import ClientFailed, ConfigurationError, InstanceFenced, UnitNotFinished, WrongProcess
-from exactly_once.kafka.admin import Cluster
+from exactly_once._model import Partition, RangePolicy, StartPolicy
+from exactly_once.errors import ClientFailed, ConfigurationError, InstanceFenced, UnitNotFinished, WrongThreadOrProcess
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.kafka.settings import (
     admin_settings,
@@ -34,28 +33,26 @@ from exactly_once.kafka.settings import (
 )
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.replication import watched
-from exactly_once.ledger.retry import BACKOFF, Stop, briefly, patiently
-from exactly_once.ledger.rows import Ledger
-from exactly_once.ledger.session import Connection, Session
-from exactly_once.ledger.stale_owners import Watcher
-from exactly_once.ledger.start import Starter
+from exactly_once.ledger.retry import BACKOFF, Stop, retry_for, retry_forever
+from exactly_once.ledger.session import Connection
+from exactly_once.ledger.start import StartOffsets
 from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.metrics.health import Health
 from exactly_once.metrics.table import Metrics
 
-from .buffer import Delivery
-from .commit import Counters, Settlement
+from .buffer import FetchBuffer
+from .commit import CommitProtocol, Counters
 from .fetch import Linger, fetch
 from .handler_thread import HandlerThread
-from .kafka_offsets import Mirror
-from .maintenance import Upkeep
+from .kafka_offsets import KafkaOffsets
+from .maintenance import Maintenance
 from .observer import Observer
 from .options import Isolation, Options, application_of, check_options, check_run
 from .partitions import Ownership
 from .read_only import ReadOnlyGuard
 from .rebalance import Assignment, Change
 from .service import OnPoison, Service, stopping_on_signals
-from .startup import look_at_database, look_at_topics, naming_grants
+from .startup import Servers, naming_grants
 from .unit import Stage, Unit
 from .units import Units
 
@@ -66,7 +63,9 @@ POLL_SECONDS = 0.1
 CLOSE_SECONDS = 8.0
 """How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`."""
 _GOODBYE_SECONDS = 2.0
+"""How long the last offsets may take to be committed to Kafka: nothing depends on it but a dashboard."""
 _REOPEN_SECONDS = 1.0
+"""How long to wait before joining again under a ``group.instance.id`` that is taken: it expires after many seconds."""
 _FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
 _ONE_ASSIGNOR = (
     "All members of a group need a common partition.assignment.strategy and the same group.protocol; "
@@ -138,6 +137,8 @@ class ExactlyOnceConsumer:
     :meth:`stop` from signal handlers.
     """
 
+    _servers = Servers()
+
     def __init__(
         self,
         kafka: Mapping[str, Any],
@@ -188,62 +189,66 @@ class ExactlyOnceConsumer:
         self._topics: list[str] = []
         self._callbacks: dict[Change, OnRebalance | None] = {}
         self._unit: Unit | None = None
+        """What was handed out last, whatever became of it."""
         self._stopping = Stop()
         self._closed = False
+        """Set by the first call of close(); written by the owning thread, read by all."""
         self._must_reopen = False
+        """Whether the client can do nothing but be replaced: its static membership is another process's."""
         self._idled_at = 0.0
         """Until when the client was polled with partitions paused, on the monotonic clock."""
         self._closing: list[deque[Callable[[], object]]] | None = None
         """What closing still has to do, with Postgres and without; None before it."""
         self._warned: set[tuple[int, str]] = set()
+        """Which errors of the client were logged as warnings, and where."""
         self._assemble(self._options, metrics)
         self._client = self._open_client()
 
     def _assemble(self, options: Options, metrics: Metrics | None) -> None:
         """Make the parts and connect them; nothing is contacted yet."""
-        session = self._session = Session(watched(options.connect), schema=options.schema)
-        self._watcher = Watcher(
+        servers = self._servers
+        session = self._session = servers.session(watched(options.connect), schema=options.schema)
+        self._terminator = servers.terminator(
             options.connect, schema=options.schema, group_id=options.group_id, instance=session.instance
         )
-        ledger = self._ledger = Ledger(
+        ledger = self._ledger = servers.ledger(
             session,
             group_id=options.group_id,
             owner_kind="consumer",
             owner_name=options.name,
             take_over=options.take_over,
             application=options.application or application_of(None, options.name),
-            watch=self._watcher.acquiring,
+            watch=self._terminator.acquiring,
         )
         self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
         self._ownership = Ownership()
-        self._mirror = Mirror(group_id=options.group_id)
+        self._kafka_offsets = KafkaOffsets(group_id=options.group_id)
         self._linger = Linger(options.linger_seconds, max_bytes=options.max_bytes)
         # A batch that waits for more can outgrow what the client holds at once.
         queue_bytes = 0 if options.linger_seconds else int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024
-        self._delivery = Delivery(self._ownership, on_error=self._on_error, queue_bytes=queue_bytes)
-        self._settlement = Settlement(
+        self._buffer = FetchBuffer(self._ownership, on_error=self._on_error, queue_bytes=queue_bytes)
+        self._commits = CommitProtocol(
             ledger=ledger,
             ownership=self._ownership,
-            delivery=self._delivery,
-            mirror=self._mirror,
-            watcher=self._watcher,
+            buffer=self._buffer,
+            terminator=self._terminator,
             max_messages=options.max_messages,
         )
-        self._cluster = Cluster(admin_settings(self._kafka))
-        starter = self._starter = Starter(
+        self._cluster = servers.cluster(admin_settings(self._kafka))
+        start_offsets = self._start_offsets = StartOffsets(
             ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range
         )
-        self._upkeep = Upkeep(
+        self._maintenance = Maintenance(
             assignment=self._assignment,
             ownership=self._ownership,
-            delivery=self._delivery,
+            buffer=self._buffer,
             ledger=ledger,
-            settlement=self._settlement,
-            starter=starter,
+            commits=self._commits,
+            start_offsets=start_offsets,
             cluster=self._cluster,
-            mirror=self._mirror,
+            kafka_offsets=self._kafka_offsets,
             notify=self._notify,
-            is_told_of_nothing=calls_back_for_nothing(self._kafka),
+            is_called_for_nothing=calls_back_for_nothing(self._kafka),
             stop_on_bad_partition=options.stop_on_bad_partition,
         )
         self._observer = Observer(
@@ -251,9 +256,9 @@ class ExactlyOnceConsumer:
             self._kafka,
             owner_name=options.name,
             ownership=self._ownership,
-            delivery=self._delivery,
-            settlement=self._settlement,
-            upkeep=self._upkeep,
+            buffer=self._buffer,
+            commits=self._commits,
+            maintenance=self._maintenance,
             cluster=self._cluster,
         )
         self._read_only = ReadOnlyGuard(
@@ -262,10 +267,10 @@ class ExactlyOnceConsumer:
             leave=self._leave_group,
             join=self._join_group,
         )
-        self._patiently = patiently(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
+        self._retry_forever = retry_forever(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
 
     def __repr__(self) -> str:
-        held = ", ".join(map(str, sorted(self._ownership.holdings)))
+        held = ", ".join(map(str, sorted(self._ownership.states)))
         return f"<ExactlyOnceConsumer group {self._options.group_id!r}: {held or 'no partitions'}>"
 
     def __enter__(self) -> Self:
@@ -299,7 +304,7 @@ class ExactlyOnceConsumer:
     @property
     def counters(self) -> Counters:
         """What happened to units so far."""
-        return self._settlement.counters
+        return self._commits.counters
 
     def subscribe(
         self,
@@ -324,15 +329,15 @@ class ExactlyOnceConsumer:
         """
         self._check_use()
         check_topics(topics)
-        look_at_database(self._session, self._options)
-        look_at_topics(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
+        self._servers.check_database(self._session, self._options)
+        self._servers.check_topics_exist(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
         if self._options.start not in (None, "earliest"):
             self._note_first_topics(topics)
         if not self._topics:
-            self._delivery.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
+            self._buffer.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
         elif self._topics != list(topics):
             # Messages of the topics of before may still come, until Kafka has taken those away.
-            self._delivery.only_topic = None
+            self._buffer.only_topic = None
         before, self._topics = self._topics, list(topics)
         self._callbacks = {
             Change.ASSIGNED: on_assign,
@@ -346,7 +351,7 @@ class ExactlyOnceConsumer:
             if error.args[0].code() != KafkaError._INVALID_ARG:  # noqa: SLF001 - that is its public name
                 raise
             raise ConfigurationError(f"the client refuses topics={topics!r}: {error.args[0].str()}") from None
-        self._observer.turned()
+        self._observer.record_poll()
 
     def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
         """Iterate over units: for ever, or until an end.
@@ -367,12 +372,12 @@ class ExactlyOnceConsumer:
         if not self._topics:
             raise ConfigurationError("subscribe() first: there is nothing to iterate over")
         if self._ownership.bad():
-            self._upkeep.look_anew()  # or it ends with an error that somebody has mended since
+            self._maintenance.check_rows_soon()  # or it ends with an error that somebody has mended since
         return Units(
             self._next,
             self._cluster,
             self._ownership,
-            self._upkeep,
+            self._maintenance,
             until_end=until_end,
             idle_seconds=idle_seconds,
             max_unit_seconds=max_unit_seconds,
@@ -421,7 +426,7 @@ class ExactlyOnceConsumer:
         service = Service(
             self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds),
             handler,
-            retrying=patiently(sleep=self._idle, stop=self._stopping, group_id=self._options.group_id, wait=wait),
+            retrying=retry_forever(sleep=self._idle, stop=self._stopping, group_id=self._options.group_id, wait=wait),
             stopping=self._stopping,
             on_poison=on_poison,
             attempts=attempts,
@@ -447,21 +452,22 @@ class ExactlyOnceConsumer:
 
         What Postgres has to be asked for gets :data:`CLOSE_SECONDS`: rows that are not released keep nobody out.
 
-        :raises WrongProcess: in another thread, while the one that subscribed is alive; nothing has happened then.
+        :raises WrongThreadOrProcess: in another thread, while the one that subscribed is alive; nothing has happened
+            then.
         """
         if os.getpid() != self._process:
             return
         if self._thread not in (None, threading.current_thread()) and self._thread.is_alive():
-            raise WrongProcess(
+            raise WrongThreadOrProcess(
                 f"this consumer belongs to the thread {self._thread.name!r}, which may be inside of a unit: call "
                 "stop() and have that thread close the consumer, or wait until it has ended"
             )
         self._closed = True
         if self._closing is None:
             with_postgres = (
-                self._watcher.close,
+                self._terminator.close,
                 self._end_unit,
-                self._settlement.tell_unused,
+                self._commits.log_unused,
                 self._move_to_ends,
                 self._say_goodbye,
                 self._release,
@@ -478,14 +484,11 @@ class ExactlyOnceConsumer:
 
     def _close_by(self, steps: deque[Callable[[], object]]) -> None:
         while steps:
-            self._try_to_close(steps[0])
+            try:
+                steps[0]()
+            except Exception as error:  # noqa: BLE001 - the next steps matter more
+                logger.warning("while closing: %s", error, extra=self._about("close_failed"))
             steps.popleft()
-
-    def _try_to_close(self, step: Callable[[], object]) -> None:
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001 - the next steps matter more
-            logger.warning("while closing: %s", error, extra=self._about("close_failed"))
 
     # The loop.
 
@@ -494,15 +497,15 @@ class ExactlyOnceConsumer:
         self._check_use()
         if self._unit is not None and self._unit.stage not in (Stage.DONE, Stage.FAILED, Stage.JOINED):
             raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
-        if not self._ownership.is_sound or not (self._settlement.is_pending or self._ownership.is_accounted):
+        if not self._ownership.is_sound or not (self._commits.is_pending or self._ownership.is_accounted):
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
-            self._delivery.drop_all()
-            self._ownership.misplaced()
+            self._buffer.drop_all()
+            self._ownership.invalidate_all()
         if self._unit is not None:
-            units.came()  # it may have taken long, and in a thread nothing was fetched meanwhile
+            units.record_activity()  # it may have taken long, and in a thread nothing was fetched meanwhile
         with self._ownership.changing():
             self._unit = self._find_unit(units)
-        self._observer.turned()
+        self._observer.record_poll()
         if self._assignment.failures and self._unit is None:
             raise self._assignment.failures.popleft()
         if self._unit is None and not self._stopping.is_set:
@@ -510,54 +513,50 @@ class ExactlyOnceConsumer:
         return self._unit
 
     def _find_unit(self, units: Units) -> Unit | None:
-        if (left := self._settlement.not_before - time.monotonic()) > 0:
+        """Do what is due, fetch, and hand out a batch: once round the loop for each unit, and while there is none."""
+        if (left := self._commits.not_before - time.monotonic()) > 0:
             self._idle(left)
             self._assignment.resume(self._client)
         while not self._stopping.is_set and not self._assignment.failures:
             if self._must_reopen:
                 self._reopen_client()
-            if self._upkeep.is_due:
+            if self._maintenance.is_due:
                 if not self._keep_up() or self._assignment.failures:
                     continue
-                units.note_ends()
+                units.ask_for_ends()
             if units.has_reached_ends():
                 return None
-            limit = min(self._settlement.limit, units.max_messages or self._settlement.limit)
-            self._fetch_batch(units, limit)
+            limit = min(self._commits.limit, units.max_messages or self._commits.limit)
+            waiting = self._buffer.waiting
+            if left := self._linger_left(units, limit):
+                # Where there is an end it must be seen at once; else nobody needs to wake up for each message.
+                self._fetch(min(left, POLL_SECONDS), limit - waiting, fill=not units.until_end)
+            else:
+                self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
             if self._assignment.events or self._linger_left(units, limit):
                 continue
-            messages, spans = self._delivery.take(limit, self._options.max_bytes)
+            messages, spans = self._buffer.next_batch(limit, self._options.max_bytes)
             if messages:
-                units.came()
-                return self._hand_out(messages, spans, units.max_unit_seconds)
+                units.record_activity()
+                advances = self._ownership.hand_out(spans)
+                isolation, may_take = self._options.isolation, units.max_unit_seconds
+                work = UnitOfWork(self._ledger, isolation=isolation, max_unit_seconds=may_take)
+                failpoint("polled")
+                return Unit(messages, advances, attempt=self._buffer.attempt, work=work, commits=self._commits)
             if units.is_left_without(since=self._idled_at):
                 return None
         return None
 
-    def _fetch_batch(self, units: Units, limit: int) -> None:
-        waiting = self._delivery.waiting
-        if left := self._linger_left(units, limit):
-            # Where there is an end it must be seen at once; else nobody needs to wake up for each message.
-            self._fetch(min(left, POLL_SECONDS), limit - waiting, fill=not units.until_end)
-        else:
-            self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
-
     def _linger_left(self, units: Units, limit: int) -> float:
         """Return for how long what was fetched should wait for more; what comes again does not."""
-        if not self._options.linger_seconds or self._delivery.repeats or units.has_read_all():
+        if not self._options.linger_seconds or self._buffer.repeats or units.has_read_all():
             return 0.0
-        return self._linger.left(self._delivery.waiting, limit)
-
-    def _hand_out(self, messages: list[Message], spans: Mapping[Partition, Span], max_unit_seconds: float) -> Unit:
-        advances = self._ownership.hand_out(spans)
-        work = UnitOfWork(self._ledger, isolation=self._options.isolation, max_unit_seconds=max_unit_seconds)
-        failpoint("polled")
-        return Unit(messages, advances, attempt=self._delivery.attempt, work=work, settle=self._settlement)
+        return self._linger.left(self._buffer.waiting, limit)
 
     def _keep_up(self) -> bool:
-        """Have the upkeep done, however long a server is away; return whether it was done."""
+        """Have the maintenance done, however long a server is away; return whether it was done."""
         try:
-            self._patiently(self._step)
+            self._retry_forever(self._step)
         except Exception:
             if self._stopping.is_set:
                 return False
@@ -569,34 +568,31 @@ class ExactlyOnceConsumer:
     def _step(self) -> None:
         try:
             self._read_only.check()
-            self._step_unless_read_only()
+            try:
+                with naming_grants(self._options.schema):
+                    self._maintenance.run_once(self._client)
+            except psycopg.errors.ReadOnlySqlTransaction:
+                self._read_only.met()
+                raise
         except Exception as error:
             self._observer.trouble = error
             raise
         self._observer.trouble = None
 
-    def _step_unless_read_only(self) -> None:
-        try:
-            with naming_grants(self._options.schema):
-                self._upkeep.step(self._client)
-        except psycopg.errors.ReadOnlySqlTransaction:
-            self._read_only.met()
-            raise
-
     def _fetch(self, timeout_seconds: float, count: int, *, fill: bool = False) -> None:
-        self._observer.turned()
+        self._observer.record_poll()
         messages = fetch(self._client, timeout_seconds, count, fill=fill)
         self._linger.weigh(messages)
-        self._upkeep.take_events()
-        self._delivery.accept(messages)
+        self._maintenance.take_events()
+        self._buffer.add(messages)
 
     def _poll_aside(self, unit: Unit, seconds: float) -> bool:
         """Poll with partitions paused while a unit is open; return whether Kafka took partitions of it."""
-        self._observer.turned()
+        self._observer.record_poll()
         with self._ownership.changing():
             self._assignment.pause(self._client)
             # Events are applied between units.
-            self._delivery.accept(self._client.consume(1, seconds))
+            self._buffer.add(self._client.consume(1, seconds))
         return self._assignment.takes(a.partition for a in unit.advances)
 
     def _idle(self, seconds: float) -> None:
@@ -616,31 +612,30 @@ class ExactlyOnceConsumer:
         assert error is not None
         code, text = error.code(), error.str()
         if code == KafkaError._PARTITION_EOF:
-            self._upkeep.reached_end(Partition(str(message.topic()), message.partition() or 0), message.offset() or 0)
+            partition = Partition(str(message.topic()), message.partition() or 0)
+            self._ownership.reached_end(partition, message.offset() or 0, time.monotonic())
         elif code == KafkaError._AUTO_OFFSET_RESET:
-            self._upkeep.suspect(message)
+            self._ownership.suspect(Partition(str(message.topic()), message.partition() or 0), text)
         elif code in _UNREADABLE and message.topic() is not None:
-            self._upkeep.unreadable(message)
+            self._maintenance.unreadable(message)
         elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
             self._must_reopen = True
         elif code == _FATAL and _text(KafkaError.FENCED_INSTANCE_ID) in text:
             instance = self._kafka.get("group.instance.id")
             self._assignment.failures.append(InstanceFenced(f"{text}; group.instance.id={instance!r}"))
         elif code in _FATAL_CODES:
-            told = [f"{error.name()}: {text}", *(m for c, m in _FATAL_CODES.items() if m and _text(c) in text)]
-            self._assignment.failures.append(ClientFailed(". ".join(told)))
+            texts = [f"{error.name()}: {text}", *(m for c, m in _FATAL_CODES.items() if m and _text(c) in text)]
+            self._assignment.failures.append(ClientFailed(". ".join(texts)))
         else:
-            self._warn_once(error, message.topic(), message.partition())
-            if (topic := message.topic()) is not None:
-                self._upkeep.recheck_soon(topic)
-
-    def _warn_once(self, error: KafkaError, topic: str | None, number: int | None) -> None:
-        """Log an error that may pass, once for each place; the client repeats it for as long as it lasts."""
-        place = "" if topic is None else f" ({topic}[{number}])" if (number or -1) >= 0 else f" ({topic})"
-        level = logging.DEBUG if (error.code(), place) in self._warned else logging.WARNING
-        self._warned.add((error.code(), place))
-        text = "Kafka client: %s: %s%s; repetitions are logged at DEBUG"
-        logger.log(level, text, error.name(), error.str(), place, extra=self._about("client_said"))
+            # It may pass; the client repeats it for as long as it lasts.
+            topic, number = message.topic(), message.partition()
+            where = "" if topic is None else f" ({topic}[{number}])" if (number or -1) >= 0 else f" ({topic})"
+            level = logging.DEBUG if (code, where) in self._warned else logging.WARNING
+            self._warned.add((code, where))
+            told = "Kafka client: %s: %s%s; repetitions are logged at DEBUG"
+            logger.log(level, told, error.name(), text, where, extra=self._about("client_said"))
+            if topic is not None:
+                self._maintenance.recheck_soon(topic)
 
     def _reopen_client(self) -> None:
         """Join anew: under ``group.protocol=consumer`` a static member keeps its place until it expires."""
@@ -650,9 +645,8 @@ class ExactlyOnceConsumer:
             "group.instance.id=%r is still taken by an earlier process; joining again", instance, extra=extra
         )
         self._client.close()
-        self._ownership.revoked(list(self._ownership.holdings))
-        self._delivery.discard()
-        self._assignment.fetching.clear()
+        self._ownership.revoked(list(self._ownership.states))
+        self._buffer.discard()
         time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
         self._join_group()
@@ -678,21 +672,21 @@ class ExactlyOnceConsumer:
                 settings[name] = self._assignment.contain(callback)
         settings["on_commit"] = self._assignment.contain(self._on_commit)
         try:
-            return Consumer(settings)
+            return self._servers.client(settings)
         except KafkaException as error:
             raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
 
     def _on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
-        self._mirror.on_commit(error, offsets)
+        self._kafka_offsets.on_commit(error, offsets)
         if "on_commit" in callbacks(self._kafka):
             self._kafka["on_commit"](error, offsets)
 
     def _check_use(self) -> None:
         if os.getpid() != self._process:
-            raise WrongProcess("this consumer was made in another process; make one after the fork")
+            raise WrongThreadOrProcess("this consumer was made in another process; make one after the fork")
         self._thread = self._thread or threading.current_thread()
         if self._thread is not threading.current_thread():
-            raise WrongProcess(
+            raise WrongThreadOrProcess(
                 "this consumer belongs to the thread that subscribed; only stop() may be called from others"
             )
         if self._closed:
@@ -707,22 +701,22 @@ class ExactlyOnceConsumer:
             return
         # Every topic there is, found by the patterns or not: which those are only client and broker know.
         there: Iterable[str] = ()
-        if briefly(self._options.startup_seconds)(self._starter.is_new_group):
-            there = briefly(self._options.startup_seconds)(self._cluster.topic_names)
-        self._starter.first_topics = frozenset({*topics, *there})
+        if retry_for(self._options.startup_seconds)(self._start_offsets.is_new_group):
+            there = retry_for(self._options.startup_seconds)(self._cluster.topic_names)
+        self._start_offsets.first_topics = frozenset({*topics, *there})
 
     def _end_unit(self) -> None:
         if self._unit is not None and self._unit.stage is Stage.OPEN:
             self._session.roll_back()
-        elif self._settlement.awaits_joined:  # also after stop(), when the iteration has no unit any more
-            self._settlement.settle()  # if its transaction is over; else it is left to whoever comes next
+        elif self._commits.awaits_joined:  # also after stop(), when the iteration has no unit any more
+            self._commits.resolve()  # if its transaction is over; else it is left to whoever comes next
 
     def _say_goodbye(self) -> None:
         """Let dashboards see the last offsets, for a moment."""
         if self._topics:
-            self._mirror.send(self._client, owned=self._ownership.owned(), at_once=True)
+            self._kafka_offsets.send(self._client, self._ownership.states, at_once=True)
         deadline = time.monotonic() + _GOODBYE_SECONDS
-        while not self._mirror.is_idle and time.monotonic() < deadline:
+        while not self._kafka_offsets.is_idle and time.monotonic() < deadline:
             self._client.poll(POLL_SECONDS / 2)
 
     def _leave(self) -> None:
@@ -731,13 +725,13 @@ class ExactlyOnceConsumer:
             self._client.unsubscribe()
 
     def _move_to_ends(self) -> None:
-        if self._ownership.is_sound and not self._settlement.is_pending and not self._session.lost:
-            self._upkeep.move_to_ends(released=True)
-            self._upkeep.move_to_ends()
+        if self._ownership.is_sound and not self._commits.is_pending and not self._session.lost:
+            self._maintenance.move_to_ends(released=True)
+            self._maintenance.move_to_ends()
 
     def _release(self) -> None:
         held = self._ownership.tokens()
-        if held and not self._settlement.is_pending and not self._session.lost:
+        if held and not self._commits.is_pending and not self._session.lost:
             self._ledger.release(held)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from confluent_kafka import Consumer, Message
 
@@ -13,11 +12,17 @@ from confluent_kafka import Consumer, Message
 def fetch(client: Consumer, timeout_seconds: float, count: int, *, fill: bool = False) -> list[Message]:
     """Take up to *count* messages: wait for the first one only, or with ``fill`` for all of them. Serves callbacks."""
     messages = client.consume(count if fill else 1, timeout_seconds)
-    if fill:
+    if fill or not messages or count <= 1:
         return messages
-    if messages and count > 1:
-        with _without_collecting():
-            messages += client.consume(count - 1, 0)
+    # The garbage collector is left out while thousands of messages are made, all of which are in use. It would run
+    # every 700 of them and, because they survive, look through the whole process: that took as long as the client did.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        messages += client.consume(count - 1, 0)
+    finally:
+        if was_on:
+            gc.enable()
     return messages
 
 
@@ -49,19 +54,3 @@ class Linger:
             self._began_at = now
         is_full = waiting >= count or self._bytes >= self._max_bytes
         return 0.0 if is_full else max(0.0, self._began_at + self._seconds - now)
-
-
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Leave the garbage collector out while thousands of messages are made, all of which are in use.
-
-    It would run every 700 messages and, because they survive, look through the whole process every few calls: that
-    took as long as the client did.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

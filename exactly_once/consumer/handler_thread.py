@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 QUICK_SECONDS = 0.5
 """How long a handler may take before partitions are paused for it: a pause throws away what was fetched."""
 _POLL_SECONDS = 0.1
+"""How late a handler that has ended is noticed, at most."""
 _NOTICE_SECONDS = 1.0
+"""How long a handler may take to notice that its transaction was ended under it."""
 
 
 class HandlerThread:
@@ -44,10 +46,30 @@ class HandlerThread:
     def __call__(self, unit: Unit) -> object:
         """Call the handler and wait for it, polling."""
         done: Future[object] = Future()
-        threading.Thread(target=self._work, args=(unit, done), name="exactly_once-handler", daemon=True).start()
+        deadline: float | None = None
+        is_aborted = False
+
+        def work() -> None:
+            try:
+                done.set_result(self._handler(unit))
+            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+                done.set_exception(error)
+
+        threading.Thread(target=work, name="exactly_once-handler", daemon=True).start()
         try:
             wait([done], QUICK_SECONDS)
-            self._keep_polling(unit, done)
+            while not done.done():
+                is_doomed = unit.is_taken = self._poll(unit, _POLL_SECONDS)
+                if is_doomed and deadline is None:
+                    deadline = time.monotonic() + self._revoke_seconds
+                    extra = about("revoked_while_handling", group=unit.work.group_id, several=unit.advances)
+                    text = "Kafka took partitions of %r: it may finish for %g s"
+                    logger.warning(text, unit, self._revoke_seconds, extra=extra)
+                if deadline is not None and time.monotonic() >= deadline and not is_aborted:
+                    is_aborted = True
+                    extra = about("unit_ended", group=unit.work.group_id, several=unit.advances)
+                    logger.warning("%r did not finish in time; its transaction is ended", unit, extra=extra)
+                    self._abort(unit)
         except BaseException:
             # A signal, or Kafka's client failed: nothing of the unit may be left to a thread nobody waits for.
             self._abort(unit)
@@ -55,29 +77,6 @@ class HandlerThread:
             raise
         return done.result()
 
-    def _keep_polling(self, unit: Unit, done: Future[object]) -> None:
-        deadline: float | None = None
-        is_aborted = False
-        while not done.done():
-            is_doomed = unit.is_taken = self._poll(unit, _POLL_SECONDS)
-            if is_doomed and deadline is None:
-                deadline = time.monotonic() + self._revoke_seconds
-                extra = about("revoked_while_handling", group=unit.work.group_id, several=unit.advances)
-                logger.warning(
-                    "Kafka took partitions of %r: it may finish for %g s", unit, self._revoke_seconds, extra=extra
-                )
-            if deadline is not None and time.monotonic() >= deadline and not is_aborted:
-                is_aborted = True
-                extra = about("unit_ended", group=unit.work.group_id, several=unit.advances)
-                logger.warning("%r did not finish in time; its transaction is ended", unit, extra=extra)
-                self._abort(unit)
-
     def _abort(self, unit: Unit) -> None:
         if unit.work.begun is not None:
             self._end(unit.work.begun)
-
-    def _work(self, unit: Unit, done: Future[object]) -> None:
-        try:
-            done.set_result(self._handler(unit))
-        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
-            done.set_exception(error)

@@ -1,4 +1,4 @@
-"""Mirror: what is told to Kafka after the fact, for lag dashboards and as a proof of membership.
+"""KafkaOffsets: what is told to Kafka after the fact, for lag dashboards and as a check of membership.
 
 Commits to Kafka are asynchronous and best effort. No offset of it is ever started from; but what Kafka holds is
 compared with the ledger, because another database may have told it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from uuid import uuid4
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -18,89 +18,93 @@ from exactly_once._log import about
 from exactly_once._model import MIRRORED, Partition
 from exactly_once.kafka.origin import Origin
 
+from .partitions import PartitionState, Phase
+
 logger = logging.getLogger(__name__)
 
 MIRROR_SECONDS = 1.0
-_PROOF_SECONDS = 10.0
+"""How often offsets are committed to Kafka: dashboards read them every few seconds."""
+_CHECK_SECONDS = 10.0
+"""How long a membership check may take until it is asked anew: two heartbeats, for a broker that is busy."""
 
-Offsets = dict[Partition, tuple[int, int | None]]
 
-
-class Mirror:
-    """Commits applied offsets to Kafka at most once a second; proves that we still are a member."""
+class KafkaOffsets:
+    """Commits applied offsets to Kafka at most once a second; confirms that we still are a member."""
 
     def __init__(self, *, group_id: str) -> None:
         self._group_id = group_id
         self.origin: Origin | None = None
         """Which database the offsets are from, once that is known; others read it."""
-        self._due: Offsets = {}
         self._sent_at = 0.0
+        """When offsets were committed last, on the monotonic clock."""
         self._in_flight = 0
-        self._proof: Proof | None = None
+        """How many commits were not answered; written by librdkafka's callback, which runs inside of a poll."""
+        self._check: MembershipCheck | None = None
+        """The question that is on its way. Rebalances end it: its answer would be about what we were before."""
         self.failed = 0
+        """How many commits Kafka refused."""
 
-    def applied(self, partition: Partition, next_offset: int, leader_epoch: int | None) -> None:
-        """Take note of an offset that is durable in Postgres."""
-        self._due[partition] = (next_offset, leader_epoch)
+    def drop_check(self) -> None:
+        """Forget the question that is on its way: partitions were taken away since."""
+        self._check = None
 
-    def forget(self, partitions: tuple[Partition, ...]) -> None:
-        """Forget partitions that are not ours any more; a later commit would move them back."""
-        for partition in partitions:
-            self._due.pop(partition, None)
-        self._proof = None
-
-    def send(self, client: Consumer, *, owned: Container[Partition], at_once: bool = False) -> None:
-        """Commit what is due of ``owned``, if the last time is long enough ago.
+    def send(self, client: Consumer, states: Mapping[Partition, PartitionState], *, at_once: bool = False) -> None:
+        """Commit what Kafka was not told yet of partitions that are ours, if the last time is long enough ago.
 
         For the others somebody else may have told Kafka a later offset by now.
         """
-        if not self._due or not (at_once or time.monotonic() - self._sent_at >= MIRROR_SECONDS):
+        if not (at_once or time.monotonic() - self._sent_at >= MIRROR_SECONDS):
             return
-        due, self._due = {p: offset for p, offset in self._due.items() if p in owned}, {}
+        due = {p: h for p, h in states.items() if h.is_to_mirror and h.phase is Phase.OWNED}
         if due:
             self._sent_at = time.monotonic()
-            self._commit(client, due, metadata=self._metadata)
+            for state in due.values():
+                state.is_to_mirror = False
+            offsets = {p: (h.next_offset, h.leader_epoch) for p, h in due.items()}
+            self._commit(client, offsets, metadata=self._metadata)
             failpoint("mirrored")
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is due and every commit was answered."""
-        return not self._due and self._in_flight <= 0
+        """Whether every commit was answered."""
+        return self._in_flight <= 0
 
-    def prove(self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]]) -> set[Partition] | None:
+    def check_membership(
+        self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]]
+    ) -> set[Partition] | None:
         """Ask Kafka whether we still are a member, by committing what the ledger holds for ``offsets``.
 
         Call it again, with polling in between, until it returns something: the partitions that were
-        proved, or an empty set if Kafka refused. The answer proves membership, not ownership.
+        confirmed, or an empty set if Kafka refused. The answer confirms membership, not ownership.
         """
-        proof = self._proof
-        if proof is None or time.monotonic() > proof.deadline:
-            metadata, deadline = f"{self._metadata} {uuid4()}", time.monotonic() + _PROOF_SECONDS
-            self._proof = proof = Proof(metadata, deadline, frozenset(offsets))
-            if not self._commit(client, offsets, metadata=proof.metadata):
-                self._proof = None
+        check = self._check
+        if check is None or time.monotonic() > check.deadline:
+            metadata, deadline = f"{self._metadata} {uuid4()}", time.monotonic() + _CHECK_SECONDS
+            self._check = check = MembershipCheck(metadata, deadline, frozenset(offsets))
+            if not self._commit(client, offsets, metadata=check.metadata):
+                self._check = None
                 return set()
-        if proof.error is None and not proof.answered:
+        if check.error is None and not check.answered:
             return None
-        self._proof = None
-        return set() if proof.error else set(proof.partitions)
+        self._check = None
+        return set() if check.error else set(check.partitions)
 
     @property
     def _metadata(self) -> str:
         return MIRRORED if self.origin is None else str(self.origin)
 
     @property
-    def is_proving(self) -> bool:
-        """Whether a proof is on its way."""
-        return self._proof is not None and time.monotonic() <= self._proof.deadline
+    def is_checking(self) -> bool:
+        """Whether a check is on its way."""
+        return self._check is not None and time.monotonic() <= self._check.deadline
 
     def on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
         """Handle librdkafka's answer to a commit."""
         self._in_flight -= 1
         errors = [e for e in (error, *(tp.error for tp in offsets)) if e is not None]
-        proof = self._proof
-        if proof is not None and any(tp.metadata == proof.metadata for tp in offsets):
-            proof.answered, proof.error = True, errors[0] if errors else None
+        check = self._check
+        if check is not None and any(tp.metadata == check.metadata for tp in offsets):
+            check.answered, check.error = True, errors[0] if errors else None
         if errors:
             self.failed += 1
             extra = about(
@@ -126,7 +130,7 @@ class Mirror:
         return True
 
 
-class Proof:
+class MembershipCheck:
     """One commit that is told from the mirrored ones by its metadata."""
 
     def __init__(self, metadata: str, deadline: float, partitions: frozenset[Partition]) -> None:

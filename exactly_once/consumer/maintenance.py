@@ -1,6 +1,6 @@
-"""Upkeep: brings ledger, Kafka client and memory to where the ownership wants them, between units.
+"""Maintenance: brings ledger, Kafka client and memory to where the ownership wants them, between units.
 
-One pass of :meth:`Upkeep.step` does whatever is due. It may fail because a server is away; the
+One pass of :meth:`Maintenance.run_once` does whatever is due. It may fail because a server is away; the
 consumer then keeps polling and calls it again.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,15 +31,16 @@ from exactly_once.errors import (
     UnknownTopic,
 )
 from exactly_once.kafka.admin import Cluster
-from exactly_once.kafka.origin import Origin, origin_of
+from exactly_once.kafka.origin import origin_of
 from exactly_once.ledger.conflict import Conflict
-from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
-from exactly_once.ledger.start import Starter
+from exactly_once.ledger.rows import LOCK_SECONDS
+from exactly_once.ledger.start import StartOffsets
+from exactly_once.ledger.store import LedgerStore
 
-from .buffer import Delivery
-from .commit import Settlement
-from .kafka_offsets import MIRROR_SECONDS, Mirror
-from .partitions import Ownership
+from .buffer import FetchBuffer
+from .commit import CommitProtocol
+from .kafka_offsets import MIRROR_SECONDS, KafkaOffsets
+from .partitions import Ownership, Report
 from .rebalance import Assignment, Change, generation
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ QUIET_SECONDS = 1.0
 BAD_SECONDS = 30.0
 """When a bad partition is told of again, and tried again if that may help; twice as long each time."""
 _BAD_MOST_SECONDS = 3600.0
+"""The longest of these pauses: once an hour shows in every log that is kept for a day."""
 SETTLE_SECONDS = 10.0
 """How long a member without partitions waits until it believes that: longer than two heartbeats, in which others are
 told to give up and do it. Only under the eager protocol does Kafka say it once and for all."""
@@ -65,24 +67,18 @@ _COMMITTED_SECONDS = 0.5
 _COMPARED_AT_MOST = 200
 """How many partitions beside the new ones are compared at once: many members may each ask about many partitions."""
 _BUSY_SECONDS = 1.0
+"""How long to leave alone what was locked, refused or gave no answer: its holder is at work for about as long."""
 _FREE_SECONDS = 0.1
+"""How long to wait for one row of several that may be locked: time enough for a round trip, no more."""
 _ASKING_SHARE = 0.25
 """For how much of its time a loop that reads others may stand still for a leader that gives no answer."""
 _AGAIN_SECONDS = 0.05
+"""When to go on with an acquisition or a membership check that needs several turns: far below a heartbeat."""
 
 Notify = Callable[[Change, list[TopicPartition]], None]
 
 
-@dataclass(slots=True)
-class Bad:
-    """A bad partition, and when to tell of it again."""
-
-    error: ExactlyOnceError
-    pause_seconds: float
-    again_at: float
-
-
-class Upkeep:
+class Maintenance:
     """Everything that is done between units, in the order in which it must be done."""
 
     def __init__(
@@ -90,51 +86,57 @@ class Upkeep:
         *,
         assignment: Assignment,
         ownership: Ownership,
-        delivery: Delivery,
-        ledger: Ledger,
-        settlement: Settlement,
-        starter: Starter,
+        buffer: FetchBuffer,
+        ledger: LedgerStore,
+        commits: CommitProtocol,
+        start_offsets: StartOffsets,
         cluster: Cluster,
-        mirror: Mirror,
+        kafka_offsets: KafkaOffsets,
         notify: Notify,
-        is_told_of_nothing: bool,
+        is_called_for_nothing: bool,
         stop_on_bad_partition: bool,
     ) -> None:
         self._assignment = assignment
         self._ownership = ownership
-        self._delivery = delivery
+        self._buffer = buffer
         self._ledger = ledger
         self._about = partial(about, group=ledger.group_id)
-        self._settlement = settlement
-        self._starter = starter
+        self._commits = commits
+        self._start_offsets = start_offsets
         self._cluster = cluster
-        self._mirror = mirror
+        self._kafka_offsets = kafka_offsets
         self._notify = notify
-        self._is_told_of_nothing = is_told_of_nothing
+        self._is_called_for_nothing = is_called_for_nothing
         self._stop_on_bad_partition = stop_on_bad_partition
+        # Times are on the monotonic clock, and 0 is "at once". What is known of a partition is in its PartitionState.
         self._news: list[tuple[Change, list[TopicPartition]]] = []
-        self._suspects: dict[Partition, str] = {}
+        """What the user's rebalance callbacks have not been called for; the end of each run does it."""
         self._asked: dict[str, Future[Any]] = {}
+        """Questions for topic ids that are on their way; all are answered before the next ones are asked."""
         self._next_recheck: dict[str, float] = {}
+        """When the id of each topic is asked for again; a topic that is not in it is due."""
         self._hurried: dict[str, float] = {}
-        # Where partitions stood when the id of their topic was last found to be the right one.
-        self._checked_at: dict[Partition, int] = {}
-        self._ended_at: dict[Partition, float] = {}
-        self._bad: dict[Partition, Bad] = {}
+        """Until when an error makes no topic due again: one that repeats would ask with each message."""
         self._next_rows = 0.0
-        self._next_look = 0.0
+        """When the rows are read again without a lock, to notice a reset or a failover."""
+        self._next_run = 0.0
+        """When there is something to do though nothing happened."""
         self._began_at = 0.0
-        """When the step began that goes on now."""
+        """When the run began that goes on now."""
         self._not_before = 0.0
+        """When to acquire or check the membership again. A new assignment sets it to 0, others wait."""
         self._next_examination = 0.0
+        """When to examine suspects again, of which a row was locked or a leader silent."""
         self._postponed: tuple[Partition, ...] = ()
-        """What was told of last as waiting for an answer of its leader."""
-        self._told_at = 0.0
+        """What was logged last as waiting for an answer of its leader."""
+        self._assigned_at = 0.0
+        """When Kafka last changed what is ours, or the group's generation changed while nothing was."""
         self._generation = -1
+        """The group's generation at the last run without partitions."""
         self._next_comparison = 0.0
+        """When what Kafka holds is compared again; new partitions need not wait for that, only"""
         self._compare_new_from = 0.0
-        self._compared: dict[Partition, int] = {}
-        """Owned partitions, by owner epoch, whose ledger was compared with what Kafka holds."""
+        """until this, where the group's coordinator gave no answer."""
         self.is_member = False
         """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
         self.unreachable: str | None = None
@@ -142,44 +144,53 @@ class Upkeep:
 
     @property
     def is_due(self) -> bool:
-        """Whether :meth:`step` has anything to do before the next unit."""
+        """Whether :meth:`run_once` has anything to do before the next unit."""
         return bool(
             self._assignment.events
             or self._assignment.paused
-            or self._ownership.is_unsettled
-            or self._settlement.is_pending
-            or self._settlement.failed is not None
-            or (self._suspects and time.monotonic() >= self._next_examination)
-            or self._unreadable()
+            or self._ownership.has_changed
+            or self._commits.is_pending
+            or self._commits.failed is not None
+            or self._has_trouble()
             or self._ledger.session.lost
-            or time.monotonic() >= self._next_look
+            or time.monotonic() >= self._next_run
         )
 
-    def step(self, client: Consumer) -> None:
+    def _has_trouble(self) -> bool:
+        """Tell whether a partition is to be examined or rejected; in one pass, because it is asked before each unit."""
+        examines = time.monotonic() >= self._next_examination
+        return any(
+            (h.unreadable is not None and h.next_offset == h.position) or (examines and h.suspect is not None)
+            for h in self._ownership.states.values()
+            if h.positioned
+        )
+
+    def run_once(self, client: Consumer) -> None:
         """Do what is due. Call it again after an error that passes."""
         self._began_at = time.monotonic()
-        self._next_look = self._began_at + MIRROR_SECONDS / 2
+        self._next_run = self._began_at + MIRROR_SECONDS / 2
         self.take_events()
-        if self._settlement.failed is not None:
-            raise self._settlement.failed
+        if self._commits.failed is not None:
+            raise self._commits.failed
         _ = self._ledger.session.connection
-        self._settlement.settle()
+        self._commits.resolve()
         self._release()
         self._retry_bad()
         self._acquire()
         self._compare_origins(client)
-        self._look_at_rows()
+        self._check_rows()
         self._examine_suspects()
         self._reject_unreadable()
-        self._place(client)
-        self._prove(client)
+        self._position(client)
+        self._confirm_membership(client)
         self._recheck_topics()
-        self._look_for_us(client)
-        self._mirror.send(client, owned=self._ownership.owned())
-        self._ownership.is_unsettled = bool(self._ownership.to_place())
-        if self._ownership.to_acquire() or self._ownership.to_prove():
-            self._next_look = time.monotonic() + _AGAIN_SECONDS
-        self._tell()
+        self._check_presence(client)
+        self._kafka_offsets.send(client, self._ownership.states)
+        self._ownership.has_changed = bool(self._ownership.to_position())
+        if self._ownership.to_acquire() or self._ownership.to_confirm():
+            self._next_run = time.monotonic() + _AGAIN_SECONDS
+        while self._news:  # outside of librdkafka's callbacks
+            self._assignment.contain(self._notify)(*self._news.pop(0))
 
     def take_events(self) -> None:
         """Apply what the rebalance callbacks recorded."""
@@ -190,31 +201,23 @@ class Upkeep:
                 self._not_before = 0.0  # these need not wait for what others wait for
             else:
                 self._ownership.revoked(event.partitions)
-                self._mirror.forget(event.partitions)
+                self._kafka_offsets.drop_check()
                 self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
             extra = self._about(event.change.value, several=event.partitions)
             names = ", ".join(map(str, event.partitions)) or "nothing"
             logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
-            self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.holdings)
-            self._told_at = time.monotonic()
-            for partition in event.partitions:
-                for notes in (self._suspects, self._bad, self._ended_at, self._checked_at):
-                    notes.pop(partition, None)
-            self._delivery.discard()
+            self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.states)
+            self._assigned_at = time.monotonic()
+            self._buffer.discard()
             # Only now: an event that was interrupted is applied again.
             self._assignment.events.popleft()
 
     @property
     def is_left_idle(self) -> bool:
         """Whether Kafka has nothing for this member: it is in the group, and others have had time to give up some."""
-        if not self.is_member or self._ownership.holdings:
+        if not self.is_member or self._ownership.states:
             return False
-        return not self._assignment.is_incremental or time.monotonic() - self._told_at >= SETTLE_SECONDS
-
-    def reached_end(self, partition: Partition, offset: int) -> None:
-        """Take note that the client met the end of a log."""
-        self._ownership.reached_end(partition, offset)
-        self._ended_at[partition] = time.monotonic()
+        return not self._assignment.is_incremental or time.monotonic() - self._assigned_at >= SETTLE_SECONDS
 
     def move_to_ends(self, *, released: bool = False) -> None:
         """Move the ledger to the ends of logs that are applied, behind what holds no message: commit markers, say.
@@ -226,7 +229,7 @@ class Upkeep:
             ends, self._ownership.last_ends = self._ownership.last_ends, []
         else:
             ends = self._ownership.at_end()
-        if ends and self._settlement.failed is None:
+        if ends and self._commits.failed is None:
             self._move(ends)
 
     def unreadable(self, message: Message) -> None:
@@ -242,12 +245,7 @@ class Upkeep:
         if time.monotonic() >= self._hurried.get(topic, 0.0):
             self._hurried[topic] = time.monotonic() + RECHECK_SECONDS
             self._next_recheck.pop(topic, None)
-            self._next_look = 0.0
-
-    def suspect(self, message: Message) -> None:
-        """Take note that the client could not read on at its offset."""
-        error = message.error()
-        self._suspects[Partition(str(message.topic()), message.partition() or 0)] = "" if error is None else error.str()
+            self._next_run = 0.0
 
     def _release(self) -> None:
         """Give back rows; best effort, because an acquisition needs no release."""
@@ -261,16 +259,29 @@ class Upkeep:
                 logger.info("rows were not released: %s", error, extra=extra)
 
     def _acquire(self) -> None:
-        """Acquire, check and start what is pending."""
+        """Acquire, check and start what is pending; what is locked or postponed is left for later."""
         pending = self._ownership.to_acquire()
         if not pending or time.monotonic() < self._not_before:
             return
         try:
             self.unreachable = None
-            known, bad = self._enrol(self._known(pending))
-            rows = self._acquire_free([p for p in known if p not in bad])
+            # Only of topics that exist, as far as the broker knows that answers; it may be behind.
+            topics = {p.topic for p in pending}
+            unknown = self._start_offsets.describe(topics)
+            self._schedule_recheck(topics - unknown.keys())
+            for topic, error in unknown.items():
+                extra = self._about("topic_unknown") | {"topic": topic}
+                logger.warning("its partitions are ours, and wait: %s", error, extra=extra)
+            known, bad = self._register([p for p in pending if p.topic not in unknown])
+            wanted = [p for p in known if p not in bad]
+            rows: list[Row] = []
+            try:
+                rows = self._unlocked(self._ledger.acquire, wanted)[0] if wanted else []
+            except LedgerRowMissing as missing:
+                # Deleted since a moment ago; which one it is, and that it was there, is found out by registering again.
+                logger.warning("looking again: %s", missing, extra=self._about("row_missing", several=wanted))
             self._ownership.acquired(rows)
-            self._begin(rows)
+            self._validate(rows)
             self._reject(bad)
         except BrokerUnreachable as error:
             # Partitions that were acquired before need not wait for a leader of these.
@@ -292,10 +303,10 @@ class Upkeep:
         text = "%s cannot be started now, and will be tried again: %s"
         logger.log(level, text, ", ".join(map(str, names)), error, extra=self._about("start_postponed", several=names))
 
-    def _enrol(self, partitions: list[Partition]) -> tuple[list[Partition], dict[Partition, StartError]]:
+    def _register(self, partitions: list[Partition]) -> tuple[list[Partition], dict[Partition, StartError]]:
         """Make the rows that are missing; return the partitions that need not wait, and those whose row was lost."""
         try:
-            return partitions, self._starter.enrol(partitions) if partitions else {}
+            return partitions, self._start_offsets.register(partitions) if partitions else {}
         except BrokerUnreachable:
             topics = sorted({p.topic for p in partitions})
         # Nobody tells where the log of an added partition begins, say: only what has no row yet has to wait for that.
@@ -304,33 +315,13 @@ class Upkeep:
         for topic in topics:
             of_topic = [p for p in partitions if p.topic == topic]
             try:
-                bad |= self._starter.enrol(of_topic)
+                bad |= self._start_offsets.register(of_topic)
                 ready += of_topic
             except BrokerUnreachable as error:
                 existing = self._ledger.existing(of_topic)
                 ready += sorted(existing)
                 self._postpone(set(of_topic) - existing, error)
         return ready, bad
-
-    def _known(self, pending: list[Partition]) -> list[Partition]:
-        """Return the partitions whose topics exist, as far as the broker knows that answers; it may be behind."""
-        topics = {p.topic for p in pending}
-        unknown = self._starter.describe(topics)
-        self._schedule_recheck(topics - unknown.keys())
-        for topic, error in unknown.items():
-            extra = self._about("topic_unknown") | {"topic": topic}
-            logger.warning("its partitions are ours, and wait: %s", error, extra=extra)
-        return [p for p in pending if p.topic not in unknown]
-
-    def _acquire_free(self, pending: list[Partition]) -> list[Row]:
-        """Acquire what is not locked; the rest is left for later."""
-        try:
-            return self._unlocked(self._ledger.acquire, pending)[0] if pending else []
-        except LedgerRowMissing as error:
-            # Deleted since a moment ago; which one it is, and that it was there, is found out by enrolling again.
-            extra = self._about("row_missing", several=pending)
-            logger.warning("looking again: %s", error, extra=extra)
-            return []
 
     def _unlocked(
         self, call: Callable[..., list[Row]], partitions: list[Partition]
@@ -361,12 +352,12 @@ class Upkeep:
                 logger.warning("%s stays locked for now", partition, extra=extra)
         return rows, locked
 
-    def _begin(self, rows: list[Row]) -> None:
+    def _validate(self, rows: list[Row]) -> None:
         partitions = [row.partition for row in rows]
         try:
             if not rows:
                 return
-            checked = self._starter.begin(rows)
+            checked = self._start_offsets.validate(rows)
             for row in checked.ready:
                 self._ownership.started(row.partition, row)
             self._ownership.taken(set(partitions) - set(checked.bad) - set(checked.postponed))
@@ -384,12 +375,12 @@ class Upkeep:
         """
         for partition, error in bad.items():
             self._ownership.rejected(partition, error, (rows or {}).get(partition))
-            known = self._bad.get(partition)
-            if known is None or str(known.error) != str(error):
-                self._bad[partition] = Bad(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
+            state = self._ownership.states.get(partition)
+            if state is not None and (state.report is None or str(state.report.error) != str(error)):
+                state.report = Report(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
                 if not self._stop_on_bad_partition:
-                    self._tell_bad(partition, error)
-        self._delivery.discard()
+                    self._log_bad(partition, error)
+        self._buffer.discard()
         if bad and self._stop_on_bad_partition:
             self._ownership.retried(bad)
             raise next(iter(bad.values()))
@@ -398,74 +389,70 @@ class Upkeep:
         """Tell again of what is still bad, and try again what may have passed."""
         now = time.monotonic()
         for partition in self._ownership.bad():
-            known = self._bad[partition]
-            if now >= known.again_at:
+            known = self._ownership.states[partition].report
+            if known is not None and now >= known.again_at:
                 known.pause_seconds = min(2 * known.pause_seconds, _BAD_MOST_SECONDS)
                 known.again_at = now + known.pause_seconds
-                self._tell_bad(partition, known.error)
+                self._log_bad(partition, known.error)
                 if isinstance(known.error, BatchUnreadable):
                     # The others hold until the row is changed: a log that has grown over an offset that was outside
                     # of it, say, proves nothing.
                     self._ownership.retried([partition])
 
-    def _tell_bad(self, partition: Partition, error: ExactlyOnceError) -> None:
+    def _log_bad(self, partition: Partition, error: Exception) -> None:
         extra = self._about("partition_bad", partition=partition)
         logger.error("%s is not read, others are: %s", partition, error, extra=extra)
 
     def _unreadable(self) -> list[Partition]:
         """Return the partitions of which everything is applied that could be read."""
-        holdings = self._ownership.holdings.items()
-        return [p for p, h in holdings if h.placed and h.unreadable is not None and h.expected == h.fetched]
+        states = self._ownership.states.items()
+        return [p for p, h in states if h.positioned and h.unreadable is not None and h.next_offset == h.position]
 
     def _reject_unreadable(self) -> None:
         bad: dict[Partition, ExactlyOnceError] = {}
         for partition in self._unreadable():
-            holding = self._ownership.holdings[partition]
+            state = self._ownership.states[partition]
             bad[partition] = BatchUnreadable(
                 f"{partition} of group {self._ledger.group_id!r}: the client cannot read on at offset "
-                f"{holding.expected} ({holding.unreadable}). If the log is damaged, restore it from a replica, or skip "
+                f"{state.next_offset} ({state.unreadable}). If the log is damaged, restore it from a replica, or skip "
                 f"what cannot be read with: exactly-once reset --topic {partition.topic} "
                 f"--partition {partition.number} --to-offset N"
             )
         self._reject(bad)
 
-    def _place(self, client: Consumer) -> None:
+    def _position(self, client: Consumer) -> None:
         """Tell the client what to fetch, and from where."""
-        targets = self._ownership.to_place()
+        targets = self._ownership.to_position()
         if not targets:
             return
-        others = {
-            p: (h.fetched, None)  # the epoch we know is that of what was applied, which may be an older one
-            for p, h in self._ownership.holdings.items()
-            if h.placed and p in self._assignment.fetching
-        }
-        self._delivery.discard()
-        self._assignment.place(client, {p: (h.expected, h.leader_epoch) for p, h in targets.items()}, others)
-        self._ownership.placed(targets)
-        for partition, holding in targets.items():
-            self._checked_at[partition] = holding.expected
-            extra = self._about("placed", partition=partition, offset=holding.expected, owner_epoch=holding.epoch)
-            logger.info("reading %s from offset %s", partition, holding.expected, extra=extra)
-        self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.expected) for p, h in targets.items()]))
+        # The epoch we know is that of what was applied, which may be an older one.
+        others = {p: (h.position, None) for p, h in self._ownership.states.items() if h.positioned}
+        self._buffer.discard()
+        self._assignment.position(client, {p: (h.next_offset, h.leader_epoch) for p, h in targets.items()}, others)
+        self._ownership.positioned(targets)
+        for partition, state in targets.items():
+            extra = self._about("positioned", partition=partition, offset=state.next_offset, owner_epoch=state.epoch)
+            logger.info("reading %s from offset %s", partition, state.next_offset, extra=extra)
+        self._news.append((Change.ASSIGNED, [TopicPartition(*p, h.next_offset) for p, h in targets.items()]))
 
-    def _prove(self, client: Consumer) -> None:
+    def _confirm_membership(self, client: Consumer) -> None:
         """After a fence: acquire again only when Kafka still counts us as a member."""
-        fenced = self._ownership.to_prove()
+        fenced = self._ownership.to_confirm()
         if not fenced or time.monotonic() < self._not_before:
             return
         offsets = {}
-        if not self._mirror.is_proving:
+        if not self._kafka_offsets.is_checking:
             rows = self._ledger.look(fenced)
             # For dashboards, so a look is enough. Where a failover lost the chosen start or the row, 0 was applied.
             offsets = {r.partition: (r.next_offset or 0, r.leader_epoch) for r in rows}
-            self._ownership.proved(set(fenced) - set(offsets))
+            self._ownership.confirmed(set(fenced) - set(offsets))
             if not offsets:
                 self._not_before = time.monotonic() + _BUSY_SECONDS
                 return
-        proved = self._mirror.prove(client, offsets)
-        if proved:
-            self._ownership.proved(proved)
-        elif proved is not None:
+        confirmed = self._kafka_offsets.check_membership(client, offsets)
+        if confirmed:
+            self._ownership.confirmed(confirmed)
+        elif confirmed is not None:
             self._not_before = time.monotonic() + _BUSY_SECONDS
 
     def _recheck_topics(self) -> None:
@@ -477,14 +464,14 @@ class Upkeep:
                 self._compare(topic, future)
         if self._asked:
             return
-        self.unreachable = self.unreachable if self._ownership.holdings else None
+        self.unreachable = self.unreachable if self._ownership.states else None
         due = [t for t in sorted({p.topic for p in self._ownership.owned()}) if now >= self._next_recheck.get(t, 0.0)]
         self._schedule_recheck(due)
         self._asked = self._cluster.ask(due)
 
     def _schedule_recheck(self, topics: Iterable[str]) -> None:
         for topic in topics:
-            seconds = max(RECHECK_SECONDS, self._starter.size(topic) / PARTITIONS_PER_SECOND)
+            seconds = max(RECHECK_SECONDS, self._start_offsets.size(topic) / PARTITIONS_PER_SECOND)
             self._next_recheck[topic] = time.monotonic() + seconds * random.uniform(1 - _JITTER, 1)  # noqa: S311
 
     def _compare(self, topic: str, future: Future[Any]) -> None:
@@ -500,97 +487,88 @@ class Upkeep:
         held = [p for p in self._ownership.owned() if p.topic == topic]
         bad = {}
         for partition in held:
+            state = self._ownership.states[partition]
+            since, now = state.checked_at, state.next_offset
             try:
-                self._starter.recheck(topic, found, {partition: self._ownership.holdings[partition].topic_id})
-                self._checked_at[partition] = self._ownership.holdings[partition].expected
+                self._start_offsets.recheck(topic, found, {partition: state.topic_id})
+                state.checked_at = now
             except TopicRecreated as error:
-                bad[partition] = self._and_what_was_read(partition, error)
+                told = ""
+                if since is not None:
+                    # Which messages of the new topic may have been skipped, and which were applied.
+                    told = f". It was the old one at offset {since} still"
+                    if now > since:
+                        told += f"; offsets {since} to {now - 1} were applied since, and may be of the new one"
+                    if since > 0:
+                        told += f"; of the new one offsets 0 to {since - 1} were not read"
+                bad[partition] = TopicRecreated(f"{error}{told}")
         self._reject(bad)
 
-    def _and_what_was_read(self, partition: Partition, error: TopicRecreated) -> TopicRecreated:
-        """Say which messages of the new topic may have been skipped, and which were applied."""
-        since, now = self._checked_at.get(partition), self._ownership.holdings[partition].expected
-        if since is None:
-            return error
-        told = f"It was the old one at offset {since} still"
-        if now > since:
-            told += f"; offsets {since} to {now - 1} were applied since, and may be of the new one"
-        if since > 0:
-            told += f"; of the new one offsets 0 to {since - 1} were not read"
-        return TopicRecreated(f"{error}. {told}")
-
-    def _look_for_us(self, client: Consumer) -> None:
+    def _check_presence(self, client: Consumer) -> None:
         """Find out whether we are in the group without partitions: not every protocol calls back for nothing.
 
         The group itself is never described: where its coordinator is lost that aborts the process (librdkafka's
         issue 4605).
         """
-        if self._ownership.holdings:
+        if self._ownership.states:
             return
         before, self._generation = self._generation, generation(client)
-        self.is_member = self._generation > 0 and (self.is_member or not self._is_told_of_nothing)
+        self.is_member = self._generation > 0 and (self.is_member or not self._is_called_for_nothing)
         if self._generation != before:
-            self._told_at = time.monotonic()  # the group has changed, and what is meant for whom
+            self._assigned_at = time.monotonic()  # the group has changed, and what is meant for whom
 
     def _compare_origins(self, client: Consumer) -> None:
         """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""
-        owned = {p: self._ownership.holdings[p].epoch for p in self._ownership.owned()}
-        self._compared = {p: epoch for p, epoch in self._compared.items() if owned.get(p) == epoch}
-        new = owned.keys() - self._compared.keys()
+        owned = {p: self._ownership.states[p] for p in self._ownership.owned()}
+        new = {p for p, state in owned.items() if state.compared_epoch != state.epoch}
         if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
             return
         # Kafka first: what this database has told it, it had stored before.
-        held = self._held_by_kafka(client, new, {p.topic for p in owned})
-        self._mirror.origin = own = self._ledger.origin()
-        if held is None:
-            self._compare_new_from = time.monotonic() + _BUSY_SECONDS
-            return
-        for partition in self._starter.compare(new, held, own):
-            self._settlement.tell_rewound(partition, mirrored=held[partition][0])
-        self._next_comparison = time.monotonic() + COMPARE_SECONDS
-        self._compared.update(owned)
-        for partition in new & held.keys():
-            holding = self._ownership.holdings[partition]
-            if held[partition] != (holding.expected, own):
-                self._mirror.applied(partition, holding.expected, holding.leader_epoch)
-
-    def _held_by_kafka(
-        self, client: Consumer, new: Set[Partition], topics: set[str]
-    ) -> dict[Partition, tuple[int, Origin | None]] | None:
-        """Ask Kafka what it holds; None where its coordinator does not answer in time."""
-        others = [p for p in self._starter.partitions(topics) if p not in new]
+        others = [p for p in self._start_offsets.partitions({p.topic for p in owned}) if p not in new]
         if len(others) > _COMPARED_AT_MOST:
             others = random.sample(others, _COMPARED_AT_MOST)  # another one each time
         asked = [TopicPartition(*p) for p in (*sorted(new), *others)]
+        answer: list[TopicPartition] | None = None
         try:
             answer = client.committed(asked, timeout=_COMMITTED_SECONDS)
         except KafkaException as error:
             extra = self._about("origin_unchecked")
             logger.info("what Kafka holds is compared with the ledger later: %s", error, extra=extra)
-            return None
-        return {
+        self._kafka_offsets.origin = own = self._ledger.origin()
+        if answer is None:
+            self._compare_new_from = time.monotonic() + _BUSY_SECONDS
+            return
+        held = {
             Partition(tp.topic, tp.partition): (tp.offset, origin_of(tp.metadata))
             for tp in answer
             if tp.offset >= 0 and tp.error is None
         }
+        for partition in self._start_offsets.compare(new, held, own):
+            self._commits.log_rewound(partition, mirrored=held[partition][0])
+        self._next_comparison = time.monotonic() + COMPARE_SECONDS
+        for partition in new:
+            state = owned[partition]
+            state.compared_epoch = state.epoch
+            state.is_to_mirror |= partition in held and held[partition] != (state.next_offset, own)
 
-    def look_anew(self) -> None:
+    def check_rows_soon(self) -> None:
         """Have the rows looked at by the next step: a partition that was bad may have been mended."""
-        self._next_rows = self._next_look = 0.0
+        self._next_rows = self._next_run = 0.0
 
-    def _look_at_rows(self) -> None:
+    def _check_rows(self) -> None:
         """Notice a reset or a failover also where no message comes to tell of it, without writing anything."""
         if time.monotonic() < self._next_rows:
             return
         self._next_rows = time.monotonic() + RECHECK_SECONDS
         quiet_since = time.monotonic() - QUIET_SECONDS
-        self._move(a for a in self._ownership.at_end() if self._ended_at.get(a.partition, 0.0) <= quiet_since)
+        states = self._ownership.states
+        self._move(a for a in self._ownership.at_end() if states[a.partition].log_ended_at <= quiet_since)
         held = self._ownership.owned() + self._ownership.bad()
         suspicious = self._ownership.suspicious(held, self._ledger.look(held)) if held else []
         if suspicious:
             rows, locked = self._unlocked(self._ledger.read, suspicious)
-            self._notice([p for p in suspicious if p not in locked], rows)
-            self._delivery.discard()
+            self._act_on_rows([p for p in suspicious if p not in locked], rows)
+            self._buffer.discard()
 
     def _move(self, ends: Iterable[Advance]) -> None:
         """Move the ledger to ends of logs; whatever becomes of that, the next look at the rows tells."""
@@ -608,73 +586,66 @@ class Upkeep:
             return
         self._ownership.moved_to_end(ends)
         for end in ends:
-            self._mirror.applied(end.partition, end.next_offset, end.leader_epoch)
             extra = self._about("moved_to_end", several=[end])
             logger.info("%s is applied to the end of its log, offset %s", end.partition, end.next_offset, extra=extra)
 
-    def _notice(self, partitions: list[Partition], rows: list[Row]) -> None:
+    def _act_on_rows(self, partitions: list[Partition], rows: list[Row]) -> None:
         """Act on rows that are not as they were left, and tell of them."""
-        expected = {p: self._ownership.holdings[p].expected for p in partitions}
+        expected = {p: self._ownership.states[p].next_offset for p in partitions}
         mended = set(self._ownership.bad()).intersection(partitions)
-        verdicts = self._ownership.seen(partitions, rows)
+        conflicts = self._ownership.seen(partitions, rows)
         for partition in mended.difference(self._ownership.bad()):
-            self._bad.pop(partition, None)
             extra = self._about("partition_changed", partition=partition)
             logger.warning("the row of %s was changed: trying to read it again", partition, extra=extra)
-        for partition, verdict in verdicts.items():
-            counters = self._settlement.counters
-            counters.fenced += verdict is Conflict.FENCED
-            counters.rewound += verdict is Conflict.REWOUND
-            counters.ahead += verdict is Conflict.AHEAD
+        for partition, conflict in conflicts.items():
+            counters = self._commits.counters
+            counters.fenced += conflict is Conflict.FENCED
+            counters.rewound += conflict is Conflict.REWOUND
+            counters.ahead += conflict is Conflict.AHEAD
             logger.warning(
                 "%s is not as it was left at offset %s: %s",
                 partition,
                 expected[partition],
-                verdict.value,
-                extra=self._about(verdict.name.lower(), partition=partition, offset=expected[partition]),
+                conflict.value,
+                extra=self._about(conflict.name.lower(), partition=partition, offset=expected[partition]),
             )
 
     def _examine_suspects(self) -> None:
         """Find out why the client could not read on; move, or raise, or just place it again."""
-        if not self._suspects or time.monotonic() < self._next_examination:
+        suspects = self._ownership.suspects()
+        if not suspects or time.monotonic() < self._next_examination:
             return
         # First whether it still is the same topic: no policy may move an offset into another one.
-        for topic in {p.topic for p in self._suspects}:
+        for topic in {p.topic for p in suspects}:
             self._compare(topic, self._cluster.ask([topic])[topic])
-        for partition, reason in list(self._suspects.items()):
-            holding = self._ownership.deliverable(partition)
-            if holding is not None and holding.unreadable is None:
+        for partition, state in suspects.items():
+            reason = state.suspect
+            if reason is not None and self._ownership.deliverable(partition) is state and state.unreadable is None:
                 rows, locked = self._unlocked(self._ledger.read, [partition])
                 if locked:
                     self._next_examination = time.monotonic() + _BUSY_SECONDS
                     continue
-                self._notice([partition], rows)
+                self._act_on_rows([partition], rows)
                 logs, trouble = self._cluster.available_ranges([partition])
                 if trouble is not None:  # others are read on meanwhile
                     self._postpone([partition], trouble)
                     self._next_examination = self._not_before
                     continue
-                if self._ownership.deliverable(partition) is holding:
-                    self._reposition(rows[0], logs[partition], reason)
+                if self._ownership.deliverable(partition) is state:
+                    try:
+                        moved = self._start_offsets.in_range(
+                            rows[0], logs[partition], truncated="truncat" in reason.lower()
+                        )
+                    except OffsetOutOfRange as error:
+                        self._reject({partition: error})
+                        continue
+                    if moved is None:
+                        self._next_rows = 0.0  # its row was changed meanwhile: look at all of them
+                    else:
+                        extra = self._about("repositioned", partition=partition, offset=moved.next_offset)
+                        text = "%s: reading on at offset %s after: %s"
+                        logger.warning(text, partition, moved.next_offset, reason, extra=extra)
+                        self._ownership.started(partition, moved)
             # Of one that is placed anew there comes another error if need be.
-            self._suspects.pop(partition, None)
-        self._delivery.discard()
-
-    def _reposition(self, row: Row, log: tuple[int, int], reason: str) -> None:
-        """Read on where the ledger stands, or say why that cannot be."""
-        try:
-            moved = self._starter.in_range(row, log, truncated="truncat" in reason.lower())
-        except OffsetOutOfRange as error:
-            self._reject({row.partition: error})
-            return
-        if moved is None:
-            self._next_rows = 0.0
-            return
-        extra = self._about("repositioned", partition=row.partition, offset=moved.next_offset)
-        logger.warning("%s: reading on at offset %s after: %s", row.partition, moved.next_offset, reason, extra=extra)
-        self._ownership.started(row.partition, moved)
-
-    def _tell(self) -> None:
-        """Call the user's rebalance callbacks, outside of librdkafka's."""
-        while self._news:
-            self._assignment.contain(self._notify)(*self._news.pop(0))
+            state.suspect = None
+        self._buffer.discard()

@@ -18,10 +18,10 @@ from exactly_once.kafka.settings import poll_interval_seconds, reads_committed
 from exactly_once.metrics import table as m
 from exactly_once.metrics.health import Health
 
-from .buffer import Delivery
-from .commit import Settlement
-from .maintenance import Upkeep
-from .partitions import Holding, Ownership, State
+from .buffer import FetchBuffer
+from .commit import CommitProtocol
+from .maintenance import Maintenance
+from .partitions import Ownership, PartitionState, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class Observer:
         *,
         owner_name: str | None,
         ownership: Ownership,
-        delivery: Delivery,
-        settlement: Settlement,
-        upkeep: Upkeep,
+        buffer: FetchBuffer,
+        commits: CommitProtocol,
+        maintenance: Maintenance,
         cluster: Cluster,
     ) -> None:
         self._metrics = metrics
@@ -49,9 +49,9 @@ class Observer:
         self._poll_interval_seconds = poll_interval_seconds(kafka)
         self._reads_committed = reads_committed(kafka)
         self._ownership = ownership
-        self._delivery = delivery
-        self._settlement = settlement
-        self._upkeep = upkeep
+        self._buffer = buffer
+        self._commits = commits
+        self._maintenance = maintenance
         self._cluster = cluster
         self._made_at = self._polled_at = time.monotonic()
         self._has_failed = False
@@ -63,7 +63,7 @@ class Observer:
                 metrics.add(metric, 0, (*self._common, *values))
             metrics.attach(self.read)
 
-    def turned(self) -> None:
+    def record_poll(self) -> None:
         """Take note that the loop polls Kafka, and publish what happened since it did the last time."""
         self._polled_at = time.monotonic()
         if self._metrics is not None:
@@ -77,11 +77,11 @@ class Observer:
 
     def read(self) -> Iterator[m.Sample]:
         """Read the gauges, from any thread; lag takes up to :data:`LAG_SECONDS`."""
-        holdings = self._holdings()
-        owned = {p: h for p, h in holdings.items() if h.state is State.OWNED}
+        states = self._states()
+        owned = {p: h for p, h in states.items() if h.phase is Phase.OWNED}
         yield m.Sample(m.OWNED, self._common, len(owned))
-        yield m.Sample(m.WAITING, self._common, len(holdings) - len(owned))
-        yield m.Sample(m.BAD, self._common, sum(h.state is State.BAD for h in holdings.values()))
+        yield m.Sample(m.WAITING, self._common, len(states) - len(owned))
+        yield m.Sample(m.BAD, self._common, sum(h.phase is Phase.BAD for h in states.values()))
         yield m.Sample(m.SINCE_COMMIT, self._common, self._since_commit())
         yield m.Sample(m.SINCE_POLL, self._common, time.monotonic() - self._polled_at)
         ends = self._cluster.ends_within(LAG_SECONDS, list(owned), read_committed=self._reads_committed)
@@ -91,19 +91,19 @@ class Observer:
 
     def health(self, *, is_subscribed: bool, is_stopping: bool) -> Health:
         """Say how the consumer is, from any thread and without asking any server."""
-        holdings = self._holdings()
+        states = self._states()
         since_poll = time.monotonic() - self._polled_at
         is_alive = since_poll <= self._poll_interval_seconds or not is_subscribed
-        waiting = tuple(sorted(p for p, h in holdings.items() if h.state is not State.OWNED))
-        bad = tuple((*p, _text(h.error)) for p, h in sorted(_bad(holdings), key=lambda each: each[0]))
-        reasons = tuple(self._reasons(holdings, is_subscribed=is_subscribed, is_stopping=is_stopping))
+        waiting = tuple(sorted(p for p, h in states.items() if h.phase is not Phase.OWNED))
+        bad = tuple((*p, _text(h.error)) for p, h in sorted(_bad(states), key=lambda each: each[0]))
+        reasons = tuple(self._reasons(states, is_subscribed=is_subscribed, is_stopping=is_stopping))
         if not is_alive:
             reasons += (f"the loop has not polled for {since_poll:.0f} s, which is beyond max.poll.interval.ms",)
         return Health(
             is_alive=is_alive,
             is_ready=not reasons,
             reasons=reasons,
-            owned=tuple(sorted(holdings.keys() - set(waiting))),
+            owned=tuple(sorted(states.keys() - set(waiting))),
             waiting=waiting,
             bad=bad,
             seconds_since_commit=self._since_commit(),
@@ -111,7 +111,7 @@ class Observer:
         )
 
     def _reasons(
-        self, holdings: Mapping[Partition, Holding], *, is_subscribed: bool, is_stopping: bool
+        self, states: Mapping[Partition, PartitionState], *, is_subscribed: bool, is_stopping: bool
     ) -> Iterator[str]:
         """Say what keeps the consumer from its work."""
         if is_stopping:
@@ -119,40 +119,37 @@ class Observer:
         elif not is_subscribed:
             yield "it has not subscribed yet"
         else:
-            trouble = self._settlement.failed or self.trouble
+            trouble = self._commits.failed or self.trouble
             if trouble is not None:
                 yield _text(trouble)
-            bad = dict(_bad(holdings))
-            waiting = sorted(p for p, h in holdings.items() if h.state is not State.OWNED and p not in bad)
+            bad = dict(_bad(states))
+            waiting = sorted(p for p, h in states.items() if h.phase is not Phase.OWNED and p not in bad)
             if waiting:
                 yield f"waiting for {', '.join(map(str, waiting))}"
-            for partition, holding in bad.items():
-                yield f"{partition} is not read: {_text(holding.error)}"
-            if self._upkeep.unreachable is not None:
-                yield self._upkeep.unreachable
-            if not self._upkeep.is_member:
+            for partition, state in bad.items():
+                yield f"{partition} is not read: {_text(state.error)}"
+            if self._maintenance.unreachable is not None:
+                yield self._maintenance.unreachable
+            if not self._maintenance.is_member:
                 yield "Kafka has not assigned partitions yet"
 
-    def _holdings(self) -> dict[Partition, Holding]:
-        return self._ownership.holdings.copy()  # in one step: the loop goes on in its own thread
+    def _states(self) -> dict[Partition, PartitionState]:
+        return self._ownership.states.copy()  # in one step: the loop goes on in its own thread
 
     def _since_commit(self) -> float:
-        return time.monotonic() - (self._settlement.committed_at or self._made_at)
+        return time.monotonic() - (self._commits.committed_at or self._made_at)
 
     def _publish(self, metrics: m.Metrics) -> None:
         for number, (metric, values, count) in enumerate(_COUNTED):
-            known, now = self._published[number], count(self._settlement, self._delivery)
+            known, now = self._published[number], count(self._commits, self._buffer)
             if now != known:
                 self._published[number] = now
                 metrics.add(metric, now - known, (*self._common, *values))
                 if metric is m.UNITS:
-                    self._publish_timing(metrics)
-
-    def _publish_timing(self, metrics: m.Metrics) -> None:
-        unit_seconds, commit_seconds = self._settlement.timing
-        metrics.observe(m.UNIT_SECONDS, unit_seconds, self._common)
-        if commit_seconds is not None:
-            metrics.observe(m.COMMIT_SECONDS, commit_seconds, self._common)
+                    unit_seconds, commit_seconds = self._commits.timing
+                    metrics.observe(m.UNIT_SECONDS, unit_seconds, self._common)
+                    if commit_seconds is not None:
+                        metrics.observe(m.COMMIT_SECONDS, commit_seconds, self._common)
 
     def _contain(self, call: Callable[..., object], argument: object) -> None:
         """Call what is not ours: it may fail, and no unit is to suffer from that."""
@@ -165,15 +162,15 @@ class Observer:
                 logger.exception("metrics could not be published; this is said once", extra=extra)
 
 
-def _bad(holdings: Mapping[Partition, Holding]) -> list[tuple[Partition, Holding]]:
-    return [(p, h) for p, h in holdings.items() if h.state is State.BAD]
+def _bad(states: Mapping[Partition, PartitionState]) -> list[tuple[Partition, PartitionState]]:
+    return [(p, h) for p, h in states.items() if h.phase is Phase.BAD]
 
 
 def _text(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
-_Count = Callable[[Settlement, Delivery], int]
+_Count = Callable[[CommitProtocol, FetchBuffer], int]
 
 _COUNTED: tuple[tuple[m.Metric, tuple[str, ...], _Count], ...] = (
     (m.UNITS, (), lambda s, _: s.counters.committed),

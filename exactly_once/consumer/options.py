@@ -22,7 +22,9 @@ from exactly_once.ledger.session import Connection, connector, server_of
 Isolation = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 
 _UNIT_SECONDS = 60.0
+"""A fifth of the default max.poll.interval.ms: the unit, its retry and a wait for locks fit into it."""
 _MAX_MESSAGES = 1_000_000
+"""What confluent-kafka's consume() takes at most."""
 
 _GROUP_ID_BYTES = 2000
 """An entry of the ledger's index holds 2,704 bytes: group, topic and partition."""

@@ -1,7 +1,7 @@
 """Assignment: librdkafka's rebalance callbacks turned into events, and the client told what to fetch.
 
 Callbacks never raise and never wait: an exception out of them loses messages. A new partition is
-assigned to nothing at first; only when its row was acquired does :meth:`Assignment.place` make the
+assigned to nothing at first; only when its row was acquired does :meth:`Assignment.position` make the
 client fetch it.
 """
 
@@ -24,7 +24,9 @@ from exactly_once._model import Partition
 logger = logging.getLogger(__name__)
 
 _SEEK_SECONDS = 0.5
+"""How long the client may take to begin with what was assigned; it is milliseconds, unless the machine is full."""
 _SEEK_WAIT_SECONDS = 0.005
+"""Between two tries: about as long as the client takes."""
 _METADATA = b"CGMDv2:"
 _TRIES = 3
 """How often a callback is gone through that exceptions of signal handlers cut short."""
@@ -57,9 +59,11 @@ class Assignment:
         self.is_incremental = incremental
         """Whether rebalances are incremental. Learnt from the client where its configuration does not tell."""
         self.events: deque[Event] = deque()
+        """What librdkafka's callbacks recorded; maintenance applies it between units, in order."""
         self.failures: deque[BaseException] = deque()
-        self.fetching: set[Partition] = set()
+        """What callbacks raised, and errors that stop the loop, which raises them one by one."""
         self.paused = False
+        """Whether all that is fetched is paused. A new assignment is not, until :meth:`position` pauses it, too."""
 
     def subscribe(self, client: Consumer, topics: list[str]) -> None:
         """Subscribe the client with callbacks that record and return."""
@@ -82,7 +86,7 @@ class Assignment:
 
         return contained
 
-    def place(self, client: Consumer, targets: Positions, others: Positions) -> None:
+    def position(self, client: Consumer, targets: Positions, others: Positions) -> None:
         """Make the client fetch ``targets`` from their offsets, and go on with ``others``.
 
         Only ``others`` tells an eager client where the rest stands, whose assignment is always whole.
@@ -95,11 +99,10 @@ class Assignment:
                 client.incremental_unassign(_bare(again))
             client.incremental_assign(_positions(targets))
         else:
-            client.assign(_positions({**others, **targets}))
-        self.fetching.update(targets)
+            client.assign(_positions({**{p: others[p] for p in others if p in assigned}, **targets}))
         self._seek(client, _positions({p: place for p, place in targets.items() if place[1] is not None}))
         if self.paused:
-            client.pause(_bare(self.fetching))
+            client.pause(client.assignment())
         else:
             # A pause outlives a revocation: a partition that comes back may still be paused.
             client.resume(_bare(targets))
@@ -113,12 +116,12 @@ class Assignment:
         """Stop fetching, so that polling only keeps the membership alive."""
         if not self.paused:
             self.paused = True
-            client.pause(_bare(self.fetching))
+            client.pause(client.assignment())
 
     def resume(self, client: Consumer) -> None:
         """Fetch again."""
         if self.paused:
-            client.resume(_bare(self.fetching))
+            client.resume(client.assignment())
             self.paused = False
 
     def _callback(
@@ -147,7 +150,6 @@ class Assignment:
         if self.is_incremental:
             self._either(client.incremental_assign, client.assign)
         else:
-            self.fetching.clear()
             self._either(client.assign, client.incremental_assign)
 
     def _let_go(self, client: Consumer, partitions: list[Partition]) -> None:
@@ -155,10 +157,8 @@ class Assignment:
         if self.is_incremental:
             assigned = _assigned(client)
             client.incremental_unassign(_bare(p for p in partitions if p in assigned))
-            self.fetching.difference_update(partitions)
         else:
             client.unassign()
-            self.fetching.clear()
 
     def _either(self, call: Callable[[list[TopicPartition]], None], other: Callable[..., None]) -> None:
         """Assign nothing; where the configuration misled us about the protocol, use the other call."""

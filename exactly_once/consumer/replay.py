@@ -13,7 +13,7 @@ from exactly_once.errors import HandlerCommitted
 from exactly_once.ledger.dead_letters import DeadLetter, settle
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Connection, Session
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.transaction import UnitOfWork
 
 from .unit import Unit, apply
@@ -46,38 +46,48 @@ class Replay:
         """
         ledger = Ledger(self._session, group_id=letter.group_id, owner_kind="consumer")
         work = UnitOfWork(ledger, isolation=self._isolation)
-        advance = _place(letter)
+        # Names the message's partition to the unit; nothing of the ledger moves.
+        advance = Advance(
+            partition=Partition(letter.topic, letter.partition),
+            token=_NOBODY,
+            epoch=0,
+            topic_id=letter.topic_id,
+            cluster_id=letter.cluster_id,
+            expected=letter.message_offset,
+            next_offset=letter.message_offset + 1,
+            leader_epoch=letter.leader_epoch,
+        )
         # Workers may wait for a row of the handler's, and must not take a slow one for a frozen process.
-        watcher = Watcher(
+        terminator = StaleBackendTerminator(
             self._session.connect,
             schema=self._session.schema,
             group_id=letter.group_id,
             instance=self._session.instance,
         )
-        settlement = _Settlement(letter, work, watcher)
-        unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, settle=settlement)
+        commits = _Commits(letter, work, terminator)
+        unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, commits=commits)
         try:
             apply(handler, unit)
         except AlreadySettled:
             return False
         finally:
-            watcher.close()
+            terminator.close()
         return True
 
 
-class _Settlement:
+class _Commits:
     """Begins, commits and undoes the unit of one dead letter."""
 
-    def __init__(self, letter: DeadLetter, work: UnitOfWork, watcher: Watcher) -> None:
+    def __init__(self, letter: DeadLetter, work: UnitOfWork, terminator: StaleBackendTerminator) -> None:
         self._letter = letter
         self._work = work
-        self._watcher = watcher
+        self._terminator = terminator
 
     def begin(self, unit: Unit) -> None:
         try:
             self._work.begin()
             assert self._work.begun is not None
-            self._watcher.watch(self._work.begun.pid, connection=self._work.connection)
+            self._terminator.watch(self._work.begun.pid, connection=self._work.connection)
             found = settle(self._work.connection, self._letter.id, "replayed", schema=self._work.schema)
         except BaseException:
             self._work.roll_back()
@@ -96,30 +106,16 @@ class _Settlement:
         try:
             self._work.commit([])
         except BaseException as error:
-            if self._work.is_unknown and self._work.fate() == "committed":
+            if self._work.is_unknown and self._work.outcome() == "committed":
                 return
             self.abandon(unit, error)
             raise
 
     def abandon(self, unit: Unit, error: BaseException) -> None:
         self._work.roll_back()
-        if not self._work.is_unknown and self._work.fate() == "committed":
+        if not self._work.is_unknown and self._work.outcome() == "committed":
             raise HandlerCommitted(
                 f"the handler committed by itself while dead letter {self._letter.id} ({self._letter.place}) was "
                 "replayed; the letter is marked as replayed. Take COMMIT out of the handler, and see what of its "
                 "effects is there"
             ) from error
-
-
-def _place(letter: DeadLetter) -> Advance:
-    """Name the message's partition to the unit; nothing of the ledger moves."""
-    return Advance(
-        partition=Partition(letter.topic, letter.partition),
-        token=_NOBODY,
-        epoch=0,
-        topic_id=letter.topic_id,
-        cluster_id=letter.cluster_id,
-        expected=letter.message_offset,
-        next_offset=letter.message_offset + 1,
-        leader_epoch=letter.leader_epoch,
-    )

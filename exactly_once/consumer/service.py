@@ -22,7 +22,7 @@ from exactly_once.ledger.dead_letters import DeadLetterLimit, enforce
 from exactly_once.ledger.outcome import Fault, driver_error, may_be_data
 from exactly_once.ledger.retry import Stop
 
-from .bisection import Search
+from .bisection import Bisection
 from .unit import Unit, apply, call
 from .units import Units
 
@@ -83,13 +83,13 @@ class Service:
         self._on_poison = on_poison
         self._attempts = attempts
         self._limit = limit
-        self._search = Search()
+        self._bisection = Bisection()
         self._suspect: _Suspect | None = None
         self._doubts: list[_Suspect] = []
         """Messages that failed alone by what any other message may meet as well, in their order."""
         self._searched: dict[Partition, int] = {}
         """Up to where the batch goes that is searched for its poison."""
-        self._has_landed = False
+        self._has_committed = False
         """Whether the handler could apply a part of it."""
         self._found = 0
         """How many messages of it were set aside."""
@@ -108,7 +108,7 @@ class Service:
 
     def _one(self) -> bool:
         """Serve one unit; return whether there was one."""
-        self._units.max_messages = len(self._doubts) + 1 if self._doubts else self._search.max_messages
+        self._units.max_messages = len(self._doubts) + 1 if self._doubts else self._bisection.max_messages
         unit = next(self._units, None)
         if unit is None:
             return False
@@ -117,13 +117,16 @@ class Service:
             if not self._decide(unit):
                 return True
         elif suspect is not None and suspect.poison is not None and suspect.is_only_one_of(unit):
-            self._set_aside(unit, suspect)
+            (message,) = unit.messages
+            with unit:
+                self._dispose(unit, message, suspect)
+            self._log_dead_letter(unit, suspect)
         elif self._apply(unit):
-            self._has_landed = True
+            self._has_committed = True
         else:
             return True
         self._suspect, self._doubts = None, []
-        self._search.landed(len(unit.sent))
+        self._bisection.committed(len(unit.sent))
         self._end_search(unit)
         return True
 
@@ -134,11 +137,14 @@ class Service:
         except Exception as error:
             is_alone = len(unit.messages) == 1
             if is_alone:
-                self._suspect = suspect = self._suspect_in(unit)
+                known = self._suspect
+                if known is None or not known.is_only_one_of(unit):
+                    known = _Suspect(*_first(unit))
+                self._suspect = suspect = known
                 suspect.tries += 1
             # Where others of the same batch were applied, it was not a table or a grant that is missing.
-            has_landed = self._has_landed and self._is_searched(unit)
-            is_data = _is_doubtful(unit, error) and (not is_alone or has_landed)
+            has_committed = self._has_committed and self._is_searched(unit)
+            is_data = _is_doubtful(unit, error) and (not is_alone or has_committed)
             is_doubtful = is_alone and not is_data and _is_doubtful(unit, error) and self._on_poison != "stop"
             if not (unit.fault is Fault.HANDLER or is_data or is_doubtful):
                 if is_alone and _is_doubtful(unit, error):
@@ -147,29 +153,26 @@ class Service:
                     logger.error("%s fails alone, too: %s", suspect.place, error, extra=extra)
                 raise
             if (before := _before_named(unit, error)) is not None and not is_alone:
-                self._search.named(len(unit.messages), before)
+                self._bisection.named(len(unit.messages), before)
                 self._named = _place_of(unit, before)
                 return False
             if not is_alone and not self._is_searched(unit):
-                self._begin_search(unit, error)
-            self._search.failed(len(unit.messages))
+                self._searched = {advance.partition: advance.next_offset for advance in unit.advances}
+                self._found, self._has_committed = 0, False
+                extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
+                text = "%s: %s; looking for the message in smaller units than %r"
+                logger.warning(text, type(error).__name__, error, unit, extra=extra)
+            self._bisection.failed(len(unit.messages))
             if is_doubtful:
                 suspect.poison, self._doubts = error, [suspect]
             elif is_alone:
-                self._condemn(unit, suspect, error)
+                self._reject(unit, suspect, error)
             return False
         if self._named is not None and _first(unit) == self._named:
             extra = about("named_and_applied", group=unit.work.group_id, several=unit.advances)
             logger.warning("an error named %s offset %s, which was applied all the same", *self._named, extra=extra)
             self._named = None
         return True
-
-    def _begin_search(self, unit: Unit, error: Exception) -> None:
-        self._searched = {advance.partition: advance.next_offset for advance in unit.advances}
-        self._found, self._has_landed = 0, False
-        extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
-        text = "%s: %s; looking for the message in smaller units than %r"
-        logger.warning(text, type(error).__name__, error, unit, extra=extra)
 
     def _is_searched(self, unit: Unit) -> bool:
         """Tell whether a unit is a part of the batch that is searched."""
@@ -189,12 +192,7 @@ class Service:
             text = "the search is over: %s of the messages failed alone, the others were applied; the last unit: %r"
             logger.log(level, text, found, unit, extra=extra)
 
-    def _suspect_in(self, unit: Unit) -> _Suspect:
-        """Return what is known of the only message of a unit."""
-        known = self._suspect
-        return known if known is not None and known.is_only_one_of(unit) else _Suspect(*_first(unit))
-
-    def _condemn(self, unit: Unit, suspect: _Suspect, error: Exception) -> None:
+    def _reject(self, unit: Unit, suspect: _Suspect, error: Exception) -> None:
         """Decide about a message that failed alone.
 
         :raises Redelivered: when it is to be tried again after a wait.
@@ -238,16 +236,10 @@ class Service:
                 raise
             self._doubts = [*doubts, _Suspect(*_first(unit), tries=1, poison=another)]
             return False
-        self._has_landed = True
+        self._has_committed = True
         for suspect in doubts:
-            self._tell_set_aside(unit, suspect)
+            self._log_dead_letter(unit, suspect)
         return True
-
-    def _set_aside(self, unit: Unit, suspect: _Suspect) -> None:
-        (message,) = unit.messages
-        with unit:
-            self._dispose(unit, message, suspect)
-        self._tell_set_aside(unit, suspect)
 
     def _dispose(self, unit: Unit, message: Message, suspect: _Suspect) -> None:
         """Do in the open unit what is to be done with a poisonous message."""
@@ -262,7 +254,7 @@ class Service:
             enforce(self._limit, work.connection, message, schema=work.schema, group_id=work.group_id)
         unit.tries_alone = None
 
-    def _tell_set_aside(self, unit: Unit, suspect: _Suspect) -> None:
+    def _log_dead_letter(self, unit: Unit, suspect: _Suspect) -> None:
         self._found += 1
         self._named = None
         epochs = {advance.partition: advance.epoch for advance in unit.advances}

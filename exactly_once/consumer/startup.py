@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import psycopg
+from confluent_kafka import Consumer
 
 from exactly_once.errors import ConfigurationError, DatabaseUnreachable, ReadOnly, UnknownTopic
 from exactly_once.kafka.admin import Cluster
 from exactly_once.ledger import migrate as schemas
 from exactly_once.ledger.retry import at_start
+from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, address, cursor_on, last_row
 from exactly_once.ledger.sql import query
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
+from exactly_once.ledger.store import LedgerStore
 
 from .options import Options
 
 _LAGGING_SECONDS = 3.0
 """How long brokers may take to hear of a new topic; seconds, where a cluster is busy."""
 _AGAIN_SECONDS = 0.1
+"""Between two questions for a topic that may be new."""
 
 
-def look_at_database(session: Session, options: Options) -> None:
+def check_database(session: Session, options: Options) -> None:
     """Connect, bring the schema up to date if that was asked for, and check it; a connection may be lost at any of it.
 
     :raises DatabaseUnreachable: after ``startup_seconds``, or at once for what waiting does not mend.
@@ -64,7 +71,7 @@ def naming_grants(schema: str) -> Iterator[None]:
         raise
 
 
-def look_at_topics(cluster: Cluster, topics: Sequence[str], options: Options) -> None:
+def check_topics_exist(cluster: Cluster, topics: Sequence[str], options: Options) -> None:
     """Learn the cluster's id and look whether the topics are there.
 
     :raises BrokerUnreachable: after ``startup_seconds``.
@@ -107,3 +114,16 @@ def refuse_read_only(session: Session) -> None:
             f"Postgres at {place} takes no writes: it is a standby, or default_transaction_read_only is on. Name the "
             "primary, and add target_session_attrs=read-write to the connection string, which finds it among several"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """What a consumer reaches servers by; the simulator of the tests puts its own in place of each."""
+
+    session: Callable[..., Session] = Session
+    ledger: Callable[..., LedgerStore] = Ledger
+    terminator: Callable[..., StaleBackendTerminator] = StaleBackendTerminator
+    cluster: Callable[..., Cluster] = Cluster
+    client: Callable[[dict[str, Any]], Consumer] = Consumer
+    check_database: Callable[[Session, Options], None] = check_database
+    check_topics_exist: Callable[[Cluster, Sequence[str], Options], None] = check_topics_exist

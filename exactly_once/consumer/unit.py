@@ -15,7 +15,7 @@ from psycopg import sql
 
 from exactly_once._failpoints import failpoint
 from exactly_once._model import Advance
-from exactly_once.errors import ConfigurationError, UnitNotFinished, WrongProcess
+from exactly_once.errors import ConfigurationError, UnitNotFinished, WrongThreadOrProcess
 from exactly_once.ledger import dead_letters
 from exactly_once.ledger.outcome import Fault
 from exactly_once.ledger.session import Connection, lend, take_back
@@ -38,12 +38,12 @@ class Stage(Enum):
     NEW = "not entered"
     OPEN = "open"
     FINISHING = "finishing"
-    JOINED = "in a joined transaction, to be settled by the next iteration"
+    JOINED = "in a joined transaction, to be resolved by the next iteration"
     DONE = "done"
     FAILED = "failed"
 
 
-class Settles(Protocol):
+class EndsUnits(Protocol):
     """What brings a unit to its end."""
 
     def begin(self, unit: Unit) -> None:
@@ -76,7 +76,7 @@ class Unit:
         *,
         attempt: int,
         work: UnitOfWork,
-        settle: Settles,
+        commits: EndsUnits,
     ) -> None:
         self.messages = tuple(messages)
         topics = {advance.partition.topic for advance in advances}
@@ -98,7 +98,7 @@ class Unit:
         """Whether Kafka took partitions of it while it was open."""
         self.tries_alone: int | None = None
         """How often its only message was tried alone, where somebody counts."""
-        self._settle = settle
+        self._commits = commits
         self._process = 0
         self._is_lent = False
         """Whether somebody else holds the connection too, so that the order of statements is not ours to keep."""
@@ -109,7 +109,7 @@ class Unit:
 
     def __enter__(self) -> Self:
         self._enter()
-        self._settle.begin(self)
+        self._commits.begin(self)
         lend(self.work.connection, self._note_use)
         self.stage = Stage.OPEN
         return self
@@ -126,7 +126,7 @@ class Unit:
     def _check_process(self) -> None:
         """Keep a child of ours, which has the same connection, from ending the transaction."""
         if os.getpid() != self._process:
-            raise WrongProcess(
+            raise WrongThreadOrProcess(
                 f"{self!r} was entered by process {self._process} and left by its child {os.getpid()}: what a handler "
                 "forks must end with os._exit() there; better use subprocess, or multiprocessing with spawn"
             )
@@ -142,10 +142,10 @@ class Unit:
         try:
             take_back(self.work.connection)
             if error is not None:
-                self._settle.abandon(self, error)
+                self._commits.abandon(self, error)
             else:
                 failpoint("handled")
-                self._settle.finish(self)
+                self._commits.finish(self)
                 self.stage = Stage.DONE
         finally:
             if self.stage is Stage.FINISHING:
@@ -165,7 +165,7 @@ class Unit:
         """
         self._enter()
         self._is_lent = True
-        self._settle.join(self, connection)
+        self._commits.join(self, connection)
         self.is_touched = True  # what is done in it goes past the unit
         self.stage = Stage.OPEN
         try:
@@ -173,7 +173,7 @@ class Unit:
             self._check_process()
             self.stage = Stage.FINISHING
             failpoint("handled")
-            self._settle.leave(self)
+            self._commits.leave(self)
         finally:
             self.stage = Stage.JOINED
 
@@ -234,15 +234,18 @@ class Unit:
 
         :raises ValueError: when the message's partition is not one of this unit.
         """
-        message = self.sent.of(message)
+        message, connection = self.sent.of(message), self._flushed()
+        advance, before = self._advance_of(message), self.sent.before(message)
+        # The offset after the message that comes before this one, in whichever unit that was.
+        after = before + 1 if before is not None else advance.expected if advance.after is None else advance.after
         dead_letters.store(
-            self._flushed(),
+            connection,
             message,
             error,
             schema=self.work.schema,
             group_id=self.work.group_id,
-            advance=self._advance_of(message),
-            after_offset=self._after(message),
+            advance=advance,
+            after_offset=after,
             attempts=self.attempt if self.tries_alone is None else self.tries_alone,
         )
         self.dead_letters += 1
@@ -260,14 +263,6 @@ class Unit:
                 "Grant DESCRIBE on the topic, or make a key of what the message says"
             )
         return Identity(advance.cluster_id, advance.topic_id, advance.partition.number, message.offset() or 0)
-
-    def _after(self, message: Message) -> int:
-        """Return the offset after the message that comes before this one, in whichever unit that was."""
-        before = self.sent.before(message)
-        if before is not None:
-            return before + 1
-        advance = self._advance_of(message)
-        return advance.expected if advance.after is None else advance.after
 
     def _advance_of(self, message: Message) -> Advance:
         for advance in self.advances:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 
 from exactly_once._log import about
-from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable
 from exactly_once.kafka.admin import Cluster
 
-from .maintenance import Upkeep
-from .partitions import Holding, Ownership, State
+from .maintenance import Maintenance
+from .partitions import Ownership, Phase
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ class Units:
         next_unit: Callable[[Units], Unit | None],
         cluster: Cluster,
         ownership: Ownership,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         *,
         until_end: bool,
         idle_seconds: float | None,
@@ -35,16 +34,17 @@ class Units:
         self._next_unit = next_unit
         self._cluster = cluster
         self._ownership = ownership
-        self._upkeep = upkeep
+        self._maintenance = maintenance
         self.until_end = until_end
         """Whether the iteration ends where the logs end."""
         self._idle_seconds = idle_seconds
-        self._ends: dict[Partition, int] = {}
         self._busy_at = time.monotonic()
         self.max_messages: int | None = None
         """How many messages a unit may have at most, below what the consumer's options allow."""
         self.max_unit_seconds = max_unit_seconds
         """After a unit that took longer the next one is halved."""
+        for state in ownership.states.values():
+            state.stop_at = None
 
     def __iter__(self) -> Units:
         return self
@@ -59,28 +59,33 @@ class Units:
             raise StopIteration
         return unit
 
-    def came(self) -> None:
+    def record_activity(self) -> None:
         """Take note that there is something to do."""
         self._busy_at = time.monotonic()
 
-    def note_ends(self) -> None:
+    def ask_for_ends(self) -> None:
         """Ask where the logs of partitions that were placed since the last time end now."""
-        holdings = self._ownership.holdings
-        new = [p for p, h in holdings.items() if h.placed and p not in self._ends] if self.until_end else []
+        states = self._ownership.states
+        new = [p for p, h in states.items() if h.positioned and h.stop_at is None] if self.until_end else []
         if not new:
             return
         try:
-            self._ends |= self._cluster.ends(new)
+            for partition, end in self._cluster.ends(new).items():
+                states[partition].stop_at = end
         except BrokerUnreachable as error:
             extra = about("ends_unknown", several=new)
             logger.warning("where the logs end is not known yet: %s", error, extra=extra)
 
     def has_reached_ends(self) -> bool:
         """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
-        holdings = self._ownership.holdings
-        if not self.until_end or not holdings:
+        states = self._ownership.states
+        if not self.until_end or not states:
             return False
-        return all(self._has_reached(partition, h) for partition, h in holdings.items() if h.state is not State.BAD)
+        return all(
+            h.positioned and h.stop_at is not None and h.applied >= h.stop_at
+            for h in states.values()
+            if h.phase is not Phase.BAD
+        )
 
     def refuse_bad(self) -> None:
         """Refuse to end as if all had been read.
@@ -88,17 +93,17 @@ class Units:
         :raises StartError: of the first partition that cannot be read.
         """
         for partition in self._ownership.bad():
-            error = self._ownership.holdings[partition].error
+            error = self._ownership.states[partition].error
             assert error is not None
             raise error
 
     def has_read_all(self) -> bool:
         """Tell whether nothing more is to come before the ends, be it applied or not."""
-        holdings = self._ownership.holdings
+        states = self._ownership.states
         return self.until_end and all(
-            h.placed and p in self._ends and max(h.fetched, h.log_end) >= self._ends[p]
-            for p, h in holdings.items()
-            if h.state is not State.BAD
+            h.positioned and h.stop_at is not None and max(h.position, h.log_end) >= h.stop_at
+            for h in states.values()
+            if h.phase is not Phase.BAD
         )
 
     def is_left_without(self, *, since: float) -> bool:
@@ -107,14 +112,11 @@ class Units:
         ``since`` is when partitions were paused for the last time.
         """
         # Nothing held is also what a member has before and between assignments, and says nothing of what is to come.
-        holdings = self._ownership.holdings
-        can_read = all(h.placed or h.state is State.BAD for h in holdings.values())
-        if not (can_read if holdings else self._upkeep.is_left_idle):
-            self.came()
+        states = self._ownership.states
+        can_read = all(h.positioned or h.phase is Phase.BAD for h in states.values())
+        if not (can_read if states else self._maintenance.is_left_idle):
+            self.record_activity()
         elif self._idle_seconds is not None and time.monotonic() - max(self._busy_at, since) >= self._idle_seconds:
             return True
-        self.note_ends()
-        return self.until_end and self._upkeep.is_left_idle
-
-    def _has_reached(self, partition: Partition, holding: Holding) -> bool:
-        return holding.placed and partition in self._ends and holding.applied >= self._ends[partition]
+        self.ask_for_ends()
+        return self.until_end and self._maintenance.is_left_idle

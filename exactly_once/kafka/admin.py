@@ -37,6 +37,7 @@ REQUEST_SECONDS = 5.0
 
 _EARLIEST, _LATEST = OffsetSpec.earliest(), OffsetSpec.latest()  # type: ignore[no-untyped-call]
 _REFRESH_SECONDS = 1.0
+"""How long the list of brokers may take to come, behind a question that was not answered."""
 _QUICK_SECONDS = 0.5
 """How long something is asked for that can be done without, by a loop that does not poll meanwhile."""
 

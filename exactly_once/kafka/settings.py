@@ -9,6 +9,7 @@ from typing import Any
 from exactly_once.errors import ConfigurationError
 
 _POLL_INTERVAL_MS = 300_000
+"""librdkafka's default."""
 
 _TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
 """What a broker takes for the name of a topic."""

@@ -26,6 +26,7 @@ from .sql import query
 Status = Literal["dead", "replayed", "dropped"]
 
 _ERROR_CHARACTERS = 10_000
+"""What is kept of an error: its statement and parameters could be as large as the message itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,7 @@ class Patience:
         self._seconds += 0.0 if self._last is None else min(now - self._last, _GAP_SECONDS)
         self._batch, self._last = batch, now
 
-    def landed(self) -> None:
+    def committed(self) -> None:
         """Take note that something was committed."""
         self.tries, self._batch, self._seconds, self._last = 0, None, 0.0, None
 

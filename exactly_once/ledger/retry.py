@@ -13,7 +13,7 @@ import tenacity
 from confluent_kafka import KafkaException
 
 from exactly_once._log import about
-from exactly_once.errors import Ahead, Fenced, ReadOnly, Redelivered, Rewound, Unreachable
+from exactly_once.errors import AlreadyApplied, Fenced, LedgerRewound, ReadOnly, Redelivered, Unreachable
 
 from .outcome import Fault, classify, driver_error, is_mistaken
 
@@ -38,12 +38,12 @@ class Stop:
         self.is_set = True
 
 
-def is_passing(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Tell whether the loop goes on after an error: a server is away or busy, or messages come again."""
-    return isinstance(error, (Redelivered, ReadOnly)) or is_away(error)
+    return isinstance(error, (Redelivered, ReadOnly)) or is_unavailable(error)
 
 
-def is_away(error: BaseException) -> bool:
+def is_unavailable(error: BaseException) -> bool:
     """Tell whether an error goes away by waiting and asking again: a server that is away or busy."""
     if isinstance(error, Redelivered):
         return False  # who asks again with what it holds gets the same answer
@@ -59,12 +59,12 @@ def is_away(error: BaseException) -> bool:
     return classify(driver, connection_lost=lost) in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION)
 
 
-def patiently(
+def retry_forever(
     *, sleep: Callable[[float], None], stop: Stop, group_id: str, wait: tenacity.wait.wait_base = BACKOFF
 ) -> tenacity.Retrying:
     """Return a retrier that waits by calling ``sleep`` until it works, or ``stop`` is set."""
     return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(is_passing),
+        retry=tenacity.retry_if_exception(is_retryable),
         wait=wait,
         stop=lambda _: stop.is_set,
         sleep=sleep,
@@ -73,10 +73,10 @@ def patiently(
     )
 
 
-def briefly(seconds: float) -> tenacity.Retrying:
+def retry_for(seconds: float) -> tenacity.Retrying:
     """Return a retrier for servers that are away, which gives up after so long, with the error itself."""
     return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(is_away),
+        retry=tenacity.retry_if_exception(is_unavailable),
         wait=BACKOFF,
         stop=tenacity.stop_after_delay(seconds),
         reraise=True,
@@ -84,7 +84,7 @@ def briefly(seconds: float) -> tenacity.Retrying:
 
 
 def waiting(seconds: float, *, group_id: str) -> tenacity.Retrying:
-    """Return a retrier as :func:`briefly` does, which tells what it waits for; what waiting does not mend is raised.
+    """Return a retrier as :func:`retry_for` does, which tells what it waits for; what waiting does not mend is raised.
 
     It belongs around whole transactions: within one that is open a second try gets another error, or a lost connection.
     """
@@ -100,7 +100,7 @@ def waiting(seconds: float, *, group_id: str) -> tenacity.Retrying:
 def at_start(
     ask: Callable[[], T], *, seconds: float, what: str, group_id: str, reason: Callable[[], str | None] = lambda: None
 ) -> T:
-    """Return what ``ask`` returns, waiting so long for a server as :func:`briefly` does, and tell what is waited for.
+    """Return what ``ask`` returns, waiting so long for a server as :func:`retry_for` does, and tell what is waited for.
 
     What waiting does not mend, a wrong password or name, is raised at once. ``reason`` is called from another thread,
     while one try lasts, for what is known by then.
@@ -116,7 +116,7 @@ def at_start(
 
 
 def _may_start_later(error: BaseException) -> bool:
-    return isinstance(error, ReadOnly) or (is_away(error) and not is_mistaken(error))
+    return isinstance(error, ReadOnly) or (is_unavailable(error) and not is_mistaken(error))
 
 
 class _Telling:
@@ -154,7 +154,7 @@ class _Telling:
 def _log(group_id: str, state: tenacity.RetryCallState) -> None:
     """Say at once that something is waited for, then less and less often; what happens once is told each time."""
     count, error = state.attempt_number, state.outcome.exception() if state.outcome is not None else None
-    if isinstance(error, (Rewound, Ahead, Fenced)):
+    if isinstance(error, (LedgerRewound, AlreadyApplied, Fenced)):
         logger.warning("%s: %s", type(error).__name__, error, extra=about(type(error).__name__.lower(), group=group_id))
     elif count & (count - 1) == 0 and error is not None:
         logger.warning("waiting (try %s): %s", count, error, extra=about("waiting", group=group_id))

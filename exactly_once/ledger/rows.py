@@ -37,10 +37,6 @@ LOCK_SECONDS = 4.0
 Watch = Callable[[int, Sequence[Partition]], AbstractContextManager[None]]
 
 
-def _unwatched(pid: int, partitions: Sequence[Partition]) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 class Ledger:
     """The rows of one consumer group, seen by one owner.
 
@@ -56,7 +52,7 @@ class Ledger:
         owner_name: str | None = None,
         take_over: bool = False,
         application: str | None = None,
-        watch: Watch = _unwatched,
+        watch: Watch | None = None,
     ) -> None:
         self.session = session
         self.group_id = group_id
@@ -67,7 +63,7 @@ class Ledger:
         """Which program applies the messages: written into each row that is acquired."""
         self._can_identify = True
         self._inside: Connection | None = None
-        self._watch = watch
+        self._watch = watch or (lambda pid, partitions: contextlib.nullcontext())
         self._advance = query("advance", session.schema).as_bytes(None)
         # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
         # short COMMIT's wait for a synchronous standby, after which it has committed all the same.
@@ -134,7 +130,7 @@ class Ledger:
             self._run(cursor, "offsets", topics=list(topics))
             return {Partition(topic, number): (offset, is_moved) for topic, number, offset, is_moved in cursor}
 
-    def enrol(
+    def register(
         self,
         next_offsets: Mapping[Partition, int | None],
         *,
@@ -143,10 +139,10 @@ class Ledger:
     ) -> None:
         """Make the rows of partitions; those that exist stay as they are."""
         with self._changing([]) as cursor:
-            self._run(cursor, "enrol_lock")
+            self._run(cursor, "register_lock")
             self._run(
                 cursor,
-                "enrol",
+                "register",
                 **_keys(next_offsets),
                 next_offsets=list(next_offsets.values()),
                 topic_ids=[topic_ids.get(p.topic) for p in next_offsets],
@@ -175,7 +171,16 @@ class Ledger:
                 owner_name=self._owner_name,
                 application=self.application,
             )
-        return [_with_previous(row, before[row.partition]) for row in rows]
+        return [
+            replace(
+                row,
+                # Whoever released it is well; only what is taken from somebody may be held up by him.
+                previous_instance=old.owner_instance if old.owner_token is not None else None,
+                previous_application=old.application,
+            )
+            for row in rows
+            for old in [before[row.partition]]
+        ]
 
     def look(self, partitions: Sequence[Partition]) -> list[Row]:
         """Read rows without a lock and without writing: enough for a suspicion, never for an offset."""
@@ -340,10 +345,8 @@ class Ledger:
             yield cursor_on(self._inside)
             return
         opening = self.session.ledger_transaction(lock_timeout_seconds=lock_seconds, is_durable=is_durable)
-        with opening as (connection, pid):
-            watching = self._watch(pid, waiting) if waiting else contextlib.nullcontext()
-            with watching:
-                yield cursor_on(connection)
+        with opening as (connection, pid), self._watch(pid, waiting) if waiting else contextlib.nullcontext():
+            yield cursor_on(connection)
 
     def _run(self, cursor: psycopg.Cursor[tuple[Any, ...]], name: str, /, **parameters: Any) -> None:
         statement = query(name, self.session.schema)
@@ -406,12 +409,6 @@ def _row_keys(rows: Iterable[Row]) -> dict[str, Any]:
     """Split rows into the arrays that statements take behind a lock, or by a grant: the key with its generation."""
     rows = list(rows)
     return {**_keys(row.partition for row in rows), "generations": [row.generation for row in rows]}
-
-
-def _with_previous(row: Row, before: Row) -> Row:
-    """Add who had the row: whoever released it is well, only what is taken from somebody may be held up by him."""
-    previous = before.owner_instance if before.owner_token is not None else None
-    return replace(row, previous_instance=previous, previous_application=before.application)
 
 
 def _array(values: list[int] | list[int | None]) -> bytes:

@@ -29,7 +29,7 @@ from psycopg.rows import tuple_row
 
 from exactly_once._log import about
 from exactly_once._redaction import without_secrets
-from exactly_once.errors import ConfigurationError, OutcomeLost, TransactionNotYours
+from exactly_once.errors import ConfigurationError, TransactionNotYours, TransactionOutcomeUnknown
 
 from .libpq import send, texts
 from .sql import query
@@ -65,7 +65,7 @@ _OWN = "_exactly_once_own"
 
 
 class Begun(NamedTuple):
-    """A transaction of ours: its id, the backend that runs it, the life of the server in which both are true."""
+    """A transaction of ours: its id, the backend that runs it, the incarnation of the server in which both are true."""
 
     xid: str
     pid: int
@@ -174,7 +174,7 @@ class Session:
         self.connect = hiding(connect)
         self._owns_rows = owns_rows
         # Of short changes of the ledger, which the server itself ends if their process freezes.
-        self._marker = sql.Literal(marker_of(self.instance, schema, None))
+        self._tag = sql.Literal(tag_of(self.instance, schema, None))
         self._connection: Connection | None = None
         self._closed = False
         self._refused: set[str] = set()
@@ -223,7 +223,16 @@ class Session:
         """Open a transaction in one round trip and learn its id; peers leave it alone for ``may_take`` seconds."""
         self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
         connection = self.connection
-        xid, pid, incarnation = texts(send(connection, self._beginning(isolation, may_take))[-1])
+        if (isolation, may_take) not in self._begin:  # composed once for each kind of unit
+            tag = tag_of(self.instance, self.schema, may_take if self._owns_rows else None)
+            self._begin[isolation, may_take] = query(
+                "begin",
+                self.schema,
+                tag=sql.Literal(tag),
+                isolation=sql.SQL(isolation),
+                incarnation=self._incarnation,
+            ).as_bytes(None)
+        xid, pid, incarnation = texts(send(connection, self._begin[isolation, may_take])[-1])
         # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
         # way to say so inside a transaction.
         connection._autocommit = False  # noqa: SLF001
@@ -234,7 +243,7 @@ class Session:
         statement = query(
             "join",
             self.schema,
-            marker=sql.Literal(f"{marker_of(self.instance, self.schema)}:"),
+            tag=sql.Literal(f"{tag_of(self.instance, self.schema)}:"),
             owns_rows=sql.Literal(self._owns_rows),
             may_take=sql.Literal(may_take),
             incarnation=self._incarnation,
@@ -253,12 +262,12 @@ class Session:
 
         Without ``is_durable`` nothing waits for the disk: for what may be lost, and for what only looks.
         """
-        self.roll_back()  # as above
+        self.roll_back()  # an interruption may have left a transaction
         connection = self.connection
         opening = query(
             "begin_ledger" if is_durable else "begin_not_durable",
             self.schema,
-            marker=self._marker,
+            tag=self._tag,
             lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),
         )
         try:
@@ -313,14 +322,15 @@ class Session:
             return "aborted"
         return status
 
-    def fate(self, begun: Begun) -> str:
+    def outcome(self, begun: Begun) -> str:
         """Find out what became of a transaction whose COMMIT was never sent by us.
 
         Return ``committed`` or ``aborted``. One that still runs on a lost connection is ended first.
 
         :raises psycopg.OperationalError: when the server cannot be asked now.
         :raises StillRunning: which is one of those, when the transaction could not be ended yet.
-        :raises OutcomeLost: when the server does not know, or the handler has prepared it for a commit of its own.
+        :raises TransactionOutcomeUnknown: when the server does not know, or the handler has prepared it for a commit
+            of its own.
         """
         deadline = time.monotonic() + _END_WAIT_SECONDS
         while True:
@@ -328,7 +338,7 @@ class Session:
             if status in ("committed", "aborted"):
                 return status
             if status != "in progress":
-                raise OutcomeLost(
+                raise TransactionOutcomeUnknown(
                     f"Postgres cannot say what became of transaction {begun.xid} (it answered {status!r}); "
                     "look whether its effects are there, then use exactly-once reset"
                 )
@@ -387,19 +397,6 @@ class Session:
         status: str | None = last_row(cursor_on(connection).execute(statement, parameters, prepare=False))[0]
         return status
 
-    def _beginning(self, isolation: str, may_take: float) -> bytes:
-        """Compose the statement that begins a unit, once for each kind of unit."""
-        if (isolation, may_take) not in self._begin:
-            marker = marker_of(self.instance, self.schema, may_take if self._owns_rows else None)
-            self._begin[isolation, may_take] = query(
-                "begin",
-                self.schema,
-                marker=sql.Literal(marker),
-                isolation=sql.SQL(isolation),
-                incarnation=self._incarnation,
-            ).as_bytes(None)
-        return self._begin[isolation, may_take]
-
     @property
     def _incarnation(self) -> sql.Composed:
         return query("incarnation", self.schema)
@@ -444,18 +441,18 @@ def dispose(connection: Connection) -> None:
             pool.putconn(connection)
 
 
-def marker_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:
+def tag_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:
     """Name an instance to the server, as an application_name, which holds 63 bytes.
 
     The schema is told too, because rows of other schemas are not seen here, and how many seconds the transaction may
     take; None is for those of which it says nothing that their instance owns no rows.
     """
-    marker = f"exactly_once:{instance}:{crc32(schema.encode()):08x}"
+    tag = f"exactly_once:{instance}:{crc32(schema.encode()):08x}"
     if may_take is None:
-        return f"{marker}:-"
+        return f"{tag}:-"
     if may_take > _LONGEST_SECONDS:
-        return f"{marker}:inf"
-    return f"{marker}:{math.ceil(may_take)}" if may_take else marker
+        return f"{tag}:inf"
+    return f"{tag}:{math.ceil(may_take)}" if may_take else tag
 
 
 def is_lost(connection: Connection) -> bool:

@@ -1,4 +1,4 @@
-"""Watcher: ends the backend of a frozen owner that one of our transactions waits for, and shows that ours is none.
+"""Terminate the backend of a frozen owner that one of our transactions waits for, and show that ours is none.
 
 A process that was stopped inside a transaction keeps its row locks, and no server time-out ends it
 while it is inside COPY. Its partitions are ours by then, but our handler waits for its rows.
@@ -25,7 +25,7 @@ from psycopg.pq import TransactionStatus
 from exactly_once._log import about
 from exactly_once._model import Partition
 
-from .session import Connection, cursor_on, dispose, hiding, is_lost, marker_of
+from .session import Connection, cursor_on, dispose, hiding, is_lost, tag_of
 from .sql import query
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,11 @@ UNBOUNDED_SECONDS = 60.0
 _YOUNG_SECONDS = 3 * FROZEN_AFTER_SECONDS
 """How long a transaction is too young for a sign of life to be missed: the first needs a connection."""
 _TURN_SECONDS = 1.0
-_LIFE_SECONDS = 2.0
+"""How often the thread looks whether it has anything to do; half of :data:`FROZEN_AFTER_SECONDS`."""
+_SIGN_SECONDS = 2.0
 """How often life is shown: a few times within :data:`STILL_SECONDS`."""
 _LONGEST_PAUSE_SECONDS = 4.0
+"""Between two looks at what a transaction waits for, which read pg_locks: they double up to this."""
 _CLOSE_SECONDS = 2.0
 """How long a look that is under way is waited for; it is a daemon's, and closes its connection by itself."""
 _KEPT_SECONDS = 30.0
@@ -74,12 +76,12 @@ class _Watched:
         over = (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
         return self.connection is not None and self.connection.info.transaction_status in over
 
-    def must_show_life(self, now: float) -> bool:
+    def must_show_sign(self, now: float) -> bool:
         """Tell whether peers may begin to doubt: they let a unit alone for the time that it may take."""
         return self.may_take is not None and now >= self.next_sign and now - self.since > self.may_take / 2
 
 
-class Watcher:
+class StaleBackendTerminator:
     """One daemon thread with a connection of its own, opened when something waits or takes long, and kept meanwhile."""
 
     def __init__(self, connect: Callable[[], Connection], *, schema: str, group_id: str, instance: UUID) -> None:
@@ -89,12 +91,13 @@ class Watcher:
         self._parameters: dict[str, Any] = {
             "group_id": group_id,
             "instance": str(instance),
-            "marker": marker_of(instance, schema),
+            "tag": tag_of(instance, schema),
             "still": STILL_SECONDS,
             "young": _YOUNG_SECONDS,
             "unbounded": UNBOUNDED_SECONDS,
         }
         self._watched: _Watched | None = None
+        """The transaction that is open; written by the consumer's thread, read by ours in one step."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         # The thread's own.
@@ -175,20 +178,20 @@ class Watcher:
             if self._connection is not None and now - self._used_at > _KEPT_SECONDS:
                 self._discard()
             return
-        if watched.must_show_life(now):
-            watched.next_sign = now + _LIFE_SECONDS
-            self._show_life(watched)
+        if watched.must_show_sign(now):
+            watched.next_sign = now + _SIGN_SECONDS
+            self._show_sign(watched)
         if watched.may_wait and now >= watched.next_look:
             watched.pause = min(max(_TURN_SECONDS, 2 * watched.pause), _LONGEST_PAUSE_SECONDS)
             watched.next_look = now + watched.pause
             self._end_blockers(watched)
 
-    def _show_life(self, watched: _Watched) -> None:
+    def _show_sign(self, watched: _Watched) -> None:
         """Open a transaction that names the backend of ours, or say it again."""
         connection = self._connection_now()
         is_shown = self._shown is watched and connection.info.transaction_status is TransactionStatus.INTRANS
         sign = sql.Literal(f"exactly_once_alive:{watched.pid}")
-        connection.execute(query("renew_life" if is_shown else "show_life", self._schema, sign=sign), prepare=False)
+        connection.execute(query("renew_sign" if is_shown else "show_sign", self._schema, sign=sign), prepare=False)
         self._shown, self._has_failed = watched, False
 
     def _end_blockers(self, watched: _Watched) -> None:
@@ -206,12 +209,12 @@ class Watcher:
             connection.execute(query("look_anew", self._schema), prepare=False)
         cursor = cursor_on(connection).execute(self._statement, parameters, prepare=False)
         self._has_failed = False
-        for blocker, marker, _ in cursor.fetchall():
+        for blocker, tag, _ in cursor.fetchall():
             self.ended += 1
             logger.warning(
                 "ended backend %s of %s: it stood still in a transaction that ours waited for",
                 blocker,
-                marker,
+                tag,
                 extra=about("blocker_ended", group=self._parameters["group_id"], several=watched.partitions),
             )
 

@@ -19,17 +19,18 @@ from exactly_once.errors import (
     OffsetBelowLogStart,
     OffsetBeyondLogEnd,
     OffsetOutOfRange,
+    OffsetsNotAdopted,
     PartitionHalted,
     StartError,
-    StartRefused,
     TopicRecreated,
     UnknownTopic,
 )
 from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.kafka.origin import Origin, Relation, relate
 
-from .rows import Ledger, row_missing
+from .rows import row_missing
 from .session import address
+from .store import LedgerStore
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,11 @@ class Checked(NamedTuple):
     """Why that is so."""
 
 
-class Starter:
-    """Enrols topics, and turns acquired rows into rows that may be read from."""
+class StartOffsets:
+    """Registers topics, and turns acquired rows into rows that may be read from."""
 
     def __init__(
-        self, ledger: Ledger, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
+        self, ledger: LedgerStore, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
     ) -> None:
         self._ledger = ledger
         self._cluster = cluster
@@ -90,10 +91,10 @@ class Starter:
         """Tell whether the group has no row of any topic."""
         return not self._ledger.has_rows()
 
-    def enrol(self, partitions: Sequence[Partition]) -> dict[Partition, StartError]:
+    def register(self, partitions: Sequence[Partition]) -> dict[Partition, StartError]:
         """Make the rows that are missing, for whole topics at once; return the partitions whose row was lost.
 
-        :raises StartRefused: when Kafka holds offsets for a topic that the ledger does not know, and
+        :raises OffsetsNotAdopted: when Kafka holds offsets for a topic that the ledger does not know, and
             ``start`` was not given, or they are our own.
         """
         wanted = set(partitions) - self._ledger.existing(partitions)
@@ -102,7 +103,13 @@ class Starter:
         topics = {p.topic for p in wanted}
         have, had = self._ledger.known(topics)
         made: dict[Partition, int | None] = {}
-        bad: dict[Partition, StartError] = self._of_recreated(wanted, have)
+        bad: dict[Partition, StartError] = {}
+        stored = self._ledger.topic_ids({p.topic for p in have})
+        for partition in wanted:
+            # Some look as if they had been added, and belong to a topic that was made again.
+            found, known = self._topics[partition.topic].topic_id, stored.get(partition.topic, set())
+            if found is not None and known and found not in known:
+                bad[partition] = _recreated(self._group_id, partition, min(known), found)
         for topic in sorted(topics - {p.topic for p in bad}):
             rows = {p for p in have if p.topic == topic}
             numbers = range(max(self._topics[topic].partitions, *(p.number + 1 for p in wanted if p.topic == topic)))
@@ -110,27 +117,36 @@ class Starter:
             # All rows of a topic are made at once: one that lacks below the highest number was there.
             lost = {p for p in missing if p in had or (p in wanted and p.number < len(rows))}
             bad |= {p: row_missing(self._group_id, p) for p in lost & wanted}
-            made |= self._first_offsets(topic, sorted(missing - lost), is_new=not rows and not lost)
+            new = sorted(missing - lost)
+            is_new = not rows and not lost
+            if is_new:
+                self._refuse_unadopted(topic)
+            if is_new and (self.first_topics is None or topic in self.first_topics):
+                made |= dict.fromkeys(new)  # whoever acquires them first chooses
+            elif new:
+                # Added or found later: whatever arrived before somebody was assigned to it must not be missed.
+                made |= {p: low for p, (low, _) in self._cluster.ranges(new).items()}
         if made:
-            self._make(made)
+            ids = {topic: found.topic_id for topic, found in self._topics.items()}
+            self._ledger.register(made, cluster_id=self._cluster.cluster_id, topic_ids=ids)
         return bad
 
     def require(self, partitions: Sequence[Partition]) -> None:
-        """Describe and enrol for an owner that needs all of its partitions.
+        """Describe and register for an owner that needs all of its partitions.
 
-        :raises UnknownTopic: or what else :meth:`describe` and :meth:`enrol` find out.
+        :raises UnknownTopic: or what else :meth:`describe` and :meth:`register` find out.
         """
         for unknown in self.describe({p.topic for p in partitions}).values():
             raise unknown
-        for error in self.enrol(partitions).values():
+        for error in self.register(partitions).values():
             raise error
 
-    def begin(self, rows: Sequence[Row]) -> Checked:
+    def validate(self, rows: Sequence[Row]) -> Checked:
         """Check acquired rows and choose offsets for new ones.
 
         :raises StartError: for what is wrong with the group, and not with one partition alone.
         """
-        self._tell_collision(rows)
+        self._log_collision(rows)
         checked: list[Row] = []
         bad: dict[Partition, StartError] = {}
         for row in rows:
@@ -180,8 +196,8 @@ class Starter:
     ) -> set[Partition]:
         """Compare what Kafka holds, read before, with the ledger; return those of ``partitions`` that lost commits.
 
-        :raises StartRefused: when another database, a copy or a later life of this one, has told Kafka an offset of
-            the topics, and no operator has decided since.
+        :raises OffsetsNotAdopted: when another database, a copy or a later incarnation of this one, has told Kafka an
+            offset of the topics, and no operator has decided since.
         """
         stored = self._ledger.offsets({p.topic for p in held})
         rewound = set()
@@ -192,7 +208,9 @@ class Starter:
                 continue
             if relation is not Relation.REWOUND:
                 assert origin is not None
-                raise StartRefused(_foreign(self._ledger, partition, relation, (own, origin), (next_offset, offset)))
+                raise OffsetsNotAdopted(
+                    _foreign(self._ledger, partition, relation, (own, origin), (next_offset, offset))
+                )
             rewound.add(partition)
         return rewound.intersection(partitions)
 
@@ -210,27 +228,6 @@ class Starter:
             if found.topic_id is not None and topic_id is not None and topic_id != found.topic_id:
                 raise _recreated(self._group_id, partition, topic_id, found.topic_id)
 
-    def _of_recreated(self, wanted: set[Partition], have: set[Partition]) -> dict[Partition, StartError]:
-        """Return the partitions that look as if they had been added, and belong to a topic that was made again."""
-        bad: dict[Partition, StartError] = {}
-        stored = self._ledger.topic_ids({p.topic for p in have})
-        for partition in wanted:
-            found, ids = self._topics[partition.topic].topic_id, stored.get(partition.topic, set())
-            if found is not None and ids and found not in ids:
-                bad[partition] = _recreated(self._group_id, partition, min(ids), found)
-        return bad
-
-    def _first_offsets(
-        self, topic: str, missing: Sequence[Partition], *, is_new: bool
-    ) -> Mapping[Partition, int | None]:
-        """Return where the rows that are made begin; None leaves it to whoever acquires them first."""
-        if is_new:
-            self._refuse_unadopted(topic)
-            if self.first_topics is None or topic in self.first_topics:
-                return dict.fromkeys(missing)
-        # Added or found later: whatever arrived before somebody was assigned to it must not be missed.
-        return {p: low for p, (low, _) in self._cluster.ranges(missing).items()} if missing else {}
-
     def _refuse_unadopted(self, topic: str) -> None:
         """Refuse to start a group that has history in Kafka and none in the ledger."""
         committed = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
@@ -238,36 +235,32 @@ class Starter:
         # Asked again, because a member that started a moment ago mirrors its offsets to Kafka.
         if not committed or self._ledger.known([topic])[0]:
             return
-        if not mirrored and self._start == "committed":
-            self._refuse_company(topic)
         if not mirrored and self._start is not None:
+            # A group of which a consumer of another kind still is a member: it would go on applying.
+            others = self._cluster.foreign_members(self._group_id) if self._start == "committed" else []
+            if others:
+                raise OffsetsNotAdopted(
+                    f'start="committed" adopts group {self._group_id!r} for topic {topic!r}, but members that are none '
+                    f"of this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka "
+                    "counts one that was killed for its session.timeout.ms more. Ours are known by their client.id"
+                )
             return
         if mirrored:
             origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}
-            raise StartRefused(
+            raise OffsetsNotAdopted(
                 f"Kafka holds offsets that this library mirrored for group {self._group_id!r} and topic {topic!r}, but "
                 "the ledger has no rows: it was lost, or this is another database or schema (here is ledger "
                 f"{self._ledger.origin().ledger_id} in {address(self._ledger.session.connection)}, Kafka was told by "
                 f"ledger {', '.join(sorted(origins)) or 'of an unknown id'}). Find out which messages "
                 f"took effect here, then: exactly-once reset --topic {topic} --to-earliest (or --to-latest, --to-time)"
             )
-        raise StartRefused(
+        raise OffsetsNotAdopted(
             f"Kafka holds committed offsets of group {self._group_id!r} for topic {topic!r} "
             f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
             'start="committed" to go on from there, or start="earliest" to read everything again'
         )
 
-    def _refuse_company(self, topic: str) -> None:
-        """Refuse to adopt a group that a consumer of another kind still is a member of: it would go on applying."""
-        others = self._cluster.foreign_members(self._group_id)
-        if others:
-            raise StartRefused(
-                f'start="committed" adopts group {self._group_id!r} for topic {topic!r}, but members that are none of '
-                f"this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka counts one "
-                "that was killed for its session.timeout.ms more. Ours are known by their client.id"
-            )
-
-    def _tell_collision(self, rows: Sequence[Row]) -> None:
+    def _log_collision(self, rows: Sequence[Row]) -> None:
         """Tell, once for each, of programs that applied messages of this group before us."""
         others: dict[str, list[Partition]] = {}
         for row in rows:
@@ -284,10 +277,6 @@ class Starter:
                 rows[0].application,
                 extra=about("group_collision", group=self._group_id, several=partitions),
             )
-
-    def _make(self, next_offsets: Mapping[Partition, int | None]) -> None:
-        ids = {topic: found.topic_id for topic, found in self._topics.items()}
-        self._ledger.enrol(next_offsets, cluster_id=self._cluster.cluster_id, topic_ids=ids)
 
     def identified(self, row: Row) -> Row:
         """Compare a row's ids with the cluster's; fill in those that had been unknown."""
@@ -310,39 +299,30 @@ class Starter:
         """Commit the starting offsets of new rows; a row that was taken from us is left out."""
         if not rows:
             return []
-        chosen = self._chosen([row.partition for row in rows], ranges)
+        partitions = [row.partition for row in rows]
+        chosen: dict[Partition, tuple[int, int | None]] = {p: (ranges[p][0], None) for p in partitions}
+        if isinstance(self._start, datetime):
+            chosen = {p: (offset, None) for p, offset in self._cluster.at(partitions, self._start).items()}
+        elif self._start == "latest":
+            chosen = {p: (offset, None) for p, offset in self._cluster.ends(partitions).items()}
+        elif self._start == "committed":
+            found: dict[Partition, tuple[int, int | None]] = {}
+            for topic in {p.topic for p in partitions}:
+                held = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+                found |= {p: (c.offset, c.leader_epoch) for p, c in held.items() if not c.is_mirrored}
+            for partition in partitions:
+                low, high = ranges[partition]
+                if partition not in found and low < high:
+                    raise NoCommittedOffset(
+                        f'start="committed", but Kafka holds no offset of group {self._group_id!r} for {partition}, '
+                        f"whose log has offsets {low} to {high}. Choose one with: {_reset(partition)} --to-offset N"
+                    )
+            chosen |= {p: found[p] for p in partitions if p in found}
         started = [
             replace(row, next_offset=chosen[row.partition][0], leader_epoch=chosen[row.partition][1]) for row in rows
         ]
         ours = self._ledger.start(started)
         return [row for row in started if row.partition in ours]
-
-    def _chosen(
-        self, partitions: list[Partition], ranges: Mapping[Partition, Range]
-    ) -> dict[Partition, tuple[int, int | None]]:
-        if isinstance(self._start, datetime):
-            return {p: (offset, None) for p, offset in self._cluster.at(partitions, self._start).items()}
-        if self._start == "latest":
-            return {p: (offset, None) for p, offset in self._cluster.ends(partitions).items()}
-        if self._start == "committed":
-            return self._committed(partitions, ranges)
-        return {p: (ranges[p][0], None) for p in partitions}
-
-    def _committed(
-        self, partitions: list[Partition], ranges: Mapping[Partition, Range]
-    ) -> dict[Partition, tuple[int, int | None]]:
-        found: dict[Partition, tuple[int, int | None]] = {}
-        for topic in {p.topic for p in partitions}:
-            held = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
-            found |= {p: (c.offset, c.leader_epoch) for p, c in held.items() if not c.is_mirrored}
-        for partition in partitions:
-            low, high = ranges[partition]
-            if partition not in found and low < high:
-                raise NoCommittedOffset(
-                    f'start="committed", but Kafka holds no offset of group {self._group_id!r} for {partition}, '
-                    f"whose log has offsets {low} to {high}. Choose one with: {_reset(partition)} --to-offset N"
-                )
-        return {p: found.get(p, (ranges[p][0], None)) for p in partitions}
 
 
 def _out_of_range(group_id: str, row: Row, log: Range, *, truncated: bool) -> OffsetOutOfRange | None:
@@ -369,7 +349,7 @@ def _out_of_range(group_id: str, row: Row, log: Range, *, truncated: bool) -> Of
 
 
 def _foreign(
-    ledger: Ledger,
+    ledger: LedgerStore,
     partition: Partition,
     relation: Relation,
     origins: tuple[Origin, Origin],

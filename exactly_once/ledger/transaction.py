@@ -1,6 +1,6 @@
 """Unit of work: one guarded transaction that moves offsets together with effects.
 
-It knows the database side only; what becomes of the messages is decided by :mod:`.settlement`.
+It knows the database side only; what becomes of the messages is decided by :mod:`.commit`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
 from exactly_once._failpoints import failpoint, is_armed
-from exactly_once._model import Advance
+from exactly_once._model import Advance, Sent
 from exactly_once.errors import ConfigurationError, TransactionAborted, TransactionBusy, TransactionEnded
 
 from .libpq import Bound, bind, check, send, send_together
 from .outcome import FOREIGN_TRANSACTION, driver_error
-from .rows import Ledger
 from .session import Begun, Connection, is_lost
 from .sql import query
+from .store import LedgerStore
 
 _COPYING = (ExecStatus.COPY_IN, ExecStatus.COPY_OUT, ExecStatus.COPY_BOTH)
 
@@ -31,7 +31,7 @@ class UnitOfWork:
     """BEGIN, effects, guards, advance, COMMIT; all of it durable or nothing."""
 
     def __init__(
-        self, ledger: Ledger, *, isolation: str = "READ COMMITTED", max_unit_seconds: float = math.inf
+        self, ledger: LedgerStore, *, isolation: str = "READ COMMITTED", max_unit_seconds: float = math.inf
     ) -> None:
         self._ledger = ledger
         self._isolation = isolation
@@ -39,19 +39,13 @@ class UnitOfWork:
         """How long the unit may take before the next one is halved, and before peers doubt that it is alive."""
         self._connection: Connection | None = None
         self.begun: Begun | None = None
-        self.is_unknown = False
-        """Whether COMMIT was sent and nobody has told yet what came of it."""
-        self.is_joined = False
-        """Whether the transaction is somebody else's."""
-        self.is_advanced = False
-        """Whether the ledger was moved in a joined transaction."""
+        self.sent = Sent.NOTHING
+        """Written by :meth:`join`, :meth:`advance` and :meth:`commit`, for what each sends."""
         self._deferred: list[Bound] = []
         """Statements that wait for the next flush, or for COMMIT."""
         self._transformers: dict[int, abc.Transformer] = {}
         """What converts their parameters, for each thread of the handler, since it keeps what it converts; new ones
         after a flush, behind which encoding or adapters may change."""
-        self._is_refused = False
-        """Whether the server refused a statement that went before COMMIT, so that COMMIT was not reached."""
 
     @property
     def connection(self) -> Connection:
@@ -68,6 +62,16 @@ class UnitOfWork:
     def group_id(self) -> str:
         """The consumer group whose offsets move."""
         return self._ledger.group_id
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether COMMIT was sent and was not answered."""
+        return self.sent is Sent.COMMIT
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the transaction is somebody else's."""
+        return self.sent in (Sent.JOINED, Sent.ADVANCE)
 
     @property
     def is_lost(self) -> bool:
@@ -91,7 +95,7 @@ class UnitOfWork:
             raise ConfigurationError(
                 "join() was given a connection in autocommit mode without a transaction; open one around it"
             )
-        self._connection, self.is_joined = connection, True
+        self._connection, self.sent = connection, Sent.JOINED
         self.begun = self._ledger.session.join(connection, may_take=self.max_unit_seconds)
         failpoint("begun")
 
@@ -101,7 +105,7 @@ class UnitOfWork:
         self.guard()
         failpoint("guarded")
         self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
-        self.is_advanced = True
+        self.sent = Sent.ADVANCE
         failpoint("advanced")
 
     def defer(self, statement: abc.Query, params: abc.Params | None) -> None:
@@ -121,61 +125,56 @@ class UnitOfWork:
         if not self._deferred:
             return
         with self.connection.lock:  # as cursors do: another thread of the handler may execute something just now
-            self._flush()
-
-    def _flush(self) -> None:
-        deferred, self._deferred, self._transformers = self._deferred, [], {}
-        if not deferred:
-            return
-        if self.connection.pgconn.transaction_status == TransactionStatus.IDLE:
-            raise transaction_ended()
-        # Outside of a transaction the Sync would commit what one of them did behind a ROLLBACK of its own.
-        still_open = [Bound(query(name, self.schema).as_bytes(None)) for name in ("savepoint", "release_savepoint")]
-        try:
-            self._check(deferred, send_together(self.connection, [*deferred, *still_open]))
-        except psycopg.errors.NoActiveSqlTransaction as error:
-            raise transaction_ended() from error
+            deferred, self._deferred, self._transformers = self._deferred, [], {}
+            if not deferred:
+                return
+            if self.connection.pgconn.transaction_status == TransactionStatus.IDLE:
+                raise transaction_ended()
+            # Outside of a transaction the Sync would commit what one of them did behind a ROLLBACK of its own.
+            still_open = [Bound(query(name, self.schema).as_bytes(None)) for name in ("savepoint", "release_savepoint")]
+            try:
+                self._check(deferred, send_together(self.connection, [*deferred, *still_open]))
+            except psycopg.errors.NoActiveSqlTransaction as error:
+                raise transaction_ended() from error
 
     def commit(self, advances: Sequence[Advance]) -> None:
         """Check that the transaction is still the one that began, advance the ledger, COMMIT.
 
         :raises HandlerError: when the handler ended or broke the transaction.
-        :raises BaseException: whatever happened after COMMIT was sent; :attr:`is_unknown` is set then.
+        :raises BaseException: whatever happened after COMMIT was sent; :attr:`is_unknown` is true then.
         :raises psycopg.Error: for what failed before COMMIT could be reached.
         """
         self.guard()
         failpoint("guarded")
-        self.is_unknown = True
+        assert self.begun is not None
+        self.sent = Sent.COMMIT
+        is_refused = False  # whether the server refused a statement before COMMIT, so that COMMIT was not reached
         try:
-            self._advance_and_commit(advances)
+            if is_armed("advanced"):
+                self.flush()
+                self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
+                failpoint("advanced")
+                send(self.connection, b"COMMIT")
+            elif self._deferred:
+                deferred, self._deferred = self._deferred, []
+                advance = self._ledger.advance_statement(self.connection, advances, xid=self.begun.xid)
+                own = [Bound(self._ledger.own_time), Bound(advance), Bound(b"COMMIT")]
+                results = send_together(self.connection, [*deferred, *own])
+                # What a connection that is lost said last may be a pooler's word, who does not know.
+                failed = any(result.status == ExecStatus.FATAL_ERROR for result in results[:-1])
+                is_refused = failed and not self.is_lost
+                self._check(deferred, results)
+            else:
+                self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=True)
             failpoint("committed")
         except BaseException as error:
             status = self.connection.info.transaction_status
-            is_open = status in (TransactionStatus.INERROR, TransactionStatus.INTRANS)
-            self.is_unknown = not is_open and not self._is_refused
+            if is_refused or status in (TransactionStatus.INERROR, TransactionStatus.INTRANS):
+                self.sent = Sent.NOTHING
             driver = driver_error(error)
             if driver is not None and driver.sqlstate == FOREIGN_TRANSACTION:
                 raise transaction_ended() from error
             raise
-
-    def _advance_and_commit(self, advances: Sequence[Advance]) -> None:
-        assert self.begun is not None
-        if is_armed("advanced"):
-            self.flush()
-            self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
-            failpoint("advanced")
-            send(self.connection, b"COMMIT")
-        elif self._deferred:
-            deferred, self._deferred = self._deferred, []
-            advance = self._ledger.advance_statement(self.connection, advances, xid=self.begun.xid)
-            own = [Bound(self._ledger.own_time), Bound(advance), Bound(b"COMMIT")]
-            results = send_together(self.connection, [*deferred, *own])
-            refused = any(result.status == ExecStatus.FATAL_ERROR for result in results[:-1])
-            # What a connection that is lost said last may be a pooler's word, who does not know.
-            self._is_refused = refused and not self.is_lost
-            self._check(deferred, results)
-        else:
-            self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=True)
 
     def _check(self, deferred: Sequence[Bound], results: Sequence[PGresult]) -> None:
         """Raise the error of the first statement that failed; one that was deferred is named in a note."""
@@ -197,10 +196,10 @@ class UnitOfWork:
             self._ledger.session.discard()
         self._ledger.session.roll_back()
 
-    def fate(self) -> str:
+    def outcome(self) -> str:
         """Find out what became of the transaction: ``committed`` or ``aborted``; raises as the session does."""
         assert self.begun is not None
-        return self._ledger.session.fate(self.begun)
+        return self._ledger.session.outcome(self.begun)
 
     def guard(self) -> None:
         """Refuse to go on when the handler left the transaction in another state.

@@ -30,6 +30,7 @@ Render = Callable[[str], tuple[str, bytes]]
 """Given an Accept header, returns content type and text of the metrics: ``PrometheusMetrics.render``."""
 
 _CLIENT_SECONDS = 5.0
+"""How long a client may take to send its request: each has a thread until then."""
 
 
 class HasHealth(Protocol):

@@ -22,7 +22,7 @@ from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable
 from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.settings import admin_settings
-from exactly_once.ledger.retry import briefly
+from exactly_once.ledger.retry import retry_for
 
 from .errors import TailHidden, TailLost
 
@@ -57,7 +57,7 @@ def describe(kafka: Mapping[str, Any], topic: str) -> Log:
     # As with the fence: without a logger of its own the client would print what is no news here.
     settings = {**admin_settings(kafka), "log_level": 3}
     with Cluster(admin_settings(kafka)) as cluster, AdminClient(settings) as admin:
-        for attempt in briefly(_RANGES_SECONDS):
+        for attempt in retry_for(_RANGES_SECONDS):
             with attempt:
                 cluster_id, topic_id = cluster.identify(), cluster.describe([topic])[topic].topic_id
                 try:
@@ -146,7 +146,7 @@ def ranges_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, tuple[int
     """Return where the log of each partition begins and ends; a leader may be on its way."""
     ranges: dict[Partition, tuple[int, int]] = {}
     with Cluster(admin_settings(kafka)) as cluster:
-        for attempt in briefly(_RANGES_SECONDS):
+        for attempt in retry_for(_RANGES_SECONDS):
             with attempt:
                 count = cluster.describe([topic])[topic].partitions
                 ranges = cluster.ranges([Partition(topic, number) for number in range(count)])

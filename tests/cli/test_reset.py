@@ -292,7 +292,7 @@ def test_a_deleted_row_is_made_again_by_the_command_that_the_error_names(
     made = ledger(db, name)[0]
     assert made[:5] == before[:5], "the ids are those that Kafka has"
     assert offsets(db, name) == [7, 10]
-    assert audit(db, name, "enrol")[-1] == (0, None, None, "somebody slipped")
+    assert audit(db, name, "register")[-1] == (0, None, None, "somebody slipped")
     assert audit(db, name, "reset") == [(0, None, 7, "somebody slipped")]
     assert read_to_end(make_consumer, consumed) == [(0, 7), (0, 8), (0, 9)]
 

@@ -163,8 +163,8 @@ def test_a_partition_that_goes_bad_while_it_is_read(
         produce(bootstrap_servers, topic, 30, 3, start=60)
         admin = AdminClient({"bootstrap.servers": bootstrap_servers})
         admin.delete_records([partition])[partition].result(30)
-        consumer._ownership.misplaced()  # as after any exception out of the client: fetch at the ledger's offset
-        consumer._delivery.drop_all()
+        consumer._ownership.invalidate_all()  # as after any exception out of the client: fetch at the ledger's offset
+        consumer._buffer.drop_all()
         with pytest.raises(OffsetBelowLogStart):
             drain(consumer)
         assert consumer.counters.messages == 30 + 20

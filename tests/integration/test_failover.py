@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from exactly_once import ExactlyOnceConsumer, Fenced, ReadOnly, Redelivered, Rewound, StartRefused, embedded
+from exactly_once import ExactlyOnceConsumer, Fenced, LedgerRewound, OffsetsNotAdopted, ReadOnly, Redelivered, embedded
 from exactly_once._model import Partition
 from exactly_once.consumer import maintenance
 from exactly_once.ledger.rows import Ledger
@@ -82,7 +82,7 @@ def test_lost_commits_are_told_and_the_old_primary_is_refused(
     assert f"{name}[0]: Kafka was told offset 30, the ledger is at 10" in caplog.text
     # The old primary is back and takes writes. It has applied more than the new one, and is the wrong one nevertheless.
     primary.start()
-    with pytest.raises(StartRefused, match="the server here is the old primary") as refused:
+    with pytest.raises(OffsetsNotAdopted, match="the server here is the old primary") as refused:
         apply(make_consumer(conninfo=primary.conninfo), name, 10)
     assert f"127.0.0.1:{primary.port}" in str(refused.value)
     assert apply(make_consumer(conninfo=standby.conninfo), name, MESSAGES) == MESSAGES - 20
@@ -144,7 +144,7 @@ def test_a_running_consumer_makes_the_effects_again_that_a_promoted_standby_lack
         with pytest.raises(Redelivered) as raised:
             apply_unit(next(units))
         errors.append(raised.type)
-    assert errors[-1] is Rewound
+    assert errors[-1] is LedgerRewound
     before = consumer.counters.messages
     drain(consumer)
     assert consumer.counters.messages - before == MESSAGES - 10, "the lost ones came again"

@@ -20,9 +20,9 @@ from exactly_once import ExactlyOnceConsumer, Redelivered, Unit
 from exactly_once.consumer.replay import Replay
 from exactly_once.ledger import stale_owners
 from exactly_once.ledger.dead_letters import find
-from exactly_once.ledger.session import connector, marker_of
+from exactly_once.ledger.session import connector, tag_of
 from exactly_once.ledger.sql import grants
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
@@ -75,7 +75,7 @@ def test_an_owner_frozen_inside_copy_is_ended_by_the_next_one(make_scene: MakeSc
         until(lambda: _is_stopped(frozen.pid), 10, "the worker to stop")
         successor = scene.consumer({"session.timeout.ms": 3000, "heartbeat.interval.ms": 500})
         scene.drain(successor)
-        assert successor._watcher.ended == 1
+        assert successor._terminator.ended == 1
         assert backend not in _marked(scene)
         scene.assert_exact()
         successor.close()
@@ -120,7 +120,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stale_owners, "UNBOUNDED_SECONDS", UNBOUNDED)
     monkeypatch.setattr(stale_owners, "_YOUNG_SECONDS", 0.4)
     monkeypatch.setattr(stale_owners, "_TURN_SECONDS", 0.05)
-    monkeypatch.setattr(stale_owners, "_LIFE_SECONDS", 0.1)
+    monkeypatch.setattr(stale_owners, "_SIGN_SECONDS", 0.1)
     monkeypatch.setattr(stale_owners, "_LONGEST_PAUSE_SECONDS", 0.1)
 
 
@@ -156,14 +156,14 @@ def _run_into(
     if callable(holder):
         holder = holder()
     looks = 0
-    look = consumer._watcher._end_blockers
+    look = consumer._terminator._end_blockers
 
     def count(watched: Any) -> None:
         nonlocal looks
         look(watched)
         looks += 1
 
-    consumer._watcher._end_blockers = count  # type: ignore[method-assign]
+    consumer._terminator._end_blockers = count  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool, unit:
         waiting = pool.submit(unit.execute, f"SELECT * FROM {contested} FOR UPDATE".encode())
         until(lambda: looks, 20, "a look")
@@ -189,7 +189,7 @@ def _own(db: psycopg.Connection[Any], scene: Scene, peer: UUID, *topics: str) ->
 @pytest.mark.parametrize("may_take", [0, 60, float("inf")])
 def test_a_marked_backend_whose_instance_owns_nothing_is_ended(scene: Scene, contested: str, may_take: float) -> None:
     """Its rows were taken: whatever it does, it cannot commit."""
-    assert not _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(uuid4(), SCHEMA, may_take)))
+    assert not _run_into(scene, contested, _hold(scene.conninfo, contested, tag_of(uuid4(), SCHEMA, may_take)))
 
 
 @pytest.mark.parametrize("application_name", ["", "psql", "exactly_once", "exactlyXonce:00000000", "my exactly_once:x"])
@@ -199,7 +199,7 @@ def test_a_backend_without_our_marker_is_left_alone(scene: Scene, contested: str
 
 def test_a_marked_backend_of_another_schema_is_left_alone(scene: Scene, contested: str) -> None:
     """Its rows are in a ledger that is not ours, so nothing can be concluded from their absence here."""
-    assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(uuid4(), "another")))
+    assert _run_into(scene, contested, _hold(scene.conninfo, contested, tag_of(uuid4(), "another")))
 
 
 def test_a_marked_backend_of_another_role_is_left_alone(
@@ -207,7 +207,7 @@ def test_a_marked_backend_of_another_role_is_left_alone(
 ) -> None:
     role = f"{scene.topic}_role"
     db.execute(f"CREATE ROLE {role} LOGIN; GRANT ALL ON {contested} TO {role}".encode())
-    holder = _hold(scene.conninfo.replace("postgres@", f"{role}@"), contested, marker_of(uuid4(), SCHEMA))
+    holder = _hold(scene.conninfo.replace("postgres@", f"{role}@"), contested, tag_of(uuid4(), SCHEMA))
     assert _run_into(scene, contested, holder)
 
 
@@ -217,7 +217,7 @@ def test_a_healthy_peer_is_left_alone_for_the_time_that_its_own_unit_may_take(
     """It owns its own partitions, which were never ours: its handler is just slow on the row that we want."""
     peer = uuid4()
     _own(db, scene, peer, "other")
-    assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, 60)))
+    assert _run_into(scene, contested, _hold(scene.conninfo, contested, tag_of(peer, SCHEMA, 60)))
 
 
 @pytest.mark.parametrize("may_take", [0, 1, float("inf")])
@@ -227,7 +227,7 @@ def test_a_peer_that_stands_still_is_ended_although_it_owns_rows(
     """Where every other member waits for a frozen one, nobody polls, and Kafka never takes its partitions away."""
     peer = uuid4()
     _own(db, scene, peer, "other")
-    assert not _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, may_take)))
+    assert not _run_into(scene, contested, _hold(scene.conninfo, contested, tag_of(peer, SCHEMA, may_take)))
 
 
 @pytest.mark.parametrize("may_take", [1, float("inf"), None])
@@ -236,8 +236,8 @@ def test_a_sign_of_life_is_respected_however_long_it_takes(
 ) -> None:
     peer = uuid4()
     _own(db, scene, peer, "other")
-    holder = _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, may_take))
-    shower = Watcher(connector(scene.conninfo), schema=SCHEMA, group_id="other", instance=peer)
+    holder = _hold(scene.conninfo, contested, tag_of(peer, SCHEMA, may_take))
+    shower = StaleBackendTerminator(connector(scene.conninfo), schema=SCHEMA, group_id="other", instance=peer)
     shower.watch(holder.info.backend_pid)
     assert _run_into(scene, contested, holder)
     shower.close()
@@ -252,8 +252,8 @@ def test_the_documented_rights_are_enough_to_end_and_to_be_spared(
     db.execute(grants(SCHEMA, role))
     _own(db, scene, peer, "other")
     conninfo = scene.conninfo.replace("postgres@", f"{role}@")
-    holder = _hold(conninfo, contested, marker_of(peer, SCHEMA, 1))
-    shower = Watcher(connector(conninfo), schema=SCHEMA, group_id="other", instance=peer)
+    holder = _hold(conninfo, contested, tag_of(peer, SCHEMA, 1))
+    shower = StaleBackendTerminator(connector(conninfo), schema=SCHEMA, group_id="other", instance=peer)
     if is_alive:
         shower.watch(holder.info.backend_pid)
     assert _run_into(scene, contested, holder, conninfo=conninfo) is is_alive
@@ -265,7 +265,7 @@ def test_what_owns_no_rows_by_nature_is_not_fenced(
 ) -> None:
     """A replay, an operator's change: of these it says nothing that their instance owns no row."""
     monkeypatch.setattr(stale_owners, "UNBOUNDED_SECONDS", 60.0)
-    assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(uuid4(), SCHEMA, None)))
+    assert _run_into(scene, contested, _hold(scene.conninfo, contested, tag_of(uuid4(), SCHEMA, None)))
 
 
 def test_a_peer_that_still_owns_something_is_ended_if_it_began_before_we_took_a_row_of_it(
@@ -274,7 +274,7 @@ def test_a_peer_that_still_owns_something_is_ended_if_it_began_before_we_took_a_
     """It was frozen when its rows were taken one by one; only the partition that went to us is known to us."""
     peer = uuid4()
     _own(db, scene, peer, "other", scene.topic)
-    assert not _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, 60)))
+    assert not _run_into(scene, contested, _hold(scene.conninfo, contested, tag_of(peer, SCHEMA, 60)))
 
 
 def test_what_a_previous_owner_began_after_we_took_a_row_of_it_is_left_alone(
@@ -283,7 +283,7 @@ def test_what_a_previous_owner_began_after_we_took_a_row_of_it_is_left_alone(
     """It knows by now, and works on what it has."""
     peer = uuid4()
     _own(db, scene, peer, "other", scene.topic)
-    assert _run_into(scene, contested, lambda: _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, 60)))
+    assert _run_into(scene, contested, lambda: _hold(scene.conninfo, contested, tag_of(peer, SCHEMA, 60)))
 
 
 def test_what_a_previous_owner_began_before_is_left_alone_if_it_had_released_the_row(
@@ -293,7 +293,7 @@ def test_what_a_previous_owner_began_before_is_left_alone_if_it_had_released_the
     peer = uuid4()
     _own(db, scene, peer, "other", scene.topic)
     db.execute("UPDATE exactly_once.ledger SET owner_token = NULL WHERE topic = %s", (scene.topic,))
-    assert _run_into(scene, contested, _hold(scene.conninfo, contested, marker_of(peer, SCHEMA, 60)))
+    assert _run_into(scene, contested, _hold(scene.conninfo, contested, tag_of(peer, SCHEMA, 60)))
 
 
 @pytest.mark.parametrize(("may_take", "lives"), [(1, False), (60, True)])
@@ -303,14 +303,14 @@ def test_an_owner_that_lives_but_is_beyond_its_time_does_not_keep_its_row_from_t
     """As one that hangs between the block of join and its own COMMIT: it has advanced, so nobody can acquire."""
     peer = uuid4()
     _own(db, scene, peer, scene.topic)
-    shower = Watcher(connector(scene.conninfo), schema=SCHEMA, group_id=scene.topic, instance=peer)
+    shower = StaleBackendTerminator(connector(scene.conninfo), schema=SCHEMA, group_id=scene.topic, instance=peer)
     with ThreadPoolExecutor(1) as pool:
-        holder = _hold(scene.conninfo, "exactly_once.ledger", marker_of(peer, SCHEMA, may_take))
+        holder = _hold(scene.conninfo, "exactly_once.ledger", tag_of(peer, SCHEMA, may_take))
         shower.watch(holder.info.backend_pid)
         consumer = scene.consumer()
         looked: list[object] = []
-        look = consumer._watcher._end_blockers
-        consumer._watcher._end_blockers = lambda watched: looked.append(look(watched))  # type: ignore[method-assign]
+        look = consumer._terminator._end_blockers
+        consumer._terminator._end_blockers = lambda watched: looked.append(look(watched))  # type: ignore[method-assign]
 
         def let_go() -> bool:
             until(lambda: not _lives(scene, holder) or len(looked) > 20, 30, "the watcher to look")
@@ -386,7 +386,7 @@ def test_two_workers_that_hold_one_row_for_long_take_turns(
     with ThreadPoolExecutor(2) as pool:
         redelivered = sum(pool.map(subscribed, consumers))
     assert redelivered <= 1, "the second member's arrival may cost the first one a unit, and nothing else does"
-    assert [consumer._watcher.ended for consumer in consumers] == [0, 0]
+    assert [consumer._terminator.ended for consumer in consumers] == [0, 0]
     assert scene.query(f"SELECT n FROM {table}") == [(6,)]
 
 
@@ -415,12 +415,12 @@ def test_a_replay_that_a_worker_waits_for_is_left_alone(
             unit.execute(f"SELECT * FROM {contested} FOR UPDATE".encode())
         assert replayed.result(20)
     replay.close()
-    assert consumer._watcher.ended == 0
+    assert consumer._terminator.ended == 0
 
 
 def test_the_watcher_looks_only_when_something_takes_long(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []
-    monkeypatch.setattr(Watcher, "_end_blockers", lambda *args: looked.append(args))
+    monkeypatch.setattr(StaleBackendTerminator, "_end_blockers", lambda *args: looked.append(args))
     drain(scene.consumer(max_messages=2))
     assert looked == []
     scene.assert_exact()
@@ -460,7 +460,7 @@ def test_a_full_server_is_said_once_and_asked_again(
     scene: Scene, contested: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second connection is the first that a full server refuses."""
-    holder = _hold(scene.conninfo, contested, marker_of(uuid4(), SCHEMA))
+    holder = _hold(scene.conninfo, contested, tag_of(uuid4(), SCHEMA))
     tries: list[int] = []
 
     def connect() -> psycopg.Connection[Any]:

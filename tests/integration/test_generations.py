@@ -53,9 +53,9 @@ def submit() -> Iterator[Submit]:
         yield pool.submit
 
 
-def enrol(owner: Ledger, topic: str, count: int = 1) -> list[Partition]:
+def register(owner: Ledger, topic: str, count: int = 1) -> list[Partition]:
     partitions = [Partition(topic, number) for number in range(count)]
-    owner.enrol(dict.fromkeys(partitions, 0), cluster_id="c", topic_ids={topic: "id"})
+    owner.register(dict.fromkeys(partitions, 0), cluster_id="c", topic_ids={topic: "id"})
     return partitions
 
 
@@ -97,7 +97,7 @@ def stored(db: Db, group: str) -> list[tuple[int, int, int]]:
 
 def test_a_rotation_keeps_every_column(make_owner: Callable[[], Ledger], name: str, db: Db) -> None:
     owner = make_owner()
-    (row,) = owner.acquire(enrol(owner, name))
+    (row,) = owner.acquire(register(owner, name))
     db.execute(
         "UPDATE exactly_once.ledger SET owner_name = 'n', application = 'a', halted = 'h', moved_at = now(), "
         "leader_epoch = 1, advanced_at = now() WHERE group_id = %s",
@@ -119,7 +119,7 @@ def test_who_waits_for_a_rotation_finds_the_row_that_it_left(
 ) -> None:
     """Of 200 partitions, in the midst of them; the statement that waited sees no row at all."""
     old, new = make_owner(), make_owner()
-    partitions = enrol(old, name, 200)
+    partitions = register(old, name, 200)
     rows = sorted(old.acquire(partitions), key=lambda row: row.partition)
     advance(old, *(to(row, 5) for row in rows[90:110]), commit=False)
     unit = to(rows[100], 5)
@@ -148,7 +148,7 @@ def test_of_twins_with_one_token_one_lands_and_the_other_finds_the_row_ahead(
 ) -> None:
     """An attempt whose connection was lost, and the one that came after it; either may rotate."""
     one, other = make_owner(), make_owner()
-    (row,) = one.acquire(enrol(one, name))
+    (row,) = one.acquire(register(one, name))
     advance(one, to(row, 10, rotates=first), commit=False)
     twin = to(row, 10, rotates=second)
     answer = submit(advance, other, twin)
@@ -170,7 +170,7 @@ def test_in_stricter_isolation_a_row_that_was_replaced_is_a_conflict(
     make_owner: Callable[[], Ledger], name: str, *, isolation: str, is_rotated: bool
 ) -> None:
     one, other = make_owner(), make_owner()
-    (row,) = one.acquire(enrol(one, name))
+    (row,) = one.acquire(register(one, name))
     begun = one.session.begin(isolation)
     one.session.connection.execute("SELECT 1")  # its snapshot
     advance(other, to(row, 10, rotates=is_rotated))
@@ -184,10 +184,10 @@ def test_a_row_of_a_later_generation_is_not_made_a_second_time(
     make_owner: Callable[[], Ledger], name: str, db: Db
 ) -> None:
     owner = make_owner()
-    partitions = enrol(owner, name, 2)
+    partitions = register(owner, name, 2)
     rows = owner.acquire(partitions)
     advance(owner, to(rows[0], 5))
-    enrol(owner, name, 3)
+    register(owner, name, 3)
     assert [(n, offset) for n, _, offset in stored(db, name)] == [
         (n, 5 if n == rows[0].partition.number else 0) for n in range(3)
     ]
@@ -199,9 +199,9 @@ def test_who_makes_rows_waits_for_another_who_does_and_sees_what_became_of_his(
     """With a snapshot from before it would make the first generation again, once the second is there."""
     late = make_owner()
     with psycopg.connect(db.info.dsn) as first:
-        lock = "SELECT pg_advisory_xact_lock(hashtext('exactly_once.enrol'), hashtext(%s))"
+        lock = "SELECT pg_advisory_xact_lock(hashtext('exactly_once.register'), hashtext(%s))"
         first.execute(lock, (name,))
-        answer = submit(enrol, late, name)
+        answer = submit(register, late, name)
         wait_until_blocked(db, late)
         make = "INSERT INTO exactly_once.ledger (group_id, topic, partition, generation, next_offset)"
         first.execute(f"{make} VALUES (%s, %s, 0, 1, 5)", (name, name))
@@ -219,7 +219,7 @@ def test_a_worker_may_rotate_without_the_right_to_delete(
             Session(connector(psycopg.conninfo.make_conninfo(conninfo, user=name)), schema="exactly_once")
         ) as s:
             worker = Ledger(s, group_id=name, owner_kind="consumer")
-            (row,) = worker.acquire(enrol(worker, name))
+            (row,) = worker.acquire(register(worker, name))
             advance(worker, to(row, 5))
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 s.connection.execute("DELETE FROM exactly_once.ledger")
@@ -233,7 +233,7 @@ def test_there_is_one_row_of_each_partition_whoever_is_killed(
 ) -> None:
     """Owners that take rows from each other, advance, rotate, are killed on the way, and make rows again."""
     rng = random.Random(first_seed())
-    partitions = enrol(make_owner(), name, 3)
+    partitions = register(make_owner(), name, 3)
     owners = [make_owner() for _ in range(3)]
     is_over = threading.Event()
     advanced = [0]
@@ -244,7 +244,7 @@ def test_there_is_one_row_of_each_partition_whoever_is_killed(
             try:
                 rows = owner.acquire(mine.sample(partitions, mine.randint(1, 3)))
                 if mine.random() < 0.1:
-                    enrol(owner, name, 3)
+                    register(owner, name, 3)
                 for _ in range(mine.randint(1, 5)):
                     rotates = mine.random() < 0.5
                     advance(owner, *(to(row, (row.next_offset or 0) + 1, rotates=rotates) for row in rows))
@@ -281,7 +281,7 @@ def test_what_an_advance_costs_does_not_grow_under_a_held_snapshot(
 ) -> None:
     """Counted in buffers. With one row for ever it is a page more for every thirty units."""
     owner = make_owner()
-    (row,) = owner.acquire(enrol(owner, name))
+    (row,) = owner.acquire(register(owner, name))
 
     def units(first: int, count: int) -> None:
         """Execute units on the server, each a transaction of its own, rotated as an owner rotates them."""

@@ -16,7 +16,6 @@ import pytest
 from exactly_once import (
     HandlerCommitted,
     HandlerError,
-    OutcomeLost,
     OutcomePending,
     PartitionHalted,
     Redelivered,
@@ -24,6 +23,7 @@ from exactly_once import (
     TransactionBusy,
     TransactionEnded,
     TransactionNotYours,
+    TransactionOutcomeUnknown,
     Unit,
 )
 from exactly_once.consumer import commit
@@ -130,7 +130,7 @@ def test_a_transaction_that_the_handler_prepared_is_not_redelivered_after_a_rest
         scene = make_scene(20)
         with scene.consumer(conninfo=server.conninfo) as consumer:
             unit = next(iter(consumer))
-            with pytest.raises(OutcomeLost), unit:
+            with pytest.raises(TransactionOutcomeUnknown), unit:
                 record(unit, "test", counts=False)
                 unit.execute("PREPARE TRANSACTION 'later'")
         another = scene.consumer(conninfo=server.conninfo, stop_on_bad_partition=True)

@@ -104,7 +104,9 @@ def test_topic_recreated_while_consuming_stops_the_iteration_for_good(
             with pytest.raises(TopicRecreated):
                 _consume_for_ever(consumer)
     assert stored(db, name) == after
-    assert db.execute("SELECT FROM exactly_once.audit WHERE group_id = %s AND action <> 'enrol'", (name,)).rowcount == 0
+    assert (
+        db.execute("SELECT FROM exactly_once.audit WHERE action <> 'register' AND group_id = %s", (name,)).rowcount == 0
+    )
 
 
 @pytest.mark.fault("C5")
@@ -165,15 +167,15 @@ def test_what_was_read_of_the_new_topic_is_told(
     with make_consumer(max_messages=4, stop_on_bad_partition=True) as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 10
-        consumer._upkeep._next_recheck.clear()
+        consumer._maintenance._next_recheck.clear()
         consumer._keep_up()
-        until(lambda: all(f.done() for f in consumer._upkeep._asked.values()), 10, "the answer")
+        until(lambda: all(f.done() for f in consumer._maintenance._asked.values()), 10, "the answer")
         consumer._keep_up()  # the id was right at offset 10
         produce(bootstrap_servers, topic, 4, 1)
         with next(iter(consumer)) as unit:
             unit.execute("SELECT 1")
         monkeypatch.setattr(Cluster, "described", lambda *args: described(*args)._replace(topic_id="another"))
-        consumer._upkeep._next_recheck.clear()
+        consumer._maintenance._next_recheck.clear()
         told = r"the old one at offset 10 still; offsets 10 to 13 were applied since.*offsets 0 to 9 were not read"
         with pytest.raises(TopicRecreated, match=told):
             _consume_for_ever(consumer)

@@ -96,7 +96,7 @@ def test_an_id_that_a_crash_gives_out_again_is_not_believed(server: Postgres, se
         assert another.xid == lost.xid, "the test is in vain unless the id is given out again"
         assert session.status(lost) == "aborted"
         assert session.status(another) == "committed"
-        assert session.fate(lost) == "aborted"
+        assert session.outcome(lost) == "aborted"
         lives.add(lost.incarnation)
     assert len(lives) == 3
 

@@ -19,7 +19,7 @@ from exactly_once.kafka.admin import Cluster
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.start import Starter
+from exactly_once.ledger.start import StartOffsets
 from tests.support.seeds import first_seed
 from tests.support.waiting import until
 
@@ -48,9 +48,9 @@ def in_background() -> Iterator[Callable[..., Future[Any]]]:
 
 
 def rows_of(owner: Ledger, topic: str, count: int = 1, *, offset: int | None = 0) -> list[Partition]:
-    """Enrol ``count`` partitions."""
+    """Register ``count`` partitions."""
     partitions = [Partition(topic, number) for number in range(count)]
-    owner.enrol(dict.fromkeys(partitions, offset), cluster_id="c", topic_ids={topic: "id"})
+    owner.register(dict.fromkeys(partitions, offset), cluster_id="c", topic_ids={topic: "id"})
     return partitions
 
 
@@ -216,7 +216,7 @@ def test_an_advance_in_a_foreign_transaction_is_refused(make_owner: MakeOwner, n
 def test_a_missing_topic_id_matches_only_a_missing_one(make_owner: MakeOwner, name: str) -> None:
     owner = make_owner()
     partition = Partition(name, 0)
-    owner.enrol({partition: 0}, cluster_id=None, topic_ids={})
+    owner.register({partition: 0}, cluster_id=None, topic_ids={})
     (row,) = owner.acquire([partition])
     assert row.topic_id is None
     with pytest.raises(psycopg.Error):
@@ -309,18 +309,19 @@ def test_enrolling_is_idempotent_and_written_down_once(
     owners = [make_owner() for _ in range(8)]
     barrier = threading.Barrier(8)
 
-    def enrol(owner: Ledger) -> None:
+    def register(owner: Ledger) -> None:
         partitions = [Partition(name, number) for number in range(50)]
         random.Random(owner.session.instance.int).shuffle(partitions)
         barrier.wait()
-        owner.enrol(dict.fromkeys(partitions, 3), cluster_id="c", topic_ids={name: "id"})
+        owner.register(dict.fromkeys(partitions, 3), cluster_id="c", topic_ids={name: "id"})
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(enrol, owners))
+        list(pool.map(register, owners))
     found = db.execute("SELECT count(*), min(next_offset) FROM exactly_once.ledger WHERE group_id = %s", (name,))
     assert found.fetchone() == (50, 3)
     audited = db.execute(
-        "SELECT count(*), count(DISTINCT partition) FROM exactly_once.audit WHERE group_id = %s AND action = 'enrol'",
+        "SELECT count(*), count(DISTINCT partition) FROM exactly_once.audit "
+        "WHERE group_id = %s AND action = 'register'",
         (name,),
     )
     assert audited.fetchone() == (50, 50)
@@ -487,7 +488,7 @@ def test_a_row_that_was_taken_while_it_was_corrected_is_not_read_from(make_owner
     partitions = rows_of(owner, name, offset=7)
     (row,) = owner.acquire(partitions)
     make_owner().acquire(partitions)
-    starter = Starter(owner, Cluster({"bootstrap.servers": "127.0.0.1:1"}), start=None, on_out_of_range="latest")
+    starter = StartOffsets(owner, Cluster({"bootstrap.servers": "127.0.0.1:1"}), start=None, on_out_of_range="latest")
     assert starter.in_range(row, (20, 30)) is None
 
 

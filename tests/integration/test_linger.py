@@ -110,7 +110,7 @@ def test_a_unit_that_is_tried_again_does_not_wait(make_scene: MakeScene) -> None
     consumer = scene.consumer(linger_seconds=LONG, max_messages=2)
     units = consumer.units()
     with pytest.raises(ValueError, match="no"), next(units):
-        consumer._settlement.limit = 500  # as if there were room: it must not be waited for
+        consumer._commits.limit = 500  # as if there were room: it must not be waited for
         raise ValueError("no")
     began = time.monotonic()
     unit = next(units)
@@ -125,7 +125,7 @@ def test_stop_ends_the_waiting(make_scene: MakeScene) -> None:
     consumer = scene.consumer(linger_seconds=LONG)
 
     def stop_when_it_waits() -> None:
-        until(lambda: consumer._delivery.waiting, 20, "a message that waits")
+        until(lambda: consumer._buffer.waiting, 20, "a message that waits")
         consumer.stop()
 
     with ThreadPoolExecutor(1) as pool:
@@ -152,7 +152,7 @@ def test_a_rebalance_is_served_meanwhile(make_scene: MakeScene) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(wait_for_units)]
-        until(lambda: made and made[0]._delivery.waiting, 30, "a message that waits")
+        until(lambda: made and made[0]._buffer.waiting, 30, "a message that waits")
         assert len(made[0].health().owned) == 2
         waiting.append(pool.submit(wait_for_units))
         until(lambda: [len(member.health().owned) for member in made] == [1, 1], 30, "one partition each")

@@ -91,6 +91,11 @@ class Noting(deque[Event]):
         super().append(event)
 
 
+def has_mirrored(consumer: ExactlyOnceConsumer) -> bool:
+    """Whether Kafka was told all that is applied, and has answered."""
+    return consumer._kafka_offsets.is_idle and not any(h.is_to_mirror for h in consumer._ownership.states.values())
+
+
 @pytest.fixture
 def fencing(
     *, proxy: KafkaProxy, make_consumer: MakeConsumer, conninfo: str, name: str, db: Db, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +111,7 @@ def fencing(
     consumer.subscribe([name])
     with next(iter(consumer)) as unit:
         record(unit, "test")
-    made.turn(lambda: consumer._mirror.is_idle, "the mirrored commit")
+    made.turn(lambda: has_mirrored(consumer), "the mirrored commit")
     yield made
     proxy.disarm()
 
@@ -124,7 +129,7 @@ def test_without_an_answer_and_with_that_of_an_older_commit_nothing_is_acquired(
     assert not proof.fired.is_set()
     older.release()
     fencing.turn(proof.fired.is_set, "the proof to be on its way, behind the other commit")
-    fencing.turn(lambda: fencing.consumer._mirror._in_flight == 1, "the answer to the older commit")
+    fencing.turn(lambda: fencing.consumer._kafka_offsets._in_flight == 1, "the answer to the older commit")
     fencing.wait()
     assert fencing.epoch == 10, "the answer to another commit is no proof"
     proof.release()
@@ -152,7 +157,7 @@ def test_a_commit_of_which_one_partition_of_two_is_refused_is_no_proof(
     consumer = fencing.consumer
     consumer.subscribe([name, other])
     fencing.turn(lambda: len(consumer.health().owned) == 2 and consumer.health().is_ready, "both partitions")
-    fencing.turn(lambda: consumer._mirror.is_idle, "what was to be mirrored")
+    fencing.turn(lambda: has_mirrored(consumer), "what was to be mirrored")
     refused = [proxy.refuse(OFFSET_COMMIT, KafkaError.TOPIC_AUTHORIZATION_FAILED) for _ in range(3)]
     fencing.take()
     for fault in refused:

@@ -13,10 +13,10 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from psycopg import sql
 
-from exactly_once import ExactlyOnceConsumer, StartRefused
+from exactly_once import ExactlyOnceConsumer, OffsetsNotAdopted
 from exactly_once.cli import main
 from exactly_once.consumer import maintenance
-from exactly_once.consumer.kafka_offsets import Mirror
+from exactly_once.consumer.kafka_offsets import KafkaOffsets
 from exactly_once.kafka.origin import Origin, origin_of
 from exactly_once.ledger import migrate
 from exactly_once.ledger.rows import Ledger
@@ -100,7 +100,7 @@ def test_two_fresh_databases_notice_each_other(
     """Each has a partition before there is a message, and none of them moves."""
     monkeypatch.setattr(maintenance, "COMPARE_SECONDS", 0.3)
     create_topic(bootstrap_servers, PARTITIONS, name=name)
-    refused: list[StartRefused] = []
+    refused: list[OffsetsNotAdopted] = []
     consumers = [make_consumer(conninfo=databases()) for _ in range(2)]
 
     def work(consumer: ExactlyOnceConsumer) -> None:
@@ -108,7 +108,7 @@ def test_two_fresh_databases_notice_each_other(
             with consumer:
                 consumer.subscribe([name])
                 consumer.run(lambda unit: None)
-        except StartRefused as error:
+        except OffsetsNotAdopted as error:
             refused.append(error)
 
     threads = [threading.Thread(target=work, args=[consumer]) for consumer in consumers]
@@ -133,7 +133,7 @@ def test_of_many_partitions_a_part_is_compared_each_time(
     assert apply(make_consumer(conninfo=original, max_messages=5), topic, 10) == 10
     copy = databases(original)
     assert apply(make_consumer(conninfo=original), topic) == MESSAGES - 10
-    with pytest.raises(StartRefused, match="a copy of this database that went on"):
+    with pytest.raises(OffsetsNotAdopted, match="a copy of this database that went on"):
         apply(make_consumer(conninfo=copy), topic)
 
 
@@ -146,14 +146,14 @@ def test_copy_is_refused_once_its_original_has_gone_on(
     copy = databases(original)
     assert apply(make_consumer(conninfo=original), topic) == MESSAGES - 10
     for _ in range(2):
-        with pytest.raises(StartRefused, match="a copy of this database that went on"):
+        with pytest.raises(OffsetsNotAdopted, match="a copy of this database that went on"):
             apply(make_consumer(conninfo=copy), topic)
     reset(copy, topic)
     assert apply(make_consumer(conninfo=copy), topic) == MESSAGES - 10
     assert apply(make_consumer(conninfo=copy), topic) == 0
     produce(bootstrap_servers, topic, 10, PARTITIONS, start=MESSAGES)
     assert apply(make_consumer(conninfo=copy), topic) == 10
-    with pytest.raises(StartRefused, match="a copy of this database that went on"):
+    with pytest.raises(OffsetsNotAdopted, match="a copy of this database that went on"):
         apply(make_consumer(conninfo=original), topic)
 
 
@@ -186,7 +186,7 @@ def test_old_primary_is_refused(
     with monkeypatch.context() as later:
         later.setattr(Ledger, "origin", promoted)
         assert apply(make_consumer(conninfo=conninfo), topic) == MESSAGES
-    with pytest.raises(StartRefused, match="the server here is the old primary"):
+    with pytest.raises(OffsetsNotAdopted, match="the server here is the old primary"):
         apply(make_consumer(conninfo=conninfo), topic)
 
 
@@ -232,7 +232,7 @@ def test_mirrored_offset_that_comes_late_is_no_reason_to_refuse(
     apply(make_consumer(conninfo=conninfo, max_messages=5), topic, 10)
     before = told(bootstrap_servers, topic)
     with monkeypatch.context() as killed:
-        killed.setattr(Mirror, "send", lambda *_, **__: None)
+        killed.setattr(KafkaOffsets, "send", lambda *_, **__: None)
         apply(make_consumer(conninfo=conninfo, max_messages=5), topic, 10)
     assert told(bootstrap_servers, topic) == before
     consumer = make_consumer(conninfo=conninfo)
@@ -304,6 +304,6 @@ def test_coordinator_that_does_not_answer_keeps_nobody_from_work(
         def has_compared() -> bool:
             consumer.health()
             next(iter(consumer.units(idle_seconds=0.1)), None)
-            return bool(consumer._upkeep._compared)
+            return any(h.compared_epoch == h.epoch for h in consumer._ownership.states.values())
 
         until(has_compared, 20, "a comparison")

@@ -178,8 +178,8 @@ def _fail(consumer: ExactlyOnceConsumer) -> None:
 
 def _forget_fetched(consumer: ExactlyOnceConsumer) -> None:
     """Make the client fetch again at the ledger's offset, as after any exception out of it."""
-    consumer._ownership.misplaced()
-    consumer._delivery.discard()
+    consumer._ownership.invalidate_all()
+    consumer._buffer.discard()
 
 
 @pytest.mark.slow

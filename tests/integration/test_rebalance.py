@@ -143,7 +143,7 @@ def test_messages_of_a_partition_that_was_revoked_behind_them_are_dropped(
         consumer._client = LateClient(consumer._client, start, is_revoked)  # type: ignore[assignment]
         produce(bootstrap_servers, topic, 600, PARTITIONS)
         drain(consumer, "late")
-        assert consumer._delivery.not_owned, "the fault has not occurred"
+        assert consumer._buffer.not_owned, "the fault has not occurred"
         crew.until_applied(600)
     crew.end_well(*crew.workers)
     crew.assert_exact()

@@ -7,11 +7,11 @@ from __future__ import annotations
 import pytest
 
 from exactly_once import (
-    Ahead,
+    AlreadyApplied,
     Fenced,
+    LedgerRewound,
     LedgerRowMissing,
     Redelivered,
-    Rewound,
     TopicRecreated,
 )
 from exactly_once.consumer.options import Isolation
@@ -60,7 +60,7 @@ def test_the_same_token_under_another_epoch_is_fenced_as_well(scene: Scene) -> N
 def test_a_row_ahead_of_the_unit_is_gone_on_from(scene: Scene) -> None:
     consumer = scene.consumer()
     units = iter(consumer)
-    with pytest.raises(Ahead), next(units) as unit:
+    with pytest.raises(AlreadyApplied), next(units) as unit:
         record(unit, "test")
         _interfere(scene, "next_offset = 13")
     assert scene.applied() == []
@@ -73,7 +73,7 @@ def test_a_row_behind_the_unit_is_gone_back_to(scene: Scene) -> None:
     consumer = scene.consumer(max_messages=5)
     units = iter(consumer)
     apply(next(units))
-    with pytest.raises(Rewound, match="lost commits"), next(units) as unit:
+    with pytest.raises(LedgerRewound, match="lost commits"), next(units) as unit:
         _interfere(scene, "next_offset = 0")
         scene.query("DELETE FROM journal.entries WHERE topic = %s RETURNING 1")
         scene.query("UPDATE journal.counter SET total = 0 WHERE topic = %s RETURNING 1")

@@ -149,5 +149,5 @@ def test_partitions_are_read_on_while_nobody_tells_why_one_cannot_be(
     produce(bootstrap_servers, name, 20, 2, start=20)
     apply_until(consumer, {0: 10, 1: 10})
     silence.partitions.clear()
-    while consumer._upkeep._suspects:
+    while consumer._ownership.suspects():
         consumer._keep_up()

@@ -16,7 +16,7 @@ from exactly_once import (
     ExactlyOnceConsumer,
     LedgerRowMissing,
     NoCommittedOffset,
-    StartRefused,
+    OffsetsNotAdopted,
     Units,
     UnknownTopic,
 )
@@ -167,10 +167,10 @@ def test_offsets_in_kafka_without_start_are_refused(
 ) -> None:
     """Wrapping a live consumer must not replay its whole topic; both ways out are named."""
     commit_to_kafka(bootstrap_servers, name, topic, {0: 4})
-    with pytest.raises(StartRefused, match=r'start="committed".*start="earliest"'):
+    with pytest.raises(OffsetsNotAdopted, match=r'start="committed".*start="earliest"'):
         consume()
     assert offsets() == []
-    with pytest.raises(StartRefused):
+    with pytest.raises(OffsetsNotAdopted):
         consume()
     assert consume(start="earliest") == 30
     assert consume() == 0, "once there are rows, start is not asked for again"
@@ -340,7 +340,7 @@ def test_offsets_that_we_mirrored_ourselves_are_no_place_to_start_from(
     consume()
     for table in ("ledger", "audit"):
         db.execute(f"DELETE FROM exactly_once.{table} WHERE group_id = %s", (name,))
-    with pytest.raises(StartRefused, match="mirrored"):
+    with pytest.raises(OffsetsNotAdopted, match="mirrored"):
         consume(start=start)
 
 
@@ -437,7 +437,7 @@ def test_group_that_an_old_consumer_still_works_for_is_not_adopted(
     polling = threading.Thread(target=poll)
     polling.start()
     try:
-        with pytest.raises(StartRefused, match=r"still in it: billing at \S+\. Stop every one"):
+        with pytest.raises(OffsetsNotAdopted, match=r"still in it: billing at \S+\. Stop every one"):
             consume(start="committed")
     finally:
         stop.set()

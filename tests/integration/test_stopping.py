@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from exactly_once import ConfigurationError, ExactlyOnceConsumer, Unit, WrongProcess
+from exactly_once import ConfigurationError, ExactlyOnceConsumer, Unit, WrongThreadOrProcess
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.interrupts import Interrupt, Interrupter
@@ -178,7 +178,7 @@ def test_use_in_a_forked_child_is_refused(make_consumer: MakeConsumer, topic: st
     def use(answers: Any) -> None:
         try:
             next(iter(consumer))
-        except WrongProcess as error:
+        except WrongThreadOrProcess as error:
             answers.put(str(error))
         consumer.close()
 
@@ -233,7 +233,7 @@ def test_use_from_another_thread_is_refused(make_consumer: MakeConsumer, topic: 
         def use() -> None:
             try:
                 next(iter(consumer))
-            except WrongProcess as error:
+            except WrongThreadOrProcess as error:
                 errors.append(error)
 
         thread = threading.Thread(target=use)
@@ -247,12 +247,12 @@ def test_closing_from_another_thread_is_refused_and_undoes_nothing(
     make_consumer: MakeConsumer, topic: str, conninfo: str, bootstrap_servers: str
 ) -> None:
     """The unit that is open goes on; a consumer whose thread has ended may be closed by whoever is left."""
-    errors: list[WrongProcess] = []
+    errors: list[WrongThreadOrProcess] = []
 
     def close() -> None:
         try:
             consumer.close()
-        except WrongProcess as error:
+        except WrongThreadOrProcess as error:
             errors.append(error)
 
     def work() -> None:

@@ -12,7 +12,7 @@ from psycopg.rows import dict_row
 
 from exactly_once import Redelivered, Unit
 from exactly_once.consumer.options import Isolation
-from exactly_once.ledger.session import marker_of
+from exactly_once.ledger.session import tag_of
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, backend_of, offsets, text
 from tests.support import journal
@@ -71,7 +71,7 @@ def test_the_marker_is_there_inside_a_unit_and_gone_after_it(scene: Scene) -> No
         try:
             with unit:
                 record(unit, "test")
-                assert scene.query(watch) == [(marker_of(consumer._session.instance, "exactly_once", 60),)]
+                assert scene.query(watch) == [(tag_of(consumer._session.instance, "exactly_once", 60),)]
                 if fails:
                     raise ValueError("undone")
         except ValueError:

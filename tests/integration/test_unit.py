@@ -275,12 +275,12 @@ def test_a_run_in_a_thread_bounds_nothing_and_leaves_no_trace_in_what_follows(ma
             consumer.stop()
 
     consumer.run(handler, in_thread=True)
-    assert consumer._settlement.limit == 16
+    assert consumer._commits.limit == 16
     consumer._stopping.is_set = False
     with pytest.raises(ConfigurationError):
         consumer.run(handler, in_thread=True, attempts=0)
     apply_until_done(consumer, lambda unit: unit.execute("SELECT pg_sleep(0.3)"))
-    assert consumer._settlement.limit < 16
+    assert consumer._commits.limit < 16
 
 
 def test_a_unit_lost_to_a_statement_timeout_is_halved_until_one_message_is_too_slow(make_scene: MakeScene) -> None:

@@ -117,7 +117,7 @@ def test_records_of_a_real_run_tell_where(scene: Scene, caplog: pytest.LogCaptur
     found = {entry.action: fields(entry) for entry in caplog.records if hasattr(entry, "action")}
     here = {"group": scene.topic, "topic": scene.topic, "partition": 0}
     assert found["assigned"] == {"action": "assigned", **here}
-    assert found["placed"] == {"action": "placed", **here, "offset": 0, "owner_epoch": 1}
+    assert found["positioned"] == {"action": "positioned", **here, "offset": 0, "owner_epoch": 1}
     assert found["resolved_committed"] == {"action": "resolved_committed", **here, "offset": 0, "owner_epoch": 1}
     assert found["set_aside"] == {"action": "set_aside", **here, "offset": 15, "owner_epoch": 1}
     assert found["poison_sought"].items() >= here.items()

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from confluent_kafka import Producer, TopicPartition
 
-from exactly_once import ExactlyOnceConsumer, Fenced, Redelivered, Rewound, Unit
+from exactly_once import ExactlyOnceConsumer, Fenced, LedgerRewound, Redelivered, Unit
 from exactly_once.metrics import table as m
 from exactly_once.metrics.prometheus import PrometheusMetrics
 from exactly_once.metrics.table import METRICS, Metric, Read
@@ -133,7 +133,7 @@ def test_messages_of_a_partition_that_is_not_owned_are_dropped_and_counted(
     consumer = scene.consumer(metrics=metrics)
     page = look(consumer)
     scene.drain(consumer)
-    consumer._delivery.only_topic = None  # it is not the only topic any more
+    consumer._buffer.only_topic = None  # it is not the only topic any more
     consumer._client.assign([TopicPartition(scene.topic, 0, 20), TopicPartition(foreign, 0, 0)])
     until(
         lambda: not list(consumer.units(idle_seconds=0.5)) and page().values(m.DROPPED, reason="not_owned") == [4],
@@ -176,7 +176,7 @@ def test_a_failover_that_lost_commits_is_counted_as_rewound(
     page = look(consumer)
     units = iter(consumer)
     apply(next(units))
-    with pytest.raises(Rewound), next(units):
+    with pytest.raises(LedgerRewound), next(units):
         interfere(scene, "next_offset = 0")
     assert page().value(m.REWOUND) == 0, "it is published when the loop goes on"
     for unit in consumer.units(until_end=True):

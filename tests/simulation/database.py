@@ -37,7 +37,7 @@ class Transaction:
     """A transaction of one backend. ``advances`` is what it was sent and has not executed yet."""
 
     xid: str
-    life: str
+    incarnation: str
     instance: UUID
     effects: list[Effect] = field(default_factory=list)
     rows: dict[Partition, Row] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Connection:
     pipeline_status = PipelineStatus.OFF
     encoding = "utf-8"
 
-    def __init__(self, life: str) -> None:
-        self.life = life
+    def __init__(self, incarnation: str) -> None:
+        self.incarnation = incarnation
         self.closed = self.broken = False
         self.transaction: Transaction | None = None
         self.is_in_error = False
@@ -106,7 +106,7 @@ class Database:
         self.effects: dict[Partition, set[int]] = {}
         self.transactions: dict[str, Transaction] = {}
         self.in_flight: list[Transaction] = []
-        self.life = "1"
+        self.incarnation = "1"
         self.is_down = False
         self.fences_token = self.fences_epoch = self.compares_expected = True
         self.minds_zombies = True
@@ -114,7 +114,7 @@ class Database:
         """How many failovers and resets there were; without any, no offset ever is a surprise."""
 
     def begin(self, instance: UUID) -> Transaction:
-        transaction = Transaction(str(next(self._xids)), self.life, instance)
+        transaction = Transaction(str(next(self._xids)), self.incarnation, instance)
         self.transactions[transaction.xid] = transaction
         return transaction
 
@@ -191,7 +191,7 @@ class Database:
     def fail_over(self, lost_commits: int) -> None:
         """Go on from a standby that lacks the last commits, offsets and effects together."""
         self.upheavals += 1
-        self.life = str(int(self.life) + 1)
+        self.incarnation = str(int(self.incarnation) + 1)
         for transaction in [t for t in self.transactions.values() if t.status == "in progress"]:
             self.abort(transaction)
         for _ in range(min(lost_commits, len(self._history))):

@@ -1,7 +1,7 @@
 """Member: the real consumer in a simulated process, with its ways to the database simulated too.
 
 Only what talks to servers is replaced: session, SQL, admin client and Kafka client. Assignment,
-ownership, delivery, units of work, settlement, upkeep, mirror and start run as they are.
+ownership, buffer, units of work, commits, maintenance, mirrored offsets and start run as they are.
 """
 
 from __future__ import annotations
@@ -21,13 +21,22 @@ from uuid import UUID, uuid4
 import psycopg
 from confluent_kafka import Message
 
-from exactly_once import Ahead, ExactlyOnceConsumer, Fenced, Redelivered, Rewound, StartError
+from exactly_once import (
+    AlreadyApplied,
+    ExactlyOnceConsumer,
+    Fenced,
+    LedgerRewound,
+    LedgerRowMissing,
+    Redelivered,
+    StartError,
+)
 from exactly_once._model import Advance, Partition, Row
-from exactly_once.consumer import consumer
 from exactly_once.consumer.options import Options
+from exactly_once.consumer.startup import Servers
 from exactly_once.kafka.admin import Committed, Topic
 from exactly_once.kafka.origin import Origin
-from exactly_once.ledger.retry import briefly
+from exactly_once.ledger.retry import retry_for
+from exactly_once.ledger.rows import row_missing
 from exactly_once.ledger.session import Begun
 
 from .database import Connection, Database, Transaction, Violation
@@ -62,7 +71,7 @@ class Member:
             "group.protocol": "classic" if world.group.is_eager else "consumer",
             "simulated.member": self,
         }
-        self.consumer = ExactlyOnceConsumer(
+        self.consumer = SimulatedConsumer(
             settings,
             connect=self,  # type: ignore[arg-type]
             start="earliest",
@@ -77,7 +86,7 @@ class Member:
         self.step("connects")
         if self.world.database.is_down or self.world.fault("no connection", 0.05):
             raise psycopg.OperationalError("connection refused")
-        self.connection = Connection(self.world.database.life)
+        self.connection = Connection(self.world.database.incarnation)
         return self.connection
 
     @property
@@ -88,7 +97,9 @@ class Member:
     def is_in_a_unit(self) -> bool:
         """Whether its handler is at work, in a transaction on the server that is there now."""
         connection = self.connection
-        return self._is_handling and connection is not None and connection.life == self.world.database.life
+        return (
+            self._is_handling and connection is not None and connection.incarnation == self.world.database.incarnation
+        )
 
     def step(self, what: str) -> None:
         """Let others go on before the next thing this member does."""
@@ -105,7 +116,7 @@ class Member:
         connection, self.connection = self.connection, None
         if connection is not None:
             _leave(self.world, connection)
-            connection.life = ""
+            connection.incarnation = ""
 
     def _run(self) -> None:
         self.consumer.subscribe(["t"])
@@ -115,7 +126,7 @@ class Member:
                 unit = next(units)
                 with unit:
                     self._handle(unit.connection, unit.messages)
-            except (Ahead, Rewound) as error:
+            except (AlreadyApplied, LedgerRewound) as error:
                 self._insist_on_upheaval(error)
             except Fenced as error:
                 self._insist_on_thief(unit.advances, error)
@@ -129,7 +140,7 @@ class Member:
                 raise
             except psycopg.OperationalError as error:
                 # A connection that is lost in every try, while the server answers, is the handler's doing in the end.
-                if not self.consumer._settlement._patience.is_out:
+                if not self.consumer._commits._patience.is_out:
                     raise Violation(f"{self.name} was blamed too early: {error!r}") from error
                 self.world.note(self.name, "blamed")
             except BaseException as error:
@@ -165,7 +176,11 @@ class Member:
 def _alive(member: Member, connection: Connection) -> Transaction:
     """Return the open transaction, or find out that server or backend are gone."""
     transaction = connection.transaction
-    if connection.life != member.world.database.life or transaction is None or transaction.status != "in progress":
+    if (
+        connection.incarnation != member.world.database.incarnation
+        or transaction is None
+        or transaction.status != "in progress"
+    ):
         connection.broken = True
         raise psycopg.OperationalError("server closed the connection unexpectedly")
     return transaction
@@ -208,15 +223,24 @@ class Session:
             self._connection.closed = True
         self._connection = None
 
-    def begin(self, isolation: str, *, may_take: float) -> Begun:
+    def begin(self, isolation: str, *, may_take: float = 60.0) -> Begun:
         connection = self.connection
         self.member.step("begins")
-        if connection.life != self.member.world.database.life:
+        if connection.incarnation != self.member.world.database.incarnation:
             connection.broken = True
             raise psycopg.OperationalError("server closed the connection unexpectedly")
         connection.transaction = self.member.world.database.begin(self.instance)
         connection.is_in_error = False
-        return Begun(connection.transaction.xid, 0, connection.life)
+        return Begun(connection.transaction.xid, 0, connection.incarnation)
+
+    def join(self, connection: Connection, *, may_take: float = 60.0) -> NoReturn:
+        raise Violation("no unit here is joined")
+
+    def owns(self, connection: Connection) -> bool:
+        return connection is self._connection
+
+    def status(self, begun: Begun) -> NoReturn:
+        raise Violation("only the outcome of joined units is asked for without ending them")
 
     def roll_back(self) -> None:
         if self._connection is None:
@@ -229,11 +253,11 @@ class Session:
             self.member.world.database.abort(self._connection.transaction)
             self._connection.transaction = None
 
-    def fate(self, begun: Begun) -> str:
+    def outcome(self, begun: Begun) -> str:
         connection = self.connection
-        self.member.step("asks for the fate")
-        self._lose(connection, "asking for the fate", 0.05)
-        if connection.life != begun.incarnation:
+        self.member.step("asks for the outcome")
+        self._lose(connection, "asking for the outcome", 0.05)
+        if connection.incarnation != begun.incarnation:
             return "aborted"
         transaction = self.member.world.database.transactions[begun.xid]
         self.member.world.database.abort(transaction)
@@ -251,7 +275,7 @@ class Session:
 
     def _lose(self, connection: Connection, what: str, probability: float) -> None:
         database = self.member.world.database
-        if connection.life != database.life or self.member.world.fault(f"lost while {what}", probability):
+        if connection.incarnation != database.incarnation or self.member.world.fault(f"lost while {what}", probability):
             connection.broken = True
             raise psycopg.OperationalError(f"connection lost while {what}")
 
@@ -262,6 +286,8 @@ class Ledger:
     def __init__(self, session: Session, *, group_id: str, **options: Any) -> None:
         self.session = session
         self.group_id = group_id
+        self.application: str | None = None
+        self.own_time = b""
         self._member = session.member
         self._database: Database = session.member.world.database
 
@@ -276,18 +302,21 @@ class Ledger:
         # Looked at as it is: with the one origin that there is here, the comparison only tells, and decides nothing.
         return {p: (row.next_offset, False) for p, row in self._database.rows.items()}
 
-    def enrol(self, next_offsets: Mapping[Partition, int | None], **ids: Any) -> None:
+    def register(self, next_offsets: Mapping[Partition, int | None], **ids: Any) -> None:
         def body(transaction: Transaction) -> None:
             for p, offset in next_offsets.items():
                 if p not in self._database.rows:
                     transaction.rows[p] = Row(partition=p, next_offset=offset, cluster_id="c", topic_id="id")
 
-        self._change("enrol", list(next_offsets), body)
+        self._change("register", list(next_offsets), body)
 
     def acquire(self, partitions: Sequence[Partition], *, lock_seconds: float = 4.0) -> list[Row]:
         token = uuid4()
 
         def body(transaction: Transaction) -> list[Row]:
+            for partition in partitions:
+                if partition not in self._database.rows:
+                    raise row_missing(self.group_id, partition)  # lost in a failover
             return self._write(
                 transaction,
                 partitions,
@@ -300,10 +329,16 @@ class Ledger:
                 ),
             )
 
-        rows = self._change("acquire", partitions, body)
-        if len(rows) < len(partitions):
-            raise psycopg.OperationalError("the rows were lost in a failover")
-        return rows
+        return self._change("acquire", partitions, body)
+
+    def has_rows(self) -> bool:
+        return bool(self._change("has rows", [], lambda _: self._database.rows))
+
+    def identify(self, tokens: Mapping[Partition, UUID], topic_id: str, *, cluster_id: str | None) -> NoReturn:
+        raise Violation("every row here has an id")
+
+    def advance_statement(self, connection: Connection, advances: Sequence[Advance], *, xid: str) -> NoReturn:
+        raise Violation("no handler here defers a statement")
 
     def topic_ids(self, topics: Iterable[str]) -> dict[str, set[str]]:
         return {topic: {"id"} for topic in topics}
@@ -401,7 +436,7 @@ class Ledger:
         try:
             self._lock(transaction, connection, waiting)
             result = body(transaction)
-        except psycopg.Error:
+        except (psycopg.Error, LedgerRowMissing):
             self._database.abort(transaction)
             connection.transaction = None
             raise
@@ -483,8 +518,8 @@ class Cluster:
         return {}  # a group that lost all of its rows is refused, which ends a schedule; real servers show that
 
 
-class Watcher:
-    """Stands for ``watcher.Watcher``: frozen owners are ended by the world, at any time."""
+class StaleBackendTerminator:
+    """Stands for ``stale_owners.StaleBackendTerminator``: frozen owners are ended by the world, at any time."""
 
     def __init__(self, connect: Member, **options: Any) -> None: ...
 
@@ -513,22 +548,12 @@ class Clock:
 
 @contextlib.contextmanager
 def simulated(clock: Clock, seed: int) -> Iterator[None]:
-    """Let consumers that are made meanwhile be members; time and jitter are the schedule's."""
+    """Let time and jitter be the schedule's."""
     random.seed(seed)
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with (
-            mock.patch.multiple(
-                consumer,
-                Session=Session,
-                Ledger=Ledger,
-                Watcher=Watcher,
-                Cluster=Cluster,
-                Consumer=Client,
-                look_at_database=_look_at_database,
-                look_at_topics=_look_at_topics,
-            ),
             mock.patch.object(time, "monotonic", clock.monotonic),
             mock.patch.object(time, "sleep", clock.sleep),
         ):
@@ -537,10 +562,24 @@ def simulated(clock: Clock, seed: int) -> Iterator[None]:
         logging.disable(level)
 
 
-def _look_at_database(session: Session, options: Options) -> None:
+def _check_database(session: Session, options: Options) -> None:
     """Stand for the first contact: a connection, however long it takes."""
-    briefly(options.startup_seconds)(lambda: session.connection)
+    retry_for(options.startup_seconds)(lambda: session.connection)
 
 
-def _look_at_topics(*_: object) -> None:
+def _check_topics_exist(*_: object) -> None:
     """Stand for the first contact with Kafka, which never fails here."""
+
+
+class SimulatedConsumer(ExactlyOnceConsumer):
+    """The real consumer, with everything simulated that talks to servers."""
+
+    _servers = Servers(
+        session=Session,  # type: ignore[arg-type]
+        ledger=Ledger,
+        terminator=StaleBackendTerminator,  # type: ignore[arg-type]
+        cluster=Cluster,  # type: ignore[arg-type]
+        client=Client,  # type: ignore[arg-type]
+        check_database=_check_database,  # type: ignore[arg-type]
+        check_topics_exist=_check_topics_exist,
+    )

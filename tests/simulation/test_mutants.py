@@ -20,10 +20,10 @@ import pytest
 
 from exactly_once import Redelivered
 from exactly_once._model import Advance, Partition, Row
-from exactly_once.consumer.buffer import Delivery
-from exactly_once.consumer.commit import Settlement
-from exactly_once.consumer.kafka_offsets import Mirror
-from exactly_once.consumer.maintenance import Upkeep
+from exactly_once.consumer.buffer import FetchBuffer
+from exactly_once.consumer.commit import CommitProtocol
+from exactly_once.consumer.kafka_offsets import KafkaOffsets
+from exactly_once.consumer.maintenance import Maintenance
 from exactly_once.consumer.partitions import Ownership
 from exactly_once.consumer.unit import Unit
 from tests.support.seeds import seeds
@@ -94,11 +94,11 @@ def _snapshot_acquire() -> AbstractContextManager[Any]:
     return mock.patch.object(member.Ledger, "acquire", acquire)
 
 
-def _unknown_is_success(self: Settlement, unit: Unit, error: BaseException) -> None:
-    self._landed(unit)
+def _unknown_is_success(self: CommitProtocol, unit: Unit, error: BaseException) -> None:
+    self._committed(unit)
 
 
-def _unknown_is_failure(self: Settlement, unit: Unit, error: BaseException) -> None:
+def _unknown_is_failure(self: CommitProtocol, unit: Unit, error: BaseException) -> None:
     self._give_back(unit)
     raise Redelivered("surely it failed") from error
 
@@ -139,8 +139,12 @@ MUTANTS = (
         patch=_snapshot_acquire,
         without=_only("expel", "land", "produce"),
     ),
-    Mutant(name="unknown outcome read as success", patch=_replaced(Settlement, "_after_unknown", _unknown_is_success)),
-    Mutant(name="unknown outcome read as failure", patch=_replaced(Settlement, "_after_unknown", _unknown_is_failure)),
+    Mutant(
+        name="unknown outcome read as success", patch=_replaced(CommitProtocol, "_after_unknown", _unknown_is_success)
+    ),
+    Mutant(
+        name="unknown outcome read as failure", patch=_replaced(CommitProtocol, "_after_unknown", _unknown_is_failure)
+    ),
     Mutant(
         name="resolve without a fresh token",
         patch=_replaced(member.Ledger, "resolve", _stale_resolve),
@@ -148,12 +152,15 @@ MUTANTS = (
     ),
     Mutant(
         name="messages of an aborted unit not put back",
-        patch=_replaced(Delivery, "put_back", lambda self, _: self.discard()),
+        patch=_replaced(FetchBuffer, "requeue", lambda self, _: self.discard()),
     ),
-    Mutant(name="positions trusted after a poll that raised", patch=_replaced(Ownership, "misplaced", _nothing)),
+    Mutant(name="positions trusted after a poll that raised", patch=_replaced(Ownership, "invalidate_all", _nothing)),
     Mutant(name="release of somebody else's token", patch=_replaced(member.Ledger, "_may_release", _release_anybody)),
-    Mutant(name="the ledger not looked at while no message comes", patch=_replaced(Upkeep, "_look_at_rows", _nothing)),
-    Mutant(name="membership never proved after a fence", patch=_replaced(Mirror, "prove", lambda *_: set())),
+    Mutant(name="rows not checked while no message comes", patch=_replaced(Maintenance, "_check_rows", _nothing)),
+    Mutant(
+        name="membership never confirmed after a fence",
+        patch=_replaced(KafkaOffsets, "check_membership", lambda *_: set()),
+    ),
 )
 
 

@@ -38,7 +38,7 @@ def test_every_kind_of_fault_happens_and_hurts() -> None:
         world.run()
         happened |= {line[-1] if line[1] == "fault" else line[2] for line in world.trace if len(line) > 2}
     assert set(FAULTS) <= happened
-    assert {"Fenced", "Rewound", "Redelivered", "OutcomePending", "Hiccup", "Unlucky"} <= happened
+    assert {"Fenced", "LedgerRewound", "Redelivered", "OutcomePending", "Hiccup", "Unlucky"} <= happened
     assert {"assigned", "revoked", "lost"} <= happened
     assert {"lost while sending COMMIT", "lost while waiting for COMMIT"} <= happened
 

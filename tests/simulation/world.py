@@ -123,7 +123,7 @@ class World:
             if self._steps >= self.plan.chaos_steps:
                 self._heal()
         elif self._is_done():
-            self._judge()
+            self._classify()
             self.scheduler.stop()
         elif self._steps >= self.plan.chaos_steps + self.plan.heal_steps:
             raise Violation("wedged: healed long ago, and the ledger is not at the end of the log")
@@ -247,7 +247,7 @@ class World:
             )
         )
 
-    def _judge(self) -> None:
+    def _classify(self) -> None:
         for partition, log in self.logs.items():
             missing = sorted(set(log.offsets) - self.database.effects.get(partition, set()))
             if missing:

@@ -12,7 +12,7 @@ import pytest
 
 from exactly_once import _failpoints
 from exactly_once._model import Partition
-from exactly_once.errors import Ahead, Fenced, HandlerCommitted, PartitionHalted
+from exactly_once.errors import AlreadyApplied, Fenced, HandlerCommitted, PartitionHalted
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit, batch_ledger
 from spark_sink.batch_ledger import Counted
 from spark_sink.ranges import shares
@@ -124,7 +124,7 @@ def test_a_twin_that_landed_a_prefix_only_makes_the_other_one_fail(place: Place)
     def twin_lands() -> None:
         run("partition", work, [place.rows(range(2))])
 
-    with pytest.raises(Ahead):
+    with pytest.raises(AlreadyApplied):
         run("partition", work, interrupted([place.rows(range(5))], twin_lands))
     run("partition", work, [place.rows(range(5))])
     assert (place.written(), place.ledger()) == (every(5), [5])

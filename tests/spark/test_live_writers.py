@@ -16,7 +16,7 @@ from psycopg import sql
 from exactly_once import _failpoints
 from exactly_once.ledger import stale_owners
 from exactly_once.ledger.session import Session, connector
-from exactly_once.ledger.stale_owners import Watcher
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target
 from tests.support.waiting import until
@@ -33,7 +33,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "UNBOUNDED_SECONDS": UNBOUNDED,
         "_YOUNG_SECONDS": 0.4,
         "_TURN_SECONDS": 0.05,
-        "_LIFE_SECONDS": 0.1,
+        "_SIGN_SECONDS": 0.1,
         "_LONGEST_PAUSE_SECONDS": 0.1,
     }.items():
         monkeypatch.setattr(stale_owners, name, seconds)
@@ -47,7 +47,7 @@ class Waiter:
     def __init__(self, conninfo: str, table: str) -> None:
         self.session = Session(connector(conninfo), schema="exactly_once")
         self.table = table
-        self.watcher = Watcher(
+        self.watcher = StaleBackendTerminator(
             self.session.connect, schema="exactly_once", group_id="w", instance=self.session.instance
         )
         self.looks = 0

@@ -18,7 +18,7 @@ from exactly_once.errors import (
     TopicRecreated,
 )
 from exactly_once.kafka.admin import Cluster
-from exactly_once.ledger.start import Starter
+from exactly_once.ledger.start import StartOffsets
 from spark_sink import LedgerBehindCheckpoint
 from spark_sink.owners import Owners, patiently
 from spark_sink.ranges import Range, shares
@@ -163,7 +163,7 @@ def test_with_a_cluster_the_ids_are_stored_and_another_topic_of_that_name_is_ref
     def owners() -> Owners:
         ledger = place.owners()._ledger
         cluster = Cluster({"bootstrap.servers": bootstrap_servers})
-        return Owners(ledger, starter=Starter(ledger, cluster, start=None, on_out_of_range="fail"))
+        return Owners(ledger, starter=StartOffsets(ledger, cluster, start=None, on_out_of_range="fail"))
 
     first = owners()
     assert next_offsets(first, place.ranges(5, 5, start=1)) == [1, 1]
@@ -196,7 +196,7 @@ def test_a_broker_that_has_just_started_is_waited_for(
 
     monkeypatch.setattr(Cluster, "committed", loading)
     ledger, cluster = place.owners()._ledger, Cluster({"bootstrap.servers": bootstrap_servers})
-    owners = Owners(ledger, starter=Starter(ledger, cluster, start=None, on_out_of_range="fail"))
+    owners = Owners(ledger, starter=StartOffsets(ledger, cluster, start=None, on_out_of_range="fail"))
     rows = patiently(place.options())(owners.take, place.ranges(5, 5, start=1), batch_id=0)
     assert [row.next_offset for row in rows.values()] == [1, 1]
     assert refused

@@ -14,7 +14,7 @@ import pytest
 from exactly_once.embedded import Postgres
 from exactly_once.errors import Fenced, OwnedByConsumer, SchemaTooOld
 from exactly_once.ledger.migrate import migrate
-from exactly_once.ledger.session import marker_of
+from exactly_once.ledger.session import tag_of
 from exactly_once.writer import TableError
 from spark_sink import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost, staging
 from tests.spark.attempts import Place
@@ -134,7 +134,7 @@ def test_a_run_that_stands_still_in_its_publication_is_ended_by_a_later_one(targ
 def test_a_frozen_transaction_that_a_publication_waits_for_is_ended(target: Target) -> None:
     run = Run(target)
     run.write(run.rows(0, range(5)))
-    with psycopg.connect(target.conninfo, application_name=marker_of(uuid4(), "exactly_once")) as frozen:
+    with psycopg.connect(target.conninfo, application_name=tag_of(uuid4(), "exactly_once")) as frozen:
         frozen.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE", (target.name,))
         run.write(run.rows(0, range(5, 9)), batch_id=1)
         with pytest.raises(psycopg.OperationalError):

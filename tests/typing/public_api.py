@@ -12,7 +12,7 @@ from confluent_kafka import Message, TopicPartition
 from psycopg import sql
 
 from exactly_once import (
-    Ahead,
+    AlreadyApplied,
     ConfigurationError,
     ExactlyOnceConsumer,
     ExactlyOnceError,
@@ -20,10 +20,10 @@ from exactly_once import (
     HandlerCommitted,
     Health,
     Identity,
+    LedgerRewound,
     Metrics,
     OutcomePending,
     Redelivered,
-    Rewound,
     StartError,
     Unit,
     Units,
@@ -126,7 +126,7 @@ def rebalance_callbacks(consumer: ExactlyOnceConsumer) -> None:
 def errors(unit: Unit) -> str:
     try:
         handler(unit)
-    except (Fenced, Ahead, Rewound, OutcomePending) as again:
+    except (Fenced, AlreadyApplied, LedgerRewound, OutcomePending) as again:
         state: str | None = again.sqlstate
         return f"{again} {state}"
     except psycopg.OperationalError:

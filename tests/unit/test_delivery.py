@@ -1,4 +1,4 @@
-"""Delivery: nothing is lost, nothing comes twice, the order of a partition is kept, whatever happens between."""
+"""FetchBuffer: nothing is lost, nothing comes twice, the order of a partition is kept, whatever happens between."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from exactly_once._model import Partition, Row, Span
-from exactly_once.consumer.buffer import Delivery
+from exactly_once.consumer.buffer import FetchBuffer
 from exactly_once.consumer.partitions import Ownership
 
 A0, A1, B0 = Partition("a", 0), Partition("a", 1), Partition("b", 0)
@@ -38,38 +38,38 @@ def own(ownership: Ownership, partition: Partition, offset: int = 0) -> None:
     ownership.assigned([partition])
     ownership.acquired([row])
     ownership.started(partition, row)
-    ownership.placed([partition])
+    ownership.positioned([partition])
 
 
 def unexpected(_: Message) -> None:
     pytest.fail("no error event was sent")
 
 
-def delivering(*partitions: Partition, on_error: Callable[[Message], None] = unexpected, **kw: Any) -> Delivery:
+def delivering(*partitions: Partition, on_error: Callable[[Message], None] = unexpected, **kw: Any) -> FetchBuffer:
     ownership = Ownership()
     for partition in partitions:
         own(ownership, partition)
-    return Delivery(ownership, on_error=on_error, **kw)
+    return FetchBuffer(ownership, on_error=on_error, **kw)
 
 
 def test_messages_come_out_as_they_went_in_with_their_ends() -> None:
     delivery = delivering(A0, A1, B0)
     given = [message(A0, 0), message(A0, 1), message(B0, 0), message(A1, 0), message(A0, 2)]
-    delivery.accept(given)
-    batch, spans = delivery.take(MANY, MANY)
+    delivery.add(given)
+    batch, spans = delivery.next_batch(MANY, MANY)
     assert batch == given
     assert spans == {A0: Span(0, 3, 7), A1: Span(0, 1, 7), B0: Span(0, 1, 7)}
     assert (delivery.gaps, delivery.dropped, delivery.attempt) == (0, 0, 1)
-    assert delivery.take(MANY, MANY)[0] == []
+    assert delivery.next_batch(MANY, MANY)[0] == []
 
 
 def test_error_events_go_to_on_error_and_are_never_delivered() -> None:
     errors: list[Message] = []
     delivery = delivering(A0, on_error=errors.append)
     events = [error(KafkaError._PARTITION_EOF), error(KafkaError._ALL_BROKERS_DOWN)]
-    delivery.accept([events[0], message(A0, 0), events[1], message(A0, 1)])
+    delivery.add([events[0], message(A0, 0), events[1], message(A0, 1)])
     assert errors == events
-    assert at(delivery.take(MANY, MANY)[0]) == [("a", 0, 0), ("a", 0, 1)]
+    assert at(delivery.next_batch(MANY, MANY)[0]) == [("a", 0, 0), ("a", 0, 1)]
     assert delivery.dropped == 0
 
 
@@ -78,121 +78,121 @@ def test_nothing_is_taken_behind_what_cannot_be_read_and_everything_before_it() 
     ownership = Ownership()
     own(ownership, A0)
     own(ownership, A1)
-    delivery = Delivery(ownership, on_error=lambda _: ownership.unreadable(A0, "damaged"))
+    delivery = FetchBuffer(ownership, on_error=lambda _: ownership.unreadable(A0, "damaged"))
     damaged = error(KafkaError._BAD_MSG)
-    delivery.accept([message(A0, 0), message(A0, 1), damaged, message(A0, 4), message(A1, 0)])
-    delivery.accept([message(A0, 5), message(A1, 1)])
-    batch, spans = delivery.take(MANY, MANY)
+    delivery.add([message(A0, 0), message(A0, 1), damaged, message(A0, 4), message(A1, 0)])
+    delivery.add([message(A0, 5), message(A1, 1)])
+    batch, spans = delivery.next_batch(MANY, MANY)
     assert at(batch) == [("a", 0, 0), ("a", 0, 1), ("a", 1, 0), ("a", 1, 1)]
     assert spans[A0].end == 2
-    assert ownership.holdings[A0].fetched == 2
+    assert ownership.states[A0].position == 2
 
 
 @pytest.mark.parametrize(("offsets", "gaps"), [([0, 1, 2], 0), ([0, 2, 3], 1), ([5, 6, 9], 2), ([0, 3, 4, 9], 2)])
 def test_a_gap_of_the_log_is_counted_and_passed(offsets: list[int], gaps: int) -> None:
     delivery = delivering(A0)
-    delivery.accept([message(A0, offset) for offset in offsets])
-    assert [m.offset() for m in delivery.take(MANY, MANY)[0]] == offsets
+    delivery.add([message(A0, offset) for offset in offsets])
+    assert [m.offset() for m in delivery.next_batch(MANY, MANY)[0]] == offsets
     assert delivery.gaps == gaps
 
 
 def test_a_gap_between_two_fetches_is_counted_too() -> None:
     delivery = delivering(A0)
-    delivery.accept([message(A0, 0)])
-    delivery.accept([message(A0, 5)])
+    delivery.add([message(A0, 0)])
+    delivery.add([message(A0, 5)])
     assert delivery.gaps == 1
 
 
 def test_what_was_fetched_before_is_dropped_and_counted() -> None:
     delivery = delivering(A0)
-    delivery.accept([message(A0, 0), message(A0, 1), message(A0, 2)])
-    delivery.accept([message(A0, 1), message(A0, 2), message(A0, 3)])
-    assert [m.offset() for m in delivery.take(MANY, MANY)[0]] == [0, 1, 2, 3]
+    delivery.add([message(A0, 0), message(A0, 1), message(A0, 2)])
+    delivery.add([message(A0, 1), message(A0, 2), message(A0, 3)])
+    assert [m.offset() for m in delivery.next_batch(MANY, MANY)[0]] == [0, 1, 2, 3]
     assert (delivery.dropped, delivery.gaps) == (2, 0)
 
 
 def test_messages_of_partitions_that_are_not_ours_are_dropped_and_counted() -> None:
     delivery = delivering(A0)
-    delivery.accept([message(A1, 0), message(A0, 0), message(B0, 0)])
-    assert at(delivery.take(MANY, MANY)[0]) == [("a", 0, 0)]
+    delivery.add([message(A1, 0), message(A0, 0), message(B0, 0)])
+    assert at(delivery.next_batch(MANY, MANY)[0]) == [("a", 0, 0)]
     assert delivery.dropped == 2
 
 
 @pytest.mark.parametrize("queue_bytes", [0, 50])
 def test_a_batch_is_bounded_by_count_and_by_bytes(queue_bytes: int) -> None:
     delivery = delivering(A0, queue_bytes=queue_bytes)
-    delivery.accept([message(A0, offset, size=10) for offset in range(6)])
-    assert [m.offset() for m in delivery.take(2, 49)[0]] == [0, 1]
-    assert [m.offset() for m in delivery.take(9, 29)[0]] == [2, 3]
-    assert [m.offset() for m in delivery.take(9, 20)[0]] == [4, 5]
+    delivery.add([message(A0, offset, size=10) for offset in range(6)])
+    assert [m.offset() for m in delivery.next_batch(2, 49)[0]] == [0, 1]
+    assert [m.offset() for m in delivery.next_batch(9, 29)[0]] == [2, 3]
+    assert [m.offset() for m in delivery.next_batch(9, 20)[0]] == [4, 5]
 
 
 def test_a_message_larger_than_the_bound_comes_alone() -> None:
     delivery = delivering(A0)
-    delivery.accept([message(A0, 0, size=100), message(A0, 1, size=100)])
-    assert [m.offset() for m in delivery.take(9, 10)[0]] == [0]
-    assert [m.offset() for m in delivery.take(9, 10)[0]] == [1]
+    delivery.add([message(A0, 0, size=100), message(A0, 1, size=100)])
+    assert [m.offset() for m in delivery.next_batch(9, 10)[0]] == [0]
+    assert [m.offset() for m in delivery.next_batch(9, 10)[0]] == [1]
 
 
 def test_a_batch_that_is_put_back_comes_first_alone_and_counts_its_attempts() -> None:
     delivery = delivering(A0)
-    delivery.accept([message(A0, 0), message(A0, 1)])
-    batch, _ = delivery.take(MANY, MANY)
-    delivery.accept([message(A0, 2)])
-    delivery.put_back(batch)
-    assert delivery.take(MANY, MANY) == (batch, {A0: Span(0, 2, 7)})
+    delivery.add([message(A0, 0), message(A0, 1)])
+    batch, _ = delivery.next_batch(MANY, MANY)
+    delivery.add([message(A0, 2)])
+    delivery.requeue(batch)
+    assert delivery.next_batch(MANY, MANY) == (batch, {A0: Span(0, 2, 7)})
     assert delivery.attempt == 2
-    assert delivery.take(MANY, MANY)[1] == {A0: Span(2, 3, 7)}
+    assert delivery.next_batch(MANY, MANY)[1] == {A0: Span(2, 3, 7)}
     assert delivery.attempt == 1
 
 
 def test_a_batch_that_is_put_back_may_come_in_parts() -> None:
     delivery = delivering(A0)
-    delivery.accept([message(A0, offset) for offset in range(4)])
-    delivery.put_back(delivery.take(MANY, MANY)[0])
-    assert delivery.take(2, MANY)[1] == {A0: Span(0, 2, 7)}
-    assert delivery.take(2, MANY)[1] == {A0: Span(2, 4, 7)}
+    delivery.add([message(A0, offset) for offset in range(4)])
+    delivery.requeue(delivery.next_batch(MANY, MANY)[0])
+    assert delivery.next_batch(2, MANY)[1] == {A0: Span(0, 2, 7)}
+    assert delivery.next_batch(2, MANY)[1] == {A0: Span(2, 4, 7)}
 
 
 def test_two_fetches_come_with_the_ends_of_both() -> None:
     delivery = delivering(A0, A1)
-    delivery.accept([message(A0, 0)])
-    delivery.accept([message(A1, 0)])
-    assert delivery.take(MANY, MANY)[1] == {A0: Span(0, 1, 7), A1: Span(0, 1, 7)}
+    delivery.add([message(A0, 0)])
+    delivery.add([message(A1, 0)])
+    assert delivery.next_batch(MANY, MANY)[1] == {A0: Span(0, 1, 7), A1: Span(0, 1, 7)}
 
 
 def test_a_part_of_a_fetch_comes_with_its_own_ends() -> None:
     delivery = delivering(A0, A1)
-    delivery.accept([message(A0, 0), message(A0, 1), message(A1, 0)])
-    assert delivery.take(1, MANY)[1] == {A0: Span(0, 1, 7)}
-    assert delivery.take(MANY, MANY)[1] == {A0: Span(1, 2, 7), A1: Span(0, 1, 7)}
+    delivery.add([message(A0, 0), message(A0, 1), message(A1, 0)])
+    assert delivery.next_batch(1, MANY)[1] == {A0: Span(0, 1, 7)}
+    assert delivery.next_batch(MANY, MANY)[1] == {A0: Span(1, 2, 7), A1: Span(0, 1, 7)}
 
 
 def test_a_part_that_is_put_back_comes_before_the_rest() -> None:
     delivery = delivering(A0)
-    delivery.accept([message(A0, offset) for offset in range(4)])
-    delivery.put_back(delivery.take(MANY, MANY)[0])
-    delivery.put_back(delivery.take(2, MANY)[0])
-    assert [m.offset() for m in delivery.take(MANY, MANY)[0]] == [0, 1, 2, 3]
+    delivery.add([message(A0, offset) for offset in range(4)])
+    delivery.requeue(delivery.next_batch(MANY, MANY)[0])
+    delivery.requeue(delivery.next_batch(2, MANY)[0])
+    assert [m.offset() for m in delivery.next_batch(MANY, MANY)[0]] == [0, 1, 2, 3]
 
 
 def test_what_was_revoked_meanwhile_is_not_put_back() -> None:
     ownership = Ownership()
     own(ownership, A0)
     own(ownership, A1)
-    delivery = Delivery(ownership, on_error=unexpected)
-    delivery.accept([message(A0, 0), message(A1, 0)])
-    batch, _ = delivery.take(MANY, MANY)
+    delivery = FetchBuffer(ownership, on_error=unexpected)
+    delivery.add([message(A0, 0), message(A1, 0)])
+    batch, _ = delivery.next_batch(MANY, MANY)
     ownership.revoked([A0])
-    delivery.put_back(batch)
-    assert at(delivery.take(MANY, MANY)[0]) == [("a", 1, 0)]
+    delivery.requeue(batch)
+    assert at(delivery.next_batch(MANY, MANY)[0]) == [("a", 1, 0)]
 
 
 def test_with_one_topic_its_name_is_not_asked_of_each_message() -> None:
     delivery = delivering(A0, A1)
     delivery.only_topic = "a"
-    delivery.accept([message(A0, 0), message(A1, 0), message(A0, 1)])
-    assert delivery.take(MANY, MANY)[1] == {A0: Span(0, 2, 7), A1: Span(0, 1, 7)}
+    delivery.add([message(A0, 0), message(A1, 0), message(A0, 1)])
+    assert delivery.next_batch(MANY, MANY)[1] == {A0: Span(0, 2, 7), A1: Span(0, 1, 7)}
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -205,7 +205,7 @@ class Interleavings(RuleBasedStateMachine):
         self.log = {p: [o for o in range(200) if (o + p.number) not in holes] for p in self.partitions}
         self.ownership = Ownership()
         self.errors: list[Message] = []
-        self.delivery = Delivery(self.ownership, on_error=self.errors.append)
+        self.delivery = FetchBuffer(self.ownership, on_error=self.errors.append)
         self.position = dict.fromkeys(self.partitions, 0)
         self.ledger = dict.fromkeys(self.partitions, 0)
         self.applied: dict[Partition, list[int]] = {p: [] for p in self.partitions}
@@ -225,12 +225,12 @@ class Interleavings(RuleBasedStateMachine):
             self.position[partition] = max([self.position[partition], *(o + 1 for o in run)])
         if with_error:
             fetched.insert(len(fetched) // 2, error(KafkaError._PARTITION_EOF))
-        self.delivery.accept(fetched)
+        self.delivery.add(fetched)
 
     @precondition(lambda self: not self.unit)
     @rule(count=st.integers(1, 6), size=st.integers(1, 12))
     def take(self, count: int, size: int) -> None:
-        self.unit, spans = self.delivery.take(count, size)
+        self.unit, spans = self.delivery.next_batch(count, size)
         assert len(self.unit) <= count
         assert sum(map(len, self.unit)) <= size or len(self.unit) == 1
         assert all(m.error() is None for m in self.unit)
@@ -249,13 +249,13 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def abort(self) -> None:
         self.ownership.aborted(self.advances)
-        self.delivery.put_back(self.unit)
+        self.delivery.requeue(self.unit)
         self.unit = []
 
     @precondition(lambda self: not self.unit)
     @rule()
     def poll_raised(self) -> None:
-        self.ownership.misplaced()
+        self.ownership.invalidate_all()
         self.delivery.discard()
         self._place()
 
@@ -286,18 +286,18 @@ class Interleavings(RuleBasedStateMachine):
         if self.unit:
             self.abort()
         self.poll_raised()
-        for partition in self.ownership.holdings:
-            self.delivery.accept([message(partition, o) for o in self.log[partition] if o >= self.position[partition]])
+        for partition in self.ownership.states:
+            self.delivery.add([message(partition, o) for o in self.log[partition] if o >= self.position[partition]])
         while self.delivery.waiting:
-            self.unit, spans = self.delivery.take(50, MANY)
+            self.unit, spans = self.delivery.next_batch(50, MANY)
             self.advances = self.ownership.hand_out(spans)
             self.commit()
-        assert all(self.applied[p] == self.log[p] for p in self.ownership.holdings)
+        assert all(self.applied[p] == self.log[p] for p in self.ownership.states)
 
     def _place(self) -> None:
-        targets = self.ownership.to_place()
-        self.position |= {p: h.expected for p, h in targets.items()}
-        self.ownership.placed(targets)
+        targets = self.ownership.to_position()
+        self.position |= {p: h.next_offset for p, h in targets.items()}
+        self.ownership.positioned(targets)
 
 
 Interleavings.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -45,10 +45,12 @@ PURE = {
     "consumer.bisection": set[str](),
     "consumer.buffer": {"confluent_kafka"},
     "consumer.identity": set[str](),
+    "consumer.outcomes": set[str](),
     "consumer.partitions": set[str](),
     "kafka.origin": set[str](),
     "ledger.conflict": set[str](),
     "ledger.outcome": {"psycopg", "re"},
+    "ledger.store": set[str](),
     "metrics.health": set[str](),
     "metrics.table": set[str](),
 }

@@ -12,16 +12,16 @@ import pytest
 from confluent_kafka import KafkaError, TopicPartition
 
 from exactly_once._model import Partition
-from exactly_once.consumer.kafka_offsets import Mirror
+from exactly_once.consumer.kafka_offsets import KafkaOffsets
 
 P, Q = Partition("t", 0), Partition("t", 1)
 OFFSETS = {P: (5, None), Q: (6, 3)}
 
 
-def asked() -> tuple[Mirror, Mock, list[TopicPartition]]:
+def asked() -> tuple[KafkaOffsets, Mock, list[TopicPartition]]:
     """A mirror whose proof is on its way, and what the client was given to commit."""
-    mirror, client = Mirror(group_id="g"), Mock()
-    assert mirror.prove(client, OFFSETS) is None
+    mirror, client = KafkaOffsets(group_id="g"), Mock()
+    assert mirror.check_membership(client, OFFSETS) is None
     return mirror, client, client.commit.call_args.kwargs["offsets"]
 
 
@@ -33,16 +33,16 @@ def refused(code: int) -> Any:
 def test_its_answer_proves_the_membership() -> None:
     mirror, client, sent = asked()
     mirror.on_commit(None, sent)
-    assert mirror.prove(client, {}) == {P, Q}
-    assert not mirror.is_proving
+    assert mirror.check_membership(client, {}) == {P, Q}
+    assert not mirror.is_checking
 
 
 def test_the_answer_to_another_commit_proves_nothing() -> None:
     mirror, client, sent = asked()
     older = [TopicPartition(tp.topic, tp.partition, tp.offset, metadata="exactly_once") for tp in sent]
     mirror.on_commit(None, older)
-    assert mirror.prove(client, {}) is None
-    assert mirror.is_proving
+    assert mirror.check_membership(client, {}) is None
+    assert mirror.is_checking
 
 
 @pytest.mark.parametrize("code", [KafkaError.ILLEGAL_GENERATION, KafkaError.UNKNOWN_MEMBER_ID])
@@ -55,5 +55,5 @@ def test_an_error_of_the_whole_or_of_one_partition_proves_nothing(code: int, *, 
         mirror.on_commit(None, [sent[0], part])
     else:
         mirror.on_commit(KafkaError(code), sent)
-    assert mirror.prove(client, {}) == set()
-    assert not mirror.is_proving
+    assert mirror.check_membership(client, {}) == set()
+    assert not mirror.is_checking

@@ -160,7 +160,7 @@ def test_patience_counts_the_tries_of_one_batch_until_something_is_committed() -
     for _ in range(TRIES):
         patience.failed("a", 0.0)
     tried = patience.is_out, patience.tries
-    patience.landed()
+    patience.committed()
     patience.failed("a", 0.0)
     assert (*tried, patience.tries) == (True, TRIES, 1)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from exactly_once._model import Advance, Partition, Row, Span
-from exactly_once.consumer.partitions import Ownership, Resolution, State
+from exactly_once.consumer.partitions import Ownership, Phase, Resolution
 from exactly_once.ledger.conflict import Conflict, Grant, check
 from tests.support.interrupts import Interrupt, Interrupter
 
@@ -38,7 +38,7 @@ def owning(*partitions: Partition, offset: int = 0) -> tuple[Ownership, dict[Par
     ownership.acquired(rows.values())
     for partition in partitions:
         ownership.started(partition, rows[partition])
-    ownership.placed(partitions)
+    ownership.positioned(partitions)
     return ownership, rows
 
 
@@ -46,8 +46,11 @@ def in_doubt(*partitions: Partition) -> tuple[Ownership, dict[Partition, Row], l
     """Make an ownership with a unit over offsets 0 to 9 whose COMMIT got no answer."""
     ownership, rows = owning(*partitions)
     advances = ownership.hand_out(dict.fromkeys(partitions, Span(0, 10, 3)))
-    ownership.unknown(advances)
     return ownership, rows, advances
+
+
+def resolved(ownership: Ownership, advances: list[Advance], rows: list[Row]) -> Resolution:
+    return ownership.resolved(advances, [a.token for a in advances], rows)
 
 
 def test_a_partition_passes_through_its_states_to_where_messages_flow() -> None:
@@ -56,13 +59,13 @@ def test_a_partition_passes_through_its_states_to_where_messages_flow() -> None:
     assert ownership.to_acquire() == [P, Q], "in locking order"
     mine = row(P, 5)
     ownership.acquired([mine])
-    assert ownership.holdings[P].state is State.STARTING
+    assert ownership.states[P].phase is Phase.STARTING
     assert ownership.deliverable(P) is None
     ownership.started(P, mine)
-    assert list(ownership.to_place()) == [P]
+    assert list(ownership.to_position()) == [P]
     assert ownership.deliverable(P) is None
-    ownership.placed([P])
-    assert ownership.deliverable(P) is ownership.holdings[P]
+    ownership.positioned([P])
+    assert ownership.deliverable(P) is ownership.states[P]
     assert ownership.to_acquire() == [Q]
 
 
@@ -72,7 +75,7 @@ def test_an_advance_says_all_that_the_ledger_must_compare() -> None:
     mine = replace(row(P, 5, epoch=9), topic_id="id", leader_epoch=2, generation=3)
     ownership.acquired([mine])
     ownership.started(P, mine)
-    ownership.placed([P])
+    ownership.positioned([P])
     assert mine.owner_token is not None
     assert ownership.hand_out({P: Span(5, 8, 4)}) == [
         Advance(
@@ -100,20 +103,20 @@ def test_a_batch_that_leaves_out_what_was_not_applied_stops_the_loop() -> None:
     ownership, _ = owning(P, offset=5)
     with pytest.raises(AssertionError):
         ownership.hand_out({P: Span(7, 9, None)})
-    ownership.holdings[P].gaps[7] = 5  # the log has nothing between
+    ownership.states[P].gaps[7] = 5  # the log has nothing between
     ownership.committed(ownership.hand_out({P: Span(7, 9, None)}))
-    assert ownership.holdings[P].gaps == {}
+    assert ownership.states[P].gaps == {}
     with pytest.raises(AssertionError):
         ownership.hand_out({P: Span(8, 10, None)})
-    ownership.holdings[P].gaps[12] = 10
+    ownership.states[P].gaps[12] = 10
     with pytest.raises(AssertionError):
         ownership.hand_out({P: Span(12, 13, None)})
 
 
-@pytest.mark.parametrize("state", [State.PENDING, State.STARTING, State.FENCED])
-def test_nothing_is_handed_out_of_a_partition_that_is_not_owned(state: State) -> None:
+@pytest.mark.parametrize("phase", [Phase.PENDING, Phase.STARTING, Phase.FENCED])
+def test_nothing_is_handed_out_of_a_partition_that_is_not_owned(phase: Phase) -> None:
     ownership, _ = owning(P)
-    ownership.holdings[P].state = state
+    ownership.states[P].phase = phase
     with pytest.raises(AssertionError):
         ownership.hand_out({P: Span(0, 3, None)})
 
@@ -121,9 +124,9 @@ def test_nothing_is_handed_out_of_a_partition_that_is_not_owned(state: State) ->
 def test_a_commit_moves_what_is_expected_and_an_abort_takes_back_what_was_handed_out() -> None:
     ownership, _ = owning(P)
     ownership.aborted(ownership.hand_out({P: Span(0, 3, 1)}))
-    assert ownership.holdings[P].handed_out == ownership.holdings[P].expected == 0
+    assert ownership.states[P].in_flight_until == ownership.states[P].next_offset == 0
     ownership.committed(ownership.hand_out({P: Span(0, 3, 1)}))
-    assert (ownership.holdings[P].expected, ownership.holdings[P].leader_epoch) == (3, 1)
+    assert (ownership.states[P].next_offset, ownership.states[P].leader_epoch) == (3, 1)
 
 
 def test_what_becomes_of_a_unit_does_not_touch_a_later_acquisition() -> None:
@@ -133,12 +136,12 @@ def test_what_becomes_of_a_unit_does_not_touch_a_later_acquisition() -> None:
     mine = row(P, 7)
     ownership.acquired([mine])
     ownership.started(P, mine)
-    ownership.placed([P])
+    ownership.positioned([P])
     ownership.committed(advances)
     ownership.aborted(advances)
-    ownership.judge(advances, [])
-    assert ownership.holdings[P].state is State.OWNED
-    assert ownership.holdings[P].expected == 7
+    ownership.classify(advances, [])
+    assert ownership.states[P].phase is Phase.OWNED
+    assert ownership.states[P].next_offset == 7
 
 
 def test_a_row_that_comes_after_the_revocation_is_given_back() -> None:
@@ -148,7 +151,7 @@ def test_a_row_that_comes_after_the_revocation_is_given_back() -> None:
     mine = row(P)
     ownership.acquired([mine])
     assert ownership.releases == [(P, mine.owner_token)]
-    assert not ownership.holdings
+    assert not ownership.states
 
 
 def test_what_cannot_be_started_is_given_back_and_pending_again() -> None:
@@ -167,61 +170,60 @@ def test_a_start_under_another_token_is_ignored() -> None:
     ownership.acquired([row(P)])
     ownership.started(P, row(P, 3))
     ownership.started(Q, row(Q, 3))
-    assert ownership.holdings[P].state is State.STARTING
+    assert ownership.states[P].phase is Phase.STARTING
 
 
 def test_distrusted_positions_are_placed_again_from_the_expected_offset() -> None:
     ownership, _ = owning(P, offset=4)
-    ownership.holdings[P].fetched = 9
-    ownership.misplaced()
+    ownership.states[P].position = 9
+    ownership.invalidate_all()
     assert ownership.deliverable(P) is None
-    assert {p: h.expected for p, h in ownership.to_place().items()} == {P: 4}
-    ownership.placed([P])
-    assert ownership.holdings[P].fetched == 4
+    assert {p: h.next_offset for p, h in ownership.to_position().items()} == {P: 4}
+    ownership.positioned([P])
+    assert ownership.states[P].position == 4
 
 
 def test_a_unit_in_doubt_that_landed_moves_on_under_the_fresh_token() -> None:
-    ownership, rows, _ = in_doubt(P)
+    ownership, rows, advances = in_doubt(P)
     fresh = uuid4()
-    assert ownership.resolved([replace(rows[P], next_offset=10, owner_token=fresh)]) is Resolution.COMMITTED
-    holding = ownership.holdings[P]
-    assert (holding.expected, holding.handed_out, holding.token, holding.leader_epoch) == (10, 10, fresh, 3)
-    assert ownership.doubt is None
+    assert resolved(ownership, advances, [replace(rows[P], next_offset=10, owner_token=fresh)]) is Resolution.COMMITTED
+    state = ownership.states[P]
+    assert (state.next_offset, state.in_flight_until, state.token, state.leader_epoch) == (10, 10, fresh, 3)
 
 
 def test_a_unit_in_doubt_that_did_not_land_is_taken_back_under_the_fresh_token() -> None:
-    ownership, rows, _ = in_doubt(P)
+    ownership, rows, advances = in_doubt(P)
     fresh = uuid4()
-    assert ownership.resolved([replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
-    holding = ownership.holdings[P]
-    assert (holding.expected, holding.handed_out, holding.token, holding.placed) == (0, 0, fresh, True)
+    assert resolved(ownership, advances, [replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
+    state = ownership.states[P]
+    assert (state.next_offset, state.in_flight_until, state.token, state.positioned) == (0, 0, fresh, True)
 
 
 def test_a_row_of_the_unit_in_doubt_that_is_gone_was_taken_by_somebody() -> None:
-    ownership, _, _ = in_doubt(P)
-    assert ownership.resolved([]) is Resolution.FENCED
-    assert ownership.to_prove() == [P]
+    ownership, _, advances = in_doubt(P)
+    assert resolved(ownership, advances, []) is Resolution.FENCED
+    assert ownership.to_confirm() == [P]
 
 
 def test_one_row_that_is_still_ours_tells_of_the_whole_unit() -> None:
-    ownership, rows, _ = in_doubt(P, Q)
-    assert ownership.resolved([replace(rows[P], next_offset=10)]) is Resolution.COMMITTED
-    assert ownership.to_prove() == [Q]
+    ownership, rows, advances = in_doubt(P, Q)
+    assert resolved(ownership, advances, [replace(rows[P], next_offset=10)]) is Resolution.COMMITTED
+    assert ownership.to_confirm() == [Q]
 
 
 def test_a_row_resolved_after_the_revocation_is_given_back_under_its_fresh_token() -> None:
-    ownership, rows, _ = in_doubt(P)
+    ownership, rows, advances = in_doubt(P)
     ownership.revoked([P])
     fresh = uuid4()
-    assert ownership.resolved([replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
+    assert resolved(ownership, advances, [replace(rows[P], owner_token=fresh)]) is Resolution.ABORTED
     assert ownership.releases == [(P, rows[P].owner_token), (P, fresh)]
 
 
 @pytest.mark.parametrize("offset", [3, 99])
 def test_a_row_in_doubt_that_moved_elsewhere_is_followed(offset: int) -> None:
-    ownership, rows, _ = in_doubt(P)
-    ownership.resolved([replace(rows[P], next_offset=offset)])
-    assert ownership.to_place()[P].expected == offset
+    ownership, rows, advances = in_doubt(P)
+    resolved(ownership, advances, [replace(rows[P], next_offset=offset)])
+    assert ownership.to_position()[P].next_offset == offset
 
 
 @pytest.mark.parametrize("path", ["resolved", "judge", "seen"])
@@ -229,9 +231,9 @@ def test_a_row_that_lost_its_start_in_a_failover_is_acquired_again(path: str) ->
     ownership, rows, advances = in_doubt(P)
     lost = replace(rows[P], next_offset=None)
     if path == "resolved":
-        ownership.resolved([lost])
+        resolved(ownership, advances, [lost])
     elif path == "judge":
-        assert ownership.judge(advances, [lost]) == {P: Conflict.REWOUND}
+        assert ownership.classify(advances, [lost]) == {P: Conflict.REWOUND}
     else:
         ownership.seen([P], [lost])
     assert ownership.to_acquire() == [P]
@@ -265,47 +267,47 @@ def test_a_row_that_did_not_advance_is_judged_by_its_token_first(stored: Row | N
 def test_another_owner_is_seen_between_units(change: dict[str, UUID | int | None]) -> None:
     ownership, rows = owning(P, Q)
     ownership.seen([P, Q], [replace(rows[P], **change), rows[Q]])  # type: ignore[arg-type]
-    assert ownership.to_prove() == [P]
+    assert ownership.to_confirm() == [P]
     assert ownership.deliverable(Q) is not None
 
 
 def test_a_row_that_is_gone_is_seen_between_units() -> None:
     ownership, _ = owning(P)
     ownership.seen([P, Q], [])
-    assert ownership.to_prove() == [P]
+    assert ownership.to_confirm() == [P]
 
 
 def test_an_offset_that_moved_is_followed_between_units() -> None:
     ownership, rows = owning(P, Q, offset=7)
     ownership.seen([P, Q], [replace(rows[P], next_offset=4), rows[Q]])
-    assert {p: h.expected for p, h in ownership.to_place().items()} == {P: 4}
+    assert {p: h.next_offset for p, h in ownership.to_position().items()} == {P: 4}
 
 
 def test_the_end_of_a_log_counts_only_behind_everything_that_was_fetched() -> None:
     ownership, _ = owning(P)
-    holding = ownership.holdings[P]
+    state = ownership.states[P]
     ownership.reached_end(P, 12)
     assert [(a.expected, a.next_offset, a.leader_epoch) for a in ownership.at_end()] == [(0, 12, None)]
-    holding.fetched = 10
+    state.position = 10
     assert ownership.at_end() == [], "messages were fetched that no unit was given"
     advances = ownership.hand_out({P: Span(0, 10, 3)})
     assert ownership.at_end() == []
     ownership.committed(advances)
     assert [(a.expected, a.next_offset) for a in ownership.at_end()] == [(10, 12)]
     ownership.moved_to_end(ownership.at_end())
-    assert (holding.expected, holding.handed_out, holding.fetched) == (12, 12, 12)
+    assert (state.next_offset, state.in_flight_until, state.position) == (12, 12, 12)
     assert ownership.at_end() == []
 
 
 def _place_again(ownership: Ownership) -> None:
-    ownership.misplaced()
-    ownership.placed([P])
+    ownership.invalidate_all()
+    ownership.positioned([P])
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        Ownership.misplaced,
+        Ownership.invalidate_all,
         _place_again,
         lambda ownership: ownership.unreadable(P, "damaged"),
         lambda ownership: ownership.rejected(P, ValueError()),
@@ -333,14 +335,14 @@ def test_a_bad_partition_is_released_and_waits_for_its_row_to_change() -> None:
     ownership.rejected(P, ValueError("bad"))
     assert (ownership.bad(), ownership.to_acquire(), ownership.owned()) == ([P], [], [Q])
     assert ownership.releases == [(P, rows[P].owner_token)]
-    assert not ownership.to_place()
+    assert not ownership.to_position()
     released = replace(rows[P], owner_token=None)
     assert ownership.suspicious([P, Q], [released, rows[Q]]) == []
     for changed in ({"owner_epoch": 2}, {"next_offset": 7}, {"halted": "why"}, {"topic_id": "other"}):
         assert ownership.suspicious([P, Q], [replace(released, **changed), rows[Q]]) == [P]
     assert ownership.suspicious([P, Q], [rows[Q]]) == [P], "the row was deleted"
     assert ownership.seen([P, Q], [replace(released, next_offset=7), rows[Q]]) == {}
-    assert ownership.to_prove() == [P], "somebody else may own it by now"
+    assert ownership.to_confirm() == [P], "somebody else may own it by now"
 
 
 def test_a_bad_partition_without_a_row_waits_for_one() -> None:
@@ -356,7 +358,7 @@ def test_a_row_that_was_taken_while_it_was_checked_needs_a_proof() -> None:
     ownership.assigned([P])
     ownership.acquired([row(P)])
     ownership.taken([P])
-    assert (ownership.to_prove(), ownership.to_acquire()) == ([P], [])
+    assert (ownership.to_confirm(), ownership.to_acquire()) == ([P], [])
 
 
 def test_a_move_to_the_end_that_got_no_answer_is_no_surprise() -> None:
@@ -365,7 +367,7 @@ def test_a_move_to_the_end_that_got_no_answer_is_no_surprise() -> None:
     moved = replace(rows[P], next_offset=12, leader_epoch=4)
     assert ownership.suspicious([P], [moved]) == [P]
     assert ownership.seen([P], [moved]) == {}
-    assert (ownership.holdings[P].expected, ownership.holdings[P].leader_epoch) == (12, 4)
+    assert (ownership.states[P].next_offset, ownership.states[P].leader_epoch) == (12, 4)
     assert ownership.deliverable(P) is not None, "nothing is fetched again"
 
 
@@ -387,8 +389,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(partitions=some)
     def flow(self, partitions: list[Partition]) -> None:
         """The usual way in one step, or random steps would hardly ever get that far."""
-        self.ownership.assigned([p for p in partitions if p not in self.ownership.holdings])
-        self.prove()
+        self.ownership.assigned([p for p in partitions if p not in self.ownership.states])
+        self.check_membership()
         self.acquire([])
         self.start(PARTITIONS, works=True)
         self.place()
@@ -401,7 +403,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(partitions=partitions)
     def revoke(self, partitions: list[Partition]) -> None:
         self.ownership.revoked(partitions)
-        assert not set(partitions) & set(self.ownership.holdings)
+        assert not set(partitions) & set(self.ownership.states)
 
     @rule(late=partitions)
     def acquire(self, late: list[Partition]) -> None:
@@ -414,17 +416,17 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(partitions=some, works=st.booleans())
     def start(self, partitions: list[Partition], *, works: bool) -> None:
-        starting = [p for p in partitions if self._is(p, State.STARTING)]
+        starting = [p for p in partitions if self._is(p, Phase.STARTING)]
         for partition in starting if works else []:
             self.ownership.started(partition, self.rows[partition])
         self.ownership.not_started(starting)
-        assert not any(self._is(p, State.STARTING) for p in starting)
+        assert not any(self._is(p, Phase.STARTING) for p in starting)
 
     @rule()
-    def prove(self) -> None:
-        fenced = self.ownership.to_prove()
-        self.ownership.proved([*fenced, *PARTITIONS])
-        assert self.ownership.to_prove() == []
+    def check_membership(self) -> None:
+        fenced = self.ownership.to_confirm()
+        self.ownership.confirmed([*fenced, *PARTITIONS])
+        assert self.ownership.to_confirm() == []
         assert set(fenced) <= set(self.ownership.to_acquire())
 
     @rule(partitions=some)
@@ -437,14 +439,14 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: not self.unit)
     @rule()
     def place(self) -> None:
-        targets = self.ownership.to_place()
-        self.ownership.placed(targets)
-        assert self.ownership.to_place() == {}
+        targets = self.ownership.to_position()
+        self.ownership.positioned(targets)
+        assert self.ownership.to_position() == {}
 
     @precondition(lambda self: not self.unit)
     @rule()
     def distrust(self) -> None:
-        self.ownership.misplaced()
+        self.ownership.invalidate_all()
 
     @precondition(lambda self: not self.unit)
     @rule(length=st.integers(1, 3), partitions=some)
@@ -452,10 +454,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.flow(partitions)
         spans: dict[Partition, Span] = {}
         for partition in partitions:
-            holding = self.ownership.deliverable(partition)
-            if holding is not None:
-                holding.fetched = max(holding.fetched, holding.expected + length)
-                spans[partition] = Span(holding.expected, holding.expected + length, None)
+            state = self.ownership.deliverable(partition)
+            if state is not None:
+                state.position = max(state.position, state.next_offset + length)
+                spans[partition] = Span(state.next_offset, state.next_offset + length, None)
         self.unit = self.ownership.hand_out(spans)
 
     @precondition(lambda self: self.unit)
@@ -471,24 +473,22 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def come_short(self) -> None:
         if not all(conflict_of(a, self.rows[a.partition]) is Conflict.OK for a in self.unit):
-            verdicts = self.ownership.judge(self.unit, self.rows.values())
-            assert set(verdicts) == {a.partition for a in self.unit}
+            conflicts = self.ownership.classify(self.unit, self.rows.values())
+            assert set(conflicts) == {a.partition for a in self.unit}
             self.unit = []
 
     @precondition(lambda self: self.unit)
     @rule(landed=st.booleans(), revoked=partitions)
     def resolve(self, revoked: list[Partition], *, landed: bool) -> None:
-        self.ownership.unknown(self.unit)
+        tokens = [a.token for a in self.unit]
         did_land = landed and self._advance()
         self.ownership.revoked(revoked)
-        doubt = self.ownership.doubt
-        assert doubt is not None
         fresh = uuid4()
-        found = [a.partition for a in self.unit if self.rows[a.partition].owner_token in doubt.tokens]
+        found = [a.partition for a in self.unit if self.rows[a.partition].owner_token in tokens]
         for partition in found:
             self.rows[partition] = replace(self.rows[partition], owner_token=fresh)
         self.ours[fresh] = self.unit[0].partition
-        resolution = self.ownership.resolved([self.rows[p] for p in found])
+        resolution = self.ownership.resolved(self.unit, [*tokens, fresh], [self.rows[p] for p in found])
         if found:
             assert resolution is (Resolution.COMMITTED if did_land else Resolution.ABORTED)
         else:
@@ -504,7 +504,7 @@ class AnyOrder(RuleBasedStateMachine):
     def release(self) -> None:
         releases, self.ownership.releases = self.ownership.releases, []
         for partition, token in releases:
-            held = self.ownership.holdings.get(partition)
+            held = self.ownership.states.get(partition)
             assert held is None or held.token != token, "what is held is not given back"
             self.released.append(token)
             if self.rows[partition].owner_token == token:
@@ -513,33 +513,33 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def offsets_are_in_order_where_messages_flow(self) -> None:
         for partition in PARTITIONS:
-            holding = self.ownership.deliverable(partition)
-            if holding is not None:
-                assert 0 <= holding.expected <= holding.handed_out <= holding.fetched
+            state = self.ownership.deliverable(partition)
+            if state is not None:
+                assert 0 <= state.next_offset <= state.in_flight_until <= state.position
 
     @invariant()
     def whoever_still_has_the_token_knows_the_offset(self) -> None:
-        for partition, holding in self.ownership.holdings.items():
+        for partition, state in self.ownership.states.items():
             stored = self.rows[partition]
-            if holding.state is State.OWNED and stored.owner_token == holding.token and not self.unit:
-                assert holding.expected == holding.handed_out == stored.next_offset
+            if state.phase is Phase.OWNED and stored.owner_token == state.token and not self.unit:
+                assert state.next_offset == state.in_flight_until == stored.next_offset
 
     @invariant()
     def a_token_is_where_it_belongs_and_nowhere_else(self) -> None:
-        for holding in self.ownership.holdings.values():
-            assert (holding.token is not None) is (holding.state in (State.STARTING, State.OWNED))
-        kept = [(p, h.token) for p, h in self.ownership.holdings.items() if h.token] + self.ownership.releases
+        for state in self.ownership.states.values():
+            assert (state.token is not None) is (state.phase in (Phase.STARTING, Phase.OWNED))
+        kept = [(p, h.token) for p, h in self.ownership.states.items() if h.token] + self.ownership.releases
         assert len(kept) == len(set(kept)), "nothing is released twice, nor while it is held"
 
     @invariant()
     def every_holding_has_something_to_be_done_next(self) -> None:
         """No state is a dead end: each is in one of the lists, or its messages flow."""
-        for partition, holding in self.ownership.holdings.items():
+        for partition, state in self.ownership.states.items():
             next_steps = [
                 partition in self.ownership.to_acquire(),
-                partition in self.ownership.to_prove(),
-                partition in self.ownership.to_place(),
-                holding.state is State.STARTING,
+                partition in self.ownership.to_confirm(),
+                partition in self.ownership.to_position(),
+                state.phase is Phase.STARTING,
                 self.ownership.deliverable(partition) is not None,
             ]
             assert sum(next_steps) == 1
@@ -550,18 +550,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.unit = []
         self.start(PARTITIONS, works=True)
         self.look()
-        self.prove()
+        self.check_membership()
         self.acquire([])
         self.start(PARTITIONS, works=True)
         self.place()
-        assert all(self.ownership.deliverable(p) for p in self.ownership.holdings)
+        assert all(self.ownership.deliverable(p) for p in self.ownership.states)
         self.ownership.revoked(PARTITIONS)
         self.release()
         assert not any(r.owner_token in self.ours for r in self.rows.values()), "all that was ours is given back"
 
-    def _is(self, partition: Partition, state: State) -> bool:
-        holding = self.ownership.holdings.get(partition)
-        return holding is not None and holding.state is state
+    def _is(self, partition: Partition, phase: Phase) -> bool:
+        state = self.ownership.states.get(partition)
+        return state is not None and state.phase is phase
 
     def _taken(self, partition: Partition, token: UUID) -> Row:
         stored = self.rows[partition]
@@ -591,13 +591,13 @@ def told_by_kafka(ownership: Ownership) -> None:
 
 def told_by_the_ledger(ownership: Ownership) -> None:
     ownership.seen([P], [row(P, 7)])
-    ownership.proved([P])
+    ownership.confirmed([P])
     rows = [row(P, 7), row(Q, 3)]
     ownership.acquired(rows)
     ownership.rejected(P, ValueError("it cannot be read"), rows[0])
     ownership.started(Q, rows[1])
     ownership.not_started([P, Q])
-    ownership.placed(ownership.to_place())
+    ownership.positioned(ownership.to_position())
     ownership.retried([P])
     ownership.acquired([row(P, 9)])
     ownership.not_started([P])
@@ -614,8 +614,8 @@ def test_a_partition_is_left_to_nobody_by_an_interrupt_at_any_line(change: Calla
             break
         if change is told_by_kafka:
             ownership.assigned([Q])  # an event stays until it was applied to its end
-        ownership.misplaced()
-        expected = {*ownership.to_acquire(), *ownership.to_prove(), *ownership.to_place(), *ownership.bad()}
+        ownership.invalidate_all()
+        expected = {*ownership.to_acquire(), *ownership.to_confirm(), *ownership.to_position(), *ownership.bad()}
         assert expected == {P, Q}, interrupter.where
     assert line > 10, "interrupts at too few lines to mean anything"
 
@@ -631,9 +631,9 @@ def test_no_partition_is_owned_without_an_offset_after_an_interrupt_at_any_line(
             ownership.started(P, acquired)
         if not interrupter.where:
             break
-        ownership.misplaced()
-        holding = ownership.holdings[P]
-        assert holding.state is State.PENDING or (holding.state is State.OWNED and holding.expected == 5), line
+        ownership.invalidate_all()
+        state = ownership.states[P]
+        assert state.phase is Phase.PENDING or (state.phase is Phase.OWNED and state.next_offset == 5), line
     assert line > 5, "interrupts at too few lines to mean anything"
 
 
@@ -646,10 +646,10 @@ def test_rows_are_rotated_by_their_first_unit_and_by_each_256th_from_there() -> 
     ownership.acquired(rows.values())
     for p, acquired in rows.items():
         ownership.started(p, acquired)
-    ownership.placed(rows)
+    ownership.positioned(rows)
 
     def unit(*partitions: Partition) -> list[Advance]:
-        expected = {p: ownership.holdings[p].expected for p in partitions}
+        expected = {p: ownership.states[p].next_offset for p in partitions}
         return ownership.hand_out({p: Span(offset, offset + 1, 0) for p, offset in expected.items()})
 
     for _ in range(2):
@@ -663,9 +663,8 @@ def test_rows_are_rotated_by_their_first_unit_and_by_each_256th_from_there() -> 
         ownership.committed(advances)
     advances = unit(P)
     assert [(a.generation, a.rotates) for a in advances] == [(8, True)]
-    ownership.unknown(advances)
     landed = replace(rows[P], next_offset=advances[0].next_offset, generation=9, owner_token=uuid4())
-    assert ownership.resolved([landed]) is Resolution.COMMITTED
+    assert resolved(ownership, advances, [landed]) is Resolution.COMMITTED
     advances = unit(P, other)
     assert [(a.partition, a.generation, a.rotates) for a in advances] == [(P, 9, False), (other, 7, True)]
     ownership.committed(advances)

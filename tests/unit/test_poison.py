@@ -8,14 +8,14 @@ from collections.abc import Set
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exactly_once.consumer.bisection import Search
+from exactly_once.consumer.bisection import Bisection
 
 BATCH = 500
 
 
 def tries(messages: int, poisonous: Set[int]) -> tuple[list[int], list[int], int]:
     """Apply messages as the service does; return what was applied, what was set aside, and the number of units."""
-    search, queue, units = Search(), list(range(messages)), 0
+    search, queue, units = Bisection(), list(range(messages)), 0
     applied: list[int] = []
     aside: list[int] = []
     while queue:
@@ -30,7 +30,7 @@ def tries(messages: int, poisonous: Set[int]) -> tuple[list[int], list[int], int
             search.failed(1)
             aside += batch
         queue = queue[len(batch) :]
-        search.landed(len(batch))
+        search.committed(len(batch))
     return applied, aside, units
 
 
@@ -46,11 +46,11 @@ def test_sets_exactly_the_poison_aside_and_keeps_the_order(messages: int, poison
 
 def test_a_batch_that_fails_once_only_is_applied_whole() -> None:
     """What failed for a passing reason leaves no suspicion behind."""
-    search = Search()
+    search = Bisection()
     search.failed(8)
     for expected in (4, 2, 1, 1):
         assert search.max_messages == expected
-        search.landed(expected)
+        search.committed(expected)
     assert search.max_messages is None
 
 
@@ -58,7 +58,7 @@ def test_a_batch_that_fails_once_only_is_applied_whole() -> None:
 def test_messages_that_errors_name_cost_two_failures_each(messages: int, poisonous: set[int]) -> None:
     """Every unit that fails names its first poisonous message, as the writer's errors do."""
     there = {number for number in poisonous if number < messages}
-    search, applied, aside, failures, handed_out, done = Search(), 0, [], 0, 0, 0
+    search, applied, aside, failures, handed_out, done = Bisection(), 0, [], 0, 0, 0
     while done < messages:
         batch = range(done, min(messages, done + (search.max_messages or BATCH)))
         handed_out += len(batch)
@@ -73,7 +73,7 @@ def test_messages_that_errors_name_cost_two_failures_each(messages: int, poisono
         else:
             applied += len(batch)
         done += len(batch)
-        search.landed(len(batch))
+        search.committed(len(batch))
     assert aside == sorted(there)
     assert applied == messages - len(there)
     assert failures <= 2 * len(there)

@@ -9,9 +9,16 @@ import pytest
 import tenacity
 from confluent_kafka import KafkaError, KafkaException
 
-from exactly_once.errors import Ahead, DatabaseUnreachable, ExactlyOnceError, Fenced, LedgerRowMissing, Rewound
+from exactly_once.errors import (
+    AlreadyApplied,
+    DatabaseUnreachable,
+    ExactlyOnceError,
+    Fenced,
+    LedgerRewound,
+    LedgerRowMissing,
+)
 from exactly_once.ledger.outcome import is_mistaken
-from exactly_once.ledger.retry import Stop, at_start, briefly, is_away, is_passing, patiently
+from exactly_once.ledger.retry import Stop, at_start, is_retryable, is_unavailable, retry_for, retry_forever
 from exactly_once.writer import TableChanged
 
 AWAY = [
@@ -23,7 +30,7 @@ AWAY = [
     KafkaException(KafkaError(KafkaError.LEADER_NOT_AVAILABLE, retriable=True)),
     TableChanged("read anew when it is asked again"),
 ]
-REDELIVERED = [Fenced("by another owner"), Ahead("an earlier attempt"), Rewound("a failover")]
+REDELIVERED = [Fenced("by another owner"), AlreadyApplied("an earlier attempt"), LedgerRewound("a failover")]
 FINAL = [
     psycopg.errors.UniqueViolation("23505"),
     psycopg.ProgrammingError("closed by us"),
@@ -35,20 +42,20 @@ FINAL = [
 
 @pytest.mark.parametrize("error", AWAY)
 def test_a_server_that_is_away_is_waited_for(error: Exception) -> None:
-    assert is_away(error)
-    assert is_passing(error)
+    assert is_unavailable(error)
+    assert is_retryable(error)
 
 
 @pytest.mark.parametrize("error", REDELIVERED)
 def test_messages_that_come_again_keep_the_loop_going_and_mend_no_question(error: Exception) -> None:
     """They are OperationalErrors without a SQLSTATE, like a connection that is lost."""
-    assert is_passing(error)
-    assert not is_away(error)
+    assert is_retryable(error)
+    assert not is_unavailable(error)
 
 
 @pytest.mark.parametrize("error", FINAL)
 def test_nothing_else_is_waited_for(error: Exception) -> None:
-    assert not is_passing(error)
+    assert not is_retryable(error)
 
 
 @pytest.mark.parametrize("error", [Fenced("by another owner"), LedgerRowMissing("no row")])
@@ -60,7 +67,7 @@ def test_who_asks_briefly_hears_at_once_that_it_is_fenced(error: Exception) -> N
         raise error
 
     with pytest.raises(type(error)):
-        briefly(5)(ask)
+        retry_for(5)(ask)
     assert len(calls) == 1
 
 
@@ -76,7 +83,7 @@ def test_what_happens_once_is_told_each_time_and_what_lasts_less_and_less_often(
         if errors:
             raise errors.pop(0)
 
-    patiently(sleep=lambda _: None, stop=Stop(), group_id="g", wait=tenacity.wait_none())(ask)
+    retry_forever(sleep=lambda _: None, stop=Stop(), group_id="g", wait=tenacity.wait_none())(ask)
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [
         "waiting (try 1): no answer",

@@ -22,7 +22,7 @@ def unit_of(*messages: Message, topic_id: str | None = "id", cluster_id: str | N
     """A unit that nobody enters."""
     advances = [replace(a, topic_id=topic_id, cluster_id=cluster_id) for a in _advances(messages)]
     none: UnitOfWork | None = None
-    return Unit(messages, advances, attempt=1, work=none, settle=none)  # type: ignore[arg-type]
+    return Unit(messages, advances, attempt=1, work=none, commits=none)  # type: ignore[arg-type]
 
 
 def test_text_and_uuid_are_what_earlier_releases_gave_out() -> None:

@@ -4,9 +4,9 @@
 -- from behind, which does not pass the dead ones.
 
 -- name: incarnation
--- Tell one life of the server from the next, as an expression inside other statements. After a crash the ids of
--- transactions that left no trace in the log are given out again, so what is known of an id is true within one life only.
--- A life begins with the postmaster, and with each crash recovery under it: a backend that dies takes the others along,
+-- Tell one incarnation of the server from the next, as an expression inside other statements. After a crash the ids of
+-- transactions that left no trace in the log are given out again: what is known of an id holds within one incarnation.
+-- An incarnation begins with the postmaster, and with each crash recovery under it: a backend that dies takes the others along,
 -- but not the postmaster. Where the last recovery ended is null after an orderly start, and grows with each crash. Both are
 -- numbers, so that no setting of a session, no role and no reset of statistics changes them.
 ((extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint::text
@@ -15,13 +15,13 @@
 -- name: begin
 -- Open a unit of work or a change of the ledger: who we are, and by what the server knows it.
 BEGIN ISOLATION LEVEL {isolation};
-SET LOCAL application_name = {marker};
+SET LOCAL application_name = {tag};
 SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}
 
 -- name: join
 -- Take a transaction that somebody else opened for a unit of work, and learn what BEGIN would have told. What it took
 -- before is added to what the unit may take, because peers know only when the transaction began.
-SELECT set_config('application_name', {marker} || CASE WHEN {owns_rows} THEN coalesce(nullif(
+SELECT set_config('application_name', {tag} || CASE WHEN {owns_rows} THEN coalesce(nullif(
     least({may_take}::float8 + ceil(extract(epoch FROM clock_timestamp() - now())), 10000), 10000)::int::text,
     'inf') ELSE '-' END, true);
 SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}
@@ -31,7 +31,7 @@ SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}
 -- Its own bounds hold: a time-out of the role would end a wait for a lock before the one that is understood.
 -- transaction_timeout came with Postgres 17.
 BEGIN ISOLATION LEVEL READ COMMITTED;
-SET LOCAL application_name = {marker};
+SET LOCAL application_name = {tag};
 SET LOCAL lock_timeout = {lock_timeout};
 SET LOCAL statement_timeout = 0;
 SET LOCAL idle_in_transaction_session_timeout = '10s';
@@ -42,7 +42,7 @@ SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean
 -- name: begin_not_durable
 -- Open the same for what may be lost, and for what only locks rows to look at them: neither waits for the disk.
 BEGIN ISOLATION LEVEL READ COMMITTED;
-SET LOCAL application_name = {marker};
+SET LOCAL application_name = {tag};
 SET LOCAL lock_timeout = {lock_timeout};
 SET LOCAL statement_timeout = 0;
 SET LOCAL idle_in_transaction_session_timeout = '10s';
@@ -52,7 +52,7 @@ SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
 SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean
 
 -- name: xact_status
--- What became of a transaction; null when the server no longer knows. One statement, so that the life of the server and
+-- What became of a transaction; null when the server no longer knows. One statement, so that the incarnation of the server and
 -- the answer belong together whatever connection this is asked on.
 SELECT CASE
     WHEN {incarnation} <> %(incarnation)s THEN 'restarted'
@@ -113,13 +113,13 @@ SELECT topic, partition, true AS has_row FROM {schema}.ledger
 WHERE group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
 UNION ALL
 SELECT topic, partition, false FROM {schema}.audit
-WHERE action = 'enrol' AND group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
+WHERE action = 'register' AND group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
 
--- name: enrol_lock
+-- name: register_lock
 -- Let one process make rows of a group. A statement behind it sees all that were made before, and no rotation is missed.
-SELECT pg_advisory_xact_lock(hashtext('exactly_once.enrol'), hashtext(%(group_id)s))
+SELECT pg_advisory_xact_lock(hashtext('exactly_once.register'), hashtext(%(group_id)s))
 
--- name: enrol
+-- name: register
 -- Give partitions their rows; those that exist, in whatever generation, stay as they are.
 WITH made AS (
     INSERT INTO {schema}.ledger (group_id, topic, partition, next_offset, cluster_id, topic_id)
@@ -133,7 +133,7 @@ WITH made AS (
     ON CONFLICT DO NOTHING
     RETURNING group_id, topic, partition, next_offset, cluster_id, topic_id)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_offset, new_cluster_id, new_topic_id)
-SELECT 'enrol', 'the first time that this group met the partition', group_id, topic, partition, next_offset,
+SELECT 'register', 'the first time that this group met the partition', group_id, topic, partition, next_offset,
        cluster_id, topic_id
 FROM made
 
@@ -259,7 +259,7 @@ RETURNING l.topic, l.partition
 
 -- name: end_stale_blockers
 -- End the backends of frozen owners that a transaction of ours waits for. Only backends that carry the
--- marker of our schema and run under our role, and of those:
+-- tag of our schema and run under our role, and of those:
 -- our own lost ones; those of instances that own no row any more, which are fenced, as is a Spark run whose group we take;
 -- of those that show no sign of life: the owners of the rows that we are acquiring, what an earlier owner of a row of
 -- ours began before we took it from him, and whoever stands still beyond the time that his own unit may take (where all
@@ -279,7 +279,7 @@ FROM (SELECT a.*,
       FROM unnest(pg_blocking_pids(%(pid)s)) AS w(pid)
       JOIN pg_stat_activity a ON a.pid = w.pid
       WHERE a.application_name LIKE 'exactly\_once:%%'
-        AND substr(a.application_name, 51, 8) = substr(%(marker)s, 51, 8)
+        AND substr(a.application_name, 51, 8) = substr(%(tag)s, 51, 8)
         AND a.usename = session_user) AS b
 WHERE b.instance = %(instance)s
    OR b.may_take <> '-'
@@ -315,19 +315,19 @@ WHERE b.instance = %(instance)s
 -- Forget what pg_stat_activity has shown in this transaction, which keeps its first sight of it to the end.
 SELECT pg_stat_clear_snapshot()
 
--- name: show_life
+-- name: show_sign
 -- Open a transaction that says of a backend that the process behind it is alive. It holds no snapshot and no lock.
 -- A transaction, so that it works behind a pooler.
 BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL idle_in_transaction_session_timeout = 0;
 SET LOCAL application_name = {sign}
 
--- name: renew_life
+-- name: renew_sign
 -- Say it again, which a stopped process cannot do. In the same transaction: between two of them a peer would miss it.
 SET LOCAL application_name = {sign}
 
 -- name: end_transaction
--- End the backend that still runs a transaction of ours on a connection that we have lost. Within one life of the server
+-- End the backend that still runs a transaction of ours on a connection that we have lost. Within one incarnation of the server
 -- the lock on its id is held by that transaction alone, whatever its application_name and role are by now.
 SELECT l.pid, pg_terminate_backend(l.pid)
 FROM pg_locks l
@@ -465,7 +465,7 @@ SELECT to_regclass(format('%%I.version', %(schema)s::text)) IS NOT NULL
 -- Which schema is there, and the oldest release line that may still work with it.
 SELECT version, oldest_reader FROM {schema}.version
 
--- name: enrol_for_operator
+-- name: register_for_operator
 -- Give partitions the rows that they lack, before an operator's change gives them their offsets.
 WITH made AS (
     INSERT INTO {schema}.ledger (group_id, topic, partition, cluster_id, topic_id)
@@ -478,7 +478,7 @@ WITH made AS (
     ON CONFLICT DO NOTHING
     RETURNING group_id, topic, partition, cluster_id, topic_id)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, new_cluster_id, new_topic_id)
-SELECT 'enrol', %(reason)s, group_id, topic, partition, cluster_id, topic_id FROM made
+SELECT 'register', %(reason)s, group_id, topic, partition, cluster_id, topic_id FROM made
 
 -- name: savepoint
 -- Mark where a unit begins in the open transaction of somebody's test; an error where no transaction is open.

@@ -164,7 +164,7 @@ BEGIN
 END
 $advance$;
 
-CREATE INDEX audit_enrolled ON {schema}.audit (group_id, topic) WHERE action = 'enrol';
+CREATE INDEX audit_registered ON {schema}.audit (group_id, topic) WHERE action = 'register';
 
 -- One row: what is installed, and the oldest schema version a release must know to work with it.
 CREATE TABLE {schema}.version (
