@@ -122,17 +122,17 @@ end:
     od
 }
 
-/* One member: Upkeep, Settlement and Ledger. */
+/* One member: Maintenance, CommitProtocol and Ledger. */
 proctype worker(byte w) {
     byte token, other_token; /* the grant; a second one while nobody knows whether the row has it */
     byte from, to; /* the unit in hand */
     byte c = w; /* the connection */
 
-acquire: /* Upkeep._acquire, Ledger.acquire */
+acquire: /* Maintenance._acquire, Ledger.acquire */
     do
     :: next_offset == MESSAGES -> goto over
     :: atomic { told[w] && !needs_proof[w] && lock == NOBODY -> draw(); from = next_offset; goto loop }
-    :: atomic { needs_proof[w] && (assigned == w || !told[w]) -> needs_proof[w] = false } /* Upkeep._prove */
+    :: atomic { needs_proof[w] && (assigned == w || !told[w]) -> needs_proof[w] = false } /* Maintenance._prove */
     od;
 
 loop: /* the consumer's loop, ExactlyOnceConsumer._next */
@@ -147,7 +147,7 @@ loop: /* the consumer's loop, ExactlyOnceConsumer._next */
         goto unit
     od;
 
-unit: /* the handler has had its effects in the open transaction; Settlement.finish sends advance and COMMIT */
+unit: /* the handler has had its effects in the open transaction; CommitProtocol.finish sends advance and COMMIT */
     if
     :: atomic { true ->
         sent_token[c] = token; sent_from[c] = from; sent_to[c] = to;
@@ -157,18 +157,18 @@ unit: /* the handler has had its effects in the open transaction; Settlement.fin
 
     if
     :: atomic { answered[c] && !refused[c] && !cut[c] -> from = to; goto loop }
-    :: atomic { answered[c] && refused[c] && !cut[c] && lock == NOBODY -> /* Settlement._judge, under lock */
+    :: atomic { answered[c] && refused[c] && !cut[c] && lock == NOBODY -> /* CommitProtocol._classify, under lock */
         if
         :: MUTANT == TRUST_MEMORY -> goto loop
         :: MUTANT != TRUST_MEMORY && row_token != token -> needs_proof[w] = true; goto acquire
         :: MUTANT != TRUST_MEMORY && row_token == token -> from = next_offset; goto loop
         fi }
-    :: atomic { faults > 0 -> faults--; lose_connection() } /* the wire is cut: Settlement._after_unknown */
+    :: atomic { faults > 0 -> faults--; lose_connection() } /* the wire is cut: CommitProtocol._after_unknown */
     :: atomic { faults > 0 -> faults--; lose_connection(); reconnect(); goto acquire } /* kill -9 */
     :: cut[c] /* by a failover */
     fi;
 
-in_doubt: /* Settlement._resolve, Ledger.resolve: the rows get a fresh token, or are somebody else's */
+in_doubt: /* CommitProtocol._resolve, Ledger.resolve: the rows get a fresh token, or are somebody else's */
     if
     :: atomic { lock == NOBODY && (row_token == token || row_token == other_token) ->
         given_up[c] = (next_offset == from);

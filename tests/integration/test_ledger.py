@@ -302,7 +302,7 @@ def test_epochs_only_rise_whoever_acquires(make_owner: MakeOwner, name: str, con
     assert {row.owner_epoch for row in owners[0].read(partitions)} == {100}
 
 
-def test_enrolling_is_idempotent_and_written_down_once(
+def test_registering_is_idempotent_and_written_down_once(
     make_owner: MakeOwner, name: str, db: psycopg.Connection[Any]
 ) -> None:
     """Eight members meet the topic at once, in different orders."""
@@ -327,7 +327,7 @@ def test_enrolling_is_idempotent_and_written_down_once(
     assert audited.fetchone() == (50, 50)
 
 
-def test_enrolling_again_moves_nothing(make_owner: MakeOwner, name: str) -> None:
+def test_registering_again_moves_nothing(make_owner: MakeOwner, name: str) -> None:
     owner = make_owner()
     partitions = rows_of(owner, name)
     (row,) = owner.acquire(partitions)
