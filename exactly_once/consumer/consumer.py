@@ -20,7 +20,15 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from exactly_once._failpoints import failpoint
 from exactly_once._log import about
 from exactly_once._model import Partition, RangePolicy, StartPolicy
-from exactly_once.errors import ClientFailed, ConfigurationError, InstanceFenced, UnitNotFinished, WrongThreadOrProcess
+from exactly_once.errors import (
+    BrokerUnreachable,
+    ClientFailed,
+    ConfigurationError,
+    InstanceFenced,
+    UnitNotFinished,
+    UnknownTopic,
+    WrongThreadOrProcess,
+)
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.kafka.settings import (
     admin_settings,
@@ -41,6 +49,7 @@ from exactly_once.metrics.health import Health
 from exactly_once.metrics.table import Metrics
 
 from .buffer import FetchBuffer
+from .closing import Closing
 from .commit import CommitProtocol, Counters
 from .fetch import Linger, fetch
 from .handler_thread import HandlerThread
@@ -60,6 +69,10 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 """How long one fetch waits, and so how late a stop is noticed."""
+CLIENT_SECONDS = 30.0
+"""How long the Kafka client may take to end: while its coordinator is away, it waits for what it has asked of it."""
+_SILENT_CHECKS = 3
+"""After so many membership checks without an answer, ten seconds each, a client is asked no more."""
 CLOSE_SECONDS = 8.0
 """How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`."""
 _GOODBYE_SECONDS = 2.0
@@ -193,8 +206,10 @@ class ExactlyOnceConsumer:
         self._stopping = Stop()
         self._closed = False
         """Set by the first call of close(); written by the owning thread, read by all."""
-        self._must_reopen = False
-        """Whether the client can do nothing but be replaced: its static membership is another process's."""
+        self._must_reopen = ""
+        """Why the client can do nothing but be replaced; empty while it can."""
+        self._closing_client: Closing | None = None
+        """The end of the present client, where it was begun."""
         self._idled_at = 0.0
         """Until when the client was polled with partitions paused, on the monotonic clock."""
         self._closing: list[deque[Callable[[], object]]] | None = None
@@ -472,7 +487,7 @@ class ExactlyOnceConsumer:
                 self._say_goodbye,
                 self._release,
             )
-            without = (self._leave, self._client.close, self._cluster.close, self._session.close, self._observer.close)
+            without = (self._leave, self._close_client, self._cluster.close, self._session.close, self._observer.close)
             self._closing = [deque(with_postgres), deque(without)]
         if self._closing[0]:
             with self._session.cut_after(CLOSE_SECONDS):
@@ -518,7 +533,7 @@ class ExactlyOnceConsumer:
             self._idle(left)
             self._assignment.resume(self._client)
         while not self._stopping.is_set and not self._assignment.failures:
-            if self._must_reopen:
+            if self._must_reopen or self._is_client_silent():
                 self._reopen_client()
             if self._maintenance.is_due:
                 if not self._keep_up() or self._assignment.failures:
@@ -619,7 +634,9 @@ class ExactlyOnceConsumer:
         elif code in _UNREADABLE and message.topic() is not None:
             self._maintenance.unreadable(message)
         elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
-            self._must_reopen = True
+            instance = self._kafka.get("group.instance.id")
+            # Under group.protocol=consumer a static member keeps its place until it expires.
+            self._must_reopen = f"group.instance.id={instance!r} is still taken by an earlier process"
         elif code == _FATAL and _text(KafkaError.FENCED_INSTANCE_ID) in text:
             instance = self._kafka.get("group.instance.id")
             self._assignment.failures.append(InstanceFenced(f"{text}; group.instance.id={instance!r}"))
@@ -637,20 +654,40 @@ class ExactlyOnceConsumer:
             if topic is not None:
                 self._maintenance.recheck_soon(topic)
 
+    def _is_client_silent(self) -> bool:
+        """Tell whether the client answers nothing although brokers do: then its own thread stands still for ever."""
+        if self._kafka_offsets.unanswered < _SILENT_CHECKS:
+            return False
+        self._kafka_offsets.unanswered = 0
+        try:
+            self._cluster.describe({partition.topic for partition in self._ownership.to_confirm()})
+        except (BrokerUnreachable, UnknownTopic):
+            return False
+        self._must_reopen = f"the Kafka client left {_SILENT_CHECKS} commits without an answer, and brokers answer"
+        return True
+
     def _reopen_client(self) -> None:
-        """Join anew: under ``group.protocol=consumer`` a static member keeps its place until it expires."""
-        instance = self._kafka.get("group.instance.id")
-        extra = self._about("joining_again")
-        logger.warning(
-            "group.instance.id=%r is still taken by an earlier process; joining again", instance, extra=extra
-        )
-        self._client.close()
+        """Join anew, with another client."""
+        logger.warning("%s; joining again", self._must_reopen, extra=self._about("joining_again"))
+        self._close_client()
         self._ownership.revoked(list(self._ownership.states))
         self._buffer.discard()
+        self._kafka_offsets.drop_check()
         time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
         self._join_group()
-        self._must_reopen = False
+        self._must_reopen = ""
+
+    def _close_client(self) -> None:
+        self._closing_client = self._closing_client or self._servers.closing(self._client)
+        if not self._closing_client.wait(CLIENT_SECONDS):
+            logger.error(
+                "the Kafka client has not ended within %g s and is left behind; others get its partitions when its "
+                "session is over",
+                CLIENT_SECONDS,
+                extra=self._about("close_failed"),
+            )
+        self._closing_client = None
 
     def _join_group(self) -> None:
         self._assignment.subscribe(self._client, self._topics)

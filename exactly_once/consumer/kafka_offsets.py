@@ -43,6 +43,8 @@ class KafkaOffsets:
         """The question that is on its way. Rebalances end it: its answer would be about what we were before."""
         self.failed = 0
         """How many commits Kafka refused."""
+        self.unanswered = 0
+        """How many membership checks in a row had no answer of any kind; the loop sets it back when it has acted."""
 
     def drop_check(self) -> None:
         """Forget the question that is on its way: partitions were taken away since."""
@@ -79,6 +81,7 @@ class KafkaOffsets:
         """
         check = self._check
         if check is None or time.monotonic() > check.deadline:
+            self.unanswered += check is not None and not check.answered
             metadata, deadline = f"{self._metadata} {uuid4()}", time.monotonic() + _CHECK_SECONDS
             self._check = check = MembershipCheck(metadata, deadline, frozenset(offsets))
             if not self._commit(client, offsets, metadata=check.metadata):
@@ -101,6 +104,7 @@ class KafkaOffsets:
     def on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
         """Handle librdkafka's answer to a commit."""
         self._in_flight -= 1
+        self.unanswered = 0
         errors = [e for e in (error, *(tp.error for tp in offsets)) if e is not None]
         check = self._check
         if check is not None and any(tp.metadata == check.metadata for tp in offsets):

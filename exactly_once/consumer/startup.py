@@ -21,6 +21,7 @@ from exactly_once.ledger.sql import query
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.store import LedgerStore
 
+from .closing import Closing
 from .options import Options
 
 _LAGGING_SECONDS = 3.0
@@ -125,5 +126,6 @@ class Servers:
     terminator: Callable[..., StaleBackendTerminator] = StaleBackendTerminator
     cluster: Callable[..., Cluster] = Cluster
     client: Callable[[dict[str, Any]], Consumer] = Consumer
+    closing: Callable[[Consumer], Closing] = Closing
     check_database: Callable[[Session, Options], None] = check_database
     check_topics_exist: Callable[[Cluster, Sequence[str], Options], None] = check_topics_exist

@@ -571,6 +571,17 @@ def _check_topics_exist(*_: object) -> None:
     """Stand for the first contact with Kafka, which never fails here."""
 
 
+class _Closing:
+    """Close the client at once, in the member's own thread: the scheduler knows no other."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def wait(self, _: float) -> bool:
+        self._client.close()
+        return True
+
+
 class SimulatedConsumer(ExactlyOnceConsumer):
     """The real consumer, with everything simulated that talks to servers."""
 
@@ -580,6 +591,7 @@ class SimulatedConsumer(ExactlyOnceConsumer):
         terminator=StaleBackendTerminator,  # type: ignore[arg-type]
         cluster=Cluster,  # type: ignore[arg-type]
         client=Client,  # type: ignore[arg-type]
+        closing=_Closing,  # type: ignore[arg-type]
         check_database=_check_database,  # type: ignore[arg-type]
         check_topics_exist=_check_topics_exist,
     )
