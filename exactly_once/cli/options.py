@@ -112,7 +112,7 @@ def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
     :raises UsageError: for a key that nobody knows, or a value of the wrong kind.
     """
     stored = _read(args.config, more) if args.config is not None else {}
-    kafka = _with_functions(_flat(stored.pop("kafka", {})))
+    kafka = _with_functions(undotted(stored.pop("kafka", {})))
     found = {key: _first(key, args, stored, kafka) for key in _KEYS}
     connect = NamedConnect("connect", stored["connect"]) if "connect" in stored else None
     if connect is not None and "conninfo" in stored:
@@ -178,16 +178,16 @@ def _with_functions(kafka: dict[str, Any]) -> dict[str, Any]:
     return kafka
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def undotted(table: Mapping[str, Any], prefix: str = "", *, where: str = "kafka") -> dict[str, Any]:
     """Undo what TOML makes of a dotted key that is not quoted: ``sasl.password = ...`` is a table in a table."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= undotted(value, f"{prefix}{key}.", where=where)
         elif isinstance(value, (str, int, float)):
             flat[prefix + key] = value
         else:
-            raise UsageError(f"--config: {prefix}{key} in [kafka] must be a string, a number, true or false")
+            raise UsageError(f"--config: {prefix}{key} in [{where}] must be a string, a number, true or false")
     return flat
 
 

@@ -30,7 +30,7 @@ A file with two tables; what only the file can say is shown here once:
   newest_by = "changed"                    # a row older than the stored one is ignored
   on_tombstone = "delete"                  # or "refuse", "skip": a message without a value
 """
-_ENVELOPES = ("debezium", "connect", "maxwell", "none")
+_FORMATS = ("json", "debezium", "connect", "maxwell", "canal", "cloudevents", "csv", "msgpack", "raw")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -46,9 +46,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     what.add_argument("--key", action="append", metavar="COLUMN", help="of an upsert (the primary key)")
     what.add_argument(
-        "--format", choices=("json", "raw"), help="json (default): a field for each column; raw: key and value"
+        "--format", choices=_FORMATS, help="what messages are: JSON (default), or raw: columns key and value"
     )
-    what.add_argument("--envelope", choices=_ENVELOPES, help="what the rows are wrapped in")
+    what.add_argument("--schema-registry", metavar="URL", help="where the schemas of Avro, Protobuf, JSON Schema are")
+    what.add_argument("--csv-columns", type=_names, metavar="A,B", help="names of the fields (the table's columns)")
+    what.add_argument("--csv-delimiter", metavar="C", help="between fields (,)")
     what.add_argument("--rest", metavar="COLUMN", help='jsonb column for fields without a column; "" for none')
     what.add_argument(
         "--missing", choices=("null", "default", "keep"), help="where a field is missing (its default, or null)"
@@ -77,6 +79,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     run_.add_argument("--on-poison", choices=("stop", "dead-letter"), help="(stop)")
     run_.add_argument("--dry-run", action="store_true", help="decode 100 messages and show the rows")
     options.add_common(parser, json="write records as JSON, one in a line; with --dry-run print one JSON document")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,19 +13,21 @@ from exactly_once.writer.decoding import Decoder, Source
 from exactly_once.writer.sink import TableSink
 from exactly_once.writer.statements import Mode
 
+from .options import undotted
 from .problems import UsageError
 
 try:
     import msgspec
     from msgspec import Meta
 
-    from exactly_once.writer.envelopes import EnvelopeDecoder, Format, PlainDecoder
+    from exactly_once.writer.envelopes import EnvelopeName
+    from exactly_once.writer.formats import FormatDecoder, FormatName, PlainDecoder, format_of
     from exactly_once.writer.from_json import JsonDecoder, OnTombstone
 except ImportError as error:
     raise ImportError(f"{error}\nthe sink command needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
 
-ENVELOPES = (*get_args(Format), "none")
+FORMATS = ("json", *get_args(FormatName), "raw")
 LINGER_SECONDS = 0.05
 """At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay."""
 
@@ -41,9 +43,13 @@ class Flow:
     table: str
     mode: Mode = "append"
     key: tuple[str, ...] | None = None
-    format: Literal["json", "raw"] = "json"
-    envelope: Format | Literal["none"] | None = None
-    """How a message wraps its row; None refuses messages that look wrapped, "none" takes them as they are."""
+    format: FormatName | Literal["json", "raw"] | None = None
+    """What messages are; None is JSON, but refuses messages that look like another format."""
+    schema_registry: Mapping[str, Any] | str | None = field(default=None, repr=False)
+    """Where the schemas are of messages that name one: its URL, or settings of a client."""
+    csv_columns: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    """The names of a line's fields; by default the table's columns."""
+    csv_delimiter: str = ","
     on_truncate: Literal["refuse", "skip"] = "refuse"
     update: tuple[str, ...] | None = None
     newest_by: str | None = None
@@ -69,27 +75,39 @@ class Flow:
         options: dict[str, Any] = {
             "rest": self.rest or None,
             "epoch": self.epoch,
-            "lax": self.lax,
+            "lax": self.lax or self.format in ("csv", "canal"),  # all of whose values are texts
             "naive_timestamps": self.naive_timestamps,
             "on_tombstone": self.on_tombstone,
+            "decimal": self.decimal,
+            "json_text": self.json_text,
+            "nul": self.nul,
         }
-        options |= {name: value for name in ("decimal", "json_text") if (value := getattr(self, name))}
         options |= {"missing": "null" if self.missing == "null" else "apart"} if self.missing else {}
-        options |= {"nul": self.nul} if self.nul != "refuse" else {}
         decoder = JsonDecoder(self.fields, metadata=self.metadata, **options)
-        if self.envelope is None:
-            return PlainDecoder(decoder, self.fields)
-        if self.envelope == "none":
-            return decoder
-        return EnvelopeDecoder(
-            decoder,
-            self.envelope,
-            fields=self.fields,
-            metadata=set(self.metadata) & set(self.key or ()),
+        return self.unwrapping(decoder) or (PlainDecoder(decoder, self.fields) if self.format is None else decoder)
+
+    def unwrapping(self, decoder: Decoder) -> FormatDecoder | None:
+        """Make what turns messages into JSON and gives them to a decoder; None for messages that are JSON."""
+        binary = None
+        if self.schema_registry is not None:
+            from exactly_once.writer.registry import Registry  # noqa: PLC0415 - an extra
+
+            given = self.schema_registry
+            binary = Registry({"url": given} if isinstance(given, str) else undotted(given, where="schema_registry"))
+        name = self.format
+        if name == "raw" or (name in (None, "json") and binary is None):
+            return None
+        if name is None or name == "json":
+            name = "connect"  # with a schema or without, what comes out of a registry is what Connect writes
+        form = format_of(
+            name,
+            columns=self.csv_columns,
+            delimiter=self.csv_delimiter,
             missing=self.missing or "null",
             on_tombstone=self.on_tombstone,
             on_truncate=self.on_truncate,
         )
+        return FormatDecoder(decoder, form, binary=binary, fields=self.fields, metadata=self.metadata)
 
     def sink(self) -> TableSink:
         """Make the sink."""
@@ -134,18 +152,19 @@ def read_run(args: argparse.Namespace, stored: object) -> Run:
     return _checked(Run, {**stored, **given}, "[run]")
 
 
-def read_flows(args: argparse.Namespace, stored: object) -> list[Flow]:
-    """Put the flows together: those of the file, or the one of the command line.
+def read_flows(args: argparse.Namespace, stored: object, registry: object = None) -> list[Flow]:
+    """Put the flows together: those of the file, or the one of the command line; ``registry`` is for all of them.
 
     :raises UsageError: for a key that nobody knows, and where topic or table are missing.
     """
     given = {f.name: value for f in fields(Flow) if (value := getattr(args, f.name, None)) is not None}
     if isinstance(stored, Mapping) or not isinstance(stored, Sequence) or isinstance(stored, str):
         raise UsageError("the file has [sink]; write [[sink]] with two brackets, once for each table")
+    registry = given.pop("schema_registry", registry)
     if stored and given:
         named = ", ".join(f"--{'topic' if n == 'topics' else n.replace('_', '-')}" for n in given)
         raise UsageError(f"the file has [[sink]] tables; say {named} there")
-    flows = [_flow(one) for one in stored or [given]]
+    flows = [_flow(one, registry) for one in stored or [given]]
     topics = [topic for flow in flows for topic in flow.topics]
     if len(set(topics)) < len(topics):
         raise UsageError("a topic goes to one table only; it is named twice")
@@ -157,9 +176,11 @@ def with_rest(flow: Flow, column: str | None) -> Flow:
     return flow if flow.rest is not None or flow.format == "raw" or column is None else replace(flow, rest=column)
 
 
-def _flow(given: object) -> Flow:
+def _flow(given: object, registry: object) -> Flow:
     if not isinstance(given, Mapping):
         raise UsageError("[[sink]] in the file must be tables")
+    if registry is not None and given.get("format") in (None, "json", *get_args(EnvelopeName)):
+        given = {"schema_registry": registry, **given}
     if not (given.get("topics") and given.get("table")) and set(given) <= _KEYS:
         raise UsageError("say --topic and --table, or topics and table in a [[sink]] of the file of --config")
     if isinstance(given["topics"], str):
@@ -167,6 +188,10 @@ def _flow(given: object) -> Flow:
     flow = _checked(Flow, given, "[[sink]]")
     if flow.format == "raw" and (idle := [name for name in given if name not in _RAW]):
         raise UsageError(f"[[sink]]: format raw does not look into messages, so there is no {', '.join(idle)} with it")
+    if flow.format != "csv" and (flow.csv_columns is not None or flow.csv_delimiter != ","):
+        raise UsageError('[[sink]]: csv_columns and csv_delimiter are about format = "csv"')
+    if flow.schema_registry is not None and flow.format not in (None, "json", *get_args(EnvelopeName)):
+        raise UsageError(f"[[sink]]: messages of format {flow.format} name no schema of a registry")
     return flow
 
 
@@ -195,7 +220,7 @@ def _choices(kind: type[Any], name: str) -> list[str]:
     (one,) = [f.type for f in annotation.fields if f.name == name]  # type: ignore[attr-defined]
     literals = [one, *getattr(one, "types", ())]
     values = (value for each in literals for value in getattr(each, "values", ()))
-    return [str(value) for value in values]
+    return sorted(str(value) for value in values)
 
 
 _RAW = {"topics", "table", "mode", "key", "format", "update", "metadata", "missing"}

@@ -21,6 +21,8 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.ledger.outcome import PATIENCE_SECONDS
+from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.session import Connection
 from exactly_once.ledger.sql import query
 from exactly_once.writer import TableError
@@ -43,8 +45,8 @@ _WAITS = (1.0, 30.0)
 
 def run(args: argparse.Namespace) -> int:
     """Look at everything, then show it or start the workers."""
-    settings = options.settings(args, more=("sink", "run"))
-    flows = read_flows(args, settings.more.get("sink", ()))
+    settings = options.settings(args, more=("sink", "run", "schema_registry"))
+    flows = read_flows(args, settings.more.get("sink", ()), settings.more.get("schema_registry"))
     task = _task(args, settings, flows, read_run(args, settings.more.get("run", {})))
     set_up_logs(as_json=args.json, is_live=task.is_live and not args.dry_run)
     try:
@@ -129,6 +131,8 @@ def _made_ready(args: argparse.Namespace, task: Task, flow: Flow, connection: Co
 
     :raises TableError: when there is none, and none is to be made.
     """
+    # A Schema Registry that is away is waited for, as the workers do.
+    asking = waiting(PATIENCE_SECONDS, group_id=task.kafka["group.id"])
     try:
         table = read_table(connection, flow.table)
     except TableError as error:
@@ -136,7 +140,7 @@ def _made_ready(args: argparse.Namespace, task: Task, flow: Flow, connection: Co
         if not (args.create_table or args.dry_run):
             raise TableError(f"{error}; --create-table makes one") from None
         messages = _sample(args, task, flow, connection)
-        columns = columns_of(flow, messages, for_new_table=True)
+        columns = asking(columns_of, flow, messages, for_new_table=True)
         return _Ready(flow=with_rest(flow, columns.rest), statements=create_table(flow, columns), messages=messages)
     parameters = {"name": flow.table, "comment": REST_COMMENT}
     found = connection.execute(query("find_rest_column", ""), parameters, prepare=False).fetchone()
@@ -144,7 +148,8 @@ def _made_ready(args: argparse.Namespace, task: Task, flow: Flow, connection: Co
     if not (args.add_columns or args.dry_run):
         return _Ready(flow=flow)
     messages = sample(task.kafka, flow.topics, _positions(task, connection) if args.add_columns else None)
-    new = add_columns(table, columns_of(flow, messages, for_new_table=False).types) if args.add_columns else []
+    wanted = asking(columns_of, flow, messages, for_new_table=False).types if args.add_columns else {}
+    new = add_columns(table, wanted)
     return _Ready(flow=flow, statements=new, messages=messages)
 
 

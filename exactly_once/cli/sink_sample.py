@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -20,8 +20,9 @@ from exactly_once.errors import UnknownTopic
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, Table
-from exactly_once.writer.envelopes import EnvelopeDecoder, key_of, recognised, schema_of
 from exactly_once.writer.errors import cut
+from exactly_once.writer.formats import hint_for
+from exactly_once.writer.from_json import JsonDecoder
 
 from .problems import CommandError
 from .sink_flows import Flow
@@ -129,15 +130,14 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     if flow.format == "raw":
         result.types = {"key": "bytea", "value": "bytea"}
     elif messages:
-        objects, types = _objects(flow, messages)
+        objects, types, result.key = _objects(flow, messages)
         result.types = _types(flow, objects, types)
         result.left_out = [name for name in result.types if not _can_be_column(name)]
         result.types = {name: kind for name, kind in result.types.items() if name not in result.left_out}
-        result.key = next((key for m in messages if flow.envelope not in (None, "none") and (key := key_of(m))), ())
     result.types |= {column: _METADATA_TYPES[source] for column, source in flow.metadata.items()}
     if flow.rest:
         result.types[flow.rest] = "jsonb"
-    elif for_new_table and flow.rest is None and flow.format == "json" and flow.fields is None:
+    elif for_new_table and flow.rest is None and flow.format not in ("raw", "csv") and flow.fields is None:
         result.rest = next(name for name in ("rest", "rest_", "other_fields") if name not in result.types)
         result.types[result.rest] = "jsonb"
     if result.left_out:
@@ -150,39 +150,36 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     return result
 
 
-def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the rows in messages, and the types that their schemas tell."""
-    if flow.envelope is None and (found := next(filter(None, (recognised(m.value()) for m in messages)), None)):
-        raise CommandError(
-            f"the messages are in an envelope of {found.capitalize()}: say --envelope {found}, or --envelope none to "
-            "take its fields as they are"
-        )
+def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, str], tuple[str, ...]]:
+    """Return the rows in messages, and the types and the key that their schemas tell."""
     objects: list[dict[str, Any]] = []
     types: dict[str, str] = {}
+    key: tuple[str, ...] = ()
     bad: list[tuple[Message, str]] = []
-    is_plain = flow.envelope is None or flow.envelope == "none"
-    unwrapped = (
-        (lambda m: [m])
-        if is_plain
-        else EnvelopeDecoder(None, flow.envelope, missing="keep", on_tombstone="skip", on_truncate="skip").unwrapped  # type: ignore[arg-type]
-    )
+    looks = replace(flow, missing="keep", on_tombstone="skip", on_truncate="skip").unwrapping(JsonDecoder())
     for message in messages:
+        if flow.format is None and looks is None and (hint := hint_for(message.value())) is not None:
+            raise CommandError(f"{_place(message)}: {hint}")
         try:
-            rows = [_object(m.value()) for m in unwrapped(message) if m.value() is not None]
+            found, told, names = ([message], {}, ()) if looks is None else looks.read(message, tells=True)
+            rows = [_object(m.value()) for m in found if m.value() is not None]
             objects += rows
-            types |= {} if is_plain or not rows else schema_of(message)
+            types |= told if rows else {}
+            key = key or names
         except (ValueError, BadRow) as error:
             bad.append((message, error.reason if isinstance(error, BadRow) else str(error)))
     if bad:
         message, reason = bad[0]
-        place = f"{message.topic()}[{message.partition()}] offset {message.offset()}"
-        told = f"{len(bad)} of {len(messages)} messages of the sample are no JSON objects; {place}: {reason}"
-        if (message.value() or b"").startswith(b"\0"):
-            told += "; a zero byte at the start is the wire format of a Schema Registry, which the sink cannot read"
+        what = "JSON objects" if flow.format in (None, "json") else f"messages of format {flow.format}"
+        told_ = f"{len(bad)} of {len(messages)} messages of the sample are no {what}; {_place(message)}: {reason}"
         if not objects:
-            raise CommandError(told)
-        logger.warning("%s", told, extra={"action": "sample_skipped"})
-    return objects, types
+            raise CommandError(told_)
+        logger.warning("%s", told_, extra={"action": "sample_skipped"})
+    return objects, types, key
+
+
+def _place(message: Message) -> str:
+    return f"{message.topic()}[{message.partition()}] offset {message.offset()}"
 
 
 def _object(value: bytes | None) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 TableError (ExactlyOnceError, psycopg.ProgrammingError)  the table cannot take what it is asked to: stop
 TableChanged (psycopg.OperationalError)                  somebody altered the table: run the batch again
+RegistryAway (psycopg.OperationalError)                  a Schema Registry does not answer: run the batch again
 BadRow (ValueError)                                      one row cannot be stored: its message is at fault
 
-They come out of handlers, where an ExactlyOnceError stops the worker, so only the first one is that. The
-second has a SQLSTATE that :func:`exactly_once.ledger.outcome.classify` takes for a conflict.
+They come out of handlers, where an ExactlyOnceError stops the worker, so only the first one is that. The next
+two have a SQLSTATE that :func:`exactly_once.ledger.outcome.classify` takes for a conflict.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ class TableError(ExactlyOnceError, psycopg.ProgrammingError):
 
 class TableChanged(psycopg.OperationalError):
     """The table was altered since it was read; nothing was stored, the next attempt reads it anew."""
+
+    sqlstate = "40000"
+
+
+class RegistryAway(psycopg.OperationalError):
+    """A Schema Registry does not answer, or not for now; nothing was stored, the batch comes again."""
 
     sqlstate = "40000"
 

@@ -50,7 +50,12 @@ _OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dic
 _MOMENTS = {"timestamp", "timestamptz", "date", "time", "timetz"}
 _WHOLE = {"int2", "int4", "int8", "oid"}
 _NUMBER_STARTS = b"-0123456789"
-_BOOLEANS = {b"1": True, b"0": False, b'"1"': True, b'"0"': False, b'"true"': True, b'"false"': False}
+_BOOLEANS = {
+    **dict.fromkeys((b"1", b'"1"', b'"true"', b'"t"'), True),
+    **dict.fromkeys((b"0", b'"0"', b'"false"', b'"f"'), False),
+}
+_NOT_FINITE = (b'"NaN"', b'"Infinity"', b'"-Infinity"')
+"""What JSON has no numbers for."""
 
 
 def reader_of(column: Column, reading: Reading) -> Reader:
@@ -165,7 +170,7 @@ def _number_or_boolean(raw: bytes, name: str, *, lax: bool) -> Any:
         if lax and raw in _BOOLEANS:
             return _BOOLEANS[raw]
         raise ValueError(f"true or false is wanted, not {shown(raw)}")
-    if raw.startswith(b'"') and not lax:
+    if raw.startswith(b'"') and not lax and raw not in _NOT_FINITE:
         raise ValueError(f"a number is wanted, not the text {shown(raw)}")
     text = text_of(raw)
     # An int that a double changes is refused, and only a double knows of -0.

@@ -11,7 +11,7 @@ import pytest
 
 from exactly_once.cli.problems import UsageError
 from exactly_once.cli.sink import add_parser
-from exactly_once.cli.sink_flows import ENVELOPES, Flow, Run, read_flows, read_run
+from exactly_once.cli.sink_flows import FORMATS, Flow, Run, read_flows, read_run
 
 
 def parsed(*given: str) -> argparse.Namespace:
@@ -29,7 +29,7 @@ def flows_of(text: str, *given: str) -> list[Flow]:
     [
         ('tabel = "t"', "unknown key tabel; did you mean table?"),
         ('naive_timestamp = "utc"', "did you mean naive_timestamps?"),
-        ("xyz = 1", "unknown key xyz; there are decimal, "),
+        ("xyz = 1", "unknown key xyz; there are csv_columns, "),
         ('fields = "id"', "fields: Expected object | null, got str"),
         ("epoch = 5", "epoch: Expected object, got int"),
         ("epoch = { at = 5 }", "epoch[...]: Expected str, got int"),
@@ -38,9 +38,11 @@ def flows_of(text: str, *given: str) -> list[Flow]:
         ('on_tombstone = "ignore"', "choose one of delete, refuse, skip"),
         ('mode = "replace"', "choose one of append, insert-ignore, upsert"),
         ('missing = "nul"', "choose one of default, keep, null"),
-        ('envelope = "debezum"', "choose one of connect, debezium, maxwell, none"),
+        ('format = "debezum"', "choose one of canal, cloudevents, connect, csv, debezium, json, maxwell, msgpack, raw"),
         ('metadata = { o = "offest" }', "Invalid enum value"),
-        ('format = "raw"\nenvelope = "debezium"\nlax = true', "no envelope, lax with it"),
+        ('format = "raw"\nrest = "more"\nlax = true', "no rest, lax with it"),
+        ('csv_delimiter = ";"', 'are about format = "csv"'),
+        ('format = "csv"\nschema_registry = "http://x"', "messages of format csv name no schema of a registry"),
     ],
 )
 def test_a_key_of_the_file_that_is_wrong_is_told_by_name(line: str, said: str) -> None:
@@ -108,5 +110,5 @@ def test_every_way_to_run_can_be_said_in_both_places() -> None:
     for action in subparsers.choices["sink"]._actions:
         if action.dest in (default := {f.name: f.default for f in fields(Run)}) and default[action.dest]:
             assert f"({default[action.dest]})" in (action.help or "")
-        if action.dest == "envelope":
-            assert tuple(action.choices or ()) == ENVELOPES
+        if action.dest == "format":
+            assert tuple(action.choices or ()) == FORMATS

@@ -90,10 +90,10 @@ def test_what_is_no_object_is_skipped_in_the_sample_and_told(
     ("value", "said"),
     [
         (b'[{"id": 1}]', """1 of 1 messages of the sample are no JSON objects"""),
-        (b'\0\0\0\0\1{"id": 1}', "wire format of a Schema Registry"),
-        (b'{"before": null, "after": {"id": 1}, "op": "c", "source": {}}', "say --envelope debezium"),
-        (b'{"schema": {"type": "struct"}, "payload": {"id": 1}}', "say --envelope connect"),
-        (b'{"database": "d", "table": "t", "type": "insert", "data": {"id": 1}}', "say --envelope maxwell"),
+        (b'\0\0\0\0\1{"id": 1}', "say --schema-registry URL"),
+        (b'{"before": null, "after": {"id": 1}, "op": "c", "source": {}}', "say --format debezium"),
+        (b'{"schema": {"type": "struct"}, "payload": {"id": 1}}', "say --format connect"),
+        (b'{"database": "d", "table": "t", "type": "insert", "data": {"id": 1}}', "say --format maxwell"),
     ],
 )
 def test_a_topic_that_makes_no_table_says_why(

@@ -15,7 +15,8 @@ from confluent_kafka import Message
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.writer import BadRow, TableSink
-from exactly_once.writer.envelopes import EnvelopeDecoder, Format, PlainDecoder, recognised
+from exactly_once.writer.envelopes import EnvelopeName, recognised
+from exactly_once.writer.formats import FormatDecoder, PlainDecoder, format_of
 from exactly_once.writer.from_json import JsonDecoder
 
 Database = psycopg.Connection[Any]
@@ -44,19 +45,14 @@ def field(name: str, kind: str, logical: str | None = None, **more: Any) -> dict
     return {"field": name, "type": kind, "optional": True} | ({"name": logical} if logical else {}) | more
 
 
-def sink(table: str, envelope: Format, mode: Any = "upsert", **options: Any) -> TableSink:
+def sink(table: str, envelope: EnvelopeName, mode: Any = "upsert", **options: Any) -> TableSink:
     missing = options.pop("missing", "null")
     own = {name: options.pop(name) for name in ("on_truncate",) if name in options}
     decoder = JsonDecoder(missing="null" if missing == "null" else "apart", **options)
-    wrapper = EnvelopeDecoder(
-        decoder,
-        envelope,
-        missing=missing,
-        fields=options.get("fields"),
-        on_tombstone=options.get("on_tombstone"),
-        **own,
+    form = format_of(envelope, missing=missing, on_tombstone=options.get("on_tombstone"), **own)
+    return TableSink(
+        table, decoder=FormatDecoder(decoder, form, fields=options.get("fields")), mode=mode, missing=missing
     )
-    return TableSink(table, decoder=wrapper, mode=mode, missing=missing)
 
 
 @pytest.fixture
@@ -152,7 +148,7 @@ def test_a_delete_takes_its_key_from_the_row_where_the_message_has_none(table: s
     ],
 )
 def test_what_cannot_be_done_is_refused_and_named(
-    envelope: Format, mode: Any, pair: tuple[Any, Any], said: str, table: str, db: Database
+    envelope: EnvelopeName, mode: Any, pair: tuple[Any, Any], said: str, table: str, db: Database
 ) -> None:
     with pytest.raises(BadRow, match=rf"t\[0\] offset 7: .*{said}"), db.transaction():
         sink(table, envelope, mode).write(db, messages(pair, start=7))
@@ -219,7 +215,7 @@ TYPES: list[tuple[str, dict[str, Any], Any, str]] = [
 @pytest.mark.parametrize(("column", "schema", "value", "meant"), TYPES, ids=lambda each: str(each)[:60])
 @pytest.mark.parametrize("envelope", ["debezium", "connect"])
 def test_a_value_of_a_logical_type_becomes_what_it_stands_for(
-    envelope: Format, column: str, schema: dict[str, Any], value: Any, meant: str, db: Database, name: str
+    envelope: EnvelopeName, column: str, schema: dict[str, Any], value: Any, meant: str, db: Database, name: str
 ) -> None:
     db.execute(f"SET timezone = 'UTC'; CREATE TABLE {name} (id int PRIMARY KEY, v {column})")
     struct = {"type": "struct", "fields": [field("id", "int32"), schema]}
@@ -300,17 +296,17 @@ def test_changes_of_maxwell_end_as_the_rows_of_the_source(table: str, db: Databa
         (None, None),
     ],
 )
-def test_an_envelope_is_recognised(value: Any, found: Format | None, table: str, db: Database) -> None:
+def test_an_envelope_is_recognised(value: Any, found: EnvelopeName | None, table: str, db: Database) -> None:
     (message,) = messages((None, value))
     assert recognised(message.value()) == found
     plain = TableSink(table, decoder=PlainDecoder(JsonDecoder()))
     if found is not None:
-        with pytest.raises(BadRow, match=rf"t\[0\] offset 0: .*--envelope {found}"), db.transaction():
+        with pytest.raises(BadRow, match=rf"t\[0\] offset 0: .*--format {found}"), db.transaction():
             plain.write(db, [message])
 
 
 def test_updates_are_not_left_out_by_a_mode_that_only_inserts(table: str, db: Database) -> None:
-    modes: tuple[Format, ...] = ("debezium", "maxwell")
+    modes: tuple[EnvelopeName, ...] = ("debezium", "maxwell")
     for envelope in modes:
         with pytest.raises(ConfigurationError, match="would leave out the updates"), db.transaction():
             sink(table, envelope, "insert-ignore").write(db, [])

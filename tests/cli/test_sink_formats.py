@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 from confluent_kafka import Producer
 
-from exactly_once.cli.sink_flows import Flow, _checked
+from exactly_once.cli.sink_flows import read_flows
 from tests.cli.conftest import Command
 from tests.support.topics import create_topic, delete_topic
 from tests.writer.test_envelopes import CONNECT, DEBEZIUM, base64_of, change, connect, encoded, field
+from tests.writer.test_formats import EVENT, canal, source_row
+from tests.writer.test_registry import StandIn, avro, logical, optional, record, registry
+
+__all__ = ["registry"]
 
 Database = psycopg.Connection[Any]
 Run = Callable[..., None]
@@ -29,10 +36,10 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (HOW_TO / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def send(bootstrap_servers: str, topic: str, pairs: Iterable[tuple[Any, Any]]) -> None:
+def send(bootstrap_servers: str, topic: str, pairs: Iterable[tuple[Any, Any]], headers: Any = None) -> None:
     producer = Producer({"bootstrap.servers": bootstrap_servers})
     for key, value in pairs:
-        producer.produce(topic, encoded(value), encoded(key), partition=0)
+        producer.produce(topic, encoded(value), encoded(key), partition=0, headers=headers)
     assert producer.flush(30) == 0
 
 
@@ -42,15 +49,19 @@ def follow(command: Command, bootstrap_servers: str, conninfo: str, name: str, d
     topics: set[str] = set()
     tables: set[str] = set()
 
-    def run(page: str, pairs: Iterable[tuple[Any, Any]], *more: str) -> None:
-        (line,) = blocks(page, "sh")
-        text = line.replace("localhost:9092", bootstrap_servers).replace("postgresql://localhost/bank", conninfo)
+    def run(page: str, pairs: Iterable[tuple[Any, Any]], *more: str, registry: str = "", headers: Any = None) -> None:
+        line = blocks(page, "sh")[-1]
+        text = (
+            line.replace("http://localhost:8081", registry)
+            .replace("localhost:9092", bootstrap_servers)
+            .replace("postgresql://localhost/bank", conninfo)
+        )
         words = shlex.split(text)[1:]
         topic, table = words[words.index("--topic") + 1], words[words.index("--table") + 1]
         if topic not in topics:
             topics.add(create_topic(bootstrap_servers, 1, name=topic))
             tables.add(table)
-        send(bootstrap_servers, topic, pairs)
+        send(bootstrap_servers, topic, pairs, headers)
         result = command(*words, *more, "--group-id", name)
         assert result.code == 0, result.err
 
@@ -170,12 +181,62 @@ def test_an_envelope_that_is_not_named_is_refused_with_the_name_of_the_option(
     result = command("sink", "--topic", name, "--table", name, "--until-end", *where)
     assert result.code == 1
     assert f"{name}[0] offset 0" in result.err
-    assert "--envelope debezium" in result.err
+    assert "--format debezium" in result.err
     assert db.execute(f"SELECT count(*) FROM {name}").fetchone() == (0,)
 
 
-def test_the_file_of_the_page_is_understood() -> None:
-    (file,) = blocks("table-sink-debezium.md", "toml")
-    (flow,) = tomllib.loads(file)["sink"]
-    assert json.loads(json.dumps(flow))["envelope"] == "debezium"
-    _checked(Flow, flow, "[[sink]]").sink()
+@pytest.mark.parametrize("page", ["debezium", "cloudevents", "schema-registry"])
+def test_the_file_of_a_page_is_understood(page: str) -> None:
+    (file,) = blocks(f"table-sink-{page}.md", "toml")
+    read = tomllib.loads(file)
+    (flow,) = read_flows(argparse.Namespace(), read["sink"], read.get("schema_registry"))
+    assert flow.format == page or flow.schema_registry == read["schema_registry"]
+
+
+def test_a_table_that_canal_follows(follow: Run, db: Database) -> None:
+    follow(
+        "table-sink-canal.md",
+        [
+            (None, canal("CREATE", isDdl=True).value()),
+            (None, canal("INSERT", (source_row(1), None), (source_row(2), None)).value()),
+            (b"7", canal("UPDATE", (source_row(20, name="b"), {"id": "2"})).value()),
+            (b"7", canal("DELETE", (source_row(1), None)).value()),
+        ],
+    )
+    found = db.execute("SELECT id, name, price, at::text, doc, raw, pg_typeof(id)::text FROM customer").fetchall()
+    assert found == [(20, "b", Decimal("1.50"), "2026-01-02 03:04:05.123", {"a": [1]}, b"\0\xff'", "integer")]
+
+
+def test_lines_of_csv_and_maps_of_messagepack(follow: Run, db: Database) -> None:
+    follow("table-sink-csv.md", [(None, b'1,"a, b",\n'), (None, b"02,,1.50")])
+    assert db.execute("SELECT * FROM reading").fetchall() == [("1", "a, b", None), ("02", None, "1.50")]
+    value = {"id": 1, "at": datetime(2026, 1, 2, tzinfo=UTC), "x": 1.5, "raw": b"\0"}
+    follow("table-sink-messagepack.md", [(None, msgspec.msgpack.encode(value))])
+    assert db.execute("SELECT id, at, x, raw FROM event").fetchall() == [(1, value["at"], Decimal("1.5"), "AA==")]
+
+
+def test_cloudevents_of_both_modes(follow: Run, db: Database) -> None:
+    headers = [(f"ce_{name}", text) for name, text in EVENT.items()]
+    follow("table-sink-cloudevents.md", [(None, {"amount": 1})] * 2, headers=headers)
+    follow("table-sink-cloudevents.md", [(None, {**EVENT, "id": "z", "data": {"amount": 2}})])
+    found = db.execute("SELECT id, type, data, pg_typeof(time)::text FROM order_event ORDER BY id").fetchall()
+    kind = "timestamp with time zone"
+    assert found == [("a1", "paid", {"amount": 1}, kind), ("z", "paid", {"amount": 2}, kind)]
+
+
+def test_avro_of_a_registry_that_is_away_at_first(
+    follow: Run, db: Database, registry: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema = record("Account", id="int", name=optional("string"), at=logical("long", "timestamp-micros"))
+    number, bare = registry.add(json.dumps(schema)), json.loads(json.dumps(schema).replace("logicalType", "other"))
+    sent = [{"id": i, "name": None, "at": 1767323045678901} for i in (1, 2)]
+    pairs: list[Any] = [(str(one["id"]).encode(), avro(number, bare, one)) for one in sent]
+    registry.is_away_for = 2
+    follow("table-sink-schema-registry.md", [*pairs, (b"1", None)], registry=registry.url)
+    assert "does not answer for schema 1: HTTP Error 503" in caplog.text
+    registry.is_away_for = 2
+    pairs = [(b"3", avro(number, bare, {"id": 3, "name": "c", "at": 0})), (b"3", None)]
+    follow("table-sink-schema-registry.md", pairs, registry=registry.url)
+    assert "waiting (try 1): the Schema Registry" in caplog.text
+    found = db.execute("SELECT id, name, at AT TIME ZONE 'UTC', pg_typeof(id)::text FROM account").fetchall()
+    assert found == [(2, None, datetime(2026, 1, 2, 3, 4, 5, 678901), "integer")]  # noqa: DTZ001 - as it is stored

@@ -1,0 +1,346 @@
+"""Formats: what messages are written in becomes JSON, which one decoder makes rows of.
+
+A format turns a message into keys and values in JSON, so that there is one place that knows what a column takes. Binary
+values become base64, times ISO 8601, NaN and infinity their names.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, get_args
+
+import msgspec
+from confluent_kafka import Message
+from msgspec import Raw
+
+from exactly_once.errors import ConfigurationError
+
+from .codecs import name_of
+from .decoding import Decoded, Decoder
+from .envelopes import Change, Envelope, EnvelopeName, recognised
+from .errors import BadRow, cut
+from .from_json import OnTombstone
+from .statements import Mode
+from .table import Column, Table
+
+FormatName = Literal["debezium", "connect", "maxwell", "canal", "cloudevents", "csv", "msgpack"]
+
+_WRAPPERS = {"payload", "before", "after", "data"}
+"""Fields that hold the row: who fills a column from one of them knows what the messages are."""
+_NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+_encode = msgspec.json.Encoder(decimal_format="number").encode
+
+
+class Format(Protocol):
+    """Turns messages into JSON."""
+
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
+        """Get ready for a table, whose columns are given by the names of the fields that fill them.
+
+        ``key`` are the fields of an upsert's key; ``keeps_keys`` says that one of its columns is the message's own key.
+        """
+
+    def read(self, message: Message) -> Iterable[Change]:
+        """Return keys with rows in JSON, or with None for a delete.
+
+        :raises BadRow: for a message that is not of the format.
+        :raises ValueError: the same; so do other errors of decoding.
+        """
+
+    def types(self, message: Message) -> dict[str, str]:
+        """Return the types of columns that a message tells, by the names of fields."""
+
+    def key_fields(self, message: Message) -> tuple[str, ...]:
+        """Return the names of the fields of the key, as far as a message tells them."""
+
+
+class Binary(Protocol):
+    """Turns key and value of a message into JSON before its format is looked at."""
+
+    def opened(self, message: Message) -> Message:
+        """Return the message with its key and value in JSON.
+
+        :raises BadRow: for a message that is not of the form.
+        """
+
+
+class PlainDecoder:
+    """Refuses messages in a format that nobody has named, of which most would be lost; else as the decoder given."""
+
+    def __init__(self, decoder: Decoder, fields: Mapping[str, str | tuple[str, ...]] | None = None) -> None:
+        self._decoder = decoder
+        self._fields = fields
+        self._is_guarded = True
+
+    def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
+        """Get the decoder ready; a table that takes the envelope's own fields is filled with them."""
+        self._decoder.prepare(table, mode=mode, key=key)
+        paths = table.writable if self._fields is None else self._fields.values()
+        roots = {path.split(".")[0] if isinstance(path, str) else path[0] for path in paths}
+        self._is_guarded = not roots & _WRAPPERS
+
+    def decode(self, messages: Sequence[Message]) -> Decoded:
+        """Look at both ends of the batch, since a topic has one format; then decode.
+
+        :raises BadRow: for a message in an envelope, or in the wire format of a Schema Registry.
+        """
+        for message in (messages[0], messages[-1]) if messages and self._is_guarded else ():
+            if (hint := hint_for(message.value())) is not None:
+                raise BadRow(hint, message=message)
+        return self._decoder.decode(messages)
+
+
+def hint_for(value: bytes | None) -> str | None:
+    """Say which option a message asks for that is no plain JSON; None if none is known."""
+    if (value or b"").startswith(b"\0"):
+        return "a zero byte at the start is the wire format of a Schema Registry: say --schema-registry URL"
+    if (found := recognised(value)) is not None:
+        return (
+            f"the message is in an envelope of {found.capitalize()}: say --format {found}, or --format json to take "
+            "its fields as they are"
+        )
+    return None
+
+
+class FormatDecoder:
+    """Turns messages into JSON and gives them to ``decoder``; ``fields`` and ``metadata`` are those of that one."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        form: Format,
+        *,
+        binary: Binary | None = None,
+        fields: Mapping[str, str | tuple[str, ...]] | None = None,
+        metadata: Collection[str] = (),
+    ) -> None:
+        self._decoder = decoder
+        self._format = form
+        self._binary = binary
+        self._paths = (
+            None if fields is None else {c: p.split(".") if isinstance(p, str) else p for c, p in fields.items()}
+        )
+        self._metadata = set(metadata)
+
+    def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
+        """Get ready for a table."""
+        self._decoder.prepare(table, mode=mode, key=key)
+        paths = self._paths or {name: [name] for name in table.writable if name not in self._metadata}
+        columns = {column.name: column for column in table.columns}
+        by_field = {path[0]: columns[name] for name, path in paths.items() if len(path) == 1 and name in columns}
+        names = [paths[name][-1] for name in key if name in paths] if mode == "upsert" else []
+        self._format.prepare(by_field, mode=mode, key=names, keeps_keys=bool(self._metadata & set(key)))
+
+    def decode(self, messages: Sequence[Message]) -> Decoded:
+        """Turn all messages into JSON now; what is wrong with a row is raised when it is made.
+
+        :raises BadRow: for a message that is not of the format, or asks for what cannot be done.
+        """
+        return self._decoder.decode([each for message in messages for each in self.read(message)[0]])
+
+    def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[str, str], tuple[str, ...]]:
+        """Return what a message says as messages in JSON; with ``tells`` also types and key, as far as it tells them.
+
+        :raises BadRow: for a message that is not of the format, or asks for what cannot be done.
+        """
+        try:
+            opened = self._binary.opened(message) if self._binary is not None else message
+            # A row's own key is what was sent; a delete needs what it says.
+            found = [
+                _message(message, key if value is None else message.key(), value)
+                for key, value in self._format.read(opened)
+            ]
+            if not tells:
+                return found, {}, ()
+            return found, self._format.types(opened), self._format.key_fields(opened)
+        except BadRow as error:
+            raise BadRow(error.reason, message=message, column=error.column) from error
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+            raise BadRow(f"{error}: {cut(message.value())}", message=message) from error
+
+
+def format_of(
+    name: FormatName,
+    *,
+    columns: Sequence[str] | None = None,
+    delimiter: str = ",",
+    missing: str = "null",
+    on_tombstone: OnTombstone | None = None,
+    on_truncate: Literal["refuse", "skip"] = "refuse",
+) -> Format:
+    """Return a format by its name; ``columns`` and ``delimiter`` are those of CSV.
+
+    :raises ConfigurationError: for a name that is none.
+    """
+    if name == "csv":
+        return Csv(columns, delimiter)
+    if name == "msgpack":
+        return Simple(_from_msgpack)
+    if name == "cloudevents":
+        return Simple(_from_cloudevent)
+    if name not in get_args(EnvelopeName):
+        raise ConfigurationError(f"format={name!r} is not possible; choose one of {', '.join(get_args(FormatName))}")
+    return Envelope(name, missing=missing, on_tombstone=on_tombstone, on_truncate=on_truncate)
+
+
+class Simple:
+    """A format in which a message is a row; keys are text or JSON."""
+
+    def __init__(self, row_in: Callable[[Message], bytes | None]) -> None:
+        self._row_in = row_in
+
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
+        """Do nothing: what a message says does not depend on the table."""
+
+    def read(self, message: Message) -> Iterable[Change]:
+        """Return the row, or the delete that a message without a value is."""
+        return ((message.key(), self._row_in(message)),)
+
+    def types(self, message: Message) -> dict[str, str]:
+        """Return nothing: the values tell."""
+        return {}
+
+    def key_fields(self, message: Message) -> tuple[str, ...]:
+        """Return nothing: a key has no names."""
+        return ()
+
+
+def jsonable(value: Any) -> Any:
+    """Return a value of which JSON loses nothing: NaN and infinity become their names.
+
+    :raises ValueError: for a key of a mapping that is no text.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _NAMES.get(value, "NaN")
+    if isinstance(value, dict):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"a field's name is no text: {cut(wrong[0])}")
+        return {key: jsonable(each) for key, each in value.items()}
+    return [jsonable(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def to_json(value: Any) -> bytes:
+    """Write a value as JSON, of which nothing is lost."""
+    return _encode(jsonable(value))
+
+
+def _from_msgpack(message: Message) -> bytes | None:
+    value = message.value()
+    if value is None:
+        return None
+    found = msgspec.msgpack.decode(value)
+    if not isinstance(found, dict):
+        raise ValueError(f"a map of MessagePack is wanted, not {cut(found)}")
+    return to_json(found)
+
+
+def _from_cloudevent(message: Message) -> bytes | None:
+    """Return the attributes of an event as fields, and its data as ``data``, or as base64 in ``data_base64``.
+
+    :raises ValueError: for what is no event, or a batch of them.
+    """
+    value, headers = message.value(), {pair[0].lower(): pair[1] for pair in message.headers() or ()}
+    kind = _text(headers.get("content-type"))
+    if kind.startswith("application/cloudevents"):
+        if not kind.startswith("application/cloudevents+json"):
+            raise ValueError(f"events in {kind} are not read; application/cloudevents+json and the binary mode are")
+    elif "ce_specversion" in headers:
+        event: dict[str, Any] = {name[3:]: _text(text) for name, text in headers.items() if name.startswith("ce_")}
+        event |= {"datacontenttype": kind} if kind else {}
+        return _encode(event | _data(value, kind))
+    elif value is None:
+        return None
+    found = msgspec.json.decode(value or b"null", type=dict[str, Raw])
+    if "specversion" not in found:
+        raise ValueError("the message is no CloudEvent: it has neither a header ce_specversion nor a field specversion")
+    return value
+
+
+def _data(value: bytes | None, kind: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not kind or re.match(r"(?:application|text)/(?:json|[^;]*\+json)\b", kind):
+        msgspec.json.decode(value)  # or what is malformed would make the whole row so
+        return {"data": Raw(value)}
+    return {"data": value.decode()} if kind.startswith("text/") else {"data_base64": base64.b64encode(value).decode()}
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode() if isinstance(value, bytes) else value or ""
+
+
+class Csv:
+    """Lines of CSV as Postgres writes them: what is empty and not in quotes is null. A message may hold several.
+
+    ``columns`` names the fields in their order; by default they are the columns of the table, in theirs.
+    """
+
+    def __init__(self, columns: Sequence[str] | None = None, delimiter: str = ",") -> None:
+        if len(delimiter) != 1 or delimiter in '"\r\n':
+            raise ConfigurationError(f"csv_delimiter={delimiter!r} is not possible; it is one character and no quote")
+        self._given = columns
+        self._names = tuple(columns or ())
+        self._json: set[str] = set()
+        """The fields that hold JSON."""
+        quoted = re.escape(delimiter)
+        self._field = re.compile(rf'(?:"((?:[^"]|"")*)"|([^"{quoted}\r\n]*))({quoted}|\r?\n|\Z)')
+
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
+        """Name the fields by the columns."""
+        self._names = tuple(columns if self._given is None else self._given)
+        self._json = {name for name, column in columns.items() if name_of(column.type_oid) in ("json", "jsonb")}
+
+    def read(self, message: Message) -> Iterator[Change]:
+        """Yield the lines as rows.
+
+        :raises ValueError: for a line of another number of fields, or with a quote where none can be.
+        """
+        if (value := message.value()) is None:
+            yield message.key(), None
+            return
+        text, position = value.decode("utf-8-sig"), 0
+        if not text.strip("\r\n"):
+            raise ValueError("there is no line of CSV")
+        while position < len(text):
+            fields: list[str | None] = []
+            is_over = False
+            while not is_over:
+                found = self._field.match(text, position)
+                if found is None:
+                    raise ValueError(f"a quote in the middle of field {len(fields) + 1}")
+                inside, bare, end = found.groups()
+                fields.append(inside.replace('""', '"') if inside is not None else bare or None)
+                position, is_over = found.end(), end in ("", "\n", "\r\n")
+            if len(fields) != len(self._names):
+                raise ValueError(f"{len(fields)} fields, not {len(self._names)}: {', '.join(self._names)}")
+            yield message.key(), _encode(dict(zip(self._names, map(self._as_json, self._names, fields), strict=True)))
+
+    def types(self, message: Message) -> dict[str, str]:
+        """Return text for each: a number may be a name with leading zeros."""
+        return dict.fromkeys(self._names, "text")
+
+    def key_fields(self, message: Message) -> tuple[str, ...]:
+        """Return nothing: a key has no names."""
+        return ()
+
+    def _as_json(self, name: str, text: str | None) -> Any:
+        if text is None or name not in self._json:
+            return text
+        msgspec.json.decode(text)  # or what is malformed would make the whole row so
+        return Raw(text.encode())
+
+
+def _message(source: Message, key: Any, value: bytes | None) -> Message:
+    """Make a message of another key and value; all else is the source's."""
+    return Message(
+        topic=source.topic(),
+        partition=source.partition(),
+        offset=source.offset(),
+        key=key,
+        value=value,
+        headers=source.headers(),
+        timestamp=source.timestamp(),
+    )

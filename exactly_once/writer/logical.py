@@ -1,0 +1,276 @@
+"""Logical types: what numbers, texts and base64 of Connect, Debezium and Avro stand for, as JSON for a column."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, timedelta
+from functools import lru_cache, partial
+from typing import Literal
+
+import msgspec
+from msgspec import Raw
+
+from .codecs import name_of
+from .errors import BadRow, cut
+from .table import Column
+
+Row = dict[str, bytes]
+"""The fields of an object, each as JSON text."""
+Convert = Callable[[bytes, "Column | None"], bytes]
+"""Makes of the JSON text of a value the JSON text of what it stands for, for the column that it goes to."""
+
+_SHAPES = 256
+"""So many schemas are kept: of many topics, a few each."""
+_NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
+
+
+class Schema(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):
+    """A schema of Kafka Connect, as its JsonConverter writes it."""
+
+    type: str
+    name: str | None = None
+    field: str | None = None
+    fields: tuple[Schema, ...] = ()
+    items: Schema | None = None
+    parameters: Mapping[str, str] | None = None
+
+    def of(self, field: str) -> Schema | None:
+        """Return the schema of a field."""
+        return next((each for each in self.fields if each.field == field), None)
+
+
+schema_in = lru_cache(_SHAPES)(msgspec.json.Decoder(Schema).decode)
+"""Schemas by their text, which each message repeats."""
+fields_in: Callable[[bytes], dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) -> Row:
+    """Write the values of a row as what they stand for, for the columns of the same names as fields.
+
+    :raises BadRow: for a value that is not of the type that the schema says.
+    """
+    for name, convert in (_conversions(schema) if schema is not None else {}).items():
+        if row.get(name, b"null") != b"null":
+            try:
+                row[name] = convert(row[name], columns.get(name))
+            except (ValueError, TypeError, OverflowError, KeyError) as error:
+                what = f"{cut(row[name])} is not of the type that the schema says: {error}"
+                raise BadRow(what, column=name) from error
+    return row
+
+
+def types_of(schema: Schema) -> dict[str, str]:
+    """Return the types of columns that hold the fields of a schema."""
+    return {field.field: _column_type(field) for field in schema.fields if field.field is not None}
+
+
+@lru_cache(_SHAPES)
+def _conversions(schema: Schema) -> dict[str, Convert]:
+    """Find the fields of an object whose values stand for something else."""
+    found = ((field.field, _conversion(field)) for field in schema.fields)
+    return {name: convert for name, convert in found if name is not None and convert is not None}
+
+
+def _conversion(schema: Schema) -> Convert | None:
+    if (known := _LOGICAL.get(schema.name or "")) is not None:
+        return partial(known, schema.parameters or {})
+    if schema.type == "array" and schema.items is not None and (inner := _conversion(schema.items)) is not None:
+        return partial(_array, inner)
+    if schema.type == "struct" and (fields := _conversions(schema)):
+        return partial(_struct, fields)
+    return None
+
+
+def _array(convert: Convert, text: bytes, column: Column | None) -> bytes:
+    items = msgspec.json.decode(text, type=list[Raw])
+    element = None if column is None or column.element_oid is None else _element(column)
+    return msgspec.json.encode(
+        [each if bytes(each) == b"null" else Raw(convert(bytes(each), element)) for each in items]
+    )
+
+
+def _struct(fields: Mapping[str, Convert], text: bytes, column: Column | None) -> bytes:
+    row = fields_in(text)
+    for name, convert in fields.items():
+        if name in row and bytes(row[name]) != b"null":
+            row[name] = Raw(convert(bytes(row[name]), None))
+    return msgspec.json.encode(row)
+
+
+def _element(column: Column) -> Column:
+    return Column(name=column.name, type_name="", base_name="", type_oid=column.element_oid or 0)
+
+
+def _type(column: Column | None) -> str | None:
+    return None if column is None else name_of(column.type_oid)
+
+
+def _text(value: str) -> bytes:
+    return msgspec.json.encode(value)
+
+
+_EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - logical types without a zone
+_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
+
+
+def _date(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    days = msgspec.json.decode(text, type=int)
+    return text if _type(column) in _NUMBERS else _text((date(1970, 1, 1) + timedelta(days=days)).isoformat())
+
+
+def _time(unit: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    if _type(column) in _NUMBERS:
+        return text
+    moment, fraction = _split(text, unit)
+    if (moment - _EPOCH).days:
+        raise ValueError("it is no time of a day")
+    return _text(f"{moment:%H:%M:%S}{fraction}")
+
+
+def _timestamp(unit: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    """Write a moment with all its digits; with the zone, which is UTC, where the column has one."""
+    if _type(column) in _NUMBERS:
+        return text
+    moment, fraction = _split(text, unit)
+    return _text(f"{moment.isoformat()}{fraction}{'Z' if _type(column) == 'timestamptz' else ''}")
+
+
+def _instant(unit: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    """Write a moment of a known zone, but for a column that has none."""
+    if _type(column) in (*_NUMBERS, "timestamp"):
+        return _timestamp(unit, {}, text, column)
+    moment, fraction = _split(text, unit)
+    return _text(f"{moment.isoformat()}{fraction}Z")
+
+
+def _split(text: bytes, unit: str) -> tuple[datetime, str]:
+    digits = _DIGITS[unit]
+    seconds, fraction = divmod(msgspec.json.decode(text, type=int), 10**digits)
+    return _EPOCH + timedelta(seconds=seconds), f".{fraction:0{digits}d}" if fraction else ""
+
+
+def _duration(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    return text if _type(column) in _NUMBERS else _text(f"{msgspec.json.decode(text, type=int)} microseconds")
+
+
+def _decimal(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    value = msgspec.json.decode(text)
+    return _number(value, int(parameters["scale"]), column) if isinstance(value, str) else text
+
+
+def _variable_decimal(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    value = msgspec.json.decode(text)
+    return _number(value["value"], value["scale"], column) if isinstance(value, dict) else text
+
+
+def _number(encoded: str, scale: int, column: Column | None) -> bytes:
+    """Write an integer in base64 and its scale as a decimal, every digit kept."""
+    unscaled = int.from_bytes(base64.b64decode(encoded, validate=True), "big", signed=True)
+    digits = str(abs(unscaled)).rjust(scale + 1, "0") if scale >= 0 else str(abs(unscaled)) + "0" * -scale
+    written = (
+        f"{'-' if unscaled < 0 else ''}{digits[:-scale]}.{digits[-scale:]}"
+        if scale > 0
+        else str(unscaled) + "0" * -scale
+    )
+    return written.encode() if column is None or _type(column) in _NUMBERS else _text(written)
+
+
+def _json(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    """Take the document out of its text, but for a column of text."""
+    document = msgspec.json.decode(text, type=str)
+    if column is not None and _type(column) not in ("json", "jsonb"):
+        return text
+    msgspec.json.decode(document)  # or what is malformed would make the whole row so
+    return document.encode()
+
+
+def _bits(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    if _type(column) == "bytea":
+        return text
+    number = int.from_bytes(base64.b64decode(msgspec.json.decode(text, type=str), validate=True), "little")
+    if _type(column) in _NUMBERS:
+        return str(number).encode()
+    return _text(f"{number:0{int(parameters.get('length', 1))}b}")
+
+
+def _geometry(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    """Write a point as Postgres does, or a geometry as PostGIS does: hexadecimal EWKB."""
+    value = msgspec.json.decode(text)
+    if _type(column) == "point":
+        return _text(f"({value['x']},{value['y']})")
+    wkb, srid = base64.b64decode(value["wkb"], validate=True), value.get("srid")
+    order: Literal["little", "big"] = "little" if wkb[0] else "big"
+    if srid is not None:
+        kind = int.from_bytes(wkb[1:5], order) | 0x20000000  # EWKB's flag: a SRID follows
+        wkb = wkb[:1] + kind.to_bytes(4, order) + int(srid).to_bytes(4, order) + wkb[5:]
+    return _text(wkb.hex())
+
+
+_LOGICAL: dict[str, Callable[[Mapping[str, str], bytes, Column | None], bytes]] = {
+    "io.debezium.time.Date": _date,
+    "io.debezium.time.Time": partial(_time, "ms"),
+    "io.debezium.time.MicroTime": partial(_time, "us"),
+    "io.debezium.time.NanoTime": partial(_time, "ns"),
+    "io.debezium.time.Timestamp": partial(_timestamp, "ms"),
+    "io.debezium.time.MicroTimestamp": partial(_timestamp, "us"),
+    "io.debezium.time.NanoTimestamp": partial(_timestamp, "ns"),
+    "io.debezium.time.MicroDuration": _duration,
+    "io.debezium.data.VariableScaleDecimal": _variable_decimal,
+    "io.debezium.data.Json": _json,
+    "io.debezium.data.Bits": _bits,
+    "io.debezium.data.geometry.Point": _geometry,
+    "io.debezium.data.geometry.Geometry": _geometry,
+    "io.debezium.data.geometry.Geography": _geometry,
+    "org.apache.kafka.connect.data.Date": _date,
+    "org.apache.kafka.connect.data.Time": partial(_time, "ms"),
+    "org.apache.kafka.connect.data.Timestamp": partial(_timestamp, "ms"),
+    "org.apache.kafka.connect.data.Decimal": _decimal,
+    "avro.timestamp-millis": partial(_instant, "ms"),
+    "avro.timestamp-micros": partial(_instant, "us"),
+    "avro.timestamp-nanos": partial(_instant, "ns"),
+}
+_LOGICAL_COLUMNS = {
+    "Date": "date",
+    "Time": "time",
+    "MicroTime": "time",
+    "NanoTime": "time",
+    "Timestamp": "timestamp",
+    "MicroTimestamp": "timestamp",
+    "NanoTimestamp": "timestamp",
+    "ZonedTimestamp": "timestamptz",
+    "ZonedTime": "timetz",
+    "MicroDuration": "interval",
+    "Interval": "interval",
+    "Decimal": "numeric",
+    "VariableScaleDecimal": "numeric",
+    "Json": "jsonb",
+    "Uuid": "uuid",
+    "Bits": "bit varying",
+    "timestamp-millis": "timestamptz",
+    "timestamp-micros": "timestamptz",
+    "timestamp-nanos": "timestamptz",
+}
+_COLUMNS = {
+    "int8": "smallint",
+    "int16": "smallint",
+    "int32": "integer",
+    "int64": "bigint",
+    "uint64": "numeric",
+    "float": "real",
+    "double": "double precision",
+    "float32": "real",
+    "float64": "double precision",
+    "boolean": "boolean",
+    "string": "text",
+    "bytes": "bytea",
+}
+
+
+def _column_type(schema: Schema) -> str:
+    package, _, name = (schema.name or "").rpartition(".")
+    if name in _LOGICAL_COLUMNS and package.startswith(("io.debezium.", "org.apache.kafka.connect.data", "avro")):
+        return _LOGICAL_COLUMNS[name]
+    if schema.type == "array" and schema.items is not None and schema.items.type in _COLUMNS:
+        return f"{_column_type(schema.items)}[]"
+    return _COLUMNS.get(schema.type, "jsonb")

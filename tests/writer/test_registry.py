@@ -1,0 +1,390 @@
+"""Schema Registry: Avro, Protobuf and JSON Schema in its wire format end as rows.
+
+The registry is a stand-in: the answers over HTTP that a client asks for, as Confluent's documentation shows them.
+A real one takes a Java service and a minute.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Message
+
+from exactly_once.cli.sink_flows import Flow
+from exactly_once.errors import ConfigurationError
+from exactly_once.writer import BadRow, TableError
+from exactly_once.writer.errors import RegistryAway
+from exactly_once.writer.registry import Registry
+from tests.support.require import lacking, skip_unless
+from tests.writer.test_envelopes import change
+
+Database = psycopg.Connection[Any]
+
+
+class StandIn:
+    """Schemas by id, and by subject and version for those that others refer to."""
+
+    def __init__(self) -> None:
+        self.schemas: dict[int, dict[str, Any]] = {}
+        self.subjects: dict[tuple[str, int], int] = {}
+        self.asked: list[str] = []
+        self.status = 200
+        self.is_away_for = 0
+        """So many requests are answered with 503 first."""
+        self.authorization = ""
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                stand_in.authorization = self.headers.get("Authorization", "")
+                status, body = stand_in.answer(self.path)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread.start()
+
+    def add(self, text: str, kind: str = "AVRO", *, serialized: bytes = b"", references: Any = ()) -> int:
+        number = len(self.schemas) + 1
+        self.schemas[number] = {"schema": text, "schemaType": kind, "references": list(references)}
+        self.schemas[number] |= {"serialized": base64.b64encode(serialized).decode()}
+        self.subjects[f"subject{number}", 1] = number
+        return number
+
+    def reference(self, name: str, number: int) -> dict[str, Any]:
+        return {"name": name, "subject": f"subject{number}", "version": 1}
+
+    def answer(self, path: str) -> tuple[int, Any]:
+        self.asked.append(path)
+        self.is_away_for -= 1
+        if self.is_away_for >= 0:
+            return 503, "starting"
+        if self.status != 200:
+            return self.status, {"error_code": self.status, "message": "not now"}
+        if found := re.match(r"/schemas/ids/(\d+)", path):
+            schema = self.schemas.get(int(found[1]))
+        else:
+            found = re.match(r"/subjects/(\w+)/versions/(\d+)", path)
+            assert found is not None, path
+            number = self.subjects[found[1], int(found[2])]
+            schema = self.schemas[number] | {"id": number, "subject": found[1], "version": int(found[2])}
+        if schema is None:
+            return 404, {"error_code": 40403, "message": "Schema not found"}
+        return 200, schema | ({"schema": schema["serialized"]} if "format=serialized" in path else {})
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def registry() -> Iterator[StandIn]:
+    skip_unless("registry", lacking("fastavro", "google") or None)
+    stand_in = StandIn()
+    yield stand_in
+    stand_in.close()
+
+
+def avro(number: int, schema: Any, value: Any, *named: Any) -> bytes:
+    import fastavro  # noqa: PLC0415 - the tests of a machine without it are skipped
+
+    types: dict[str, Any] = {}
+    for each in named:
+        fastavro.parse_schema(each, named_schemas=types)
+    out = BytesIO()
+    fastavro.schemaless_writer(out, fastavro.parse_schema(schema, named_schemas=types), value)
+    return framed(number, out.getvalue())
+
+
+def framed(number: int, data: bytes) -> bytes:
+    return struct.pack(">bI", 0, number) + data
+
+
+def message(value: Any, key: Any = None, offset: int = 7) -> Message:
+    return Message(topic="t", partition=0, offset=offset, key=key, value=value, timestamp=(1, 5))
+
+
+def write(db: Database, table: str, registry: StandIn, *messages: Message, **flow: Any) -> None:
+    sink = Flow(topics=("t",), table=table, schema_registry=registry.url, **flow).sink()
+    with db.transaction():
+        sink.write(db, messages)
+
+
+def rows(db: Database, table: str, what: str = "*") -> list[tuple[Any, ...]]:
+    return db.execute(f"SELECT {what} FROM {table} t ORDER BY 1").fetchall()
+
+
+def record(called: str, /, **fields: Any) -> dict[str, Any]:
+    return {"type": "record", "name": called, "fields": [{"name": n, "type": t} for n, t in fields.items()]}
+
+
+def optional(kind: Any) -> list[Any]:
+    return ["null", kind]
+
+
+def logical(kind: str, called: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "logicalType": called, **more}
+
+
+PAYMENT = record(
+    "bank.Payment",
+    id="long",
+    name=optional("string"),
+    amount=optional(logical("bytes", "decimal", precision=20, scale=2)),
+    fixed=logical("fixed", "decimal", precision=9, scale=1, name="Nine", size=4),
+    day=logical("int", "date"),
+    clock=logical("long", "time-micros"),
+    at=logical("long", "timestamp-millis"),
+    plain=logical("long", "local-timestamp-micros"),
+    token=logical("string", "uuid"),
+    raw="bytes",
+    low="double",
+    single="float",
+    color={"type": "enum", "name": "Color", "symbols": ["RED", "GREEN"]},
+    list={"type": "array", "items": optional("int")},
+    deep={"type": "map", "values": "double"},
+    again=optional("Color"),
+    either=["null", "string", "int"],
+)
+COLUMNS = """(id bigint PRIMARY KEY, name text, amount numeric, fixed numeric, day date, clock time, at timestamptz,
+    plain timestamp, token uuid, raw bytea, low float8, single real, color text, list int[], deep jsonb, again text,
+    either text)"""
+TOKEN = "01234567-89ab-cdef-0123-456789abcdef"
+
+
+def test_avro_of_every_type_ends_as_what_it_stands_for(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"SET timezone = 'UTC'; CREATE TABLE {name} {COLUMNS}")
+    number = registry.add(json.dumps(PAYMENT))
+    value: dict[str, Any] = {"id": 2**62, "name": None}
+    # What Avro writes, not what a library of Python makes of it.
+    bare = json.loads(json.dumps(PAYMENT).replace("logicalType", "other"))
+    unscaled = (-1234567890123456789).to_bytes(9, signed=True)
+    value |= {"amount": unscaled, "fixed": (-1).to_bytes(4, signed=True), "day": -1, "clock": 3723000001}
+    value |= {"at": 1767323045678, "plain": 1767323045678901, "token": TOKEN, "raw": b"\0\xff", "low": float("nan")}
+    value |= {"single": 0.1, "color": "GREEN", "list": [1, None], "deep": {"a": float("inf")}, "again": "RED"}
+    value |= {"either": 5}
+    zero = {**value, "id": 1, "amount": None, "fixed": bytes(4), "low": -0.0, "either": None, "name": ""}
+    write(db, name, registry, message(avro(number, bare, value)), message(avro(number, bare, zero)))
+    (first, second) = rows(db, name, "t::text")
+    assert second[0] == (
+        f'({2**62},,-12345678901234567.89,-0.1,1969-12-31,01:02:03.000001,"2026-01-02 03:04:05.678+00",'
+        f'"2026-01-02 03:04:05.678901",{TOKEN},"\\\\x00ff",NaN,0.1,GREEN,"{{1,NULL}}","{{""a"": ""Infinity""}}",RED,5)'
+    )
+    assert first[0].startswith('(1,"",,0.0,1969-12-31,')
+    assert ",-0,0.1," in first[0]
+    assert registry.asked == [f"/schemas/ids/{number}"] or len(registry.asked) == 1
+
+
+def test_types_that_another_schema_brings_are_known(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, city text, born date)")
+    person = record("org.Person", born=logical("int", "date"), home=optional("org.Address"))
+    address = record("org.Address", city="string")
+    inner = registry.add(json.dumps(address))
+    middle = registry.add(json.dumps(person), references=[registry.reference("org.Address", inner)])
+    outer = record("org.Order", id="int", who="Person", tree=optional("Order"))
+    number = registry.add(json.dumps(outer), references=[registry.reference("org.Person", middle)])
+    value = {"id": 1, "who": {"born": 1, "home": {"city": "x"}}, "tree": None}
+    bare = json.loads(json.dumps(person).replace("logicalType", "other"))
+    sent = avro(number, outer, value, address, bare)
+    write(db, name, registry, message(sent), fields={"id": "id", "city": "who.home.city", "born": "who.born"})
+    assert rows(db, name, "id, city, born::text") == [(1, "x", "1970-01-02")]
+
+
+def test_change_events_of_debezium_in_avro_with_keys_in_avro(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, at timestamp, price numeric)")
+    fields = {
+        "id": "int",
+        "at": optional({"type": "long", "connect.name": "io.debezium.time.MicroTimestamp"}),
+        "price": optional(
+            {
+                **logical("bytes", "decimal", scale=2, precision=9),
+                "connect.name": "org.apache.kafka.connect.data.Decimal",
+                "connect.parameters": {"scale": "2"},
+            }
+        ),
+    }
+    row = record("Value", **fields)
+    envelope = record("Envelope", before=optional(row), after=optional("Value"), op="string", source="string")
+    keys = record("Key", id="int")
+    value_id, key_id = registry.add(json.dumps(envelope)), registry.add(json.dumps(keys))
+    bare = json.loads(json.dumps(envelope).replace("logicalType", "other"))
+
+    def event(op: str, number: int, before: Any, after: Any) -> Message:
+        whole = {**change(op, before, after), "source": ""}
+        return message(avro(value_id, bare, whole), avro(key_id, keys, {"id": number}))
+
+    one, two = ({"id": i, "at": 1767323045678901, "price": (150 + i).to_bytes(2)} for i in (1, 2))
+    sent = [event("c", 1, None, one), event("r", 2, None, two), event("u", 2, two, {**two, "at": None})]
+    sent += [event("d", 1, one, None), message(None, avro(key_id, keys, {"id": 1}))]
+    for size in (1, len(sent)):
+        for i in range(0, len(sent), size):
+            write(db, name, registry, *sent[i : i + size], format="debezium", mode="upsert")
+        assert rows(db, name, "id, at, price") == [(2, None, Decimal("1.52"))]
+
+
+def test_an_upsert_deletes_by_keys_in_avro_and_by_plain_ones(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id text PRIMARY KEY, v int)")
+    number, key = registry.add(json.dumps(record("V", id="string", v="int"))), registry.add('"string"')
+    sent = [message(avro(number, record("V", id="string", v="int"), {"id": i, "v": 1}), b"k") for i in "abcd"]
+    gone = [message(None, avro(key, "string", "a")), message(None, b"b"), message(None, b'"c"')]
+    write(db, name, registry, *sent, *gone, mode="upsert")
+    assert rows(db, name) == [("d", 1)]
+
+
+def test_json_schema_is_the_json_behind_the_id(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id bigint, deep jsonb)")
+    number = registry.add('{"type": "object"}', "JSON")
+    write(db, name, registry, message(framed(number, b'{"id": 9007199254740993, "deep": {"a": 1.50}}')))
+    assert rows(db, name, "id, deep::text") == [(2**53 + 1, '{"a": 1.50}')]
+
+
+def protobuf_file() -> Any:
+    from google.protobuf import descriptor_pb2  # noqa: PLC0415
+
+    file = descriptor_pb2.FileDescriptorProto(name="order.proto", package="shop", syntax="proto3")
+    file.dependency.extend(["google/protobuf/timestamp.proto", "customer.proto"])
+    file.message_type.add(name="Other").field.add(name="x", number=1, type=5, label=1)
+    order = file.message_type.add(name="Order")
+    fields: list[tuple[str, int, dict[str, Any]]] = [
+        ("id", 3, {}),
+        ("user_name", 9, {}),
+        ("count", 5, {}),
+        ("is_on", 8, {}),
+        ("raw", 12, {}),
+        ("low", 1, {}),
+        ("at", 11, {"type_name": ".google.protobuf.Timestamp"}),
+        ("who", 11, {"type_name": ".shop.Customer"}),
+        ("tags", 9, {"label": 3}),
+        ("huge", 4, {}),
+    ]
+    for number, (field, kind, more) in enumerate(fields, 1):
+        order.field.add(name=field, number=number, type=kind, **{"label": 1, **more})
+    inner = order.nested_type.add(name="Line")
+    inner.field.add(name="id", number=1, type=3, label=1)
+    customer = descriptor_pb2.FileDescriptorProto(name="customer.proto", package="shop", syntax="proto3")
+    customer.message_type.add(name="Customer").field.add(name="vip_name", number=1, type=9, label=1)
+    return file, customer
+
+
+def test_protobuf_of_a_message_of_the_file_and_of_one_within_it(registry: StandIn, db: Database, name: str) -> None:
+    """Fields that are zero are not sent; they are zero all the same, and not null."""
+    db.execute(f"""SET timezone = 'UTC'; CREATE TABLE {name} (id bigint, user_name text, count int, is_on boolean,
+        raw bytea, low float8, at timestamptz, who jsonb, tags text[], huge numeric)""")
+    file, customer = protobuf_file()
+    refers = registry.add("", "PROTOBUF", serialized=customer.SerializeToString())
+    number = registry.add(
+        "",
+        "PROTOBUF",
+        serialized=file.SerializeToString(),
+        references=[registry.reference("customer.proto", refers)],
+    )
+
+    order = b"\x08\x05" + b"\x12\x02hi" + b"\x2a\x02\0\xff" + b"\x31" + struct.pack("<d", float("-inf"))
+    order += b"\x3a\x02\x08\x01" + b"\x42\x03\x0a\x01v" + b"\x4a\x01a\x4a\x01b" + b"\x50" + b"\xff" * 9 + b"\x01"
+    sent = [message(framed(number, b"\x02\x02" + order)), message(framed(number, b"\x02\x02"))]
+    sent += [message(framed(number, b"\x04\x02\x00\x08\x07"))]
+    write(db, name, registry, *sent)
+    assert rows(db, name, "t::text") == [
+        ('(0,"",0,f,"\\\\x",0,,,{},0)',),
+        (f'(5,hi,0,f,"\\\\x00ff",-Infinity,"1970-01-01 00:00:01+00","{{""vip_name"": ""v""}}","{{a,b}}",{2**64 - 1})',),
+        ("(7,,,,,,,,,)",),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b'{"id": 1}', "not in the wire format of a Schema Registry"),
+        (b"\0\0\0", "not in the wire format"),
+        (framed(77, b"\2"), "knows no schema 77"),
+        (framed(1, b""), "the data is not as schema 1 says"),
+        (framed(1, b"\2\2"), "1 bytes are left"),
+        (framed(2, b"no json"), "the data is not as schema 2 says"),
+        (framed(3, b"\2a"), "Expected `object`"),
+    ],
+)
+def test_a_message_that_its_schema_does_not_fit_is_bad(
+    value: bytes, said: str, registry: StandIn, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int)")
+    registry.add(json.dumps(record("V", id="int")))
+    registry.add("{}", "JSON")
+    registry.add('"string"')
+    with pytest.raises(BadRow, match=rf"t\[0\] offset 7: .*{said}"):
+        write(db, name, registry, message(value))
+    with pytest.raises(BadRow, match=rf"t\[0\] offset 7: .*{said}"):
+        write(db, name, registry, message(value))
+    assert rows(db, name) == []
+
+
+def test_a_registry_that_is_away_or_refuses_is_not_the_messages_fault(
+    registry: StandIn, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int)")
+    number = registry.add(json.dumps(record("V", id="int")))
+    sent = message(avro(number, record("V", id="int"), {"id": 1}))
+    for status, kind in ((503, RegistryAway), (429, RegistryAway), (401, TableError), (404, TableError)):
+        registry.status = status
+        with pytest.raises(kind, match=f"schema {number}"):
+            write(db, name, registry, sent)
+    registry.close()
+    with pytest.raises(RegistryAway, match="does not answer"):
+        write(db, name, registry, sent)
+    assert rows(db, name) == []
+
+
+def test_a_package_that_is_missing_is_not_the_messages_fault(
+    registry: StandIn, db: Database, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int)")
+    number = registry.add(json.dumps(record("V", id="int")))
+    monkeypatch.setitem(sys.modules, "fastavro", None)
+    with pytest.raises(TableError, match=r"pip install 'kafka-exactly-once\[registry\]'"):
+        write(db, name, registry, message(framed(number, b"\2")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "say url ="),
+        ({"url": "ftp://x"}, "say url ="),
+        ({"url": "http://"}, "say url ="),
+        ({"url": "http://x", "basic.auth.user": "x"}, "there is no basic.auth.user; there are basic.auth.user.info, "),
+        ({"url": "https://x", "ssl.ca.location": "/no/such/file"}, "the files of ssl cannot be read"),
+    ],
+)
+def test_settings_are_checked_and_not_shown(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Registry(settings)
+
+
+def test_a_password_goes_to_the_registry_and_nowhere_else(registry: StandIn) -> None:
+    registry.status = 403
+    url = registry.url.replace("http://", "http://me:pass%40word@")
+    for settings in (
+        {"url": f"http://127.0.0.1:1,{url}"},
+        {"url": registry.url, "basic.auth.user.info": "me:pass@word"},
+    ):
+        with pytest.raises(TableError) as caught:
+            Registry(settings).opened(message(framed(1, b"")))
+        assert base64.b64decode(registry.authorization.split()[1]) == b"me:pass@word"
+        assert "word" not in str(caught.value)
