@@ -12,23 +12,20 @@ _DESCRIPTION = """\
 Copy the messages of topics into a table: one batch, one transaction, together with the offsets, so that each
 message is there once whatever dies when. Several topics and tables: a [[sink]] for each in the file."""
 _EXAMPLE = """
-A file with two tables; what only the file can say is shown here once:
+A file with two tables; options of a pair are tables there, by the same names:
   [run]                                    # what stands under "run" above, with _ for -
   workers = 2
   [[sink]]
   topics = ["payments"]
   table = "bank.payment"
-  metadata = { kafka_offset = "offset" }   # topic, partition, offset, timestamp, key, headers
-  epoch = { paid = "ms" }                  # timestamps that are numbers: s, ms, us, ns
-  naive_timestamps = "utc"                 # or "refuse": times without a zone
+  metadata = { kafka_offset = "offset" }
+  where = { type = ["paid", "refunded"] }
   [[sink]]
   topics = ["customers"]
   table = "customer"
   mode = "upsert"
-  fields = { id = "id", city = "address.city" }   # only these are filled
-  update = ["city"]                        # of a row that exists only these change
-  newest_by = "changed"                    # a row older than the stored one is ignored
-  on_tombstone = "delete"                  # or "refuse", "skip": a message without a value
+  fields = { id = "id", city = "address.city" }
+  constants = { source = "shop" }
 """
 _FORMATS = ("json", "debezium", "connect", "maxwell", "canal", "cloudevents", "csv", "msgpack", "raw")
 
@@ -51,15 +48,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     what.add_argument("--schema-registry", metavar="URL", help="where the schemas of Avro, Protobuf, JSON Schema are")
     what.add_argument("--csv-columns", type=_names, metavar="A,B", help="names of the fields (the table's columns)")
     what.add_argument("--csv-delimiter", metavar="C", help="between fields (,)")
-    what.add_argument("--rest", metavar="COLUMN", help='jsonb column for fields without a column; "" for none')
-    what.add_argument(
-        "--missing", choices=("null", "default", "keep"), help="where a field is missing (its default, or null)"
-    )
-    what.add_argument("--lax", action="store_true", default=None, help="take numbers that are text")
     what.add_argument(
         "--create-table", action="store_true", help="make a table that is not there, from a sample, with a column rest"
     )
     what.add_argument("--add-columns", action="store_true", help="add columns for fields of a sample; drops nothing")
+    _add_shape(parser)
     run_ = parser.add_argument_group("run")
     run_.add_argument(
         "--start", metavar="WHERE", help="for a group without offsets: earliest, latest, committed, a time"
@@ -79,6 +72,61 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     run_.add_argument("--on-poison", choices=("stop", "dead-letter"), help="(stop)")
     run_.add_argument("--dry-run", action="store_true", help="decode 100 messages and show the rows")
     options.add_common(parser, json="write records as JSON, one in a line; with --dry-run print one JSON document")
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what becomes of fields; those with a pair may be said several times."""
+    shape = parser.add_argument_group("fields and columns; a PATH has dots for objects in objects")
+    for option, form, text in (
+        ("field", "COLUMN=PATH", "fill only these columns"),
+        ("rename", "COLUMN=PATH", "fill these so, the others by their names"),
+        ("metadata", "COLUMN=SOURCE", "topic, partition, offset, timestamp, key, headers, header:NAME, key:PATH"),
+        ("constant", "COLUMN=VALUE", "fill a column always alike"),
+        ("type", "COLUMN=TYPE", "of a column that is made, whatever the sample says"),
+        ("where", "PATH=VALUE", "only messages with this; several of one path: any of them"),
+        ("where-not", "PATH=VALUE", "no messages with this"),
+        ("epoch", "COLUMN=UNIT", "times that are numbers: s, ms, us, ns, days"),
+        ("decimal", "COLUMN=SCALE", "numbers that are base64 of their bytes"),
+    ):
+        read = _scale if option == "decimal" else _pair
+        names = {"field": "fields", "constant": "constants", "type": "types"}
+        dest = names.get(option, option.replace("-", "_"))
+        shape.add_argument(f"--{option}", dest=dest, action="append", type=read, metavar=form, help=text)
+    for option, form, text in (
+        ("drop", "PATH", "a field that goes nowhere, not into rest either"),
+        ("json-text", "COLUMN", "text in a json column holds JSON"),
+        ("update", "COLUMN", "in an upsert only these change in a row that exists"),
+    ):
+        shape.add_argument(f"--{option}", action="append", metavar=form, help=text)
+    shape.add_argument(
+        "--flatten", nargs="?", const=True, metavar="BETWEEN", help='objects become their fields: a_b, with "_" between'
+    )
+    shape.add_argument("--rest", metavar="COLUMN", help='jsonb column for fields without a column; "" for none')
+    shape.add_argument(
+        "--missing", choices=("null", "default", "keep"), help="where a field is missing (its default, or null)"
+    )
+    shape.add_argument("--lax", action="store_true", default=None, help="take numbers that are text")
+    shape.add_argument("--nul", choices=("refuse", "strip"), help="what becomes of NUL in text (refuse)")
+    shape.add_argument("--naive-timestamps", choices=("refuse", "utc"), help="what times without a zone are (refuse)")
+    shape.add_argument("--newest-by", metavar="COLUMN", help="ignore a row that is older than the stored one")
+    shape.add_argument(
+        "--on-tombstone", choices=("delete", "refuse", "skip"), help="a message without a value (delete in an upsert)"
+    )
+    shape.add_argument(
+        "--on-truncate", choices=("refuse", "skip"), help="an event that the source was emptied (refuse)"
+    )
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} has no = with a name before it")
+    return name, value
+
+
+def _scale(text: str) -> tuple[str, int]:
+    name, value = _pair(text)
+    return name, int(value)
 
 
 def _names(text: str) -> list[str]:

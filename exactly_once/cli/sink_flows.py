@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from exactly_once.writer.decoding import Decoder, Source
+from confluent_kafka import Message
+
+from exactly_once.errors import ConfigurationError
+from exactly_once.writer.decoding import Decoder, Envelope, Source
 from exactly_once.writer.sink import TableSink
 from exactly_once.writer.statements import Mode
 
@@ -21,7 +24,7 @@ try:
     from msgspec import Meta
 
     from exactly_once.writer.envelopes import EnvelopeName
-    from exactly_once.writer.formats import FormatDecoder, FormatName, PlainDecoder, format_of
+    from exactly_once.writer.formats import Format, FormatDecoder, FormatName, PlainDecoder, Shaped, Simple, format_of
     from exactly_once.writer.from_json import JsonDecoder, OnTombstone
 except ImportError as error:
     raise ImportError(f"{error}\nthe sink command needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
@@ -32,6 +35,7 @@ LINGER_SECONDS = 0.05
 """At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay."""
 
 T = TypeVar("T")
+_Scalar = str | bool | int | float
 _Count = Annotated[int, Meta(ge=1)]
 
 
@@ -55,6 +59,17 @@ class Flow:
     newest_by: str | None = None
     missing: Literal["null", "default", "keep"] | None = None
     fields: Mapping[str, str | tuple[str, ...]] | None = None
+    """Where the values of columns are; only these columns are filled."""
+    rename: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """The same, and the others are filled by their names."""
+    drop: tuple[str, ...] = ()
+    flatten: bool | str = False
+    """Whether objects in objects become their fields, and what stands between the names then; true is "_"."""
+    where: Mapping[str, _Scalar | tuple[_Scalar, ...]] = field(default_factory=dict)
+    where_not: Mapping[str, _Scalar | tuple[_Scalar, ...]] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    """The types of columns that are made, whatever the sample says."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Source] = field(default_factory=dict)
     epoch: Mapping[str, str] = field(default_factory=dict)
     decimal: Mapping[str, int] = field(default_factory=dict)
@@ -83,8 +98,10 @@ class Flow:
             "nul": self.nul,
         }
         options |= {"missing": "null" if self.missing == "null" else "apart"} if self.missing else {}
-        decoder = JsonDecoder(self.fields, metadata=self.metadata, **options)
-        return self.unwrapping(decoder) or (PlainDecoder(decoder, self.fields) if self.format is None else decoder)
+        options |= {name: getattr(self, name) for name in ("rename", "drop", "metadata", "constants")}
+        decoder = JsonDecoder(self.fields, **options)
+        last = self.unwrapping(decoder) or decoder
+        return PlainDecoder(last, self.fields) if self.format is None and self.schema_registry is None else last
 
     def unwrapping(self, decoder: Decoder) -> FormatDecoder | None:
         """Make what turns messages into JSON and gives them to a decoder; None for messages that are JSON."""
@@ -95,11 +112,24 @@ class Flow:
             given = self.schema_registry
             binary = Registry({"url": given} if isinstance(given, str) else undotted(given, where="schema_registry"))
         name = self.format
-        if name == "raw" or (name in (None, "json") and binary is None):
+        is_shaped = bool(self.where or self.where_not or self.flatten)
+        form: Format
+        if name == "raw" or (name in (None, "json") and binary is None and not is_shaped):
             return None
         if name is None or name == "json":
-            name = "connect"  # with a schema or without, what comes out of a registry is what Connect writes
-        form = format_of(
+            # With a schema or without, what comes out of a registry is what Connect writes.
+            form = Simple(Message.value) if binary is None else self._named("connect")
+        else:
+            form = self._named(name)
+        if is_shaped:
+            where, where_not = ({f: _texts(v) for f, v in w.items()} for w in (self.where, self.where_not))
+            flatten = "_" if self.flatten is True else self.flatten or None
+            form = Shaped(form, where=where, where_not=where_not, flatten=flatten, drop=self.drop)
+        names = {name: getattr(self, name) for name in ("fields", "rename", "metadata", "constants")}
+        return FormatDecoder(decoder, form, binary=binary, **names)
+
+    def _named(self, name: FormatName) -> Format:
+        return format_of(
             name,
             columns=self.csv_columns,
             delimiter=self.csv_delimiter,
@@ -107,7 +137,6 @@ class Flow:
             on_tombstone=self.on_tombstone,
             on_truncate=self.on_truncate,
         )
-        return FormatDecoder(decoder, form, binary=binary, fields=self.fields, metadata=self.metadata)
 
     def sink(self) -> TableSink:
         """Make the sink."""
@@ -157,7 +186,7 @@ def read_flows(args: argparse.Namespace, stored: object, registry: object = None
 
     :raises UsageError: for a key that nobody knows, and where topic or table are missing.
     """
-    given = {f.name: value for f in fields(Flow) if (value := getattr(args, f.name, None)) is not None}
+    given = {f.name: _joined(value) for f in fields(Flow) if (value := getattr(args, f.name, None)) is not None}
     if isinstance(stored, Mapping) or not isinstance(stored, Sequence) or isinstance(stored, str):
         raise UsageError("the file has [sink]; write [[sink]] with two brackets, once for each table")
     registry = given.pop("schema_registry", registry)
@@ -169,6 +198,18 @@ def read_flows(args: argparse.Namespace, stored: object, registry: object = None
     if len(set(topics)) < len(topics):
         raise UsageError("a topic goes to one table only; it is named twice")
     return flows
+
+
+def _joined(value: Any) -> Any:
+    """Make a table of pairs, in which a name that comes twice has several values."""
+    if not (isinstance(value, list) and value and isinstance(value[0], tuple)):
+        return value
+    table: dict[str, Any] = {}
+    for name, each in value:
+        table[name] = (
+            [*([table[name]] if not isinstance(table[name], list) else table[name]), each] if name in table else each
+        )
+    return table
 
 
 def with_rest(flow: Flow, column: str | None) -> Flow:
@@ -188,6 +229,12 @@ def _flow(given: object, registry: object) -> Flow:
     flow = _checked(Flow, given, "[[sink]]")
     if flow.format == "raw" and (idle := [name for name in given if name not in _RAW]):
         raise UsageError(f"[[sink]]: format raw does not look into messages, so there is no {', '.join(idle)} with it")
+    try:
+        Envelope(flow.metadata, flow.constants)
+    except ConfigurationError as error:
+        raise UsageError(f"[[sink]]: {error}") from None
+    if flow.fields is not None and flow.rename:
+        raise UsageError("[[sink]]: fields names all columns that are filled, so there is no rename beside it")
     if flow.format != "csv" and (flow.csv_columns is not None or flow.csv_delimiter != ","):
         raise UsageError('[[sink]]: csv_columns and csv_delimiter are about format = "csv"')
     if flow.schema_registry is not None and flow.format not in (None, "json", *get_args(EnvelopeName)):
@@ -214,6 +261,12 @@ def _checked(kind: type[T], given: Mapping[str, Any], where: str) -> T:
         raise UsageError(f"{where}: {path or 'it'}{option}: {said.replace('`', '')}{choices}") from None
 
 
+def _texts(given: _Scalar | tuple[_Scalar, ...]) -> list[str]:
+    """Write values as JSON does, texts without quotes."""
+    values = given if isinstance(given, tuple) else (given,)
+    return [value if isinstance(value, str) else msgspec.json.encode(value).decode() for value in values]
+
+
 def _choices(kind: type[Any], name: str) -> list[str]:
     """Return the texts that a key can be."""
     annotation = msgspec.inspect.type_info(kind)
@@ -223,6 +276,6 @@ def _choices(kind: type[Any], name: str) -> list[str]:
     return sorted(str(value) for value in values)
 
 
-_RAW = {"topics", "table", "mode", "key", "format", "update", "metadata", "missing"}
+_RAW = {"topics", "table", "mode", "key", "format", "update", "metadata", "missing", "types"}
 """What can be said of messages that are stored as they are."""
 _KEYS = {f.name for f in fields(Flow)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from decimal import Decimal
 from typing import Annotated, Any
 
 import msgspec
@@ -20,9 +22,10 @@ from exactly_once.errors import UnknownTopic
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, Table
+from exactly_once.writer.decoding import key_field
 from exactly_once.writer.errors import cut
 from exactly_once.writer.formats import hint_for
-from exactly_once.writer.from_json import JsonDecoder
+from exactly_once.writer.from_json import JsonDecoder, path_of
 
 from .problems import CommandError
 from .sink_flows import Flow
@@ -134,7 +137,9 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
         result.types = _types(flow, objects, types)
         result.left_out = [name for name in result.types if not _can_be_column(name)]
         result.types = {name: kind for name, kind in result.types.items() if name not in result.left_out}
-    result.types |= {column: _METADATA_TYPES[source] for column, source in flow.metadata.items()}
+    result.types |= {column: _metadata_type(source, messages) for column, source in flow.metadata.items()}
+    result.types |= {column: _type(value) or "text" for column, value in flow.constants.items()}
+    result.types |= flow.types
     if flow.rest:
         result.types[flow.rest] = "jsonb"
     elif for_new_table and flow.rest is None and flow.format not in ("raw", "csv") and flow.fields is None:
@@ -158,7 +163,7 @@ def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, An
     bad: list[tuple[Message, str]] = []
     looks = replace(flow, missing="keep", on_tombstone="skip", on_truncate="skip").unwrapping(JsonDecoder())
     for message in messages:
-        if flow.format is None and looks is None and (hint := hint_for(message.value())) is not None:
+        if flow.format is None and flow.schema_registry is None and (hint := hint_for(message.value())) is not None:
             raise CommandError(f"{_place(message)}: {hint}")
         try:
             found, told, names = ([message], {}, ()) if looks is None else looks.read(message, tells=True)
@@ -204,10 +209,11 @@ def _types(flow: Flow, objects: Sequence[dict[str, Any]], types: Mapping[str, st
     """Find the type of each column."""
     if flow.fields is None:
         paths: dict[str, tuple[str, ...]] = {name: (name,) for one in [types, *objects] for name in one}
-        taken = {*flow.metadata, flow.rest}
-        paths = {name: path for name, path in paths.items() if name not in taken}
+        renamed = {column: path_of(path) for column, path in flow.rename.items()}
+        taken = {*flow.metadata, *flow.constants, flow.rest, *flow.drop, *(path[0] for path in renamed.values())}
+        paths = {name: path for name, path in paths.items() if name not in taken} | renamed
     else:
-        paths = {c: tuple(p.split(".")) if isinstance(p, str) else tuple(p) for c, p in flow.fields.items()}
+        paths = {column: path_of(path) for column, path in flow.fields.items()}
     found: dict[str, str] = {}
     for column, path in paths.items():
         kind: str | None = types.get(path[0]) if len(path) == 1 else None
@@ -218,6 +224,17 @@ def _types(flow: Flow, objects: Sequence[dict[str, Any]], types: Mapping[str, st
     found |= {column: "date" if unit == "days" else "timestamptz" for column, unit in flow.epoch.items()}
     found |= dict.fromkeys(flow.decimal, "numeric") | dict.fromkeys(flow.json_text, "jsonb")
     return found
+
+
+def _metadata_type(source: str, messages: Sequence[Message]) -> str:
+    """Return the type of a column that holds what a message brings beside its value."""
+    if not source.startswith("key:"):
+        return _METADATA_TYPES.get(source, "text")
+    kind: str | None = None
+    for message in messages:
+        with contextlib.suppress(ValueError):  # the worker tells which one
+            kind = _wider(kind, _type(key_field(path_of(source.removeprefix("key:")), message)))
+    return kind or "text"
 
 
 def _at(value: Any, path: Sequence[str]) -> Any:
@@ -286,7 +303,7 @@ def _type(value: Any) -> str | None:
         return "boolean"
     if isinstance(value, int):
         return "bigint" if -(1 << 63) <= value < (1 << 63) else "numeric"
-    if isinstance(value, float):
+    if isinstance(value, (float, Decimal)):
         return "numeric" if math.isfinite(value) else "jsonb"  # a double would change most decimal fractions
     if isinstance(value, str):
         return "timestamptz" if _is_moment(value) else "text"

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, Protocol, get_args
+from decimal import Decimal
+from functools import partial
+from typing import Any, Protocol
 
 from confluent_kafka import Message
 
 from exactly_once.errors import ConfigurationError
 
 from .changes import Row
-from .codecs import name_of
-from .errors import TableError
+from .codecs import codec_of, name_of
+from .errors import TableError, cut
 from .statements import Mode
 from .table import Column, Table
 
-Source = Literal["topic", "partition", "offset", "timestamp", "key", "headers"]
-"""What of a message, besides its value, can fill a column."""
+Source = str
+"""What of a message, besides its value, can fill a column: one of SOURCES, ``header:NAME`` or ``key:PATH``."""
+SOURCES = ("topic", "partition", "offset", "timestamp", "key", "headers")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NO_TIMESTAMP = 0
@@ -46,6 +50,8 @@ class Decoded:
     """The columns whose values are what the column takes, without another look."""
     unused: Counter[str] = field(default_factory=Counter)
     """How often a field came that no column takes; counted while the rows are made."""
+    filtered: int = 0
+    """How many messages were left out, because they are not wanted."""
     unfilled: Collection[str] = ()
     """The columns that no message filled yet, as far as the decoder knows."""
 
@@ -67,23 +73,46 @@ class Decoder(Protocol):
 
 
 class Envelope:
-    """Columns that are filled from a message's envelope: ``{"kafka_offset": "offset"}``."""
+    """Columns that are filled from a message's envelope: ``{"kafka_offset": "offset"}``; or always alike.
 
-    def __init__(self, sources: Mapping[str, Source] | None) -> None:
+    ``header:NAME`` is the last header of a name, as text, and null without one; ``key:PATH`` a field of a key in JSON.
+    ``constants`` are what Python has for a column's type, or its text.
+    """
+
+    def __init__(self, sources: Mapping[str, Source] | None, constants: Mapping[str, Any] | None = None) -> None:
         self.sources = dict(sources or {})
-        if unknown := set(self.sources.values()) - set(get_args(Source)):
-            raise ConfigurationError(
-                f"metadata={sources!r}: there is no {', '.join(unknown)}; there are {', '.join(get_args(Source))}"
-            )
-        self.columns = tuple(self.sources)
+        self._constants = dict(constants or {})
+        for source in self.sources.values():
+            kind, is_named, name = source.partition(":")
+            if source not in SOURCES and not (is_named and name and kind in ("header", "key")):
+                known = f"{', '.join(SOURCES)}, header:NAME, key:PATH"
+                raise ConfigurationError(f"metadata={sources!r}: there is no {source}; there are {known}")
+        if twice := self.sources.keys() & self._constants.keys():
+            raise ConfigurationError(f"{', '.join(sorted(twice))} is filled by metadata and is a constant")
+        self.columns = (*self.sources, *self._constants)
         self.exact: frozenset[str] = frozenset()
         self._getters: list[Callable[[Message], Any]] = []
 
     def prepare(self, table: Table) -> None:
-        """Choose for each column the form that its type takes."""
+        """Choose for each column the form that its type takes.
+
+        :raises TableError: for a column that is not there, or does not take what it is to be filled with.
+        """
         columns = table.pick(self.columns)
-        self._getters = [_getter(self.sources[c.name], c) for c in columns]
-        self.exact = frozenset(c.name for c in columns if name_of(c.type_oid) in _EXACT.get(self.sources[c.name], ()))
+        self._getters = [self._getter(column) for column in columns]
+        self.exact = frozenset(
+            c.name for c in columns if name_of(c.type_oid) in _EXACT.get(self.sources.get(c.name, ""), ())
+        )
+
+    def _getter(self, column: Column) -> Callable[[Message], Any]:
+        if column.name in self.sources:
+            return _getter(self.sources[column.name], column)
+        given = self._constants[column.name]
+        try:
+            codec_of(column).convert(given)
+        except ValueError as error:
+            raise TableError(f"the constant of column {column.name}: {error}") from error
+        return lambda _: given
 
     def get(self, column: str, message: Message) -> Any:
         """Return what one column gets from a message."""
@@ -105,6 +134,10 @@ def _bare(name: str) -> str:
 
 
 def _getter(source: Source, column: Column) -> Callable[[Message], Any]:
+    kind, _, name = source.partition(":")
+    if name:
+        is_bytes = name_of(column.type_oid) == "bytea"
+        return partial(_header, name, is_bytes=is_bytes) if kind == "header" else partial(key_field, name.split("."))
     if source == "timestamp":
         return _milliseconds if name_of(column.type_oid) == "int8" else _timestamp
     if source == "headers":
@@ -124,6 +157,30 @@ def _milliseconds(message: Message) -> int | None:
 def _timestamp(message: Message) -> datetime | None:
     milliseconds = _milliseconds(message)
     return None if milliseconds is None else _EPOCH + timedelta(milliseconds=milliseconds)
+
+
+def _header(name: str, message: Message, *, is_bytes: bool) -> str | bytes | None:
+    found = [pair[1] for pair in message.headers() or () if pair[0] == name]
+    value: str | bytes | None = found[-1] if found else None
+    return value.decode() if isinstance(value, bytes) and not is_bytes else value
+
+
+def key_field(path: Sequence[str], message: Message) -> Any:
+    """Return a field of a message's key in JSON, with a schema or without; None where there is none.
+
+    :raises ValueError: for a key that is no object.
+    """
+    key = message.key()
+    if key is None:
+        return None
+    value = json.loads(key, parse_float=Decimal)
+    if not isinstance(value, dict):
+        raise ValueError(f"the key is no object, so it has no {'.'.join(path)}: {cut(key)}")
+    if value.keys() <= {"schema", "payload"} and "payload" in value:
+        value = value["payload"]
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _headers(message: Message) -> list[list[Any]] | None:

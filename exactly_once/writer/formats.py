@@ -10,6 +10,7 @@ import base64
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -19,10 +20,11 @@ from msgspec import Raw
 from exactly_once.errors import ConfigurationError
 
 from .codecs import name_of
-from .decoding import Decoded, Decoder
+from .decoding import Decoded, Decoder, Source
 from .envelopes import Change, Envelope, EnvelopeName, recognised
 from .errors import BadRow, cut
-from .from_json import OnTombstone
+from .from_json import OnTombstone, path_of
+from .logical import fields_in
 from .statements import Mode
 from .table import Column, Table
 
@@ -106,7 +108,7 @@ def hint_for(value: bytes | None) -> str | None:
 
 
 class FormatDecoder:
-    """Turns messages into JSON and gives them to ``decoder``; ``fields`` and ``metadata`` are those of that one."""
+    """Turns messages into JSON and gives them to ``decoder``; ``fields`` to ``constants`` are its."""
 
     def __init__(
         self,
@@ -115,31 +117,40 @@ class FormatDecoder:
         *,
         binary: Binary | None = None,
         fields: Mapping[str, str | tuple[str, ...]] | None = None,
-        metadata: Collection[str] = (),
+        rename: Mapping[str, str | tuple[str, ...]] | None = None,
+        metadata: Mapping[str, Source] | None = None,
+        constants: Collection[str] = (),
     ) -> None:
         self._decoder = decoder
         self._format = form
         self._binary = binary
-        self._paths = (
-            None if fields is None else {c: p.split(".") if isinstance(p, str) else p for c, p in fields.items()}
-        )
-        self._metadata = set(metadata)
+        self._paths = None if fields is None else {column: path_of(path) for column, path in fields.items()}
+        self._rename = {column: path_of(path) for column, path in (rename or {}).items()}
+        self._metadata = dict(metadata or {})
+        self._constants = frozenset(constants)
+        self._left_out = 0
+        self._opens_keys = any(source.startswith("key:") for source in self._metadata.values())
 
     def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
         """Get ready for a table."""
         self._decoder.prepare(table, mode=mode, key=key)
-        paths = self._paths or {name: [name] for name in table.writable if name not in self._metadata}
+        taken = self._metadata.keys() | self._constants
+        paths = self._paths or ({name: (name,) for name in table.writable if name not in taken} | self._rename)
         columns = {column.name: column for column in table.columns}
         by_field = {path[0]: columns[name] for name, path in paths.items() if len(path) == 1 and name in columns}
         names = [paths[name][-1] for name in key if name in paths] if mode == "upsert" else []
-        self._format.prepare(by_field, mode=mode, key=names, keeps_keys=bool(self._metadata & set(key)))
+        self._format.prepare(by_field, mode=mode, key=names, keeps_keys=bool(self._metadata.keys() & set(key)))
 
     def decode(self, messages: Sequence[Message]) -> Decoded:
         """Turn all messages into JSON now; what is wrong with a row is raised when it is made.
 
         :raises BadRow: for a message that is not of the format, or asks for what cannot be done.
         """
-        return self._decoder.decode([each for message in messages for each in self.read(message)[0]])
+        found = [self.read(message)[0] for message in messages]
+        decoded = self._decoder.decode([each for some in found for each in some])
+        left_out = self._format.left_out if isinstance(self._format, Shaped) else 0
+        before, self._left_out = self._left_out, left_out
+        return replace(decoded, filtered=left_out - before)
 
     def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[str, str], tuple[str, ...]]:
         """Return what a message says as messages in JSON; with ``tells`` also types and key, as far as it tells them.
@@ -150,7 +161,7 @@ class FormatDecoder:
             opened = self._binary.opened(message) if self._binary is not None else message
             # A row's own key is what was sent; a delete needs what it says.
             found = [
-                _message(message, key if value is None else message.key(), value)
+                _message(message, key if value is None else opened.key() if self._opens_keys else message.key(), value)
                 for key, value in self._format.read(opened)
             ]
             if not tells:
@@ -206,6 +217,80 @@ class Simple:
     def key_fields(self, message: Message) -> tuple[str, ...]:
         """Return nothing: a key has no names."""
         return ()
+
+
+class Shaped:
+    """A format whose rows are filtered and flattened.
+
+    ``where`` and ``where_not`` say which values a field must have, or must not, as JSON writes them: a row goes on with
+    one of the values of each field in ``where``, and none of those in ``where_not``. Deletes go on. With ``flatten``
+    an object in an object becomes its fields, and what it says stands between their names; those in ``drop`` do not.
+    """
+
+    def __init__(
+        self,
+        inner: Format,
+        *,
+        where: Mapping[str, Sequence[str]] | None = None,
+        where_not: Mapping[str, Sequence[str]] | None = None,
+        flatten: str | None = None,
+        drop: Collection[str] = (),
+    ) -> None:
+        self._inner = inner
+        self._drop = {path_of(path) for path in drop}
+        self._tests = [(path_of(path), frozenset(values), True) for path, values in (where or {}).items()]
+        self._tests += [(path_of(path), frozenset(values), False) for path, values in (where_not or {}).items()]
+        self._flatten = flatten
+        self.left_out = 0
+        """How many rows did not go on so far."""
+
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
+        """Prepare what is below."""
+        self._inner.prepare(columns, mode=mode, key=key, keeps_keys=keeps_keys)
+
+    def read(self, message: Message) -> Iterator[Change]:
+        """Yield the rows that are wanted."""
+        for key, value in self._inner.read(message):
+            if value is None:
+                yield key, None
+                continue
+            row = fields_in(value.removeprefix(b"\xef\xbb\xbf"))
+            if any((_text_at(row, path) in values) is not wants for path, values, wants in self._tests):
+                self.left_out += 1
+                continue
+            yield key, value if self._flatten is None else msgspec.json.encode(self._flat(row, "", ()))
+
+    def types(self, message: Message) -> dict[str, str]:
+        """Return the types of what stays as it was."""
+        found = self._inner.types(message)
+        return found if self._flatten is None else {name: kind for name, kind in found.items() if kind != "jsonb"}
+
+    def key_fields(self, message: Message) -> tuple[str, ...]:
+        """Return what is told below."""
+        return self._inner.key_fields(message)
+
+    def _flat(self, row: Mapping[str, Raw], prefix: str, path: tuple[str, ...]) -> dict[str, Raw]:
+        flat: dict[str, Raw] = {}
+        for name, value in row.items():
+            if (*path, name) in self._drop:
+                continue
+            below = {prefix + name: value}
+            if bytes(value).startswith(b"{") and (inner := fields_in(bytes(value))):
+                below = self._flat(inner, f"{prefix}{name}{self._flatten}", (*path, name))
+            if twice := flat.keys() & below.keys():
+                raise ValueError(f"two fields become {', '.join(sorted(twice))} when they are flattened")
+            flat |= below
+        return flat
+
+
+def _text_at(row: Mapping[str, Raw], path: Sequence[str]) -> str | None:
+    """Return a value as JSON writes it, without the quotes; None where there is none."""
+    *above, last = path
+    for name in above:
+        value = bytes(row.get(name, b"null"))
+        row = fields_in(value) if value.startswith(b"{") else {}
+    raw = bytes(row[last]) if last in row else None
+    return None if raw is None else msgspec.json.decode(raw) if raw.startswith(b'"') else raw.decode()
 
 
 def jsonable(value: Any) -> Any:

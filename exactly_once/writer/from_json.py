@@ -42,7 +42,9 @@ class JsonDecoder:
 
     ``fields`` maps columns to where their value is, with dots for objects in objects: ``{"city":
     "customer.address.city"}``; only those are filled then. A tuple of names is a path whose names have dots.
-    ``metadata`` fills columns from the envelope, ``rest`` names a jsonb column that collects all other fields.
+    ``rename`` is the same, and the other columns are filled by their names. Fields in ``drop`` go nowhere.
+    ``metadata`` and ``constants`` fill columns as :class:`Envelope` says, ``rest`` names a jsonb column that collects
+    all other fields.
     ``epoch`` says which dates and times are numbers, and of what unit; ``decimal`` which numbers are the base64 of
     their bytes, and with what scale; ``json_text`` which json columns come as text that holds JSON. ``lax`` takes
     numbers and booleans in text too, and 1 and 0 for booleans; ``nul="strip"`` takes NUL out of text.
@@ -57,7 +59,10 @@ class JsonDecoder:
         self,
         fields: Mapping[str, str | tuple[str, ...]] | None = None,
         *,
+        rename: Mapping[str, str | tuple[str, ...]] | None = None,
+        drop: Collection[str] = (),
         metadata: Mapping[str, Source] | None = None,
+        constants: Mapping[str, Any] | None = None,
         rest: str | None = None,
         epoch: Mapping[str, Epoch] | None = None,
         decimal: Mapping[str, int] | None = None,
@@ -69,7 +74,11 @@ class JsonDecoder:
         on_tombstone: OnTombstone | None = None,
     ) -> None:
         self._fields = dict(fields) if fields is not None else None
-        self._envelope = Envelope(metadata)
+        self._rename = {column: path_of(path) for column, path in (rename or {}).items()}
+        if self._fields is not None and self._rename:
+            raise ConfigurationError("fields= names all columns that are filled, so there is no rename= beside it")
+        self._drop = [tuple(path.split(".")) for path in drop]
+        self._envelope = Envelope(metadata, constants)
         self._rest = rest
         self._reading = Reading(
             naive=naive_timestamps,
@@ -139,9 +148,10 @@ class JsonDecoder:
 
     def _paths_in(self, table: Table) -> dict[str, Path]:
         if self._fields is not None:
-            return {c: tuple(p.split(".")) if isinstance(p, str) else tuple(p) for c, p in self._fields.items()}
+            return {column: path_of(path) for column, path in self._fields.items()}
         taken = {*self._envelope.columns, self._rest}
-        return {name: (name,) for name in table.writable if name not in taken}
+        named = {name: (name,) for name in table.writable if name not in taken and (name,) not in self._drop}
+        return named | self._rename
 
     def _fill(self) -> None:
         """Get ready to fill columns from their paths."""
@@ -149,7 +159,9 @@ class JsonDecoder:
         _check(columns, reading)
         tells = {c.name for c in columns if c.is_left_out(_MISSING[self._missing])}
         types = {c.name: fast_type(c, reading) for c in columns}
-        self._shape = Shape({name: (self._paths[name], kind) for name, kind in types.items()}, tells=tells)
+        self._shape = Shape(
+            {name: (self._paths[name], kind) for name, kind in types.items()}, tells=tells, drop=self._drop
+        )
         self._exact = {c.name for c in columns if is_exact(c, reading)} | self._envelope.exact
         self._raw = [(i, reader_of(c, reading)) for i, c in enumerate(columns) if types[c.name] is Raw]
         self._readers = [(c, checked(c, reading)) for c in columns]
@@ -286,6 +298,11 @@ class JsonDecoder:
         if has_adopted:
             self._fill()
         return has_adopted
+
+
+def path_of(given: str | Sequence[str]) -> Path:
+    """Return a path: dots stand between its names, unless it is given as those."""
+    return tuple(given.split(".")) if isinstance(given, str) else tuple(given)
 
 
 class _Key:

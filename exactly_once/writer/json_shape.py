@@ -30,19 +30,29 @@ NULL = b"null"
 _OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+_NOWHERE = ""
+"""The column of fields that are dropped."""
+
+
 class Shape:
     """Decodes the fields at certain paths; a field that is absent is null, or UNSET where ``tells`` names its column.
+
+    The fields at the paths in ``drop`` go nowhere.
 
     :raises TableError: for paths that contradict each other.
     """
 
-    def __init__(self, columns: Mapping[str, tuple[Path, Any]], *, tells: Collection[str] = ()) -> None:
+    def __init__(
+        self, columns: Mapping[str, tuple[Path, Any]], *, tells: Collection[str] = (), drop: Collection[Path] = ()
+    ) -> None:
         self._tells = tells
         self._types = {name: kind for name, (_, kind) in columns.items()}
         self._attributes: dict[str, str] = {}
         self._tree: Tree = {}
         for name, (path, _) in columns.items():
             _grow(self._tree, path, name)
+        for path in drop:
+            _grow(self._tree, path, _NOWHERE)
         self.is_deep = any(isinstance(below, dict) for below in self._tree.values())
         self.empty = tuple(UNSET if name in tells else None for name in columns)
         """The row of an object that has none of the fields."""
@@ -60,7 +70,9 @@ class Shape:
         :raises ValueError: for a field that is no object, and has fields that columns take.
         """
         found: dict[str, bytes] = {}
-        return found, _walk(self._tree, value, found, "")
+        left = _walk(self._tree, value, found, "")
+        found.pop(_NOWHERE, None)
+        return found, left
 
     def left_names(self, value: bytes) -> Collection[str]:
         """Return the names of the fields that no column takes."""
@@ -91,7 +103,7 @@ class Shape:
         return msgspec.defstruct("Fields", fields, rename=renamed, gc=False, forbid_unknown_fields=forbids)
 
     def _field(self, attribute: str, column: str) -> tuple[str, Any, Any]:
-        kind, is_told = self._types[column], column in self._tells
+        kind, is_told = self._types.get(column, msgspec.Raw), column in self._tells
         if kind is not msgspec.Raw:  # which takes null by itself, and nothing beside it in a union
             kind = kind | None | msgspec.UnsetType if is_told else kind | None
         return attribute, kind, UNSET if is_told else None
@@ -142,7 +154,7 @@ def _grow(tree: Tree, path: Path, column: str) -> None:
             raise TableError(f"field {name!r} cannot be both a value (column {below}) and an object (column {column})")
         tree = below
     if last in tree:
-        raise TableError(f"field {'.'.join(path)!r} fills column {column} and something else")
+        raise TableError(f"field {'.'.join(path)!r} fills column {column or 'nothing'} and something else")
     tree[last] = column
 
 

@@ -32,6 +32,8 @@ class TableSink:
         """How many rows were written so far, those of units that were rolled back included."""
         self.unused_fields: Counter[str] = Counter()
         """How often a field came that no column takes, so far; counted as ``rows`` is."""
+        self.filtered_messages = 0
+        """How many messages the decoder has left out so far, because they are not wanted; counted as ``rows`` is."""
         self.unfilled_columns: set[str] = set()
         """The columns that no message has filled so far."""
         self._prepared_for: Table | None = None
@@ -61,6 +63,7 @@ class TableSink:
         )
         self.rows += written
         self.unused_fields += decoded.unused
+        self.filtered_messages += decoded.filtered
         self.unfilled_columns = set(decoded.unfilled)
         return written
 

@@ -29,7 +29,7 @@ def flows_of(text: str, *given: str) -> list[Flow]:
     [
         ('tabel = "t"', "unknown key tabel; did you mean table?"),
         ('naive_timestamp = "utc"', "did you mean naive_timestamps?"),
-        ("xyz = 1", "unknown key xyz; there are csv_columns, "),
+        ("xyz = 1", "unknown key xyz; there are constants, "),
         ('fields = "id"', "fields: Expected object | null, got str"),
         ("epoch = 5", "epoch: Expected object, got int"),
         ("epoch = { at = 5 }", "epoch[...]: Expected str, got int"),
@@ -39,7 +39,12 @@ def flows_of(text: str, *given: str) -> list[Flow]:
         ('mode = "replace"', "choose one of append, insert-ignore, upsert"),
         ('missing = "nul"', "choose one of default, keep, null"),
         ('format = "debezum"', "choose one of canal, cloudevents, connect, csv, debezium, json, maxwell, msgpack, raw"),
-        ('metadata = { o = "offest" }', "Invalid enum value"),
+        ('metadata = { o = "offest" }', "there is no offest; there are topic, partition, "),
+        ('metadata = { o = "header:" }', "there is no header:; there are topic, "),
+        ('metadata = { o = "offset" }\nconstants = { o = 1 }', "o is filled by metadata and is a constant"),
+        ('fields = { a = "b" }\nrename = { c = "d" }', "so there is no rename beside it"),
+        ("where = { a = [[1]] }", "where[...][0]: Expected bool | int | float | str, got array"),
+        ("flaten = true", "did you mean flatten?"),
         ('format = "raw"\nrest = "more"\nlax = true', "no rest, lax with it"),
         ('csv_delimiter = ";"', 'are about format = "csv"'),
         ('format = "csv"\nschema_registry = "http://x"', "messages of format csv name no schema of a registry"),
@@ -104,6 +109,7 @@ def test_how_to_run_is_checked(given: tuple[str, ...], stored: Any, said: str) -
 def test_every_way_to_run_can_be_said_in_both_places() -> None:
     options = vars(parsed())
     assert {f.name for f in fields(Run)} <= set(options)
+    assert {f.name for f in fields(Flow)} <= set(options)
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers()
     add_parser(subparsers)
@@ -112,3 +118,46 @@ def test_every_way_to_run_can_be_said_in_both_places() -> None:
             assert f"({default[action.dest]})" in (action.help or "")
         if action.dest == "format":
             assert tuple(action.choices or ()) == FORMATS
+
+
+def test_what_the_file_says_can_be_said_on_the_command_line() -> None:
+    (stored,) = flows_of("""[[sink]]
+        topics = ["a", "b"]
+        table = "t"
+        mode = "upsert"
+        key = ["id", "tenant"]
+        rename = { id = "meta.id", city = "address.city=x" }
+        metadata = { trace = "header:trace-id", own = "key:id" }
+        constants = { tenant = "x" }
+        types = { amount = "numeric(12,2)" }
+        where = { type = ["paid", "refunded"], "meta.test" = "false" }
+        where_not = { kind = "heartbeat" }
+        drop = ["secret", "meta.junk"]
+        flatten = "__"
+        epoch = { at = "ms" }
+        decimal = { price = 2 }
+        json_text = ["doc"]
+        update = ["city"]
+        newest_by = "at"
+        nul = "strip"
+        naive_timestamps = "utc"
+        on_tombstone = "delete"
+        on_truncate = "skip"
+        missing = "keep"
+        lax = true
+    """)
+    text = """--topic a --topic b --table t --mode upsert --key id --key tenant --rename id=meta.id
+        --rename city=address.city=x --metadata trace=header:trace-id --metadata own=key:id --constant tenant=x
+        --type amount=numeric(12,2) --where type=paid --where type=refunded --where meta.test=false
+        --where-not kind=heartbeat --drop secret --drop meta.junk --flatten __ --epoch at=ms --decimal price=2
+        --json-text doc --update city --newest-by at --nul strip --naive-timestamps utc --on-tombstone delete
+        --on-truncate skip --missing keep --lax"""
+    (given,) = read_flows(parsed(*text.split()), ())
+    assert given == stored
+
+
+@pytest.mark.parametrize("wrong", [("--rename", "x"), ("--where", "=x"), ("--decimal", "a=b"), ("--epoch", "a")])
+def test_a_pair_that_is_none_is_refused(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*wrong)
+    assert wrong[0] in capsys.readouterr().err

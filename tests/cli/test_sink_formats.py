@@ -18,6 +18,7 @@ import psycopg
 import pytest
 from confluent_kafka import Producer
 
+from exactly_once.cli.sink import add_parser
 from exactly_once.cli.sink_flows import read_flows
 from tests.cli.conftest import Command
 from tests.support.topics import create_topic, delete_topic
@@ -183,6 +184,32 @@ def test_an_envelope_that_is_not_named_is_refused_with_the_name_of_the_option(
     assert f"{name}[0] offset 0" in result.err
     assert "--format debezium" in result.err
     assert db.execute(f"SELECT count(*) FROM {name}").fetchone() == (0,)
+
+
+def test_rows_are_shaped_without_code(follow: Run, db: Database, caplog: pytest.LogCaptureFixture) -> None:
+    def event(number: int, kind: str) -> tuple[Any, Any]:
+        who = {"name": "ä", "tags": [1]}
+        return {"id": number}, {"type": kind, "customer": who, "zip": 10000 + number, "debug": {"x": 1}}
+
+    sent = [event(1, "paid"), event(2, "open"), event(3, "refunded")]
+    follow("table-sink-shape.md", sent, headers=[("trace-id", "t1")])
+    assert "messages that where and where_not leave out: 1" in caplog.text
+    found = db.execute("SELECT to_jsonb(t) - 'sent', sent IS NOT NULL FROM shop_event t ORDER BY order_id").fetchall()
+    same = {"buyer": "ä", "customer_tags": [1], "shop": "berlin", "trace": "t1", "rest": {}}
+    assert found == [
+        ({"order_id": 1, "type": "paid", "zip": "10001", **same}, True),
+        ({"order_id": 3, "type": "refunded", "zip": "10003", **same}, True),
+    ]
+    kinds = db.execute("SELECT pg_typeof(order_id)::text, pg_typeof(zip)::text FROM shop_event LIMIT 1").fetchall()
+    assert kinds == [("bigint", "text")]
+
+
+def test_the_command_and_the_file_of_the_page_on_shapes_say_the_same() -> None:
+    (line,), (file,) = blocks("table-sink-shape.md", "sh"), blocks("table-sink-shape.md", "toml")
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    given = read_flows(parser.parse_args(shlex.split(line)[1:]), ())
+    assert given == read_flows(argparse.Namespace(), tomllib.loads(file)["sink"])
 
 
 @pytest.mark.parametrize("page", ["debezium", "cloudevents", "schema-registry"])

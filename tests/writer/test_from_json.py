@@ -272,7 +272,7 @@ def test_options_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="units"):
         JsonDecoder(epoch={"a": "hours"})  # type: ignore[dict-item]
     with pytest.raises(ConfigurationError, match="there is no place"):
-        JsonDecoder(metadata={"a": "place"})  # type: ignore[dict-item]
+        JsonDecoder(metadata={"a": "place"})
 
 
 def test_raw_messages_are_stored_as_they_are() -> None:

@@ -1,0 +1,164 @@
+"""Shaping: what becomes of fields, keys and headers on their way into columns, without code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Message
+
+from exactly_once.cli.sink_flows import Flow
+from exactly_once.writer import BadRow, TableError, TableSink
+
+Database = psycopg.Connection[Any]
+
+
+def message(value: Any, *, key: Any = None, headers: Any = None, offset: int = 7) -> Message:
+    sent = value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
+    key = key if key is None or isinstance(key, bytes) else json.dumps(key).encode()
+    return Message(topic="t", partition=0, offset=offset, key=key, value=sent, headers=headers, timestamp=(1, 5))
+
+
+def write(db: Database, table: str, flow: dict[str, Any], *messages: Message) -> TableSink:
+    sink = Flow(topics=("t",), table=table, **flow).sink()
+    with db.transaction():
+        sink.write(db, messages)
+    return sink
+
+
+def rows(db: Database, table: str, what: str = "*") -> list[tuple[Any, ...]]:
+    return db.execute(f"SELECT {what} FROM {table} t ORDER BY 1").fetchall()
+
+
+def test_some_fields_are_renamed_and_the_others_go_by_their_names(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, city text, plain text, rest jsonb)")
+    value = {"ID": 1, "address": {"city": "x", "zip": 5}, "plain": "p", "more": True}
+    write(db, name, {"rename": {"id": "ID", "city": "address.city"}, "rest": "rest"}, message(value))
+    assert rows(db, name) == [(1, "x", "p", {"address": {"zip": 5}, "more": True})]
+
+
+def test_fields_that_are_dropped_go_nowhere_and_are_not_reported(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, secret text, rest jsonb)")
+    value = {"id": 1, "secret": "s", "meta": {"junk": {"x": 1}, "kept": 2}, "all": {"gone": 1}}
+    flow: dict[str, Any] = {"drop": ("secret", "meta.junk", "all", "never")}
+    write(db, name, {**flow, "rest": "rest"}, message(value))
+    assert rows(db, name) == [(1, None, {"meta": {"kept": 2}})]
+    sink = write(db, name, flow, message({"id": 2, "secret": "s"}), message({**value, "id": 3}))
+    assert rows(db, name, "id, secret") == [(1, None), (2, None), (3, None)]
+    assert sink.unused_fields == {"meta.kept": 1}
+    with pytest.raises(BadRow, match="no field of the message has a column"):
+        write(db, name, flow, message({"secret": "only"}))
+    with pytest.raises(TableError, match="fills column nothing and something else"):
+        write(db, name, {"drop": ("a",), "fields": {"id": "a.id"}}, message({"a": {"id": 1}}))
+
+
+def test_objects_become_their_fields(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, a_b text, a_c_d int, a_list jsonb, a_empty jsonb)")
+    value = {"id": 1, "a": {"b": "x", "c": {"d": 2, "e": 3}, "list": [{"x": 1}], "empty": {}}}
+    sink = write(db, name, {"flatten": True}, message(value))
+    assert rows(db, name) == [(1, "x", 2, [{"x": 1}], {})]
+    assert sink.unused_fields == {"a_c_e": 1}
+    write(db, name, {"flatten": "-", "rename": {"a_b": "a-b"}}, message({"id": 2, "a": {"b": "y"}}))
+    assert rows(db, name, "id, a_b") == [(1, "x"), (2, "y")]
+    dropped = write(db, name, {"flatten": True, "drop": ("a.c", "a.list", "x")}, message({**value, "x": {"y": 1}}))
+    assert rows(db, name, "id, a_b, a_c_d")[-1] in {(2, "y", None), (1, "x", None)}
+    assert dropped.unused_fields == {}
+    with pytest.raises(BadRow, match=r"t\[0\] offset 7: two fields become a_b when they are flattened"):
+        write(db, name, {"flatten": True}, message({"id": 3, "a": {"b": 1}, "a_b": 2}))
+
+
+def test_messages_that_are_not_wanted_are_left_out_and_counted(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id text PRIMARY KEY)")
+    flow: dict[str, Any] = {"where": {"type": ("paid", "refunded"), "meta.n": 5}}
+    flow |= {"where_not": {"test": True, "id": ("bad", "null")}, "mode": "upsert"}
+    sent = [
+        {"id": "a", "type": "paid", "meta": {"n": 5}},
+        {"id": "b", "type": "refunded", "meta": {"n": 5}, "test": False},
+        {"id": "c", "type": "paid", "meta": {"n": 5}, "test": True},
+        {"id": "d", "type": "paid", "meta": {"n": 5.0}},
+        {"id": "e", "type": "paid", "meta": 5},
+        {"id": "f", "type": "open", "meta": {"n": 5}},
+        {"id": "g", "meta": {"n": 5}},
+        {"id": "bad", "type": "paid", "meta": {"n": 5}},
+        {"id": None, "type": "paid", "meta": {"n": 5}},
+        {"type": "open"},
+    ]
+    sink = write(db, name, flow, *map(message, sent))
+    assert rows(db, name) == [("a",), ("b",)]
+    assert sink.filtered_messages == 8
+    write(db, name, flow, message(None, key=b"a"))  # a delete has no fields
+    assert rows(db, name) == [("b",)]
+    with pytest.raises(BadRow, match=r"t\[0\] offset 7: "):
+        write(db, name, flow, message(b"no json"))
+
+
+def test_rows_of_an_envelope_are_shaped_as_others(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, a_b int)")
+    flow = {"format": "debezium", "mode": "upsert", "where": {"kind": "x"}, "flatten": True}
+
+    def event(number: int, kind: str) -> Message:
+        after = {"id": number, "kind": kind, "a": {"b": number}}
+        return message({"before": None, "after": after, "op": "c", "source": {}}, key={"id": number})
+
+    write(db, name, flow, event(1, "x"), event(2, "y"), event(3, "x"), message(None, key={"id": 3}))
+    assert rows(db, name) == [(1, 1)]
+
+
+COLUMNS = """(id int, trace text, raw bytea, n int, at timestamptz, own bigint, city text, price numeric, deep jsonb,
+    shop text, fixed int, since date, is_on boolean, doc jsonb)"""
+
+
+def test_headers_parts_of_keys_and_constants_fill_columns(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} {COLUMNS}")
+    metadata = {"trace": "header:trace", "raw": "header:raw", "n": "header:n", "at": "header:at", "own": "key:id"}
+    metadata |= {"city": "key:a.city", "price": "key:price", "deep": "key:a"}
+    constants = {"shop": "here", "fixed": "5", "since": "2026-01-02", "is_on": True, "doc": '{"a": 1}'}
+    headers = [
+        ("trace", b"old"),
+        ("trace", "ä".encode()),
+        ("raw", b"\0\xff"),
+        ("n", b"17"),
+        ("at", b"2026-01-02T03:04Z"),
+    ]
+    key = {"id": 2**53 + 1, "a": {"city": "x"}, "price": 0.1}
+    wrapped = {"schema": {"type": "struct"}, "payload": key}
+    sent = [
+        message({"id": 1}, key=key, headers=headers),
+        message({"id": 2}, key=wrapped),
+        message({"id": 3, "shop": "not from here"}, headers=[("trace", None)]),
+    ]
+    sink = write(db, name, {"metadata": metadata, "constants": constants}, *sent)
+    found = rows(db, name, "id, trace, raw, n, at = '2026-01-02 03:04Z', own, city, price::text, deep")
+    assert found == [
+        (1, "ä", b"\0\xff", 17, True, 2**53 + 1, "x", "0.1", {"city": "x"}),
+        (2, None, None, None, None, 2**53 + 1, "x", "0.1", {"city": "x"}),
+        (3, *[None] * 8),
+    ]
+    same = ("here", 5, "2026-01-02", True, {"a": 1})
+    assert rows(db, name, "id, shop, fixed, since::text, is_on, doc") == [(i, *same) for i in (1, 2, 3)]
+    assert sink.unused_fields == {"shop": 1}
+    with pytest.raises(TableError, match="the constant of column fixed: "):
+        write(db, name, {"constants": {"fixed": "x"}}, message({"id": 1}))
+    for bad, said in (
+        (message({"id": 1}, headers=[("n", b"x")]), "column n"),
+        (message({"id": 1}, headers=[("trace", b"\xff")]), "utf-8"),
+        (message({"id": 1}, key=b"plain"), "Expecting value"),
+        (message({"id": 1}, key=b"5"), "the key is no object, so it has no"),
+    ):
+        with pytest.raises(BadRow, match=rf"t\[0\] offset 7: .*{said}"):
+            write(db, name, {"metadata": metadata}, bad)
+
+
+def test_a_key_may_be_of_the_messages_key_and_a_constant(db: Database, name: str) -> None:
+    """As where the key is not in the value, and several sources share a table."""
+    db.execute(f"CREATE TABLE {name} (source text, id int, v int, PRIMARY KEY (source, id))")
+    db.execute(f"INSERT INTO {name} VALUES ('b', 1, 0)")
+    flow = {"mode": "upsert", "metadata": {"id": "key:id"}, "constants": {"source": "a"}}
+    sent = [message({"v": i}, key={"id": i}) for i in (1, 2)]
+    write(db, name, flow, *sent, message({"v": 9}, key={"id": 2}), message(None, key={"id": 1}))
+    assert rows(db, name) == [("a", 2, 9), ("b", 1, 0)]
+    write(db, name, {**flow, "format": "connect"}, message({"payload": {"v": 5}}, key={"payload": {"id": 5}}))
+    write(db, name, {**flow, "format": "connect"}, message(None, key={"id": 2}))
+    assert rows(db, name) == [("a", 5, 5), ("b", 1, 0)]
