@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 from confluent_kafka import Message
@@ -15,7 +16,7 @@ from .changes import MISSING, Row, Tombstone
 from .codec import Naive
 from .decoding import Decoded, Envelope, Source, alike
 from .errors import BadRow, TableError, cut
-from .json_shape import NULL, UNSET, Path, Raw, Shape, as_json, names_in
+from .json_shape import NULL, UNSET, Left, Path, Raw, Shape, as_json, names_in
 from .json_types import FLOATS, Epoch, Nul, Reading, base_name, fast_type, is_exact
 from .json_values import UNREADABLE, advice, checked, reader_of, shown, stripped, text_of
 from .statements import Mode
@@ -29,6 +30,8 @@ _NUL = rb"\\u0000"
 _MAX_NAME_BYTES = 63
 """What Postgres keeps of a name."""
 _SHOWN_NAMES = 20
+_AT_ONCE = 256
+"""So many messages are decoded by one loop; where one needs a closer look, all of them get it."""
 _UNSURE_ZERO = re.compile(rb"(?<!\d)-0|\d[eE]-|0{300}")
 """Where a zero may have been -0, which only a double knows, or too small for one."""
 _UNSURE_HALF = rb"\.\d{6}(?:5(?:0*\D|0000000)|4999999)"
@@ -121,19 +124,9 @@ class JsonDecoder:
 
         def make() -> Iterator[Row]:
             unused.clear()
-            for message in messages:
-                if (value := message.value()) is not None:
-                    row = self._fast(value, unused) or self._careful(message, value, unused)
-                    if self._unfilled:
-                        self._note_filled(row)
-                    yield self._added(row, message, value) if self._adds else row
-                elif what == "delete" and self._key is not None:
-                    yield self._key.tombstone(message, self._envelope)
-                else:
-                    raise BadRow(
-                        'the message has no value, so nothing can be stored; on_tombstone = "skip" passes over such',
-                        message=message,
-                    )
+            for start in range(0, len(messages), _AT_ONCE):
+                some = messages[start : start + _AT_ONCE]
+                yield from self._at_once(some, unused) or (self._row(m, what, unused) for m in some)
 
         return Decoded(
             columns=self._columns,
@@ -166,61 +159,112 @@ class JsonDecoder:
         self._raw = [(i, reader_of(c, reading)) for i, c in enumerate(columns) if types[c.name] is Raw]
         self._readers = [(c, checked(c, reading)) for c in columns]
         self._absent = {name: MISSING if name in tells else None for name in types}
-        self._tells = bool(tells)
-        self._has_floats = any(base_name(c) in FLOATS for c in columns)
+        self._told = [i for i, c in enumerate(columns) if c.name in tells]
+        self._floats = [i for i, c in enumerate(columns) if base_name(c) in FLOATS]
         self._ignored: set[str] = set()
         """The fields seen so far that no column takes."""
         unsure = [_UNSURE_HALF] if any(base_name(c.element or c) in _TIMESTAMPS for c in columns) else []
         unsure += [_NUL] if reading.nul == "strip" else []
         self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
         self._unfilled = {i: c.name for i, c in enumerate(columns) if c.name not in self._filled}
-        self._adds = self._rest is not None or bool(self._envelope.columns)
         self._pick = self._shape.pick
         self._expect_known(expects=self._rest is None)
 
     def _expect_known(self, *, expects: bool) -> None:
-        """Let msgspec tell of the first field that no column takes, or count such fields from here on."""
+        """Let msgspec tell of the next field that no column takes, or look for such fields from here on."""
         self._counts = not expects
         decode = self._shape.decode_known if expects else self._shape.decode
         self._decode = decode or _nothing
 
-    def _added(self, row: Row, message: Message, value: bytes) -> Row:
-        """Add what does not come from the fields of columns."""
-        if self._rest is not None:
-            rest = as_json(self._shape.find(value.removeprefix(_BYTE_ORDER_MARK))[1])
-            row = (*row, stripped(rest) if self._reading.nul == "strip" else rest)
-        return (*row, *self._envelope.values(message))
+    def _at_once(self, messages: Sequence[Message], unused: Counter[str]) -> list[Row] | None:
+        """Decode many by loops that run in C; None where one of them needs a closer look."""
+        if self._counts and (self._rest is None or self._shape.is_deep):
+            return None
+        try:
+            values: list[Any] = list(map(Message.value, messages))
+            objects = list(map(self._decode, values))
+            rows: list[Row] = list(map(self._pick, objects))
+            if self._is_doubtful(rows, values):
+                return None
+            if self._raw or self._told:
+                rows = self._completed(rows)
+            if self._rest is not None:
+                lefts = list(map(self._shape.left, values))
+                if not all(map(self._ignored.issuperset, lefts)):
+                    return None
+                rows = [self._finished(row, left, (), unused) for row, left in zip(rows, lefts, strict=True)]
+            if self._envelope.columns:
+                added = map(self._envelope.values, messages)
+                rows = [(*row, *more) for row, more in zip(rows, added, strict=True)]
+        except UNREADABLE:
+            return None
+        for name, read in self._shape.ignored:
+            if count := sum(map(bool, map(read, objects))):
+                unused[name] += count
+        self._note_filled(rows)
+        return rows
+
+    def _is_doubtful(self, rows: Sequence[Row], values: Sequence[bytes]) -> bool:
+        """Tell whether one of several messages needs a closer look, although msgspec has decoded it."""
+        joined = b"\n".join(values)
+        if self._shape.empty in rows or (self._is_unsure is not None and self._is_unsure(joined)):
+            return True
+        has_zero = any(0 in map(itemgetter(position), rows) for position in self._floats)
+        return has_zero and _UNSURE_ZERO.search(joined) is not None
+
+    def _completed(self, rows: Sequence[Row]) -> list[Row]:
+        """Read what msgspec left as it was."""
+        columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
+        for position, read in self._raw:
+            raws = (v if v is None or v is UNSET else bytes(v) for v in columns[position])
+            columns[position] = [v if v is None or v is UNSET else None if v == NULL else read(v) for v in raws]
+        for position in self._told:
+            columns[position] = [MISSING if v is UNSET else v for v in columns[position]]
+        return list(zip(*columns, strict=True))
+
+    def _row(self, message: Message, what: OnTombstone, unused: Counter[str]) -> Row:
+        """Decode one message.
+
+        :raises BadRow: for one of which no row can be made.
+        """
+        if (value := message.value()) is None:
+            if what == "delete" and self._key is not None:
+                return self._key.tombstone(message, self._envelope)
+            raise BadRow(
+                'the message has no value, so nothing can be stored; on_tombstone = "skip" passes over such',
+                message=message,
+            )
+        row = self._fast(value, unused) or self._careful(message, value, unused)
+        self._note_filled([row])
+        return (*row, *self._envelope.values(message)) if self._envelope.columns else row
 
     def _fast(self, value: bytes, unused: Counter[str]) -> Row | None:
         """Decode by msgspec; None for what needs a closer look."""
-        if self._is_unsure is not None and self._is_unsure(value):
-            return None
         try:
-            row = self._pick(self._decode(value))
-            if row == self._shape.empty or (self._has_floats and 0 in row and _UNSURE_ZERO.search(value)):
+            decoded = self._decode(value)
+            row: Row = self._pick(decoded)
+            if self._is_doubtful([row], [value]):
                 return None
-            left = self._shape.left_names(value) if self._counts else ()
-            if not self._ignored.issuperset(left) and self._adopts(left):
+            left = self._shape.left(value) if self._counts else {}
+            names = (
+                [name for name, read in self._shape.ignored if read(decoded)] if not self._counts else names_in(left)
+            )
+            if not self._ignored.issuperset(names) and self._adopts(names):
                 return None
-            completed = self._completed(row) if self._raw or self._tells else row
-            if self._rest is None:
-                for name in left:
-                    unused[name] += 1
-            return completed
+            if self._raw or self._told:
+                (row,) = self._completed([row])
         except UNREADABLE:
             return None
+        return self._finished(row, left, names, unused)
 
-    def _completed(self, row: Row) -> Row:
-        """Read what msgspec left as it was."""
-        values = list(row)
-        for position, read in self._raw:
-            value = values[position]
-            if value is not None and value is not UNSET:
-                raw = bytes(value)
-                values[position] = None if raw == NULL else read(raw)
-        if self._tells:
-            return tuple(MISSING if value is UNSET else value for value in values)
-        return tuple(values)
+    def _finished(self, row: Row, left: Left, names: Sequence[str], unused: Counter[str]) -> Row:
+        """Add what no column takes to the column for the rest, or count it."""
+        if self._rest is None:
+            for name in names:
+                unused[name] += 1
+            return row
+        rest = as_json(left)
+        return (*row, stripped(rest) if self._reading.nul == "strip" else rest)
 
     def _careful(self, message: Message, value: bytes, unused: Counter[str]) -> Row:
         """Read field by field.
@@ -238,7 +282,7 @@ class JsonDecoder:
             raise BadRow(f"the value is no object in JSON that fits: {error}: {cut(value)}", message=message) from error
         if self._rest is None:
             if names and not self._counts:
-                self._expect_known(expects=False)
+                self._expect_known(expects=self._shape.ignore(names))
             if not found and self._paths:
                 raise BadRow(self._no_column_for(names), message=message)
         row = []
@@ -249,9 +293,7 @@ class JsonDecoder:
             except UNREADABLE as error:
                 assert raw is not None
                 raise BadRow(self._reason(column, raw, error), message=message, column=column.name) from error
-        if self._rest is None:
-            unused.update(names)
-        return tuple(row)
+        return self._finished(tuple(row), left, names, unused)
 
     def _reason(self, column: Column, raw: bytes, error: Exception) -> str:
         """Say what was wrong with a value, and what would take it."""
@@ -272,9 +314,10 @@ class JsonDecoder:
             text += f"; names differ in case or underscores only: fields = {{ {pairs} }}"
         return text
 
-    def _note_filled(self, row: Row) -> None:
-        for position in [i for i in self._unfilled if row[i] is not None and row[i] is not MISSING]:
-            self._filled.add(self._unfilled.pop(position))
+    def _note_filled(self, rows: Sequence[Row]) -> None:
+        for position in list(self._unfilled):
+            if any(value is not None and value is not MISSING for value in map(itemgetter(position), rows)):
+                self._filled.add(self._unfilled.pop(position))
 
     def _adopts(self, names: Collection[str]) -> bool:
         """Fill columns whose names Postgres has cut from the fields with the whole names; tell if there were any.

@@ -27,6 +27,8 @@ Left = dict[str, Any]
 """Fields that no column takes, and the objects in which they are."""
 
 NULL = b"null"
+_MOST_IGNORED = 100
+"""Beyond it the names may be data, such as ids, and each is another type."""
 _OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -53,6 +55,9 @@ class Shape:
             _grow(self._tree, path, name)
         for path in drop:
             _grow(self._tree, path, _NOWHERE)
+        self._ignored: list[str] = []
+        self.ignored: list[tuple[str, Callable[[Any], Raw]]] = []
+        """Names of further fields that :attr:`decode_known` takes, and what returns their JSON, nothing if absent."""
         self.is_deep = any(isinstance(below, dict) for below in self._tree.values())
         self.empty = tuple(UNSET if name in tells else None for name in columns)
         """The row of an object that has none of the fields."""
@@ -74,11 +79,23 @@ class Shape:
         found.pop(_NOWHERE, None)
         return found, left
 
-    def left_names(self, value: bytes) -> Collection[str]:
-        """Return the names of the fields that no column takes."""
+    def ignore(self, names: Collection[str]) -> bool:
+        """Let :attr:`decode_known` take further fields; tell whether it can, which is so for few and simple names."""
+        if self.is_deep or len(self._ignored) + len(names) > _MOST_IGNORED:
+            return False
+        self._ignored += [name for name in names if name not in self._ignored]
+        decode = self._decoder(forbids=True)
+        if decode is None:
+            return False
+        self.decode_known = decode
+        self.ignored = [(name, attrgetter(f"i{number}")) for number, name in enumerate(self._ignored)]
+        return True
+
+    def left(self, value: bytes) -> Left:
+        """Return the fields that no column takes."""
         if self.is_deep:
-            return names_in(self.find(value)[1])
-        return _OBJECT.decode(value).keys() - self._tree.keys()
+            return self.find(value)[1]
+        return {name: part for name, part in _OBJECT.decode(value).items() if name not in self._tree}
 
     def _decoder(self, *, forbids: bool) -> Callable[[bytes], Any] | None:
         self._numbers = count()  # the same names in both
@@ -100,6 +117,9 @@ class Shape:
             else:
                 inner = self._struct(below, f"{prefix}{attribute}.", forbids=forbids)
                 fields.append((attribute, inner | None | msgspec.UnsetType, UNSET))
+        if tree is self._tree and forbids:
+            fields += [(f"i{number}", msgspec.Raw, msgspec.Raw()) for number in range(len(self._ignored))]
+            renamed |= {f"i{number}": name for number, name in enumerate(self._ignored)}
         return msgspec.defstruct("Fields", fields, rename=renamed, gc=False, forbid_unknown_fields=forbids)
 
     def _field(self, attribute: str, column: str) -> tuple[str, Any, Any]:

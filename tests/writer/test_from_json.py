@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -18,6 +22,7 @@ from exactly_once.writer import MISSING, BadRow, Column, Table, TableError, Tomb
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.plan import Plan
 from exactly_once.writer.raw import FunctionDecoder, RawDecoder
+from tests.support.seeds import seeds
 
 
 def table(**types: str) -> Table:
@@ -305,3 +310,74 @@ def test_a_function_that_returns_something_else_is_told_for_which_message(answer
     decoder.prepare(table(a="int4"), mode="append", key=())
     with pytest.raises(BadRow, match=r"t\[1\] offset 0"):
         decoder.decode(messages({}))
+
+
+AT_ONCE = table(id="int8", name="text", amount="float8", price="numeric", at="timestamptz", doc="jsonb", rest="jsonb")
+
+
+def drawn_object(rng: random.Random) -> bytes:
+    """Draw an object of which some need a closer look."""
+    choices: dict[str, list[str]] = {
+        "id": ["1", "2", "null", '"3"'],
+        "name": ['"a"', "7", "null"],
+        "amount": ["0", "0.5", "-0.0", "1e-3", "0e5", '"NaN"'],
+        "price": ["1.50", '"2"', "null"],
+        "at": ['"2026-01-02T03:04:05Z"', '"2026-01-02T03:04:05.1234565Z"', '"2026-01-02T03:04Z"'],
+        "doc": ["{}", "null", "[1]"],
+        "more": ["1"],
+        "other": ['{"a": null}'],
+        'o"dd': ["1"],
+        f"new{rng.randrange(150)}": ["null"],
+    }
+    common = 0.97 if rng.random() < 0.9 else 0.5
+    parts = []
+    for name, values in choices.items():
+        is_odd = name[:3] in ("mor", "oth", 'o"d', "new")
+        if rng.random() < (0.1 * (1 - common) if is_odd else 1 - (1 - common) / 2):
+            parts.append(f"{json.dumps(name)}: {values[0] if rng.random() < common else rng.choice(values)}")
+    return f"{{{', '.join(parts)}}}".encode()
+
+
+def as_stored(row: Any) -> str:
+    """Show a row; a closer look leaves texts for the server to read, and -0.0 is not 0.0."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, str):
+            with suppress(ValueError):
+                return float(value)
+            with suppress(ValueError):
+                return datetime.fromisoformat(value)
+        return float(value) if isinstance(value, int) else value
+
+    return repr([*map(one, row)])
+
+
+@pytest.mark.parametrize("seed", seeds([1, 2, 3], new=2))
+@pytest.mark.parametrize("options", [{}, {"rest": "rest"}, {"missing": "apart"}, {"metadata": {"name": "topic"}}])
+def test_many_messages_at_once_are_what_each_of_them_is(options: dict[str, Any], seed: int) -> None:
+    """The loops for many are a way of their own, with the same rows, counts and complaints."""
+    rng = random.Random(seed)
+    sent = messages(*(drawn_object(rng) for _ in range(700)))
+    many, alone = JsonDecoder(**options), JsonDecoder(**options)
+    for decoder in (many, alone):
+        decoder.prepare(AT_ONCE, mode="append", key=())
+    counted: Counter[str] = Counter()
+    expected: list[Any] = []
+    good: list[Message] = []
+    for message in sent:
+        decoded = alone.decode([message])
+        try:
+            expected += list(decoded)
+        except BadRow as error:
+            with pytest.raises(BadRow, match=f"^{re.escape(str(error))}$"):
+                list(many.decode([*good[-3:], message]))
+            continue
+        good.append(message)
+        counted += decoded.unused
+    for _ in range(2):
+        decoded = many.decode(good)
+        found = list(decoded)
+        assert [*map(as_stored, found)] == [*map(as_stored, expected)]
+        assert decoded.unused == counted
+        assert list(decoded.unfilled) == list(alone.decode([]).unfilled)
+    assert len(good) > 500

@@ -46,12 +46,12 @@ TYPES = [
     ),
     Row(
         columns="`real`, `double precision`",
-        json="number; as text too with `lax`",
+        json='number; "NaN", "Infinity", "-Infinity"; as text too with `lax`',
         python="`float`, `int`, text",
         refused="out of range; what would become 0; an int that a double changes",
         values={
             "real": [("1.5", "1.5"), ("7", "7")],
-            "double precision": [("0.1", "0.1"), ("-0", "-0"), ("-0.0", "-0"), ("0", "0"), ("5e-324", "5e-324"), ("9007199254740992", "9.007199254740992e+15")],
+            "double precision": [("0.1", "0.1"), ("-0", "-0"), ("-0.0", "-0"), ("0", "0"), ("5e-324", "5e-324"), ("9007199254740992", "9.007199254740992e+15"), ('"NaN"', "NaN"), ('"-Infinity"', "-Infinity")],
         },
         bad={"real": ["1e39", "1e-60"], "double precision": ["1e400", "1e-400", "9007199254740993", '"1.5"', "true"]},
     ),
@@ -68,7 +68,7 @@ TYPES = [
     ),
     Row(
         columns="`boolean`",
-        json='true, false; 1, 0, "true", "false" with `lax`',
+        json='true, false; 1, 0, "true", "false", "t", "f" with `lax`',
         python="`bool`, text",
         refused="numbers",
         values={"boolean": [("true", "true"), ("false", "false")]},
