@@ -52,6 +52,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "--create-table", action="store_true", help="make a table that is not there, from a sample, with a column rest"
     )
     what.add_argument("--add-columns", action="store_true", help="add columns for fields of a sample; drops nothing")
+    what.add_argument(
+        "--evolve",
+        choices=("add-columns",),
+        help="add columns for fields that come while it runs, as the table's owner",
+    )
     _add_shape(parser)
     run_ = parser.add_argument_group("run")
     run_.add_argument(

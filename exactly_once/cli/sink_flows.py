@@ -13,7 +13,7 @@ from confluent_kafka import Message
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.writer.decoding import Decoder, Envelope, Source
-from exactly_once.writer.sink import TableSink
+from exactly_once.writer.sink import Evolve, TableSink
 from exactly_once.writer.statements import Mode
 
 from .options import undotted
@@ -69,6 +69,8 @@ class Flow:
     where_not: Mapping[str, _Scalar | tuple[_Scalar, ...]] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
     """The types of columns that are made, whatever the sample says."""
+    evolve: Evolve | None = None
+    """Whether a field without a column gets one while the sink runs."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Source] = field(default_factory=dict)
     epoch: Mapping[str, str] = field(default_factory=dict)
@@ -148,6 +150,8 @@ class Flow:
             update=self.update,
             newest_by=self.newest_by,
             naive_timestamps=self.naive_timestamps,
+            evolve=self.evolve,
+            types=self.types,
             **({"missing": self.missing} if self.missing else {}),
         )
 
@@ -233,12 +237,20 @@ def _flow(given: object, registry: object) -> Flow:
         Envelope(flow.metadata, flow.constants)
     except ConfigurationError as error:
         raise UsageError(f"[[sink]]: {error}") from None
-    if flow.fields is not None and flow.rename:
-        raise UsageError("[[sink]]: fields names all columns that are filled, so there is no rename beside it")
-    if flow.format != "csv" and (flow.csv_columns is not None or flow.csv_delimiter != ","):
-        raise UsageError('[[sink]]: csv_columns and csv_delimiter are about format = "csv"')
-    if flow.schema_registry is not None and flow.format not in (None, "json", *get_args(EnvelopeName)):
-        raise UsageError(f"[[sink]]: messages of format {flow.format} name no schema of a registry")
+    for is_wrong, what in (
+        (flow.fields is not None and flow.evolve, "fields names all columns that are filled, so there is no evolve"),
+        (flow.fields is not None and flow.rename, "fields names all columns that are filled, so there is no rename"),
+        (
+            flow.format != "csv" and (flow.csv_columns or flow.csv_delimiter != ","),
+            'csv_columns and csv_delimiter are about format = "csv"',
+        ),
+        (
+            flow.schema_registry is not None and flow.format not in (None, "json", *get_args(EnvelopeName)),
+            f"messages of format {flow.format} name no schema of a registry",
+        ),
+    ):
+        if is_wrong:
+            raise UsageError(f"[[sink]]: {what}")
     return flow
 
 

@@ -26,6 +26,7 @@ from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.session import Connection
 from exactly_once.ledger.sql import query
 from exactly_once.writer import TableError
+from exactly_once.writer.evolving import add_columns
 from exactly_once.writer.table import read_table
 
 from . import options, output
@@ -33,7 +34,7 @@ from .problems import CommandError, UsageError
 from .servers import Stored
 from .sink_crew import Crew
 from .sink_flows import Flow, Run, read_flows, read_run, with_rest
-from .sink_sample import REST_COMMENT, SAMPLE, Positions, add_columns, columns_of, create_table, sample
+from .sink_sample import REST_COMMENT, SAMPLE, Positions, columns_of, create_table, sample
 from .sink_worker import Task, fail, set_up_logs, work
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ def _dry_run(args: argparse.Namespace, task: Task) -> int:
             ddl = [statement.as_string(None) for statement in ready.statements]
             for statement in ready.statements:
                 connection.execute(statement, prepare=False)
-            sink = ready.flow.sink()
+            sink = replace(ready.flow, evolve=None).sink()
             messages = ready.messages[:SAMPLE]
             written = sink.write(connection, messages)
             decoded = sink.decoder.decode(messages)

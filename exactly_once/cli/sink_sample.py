@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from decimal import Decimal
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 from psycopg import sql
 
 from exactly_once.errors import UnknownTopic
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.ledger.sql import query
-from exactly_once.writer import BadRow, Table
+from exactly_once.writer import BadRow
 from exactly_once.writer.decoding import key_field
 from exactly_once.writer.errors import cut
+from exactly_once.writer.evolving import NAME_BYTES, can_be_column, type_of, wider
 from exactly_once.writer.formats import hint_for
 from exactly_once.writer.from_json import JsonDecoder, path_of
 
@@ -41,9 +38,6 @@ Positions = Mapping[tuple[str, int], int]
 
 _NAME = re.compile(r'"(?:[^"]|"")*"|[^."]+')
 _WAIT_SECONDS = 10.0
-_NAME_BYTES = 63
-"""Postgres cuts longer names."""
-_SYSTEM_COLUMNS = {"tableoid", "xmin", "cmin", "xmax", "cmax", "ctid"}
 _METADATA_TYPES = {
     "topic": "text",
     "partition": "int",
@@ -52,7 +46,6 @@ _METADATA_TYPES = {
     "key": "bytea",
     "headers": "jsonb",
 }
-_moment: Callable[[bytes], datetime] = msgspec.json.Decoder(Annotated[datetime, msgspec.Meta(tz=True)]).decode
 
 
 def sample(kafka: Mapping[str, Any], topics: Sequence[str], positions: Positions | None = None) -> list[Message]:
@@ -135,10 +128,10 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     elif messages:
         objects, types, result.key = _objects(flow, messages)
         result.types = _types(flow, objects, types)
-        result.left_out = [name for name in result.types if not _can_be_column(name)]
+        result.left_out = [name for name in result.types if not can_be_column(name)]
         result.types = {name: kind for name, kind in result.types.items() if name not in result.left_out}
     result.types |= {column: _metadata_type(source, messages) for column, source in flow.metadata.items()}
-    result.types |= {column: _type(value) or "text" for column, value in flow.constants.items()}
+    result.types |= {column: type_of(value) or "text" for column, value in flow.constants.items()}
     result.types |= flow.types
     if flow.rest:
         result.types[flow.rest] = "jsonb"
@@ -148,7 +141,7 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     if result.left_out:
         where = f"they go to {flow.rest or result.rest}" if flow.rest or result.rest else "they are lost"
         names = ", ".join(map(cut, result.left_out))
-        told = f"no column can have the name of {names} (over {_NAME_BYTES} bytes, a quote, or Postgres's own); {where}"
+        told = f"no column can have the name of {names} (over {NAME_BYTES} bytes, a quote, or Postgres's own); {where}"
         if for_new_table and not (flow.rest or result.rest):
             raise CommandError(f"{told}: say fields = {{column = path}} in a [[sink]], or rest")
         logger.warning("%s", told, extra={"action": "fields_left_out"})
@@ -219,7 +212,7 @@ def _types(flow: Flow, objects: Sequence[dict[str, Any]], types: Mapping[str, st
         kind: str | None = types.get(path[0]) if len(path) == 1 else None
         if kind is None:
             for one in objects:
-                kind = _wider(kind, _type(_at(one, path)))
+                kind = wider(kind, type_of(_at(one, path)))
         found[column] = kind or "jsonb"
     found |= {column: "date" if unit == "days" else "timestamptz" for column, unit in flow.epoch.items()}
     found |= dict.fromkeys(flow.decimal, "numeric") | dict.fromkeys(flow.json_text, "jsonb")
@@ -233,7 +226,7 @@ def _metadata_type(source: str, messages: Sequence[Message]) -> str:
     kind: str | None = None
     for message in messages:
         with contextlib.suppress(ValueError):  # the worker tells which one
-            kind = _wider(kind, _type(key_field(path_of(source.removeprefix("key:")), message)))
+            kind = wider(kind, type_of(key_field(path_of(source.removeprefix("key:")), message)))
     return kind or "text"
 
 
@@ -241,11 +234,6 @@ def _at(value: Any, path: Sequence[str]) -> Any:
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value
-
-
-def _can_be_column(name: str) -> bool:
-    is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= _NAME_BYTES
-    return is_short and name not in _SYSTEM_COLUMNS and not set('"\\\0') & set(name)
 
 
 def create_table(flow: Flow, columns: Columns) -> list[sql.Composed]:
@@ -272,16 +260,6 @@ def create_table(flow: Flow, columns: Columns) -> list[sql.Composed]:
     return made
 
 
-def add_columns(table: Table, columns: Mapping[str, str]) -> list[sql.Composed]:
-    """Write the ALTER TABLE that adds what is missing; nothing is ever dropped or changed."""
-    there = {c.name for c in table.columns}
-    new = {name: kind for name, kind in columns.items() if name not in there}
-    if not new:
-        return []
-    parts = [sql.SQL("ADD COLUMN IF NOT EXISTS {} {}").format(sql.Identifier(n), sql.SQL(k)) for n, k in new.items()]
-    return [sql.SQL("ALTER TABLE {} {}").format(table.identifier, sql.SQL(", ").join(parts))]
-
-
 def table_name(flow: Flow) -> sql.Identifier:
     """Read the name of the table as SQL does."""
     return sql.Identifier(*_name_parts(flow))
@@ -294,36 +272,3 @@ def _name_parts(flow: Flow) -> list[str]:
 def _unquoted(part: str) -> str:
     """Read a part of a name as SQL does."""
     return part[1:-1].replace('""', '"') if part.startswith('"') else part.lower()
-
-
-def _type(value: Any) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "bigint" if -(1 << 63) <= value < (1 << 63) else "numeric"
-    if isinstance(value, (float, Decimal)):
-        return "numeric" if math.isfinite(value) else "jsonb"  # a double would change most decimal fractions
-    if isinstance(value, str):
-        return "timestamptz" if _is_moment(value) else "text"
-    return "jsonb"
-
-
-def _is_moment(value: str) -> bool:
-    """Tell whether the decoder takes a text for a moment: other notations of ISO 8601 it refuses."""
-    try:
-        _moment(msgspec.json.encode(value))
-    except (msgspec.ValidationError, UnicodeEncodeError):
-        return False
-    return True
-
-
-def _wider(one: str | None, other: str | None) -> str | None:
-    """Find a type that holds the values of both."""
-    if one is None or other is None or one == other:
-        return one or other
-    kinds = {one, other}
-    if kinds <= {"bigint", "numeric"}:
-        return "numeric"
-    return "text" if kinds <= {"text", "timestamptz"} else "jsonb"

@@ -84,6 +84,15 @@ class PlainDecoder:
         roots = {path.split(".")[0] if isinstance(path, str) else path[0] for path in paths}
         self._is_guarded = not roots & _WRAPPERS
 
+    @property
+    def new_fields(self) -> set[str]:
+        """The fields that no column takes, as the decoder knows them."""
+        return set(getattr(self._decoder, "new_fields", ()))
+
+    def types(self, messages: Sequence[Message]) -> dict[str, str]:
+        """Return the types that messages tell, as the decoder knows them."""
+        return self._decoder.types(messages) if isinstance(self._decoder, FormatDecoder) else {}
+
     def decode(self, messages: Sequence[Message]) -> Decoded:
         """Look at both ends of the batch, since a topic has one format; then decode.
 
@@ -140,6 +149,18 @@ class FormatDecoder:
         by_field = {path[0]: columns[name] for name, path in paths.items() if len(path) == 1 and name in columns}
         names = [paths[name][-1] for name in key if name in paths] if mode == "upsert" else []
         self._format.prepare(by_field, mode=mode, key=names, keeps_keys=bool(self._metadata.keys() & set(key)))
+
+    @property
+    def new_fields(self) -> set[str]:
+        """The fields that no column takes, as the decoder knows them."""
+        return set(getattr(self._decoder, "new_fields", ()))
+
+    def types(self, messages: Sequence[Message]) -> dict[str, str]:
+        """Return the types of columns that messages tell."""
+        types: dict[str, str] = {}
+        for message in messages:
+            types |= self._format.types(self._binary.opened(message) if self._binary is not None else message)
+        return types
 
     def decode(self, messages: Sequence[Message]) -> Decoded:
         """Turn all messages into JSON now; what is wrong with a row is raised when it is made.

@@ -115,6 +115,12 @@ class JsonDecoder:
         self._fill()
         self._key = _Key(table, key, self._paths, self._reading) if mode == "upsert" else None
 
+    @property
+    def new_fields(self) -> set[str]:
+        """The fields of messages, seen since the table was looked at, that no column takes; not those within others."""
+        roots = {path[0] for path in self._paths.values()} if self._shape.is_deep else set()
+        return {name for name in self._ignored if name.partition(".")[0] not in roots}
+
     def decode(self, messages: Sequence[Message]) -> Decoded:
         """Describe the rows; a message is decoded when its row is asked for."""
         what = self._on_tombstone or ("delete" if self._key is not None else "refuse")

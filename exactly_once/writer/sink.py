@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import psycopg
 from confluent_kafka import Message
 
 from exactly_once.ledger.session import Connection
 
-from .decoding import Decoder
-from .errors import TableError
-from .table import Table
+from .decoding import Decoded, Decoder
+from .errors import TableChanged, TableError, cut
+from .table import Table, read_table
 from .writer import TableWriter
 
 if TYPE_CHECKING:
     from exactly_once.consumer.unit import Unit
 
+logger = logging.getLogger(__name__)
+
+Evolve = Literal["add-columns"]
+
 
 class TableSink:
     """Writes the messages of a unit to a table: ``consumer.run(TableSink("bank.payment", decoder=JsonDecoder()))``.
 
-    Everything but ``decoder`` is an option of :class:`TableWriter`.
+    With ``evolve="add-columns"`` a field that no column takes gets one: the batch comes again, and its transaction
+    begins with the ALTER TABLE. A field that was always null so far gets none. ``types`` are those of such columns,
+    where the values do not tell. All else are options of :class:`TableWriter`.
     """
 
-    def __init__(self, table: str, *, decoder: Decoder, **options: Any) -> None:
+    def __init__(
+        self,
+        table: str,
+        *,
+        decoder: Decoder,
+        evolve: Evolve | None = None,
+        types: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         self.writer = TableWriter(table, **options)
+        self._evolves = evolve is not None
+        self._types = dict(types or {})
+        self._to_add: dict[str, str] = {}
+        """Columns that the next transaction adds, until one sees that they are there."""
+        self._declined: set[str] = set()
+        """Fields that can be no columns."""
         self.decoder = decoder
         self.rows = 0
         """How many rows were written so far, those of units that were rolled back included."""
@@ -50,6 +72,8 @@ class TableSink:
 
     def write(self, connection: Connection, messages: Sequence[Message]) -> int:
         """Write messages; see :meth:`TableWriter.write` for what is raised and returned."""
+        if self._to_add:
+            self._add_columns(connection)
         table = self.writer.table(connection)  # locked as it is from here on
         if table is not self._prepared_for:
             # A column that was filled so far must not be left out in silence because it is gone.
@@ -65,7 +89,49 @@ class TableSink:
         self.unused_fields += decoded.unused
         self.filtered_messages += decoded.filtered
         self.unfilled_columns = set(decoded.unfilled)
+        if self._evolves:
+            self._look_for_columns(table, messages, decoded)
         return written
+
+    def _look_for_columns(self, table: Table, messages: Sequence[Message], decoded: Decoded) -> None:
+        """Decide what columns a batch asks for.
+
+        :raises TableChanged: when there are some, so that the batch comes again, with them.
+        """
+        from .evolving import can_be_column, types_in  # noqa: PLC0415 - an extra
+
+        new: set[str] = getattr(self.decoder, "new_fields", set()) - self._declined
+        known = {column.name for column in table.columns}
+        if odd := sorted(name for name in new if name in known or not can_be_column(name)):
+            logger.warning("%s gets no column for %s: no column can have such a name", table, ", ".join(map(cut, odd)))
+            self._declined.update(odd)
+        if not (new := new - self._declined):
+            return
+        told: dict[str, str] = self.decoder.types(messages) if hasattr(self.decoder, "types") else {}
+        found = types_in(new, (message.value() for message in decoded.origins))
+        found |= {name: kind for name, kind in {**told, **self._types}.items() if name in found}
+        if found:
+            self._to_add = found
+            columns = ", ".join(f"{cut(name)} {kind}" for name, kind in found.items())
+            raise TableChanged(f"{table} gets columns that the messages bring: {columns}")
+
+    def _add_columns(self, connection: Connection) -> None:
+        """Add columns before anything else locks the table, so that no two workers wait for each other.
+
+        :raises TableError: when that is not allowed.
+        """
+        from .evolving import add_columns  # noqa: PLC0415 - an extra
+
+        table = read_table(connection, self.writer.name)
+        statements = add_columns(table, self._to_add)
+        if not statements:
+            self._to_add = {}
+        for statement in statements:
+            try:
+                connection.execute(statement, prepare=False)
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise TableError(f"{table}: only its owner adds columns: {error}") from error
+            logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
 
 
 class Router:
