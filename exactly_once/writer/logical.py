@@ -33,6 +33,9 @@ class Schema(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):
     field: str | None = None
     fields: tuple[Schema, ...] = ()
     items: Schema | None = None
+    """Of an array."""
+    values: Schema | None = None
+    """Of a map."""
     parameters: Mapping[str, str] | None = None
 
     def of(self, field: str) -> Schema | None:
@@ -77,6 +80,8 @@ def _conversion(schema: Schema) -> Convert | None:
         return partial(known, schema.parameters or {})
     if schema.type == "array" and schema.items is not None and (inner := _conversion(schema.items)) is not None:
         return partial(_array, inner)
+    if schema.type == "map" and schema.values is not None and (inner := _conversion(schema.values)) is not None:
+        return partial(_map, inner)
     if schema.type == "struct" and (fields := _conversions(schema)):
         return partial(_struct, fields)
     return None
@@ -87,6 +92,15 @@ def _array(convert: Convert, text: bytes, column: Column | None) -> bytes:
     element = None if column is None or column.element_oid is None else _element(column)
     return msgspec.json.encode(
         [each if bytes(each) == b"null" else Raw(convert(bytes(each), element)) for each in items]
+    )
+
+
+def _map(convert: Convert, text: bytes, column: Column | None) -> bytes:
+    if not text.startswith(b"{"):  # with keys that are no texts it is a list of pairs
+        return text
+    values = fields_in(text)
+    return msgspec.json.encode(
+        {key: each if bytes(each) == b"null" else Raw(convert(bytes(each), None)) for key, each in values.items()}
     )
 
 

@@ -248,6 +248,7 @@ def _schema_of_avro(schema: Any, space: str, known: dict[str, Schema]) -> Schema
             for field in schema.get("fields", ())
         ),
         items=_schema_of_avro(schema["items"], space, known) if kind == "array" else None,
+        values=_schema_of_avro(schema["values"], space, known) if kind == "map" else None,
         parameters=parameters or None,
     )
     if full is not None and kind in ("record", "enum", "fixed", "error"):

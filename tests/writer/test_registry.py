@@ -194,6 +194,19 @@ def test_avro_of_every_type_ends_as_what_it_stands_for(registry: StandIn, db: Da
     assert registry.asked == [f"/schemas/ids/{number}"] or len(registry.asked) == 1
 
 
+def test_logical_types_within_objects_lists_and_maps(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, a jsonb)")
+    cents, day = logical("bytes", "decimal", precision=9, scale=2), logical("int", "date")
+    inner = record("In", day=optional(day), days={"type": "array", "items": optional(day)})
+    inner["fields"].append({"name": "prices", "type": {"type": "map", "values": optional(cents)}})
+    schema = record("Out", id="int", a=optional(inner))
+    number, bare = registry.add(json.dumps(schema)), json.loads(json.dumps(schema).replace("logicalType", "other"))
+    value = {"id": 1, "a": {"day": 1, "days": [0, None], "prices": {"x": b"\0\x96", "y": None}}}
+    write(db, name, registry, message(avro(number, bare, value)))
+    expected = {"day": "1970-01-02", "days": ["1970-01-01", None], "prices": {"x": 1.5, "y": None}}
+    assert rows(db, name) == [(1, expected)]
+
+
 def test_types_that_another_schema_brings_are_known(registry: StandIn, db: Database, name: str) -> None:
     db.execute(f"CREATE TABLE {name} (id int, city text, born date)")
     person = record("org.Person", born=logical("int", "date"), home=optional("org.Address"))
