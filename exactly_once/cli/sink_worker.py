@@ -21,15 +21,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from confluent_kafka import Message
+
 from exactly_once import DeadLetterLimit, ExactlyOnceConsumer
-from exactly_once.errors import ConfigurationError
+from exactly_once._log import about
+from exactly_once._model import Partition
+from exactly_once.consumer.unit import Unit
+from exactly_once.errors import ConfigurationError, TooManyDeadLetters
+from exactly_once.ledger.dead_letters import enforce
 from exactly_once.ledger.session import Connection as Database
 from exactly_once.ledger.session import connector
+from exactly_once.writer import BadRow
 from exactly_once.writer.sink import Router
 
 from .named import NamedConnect
@@ -120,13 +128,29 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         # What is here now stays to the end; looking through it for garbage takes time from each unit.
         gc.collect()
         gc.freeze()
+        set_aside = partial(_set_aside, limit) if task.run.on_poison == "dead-letter" else None
         consumer.run(
-            Router(sinks),
+            Router(sinks, set_aside=set_aside),
             on_poison=task.run.on_poison,
             dead_letter_limit=limit,
             stop_seconds=task.run.stop_seconds,
             until_end=task.run.until_end,
         )
+
+
+def _set_aside(limit: DeadLetterLimit, unit: Unit, message: Message, error: BadRow) -> None:
+    """Set a message aside in the unit that applies the others.
+
+    :raises BadRow: when it is one too many, so that what comes before it is committed and it stops the worker alone.
+    """
+    unit.dead_letter(message, error)
+    try:
+        enforce(limit, unit.connection, message, schema=unit.work.schema, group_id=unit.work.group_id)
+    except TooManyDeadLetters:
+        raise error from None
+    partition = Partition(str(message.topic()), message.partition() or 0)
+    extra = about("set_aside", group=unit.work.group_id, partition=partition, offset=message.offset())
+    logger.error("%s offset %s is set aside with its unit: %s", partition, message.offset(), error, extra=extra)
 
 
 class _Member(ExactlyOnceConsumer):

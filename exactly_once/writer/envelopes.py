@@ -102,8 +102,11 @@ class Envelope:
         """The fields of the key; none where rows are only appended."""
         self._keeps_keys = False
         """Whether a column of the key is filled from the message's own."""
-        self._deleted: dict[tuple[str | None, int | None], bytes | None] = {}
-        """The key of each partition's last message, where that was a delete: the tombstone behind it is nothing."""
+        self._deleted: dict[tuple[str | None, int | None], tuple[int, bytes | None]] = {}
+        """Offset and key of each partition's last message, where that was a delete: the tombstone behind it is nothing.
+
+        What comes again, because a batch failed, is not behind what came after it.
+        """
         self._is_behind_delete = False
 
     def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
@@ -120,9 +123,10 @@ class Envelope:
         :raises BadRow: for a message that is not in the envelope, or asks for what cannot be done.
         """
         place = message.topic(), message.partition()
-        self._is_behind_delete = place in self._deleted and self._deleted.pop(place) == message.key()
-        for key, row in self._changes(message):
-            yield key, None if row is None else msgspec.json.encode(_raw(row))
+        offset, key = self._deleted.pop(place, (None, None))
+        self._is_behind_delete = offset is not None and key == message.key() and (message.offset() or 0) > offset
+        for changed, row in self._changes(message):
+            yield changed, None if row is None else msgspec.json.encode(_raw(row))
 
     def types(self, message: Message) -> dict[str, str]:
         """Return the types of the columns that the schema of a message asks for; none where it has no schema."""
@@ -258,7 +262,7 @@ class Envelope:
             key = before
         if key is None or not set(self._key) <= set(key):
             raise BadRow(f"a delete without {', '.join(self._key)}: set REPLICA IDENTITY FULL at the source")
-        self._deleted[message.topic(), message.partition()] = message.key()
+        self._deleted[message.topic(), message.partition()] = message.offset() or 0, message.key()
         yield self._key_text(message, {name: key[name] for name in self._key}), None
 
     def _tombstone(self, message: Message) -> Iterator[tuple[bytes | None, Row | None]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
@@ -12,8 +14,9 @@ from confluent_kafka import Message
 
 from exactly_once.ledger.session import Connection
 
+from .changes import Row
 from .decoding import Decoded, Decoder
-from .errors import TableChanged, TableError, cut
+from .errors import BadRow, TableChanged, TableError, cut
 from .table import Table, read_table
 from .writer import TableWriter
 
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Evolve = Literal["add-columns"]
+SetAside = Callable[[Message, BadRow], object]
+"""What takes a message of which no row can be made, in the transaction that skips it."""
+_SIFTED = 256
+"""So many messages are looked at once more for each bad one among them."""
 
 
 class TableSink:
@@ -58,6 +65,7 @@ class TableSink:
         """How many messages the decoder has left out so far, because they are not wanted; counted as ``rows`` is."""
         self.unfilled_columns: set[str] = set()
         """The columns that no message has filled so far."""
+        self._has_met_bad = False
         self._prepared_for: Table | None = None
         self._columns: Sequence[str] = ()
 
@@ -70,8 +78,12 @@ class TableSink:
         """Write the messages of a unit in its transaction."""
         self.write(unit.connection, unit.messages)
 
-    def write(self, connection: Connection, messages: Sequence[Message]) -> int:
-        """Write messages; see :meth:`TableWriter.write` for what is raised and returned."""
+    def write(self, connection: Connection, messages: Sequence[Message], *, set_aside: SetAside | None = None) -> int:
+        """Write messages; see :meth:`TableWriter.write` for what is raised and returned.
+
+        From the first bad message on ``set_aside`` gets those of which the decoder makes no row, and the others are
+        written: that message itself is raised, for the batch to come again.
+        """
         if self._to_add:
             self._add_columns(connection)
         table = self.writer.table(connection)  # locked as it is from here on
@@ -80,11 +92,16 @@ class TableSink:
             table.pick(self._columns)
             self.decoder.prepare(table, mode=self.writer.mode, key=self.writer.key(connection))
             self._prepared_for = table
-        decoded = self.decoder.decode(messages)
-        self._columns = decoded.columns
-        written = self.writer.write(
-            connection, decoded, columns=decoded.columns, origins=decoded.origins, exact=decoded.exact, table=table
-        )
+        try:
+            is_wary = set_aside is not None and self._has_met_bad
+            decoded = self._sifted(messages, set_aside) if set_aside and is_wary else self.decoder.decode(messages)
+            self._columns = decoded.columns
+            written = self.writer.write(
+                connection, decoded, columns=decoded.columns, origins=decoded.origins, exact=decoded.exact, table=table
+            )
+        except BadRow:
+            self._has_met_bad = True
+            raise
         self.rows += written
         self.unused_fields += decoded.unused
         self.filtered_messages += decoded.filtered
@@ -92,6 +109,37 @@ class TableSink:
         if self._evolves:
             self._look_for_columns(table, messages, decoded)
         return written
+
+    def _sifted(self, messages: Sequence[Message], set_aside: SetAside) -> Decoded:
+        """Make rows of all messages of which they can be made; the others are set aside."""
+        rows: list[Row] = []
+        origins: list[Message] = []
+        unused: Counter[str] = Counter()
+        filtered = 0
+        for start in range(0, len(messages), _SIFTED):
+            left = messages[start : start + _SIFTED]
+            while left:
+                good, bad = left, None
+                try:
+                    list(self.decoder.decode(left))
+                except BadRow as error:
+                    place = error.topic, error.partition, error.offset
+                    places = [(m.topic(), m.partition(), m.offset()) for m in left]
+                    if place not in places:
+                        raise
+                    good, bad = left[: places.index(place)], error
+                decoded = self.decoder.decode(good)
+                rows += decoded
+                origins += decoded.origins
+                unused += decoded.unused
+                filtered += decoded.filtered
+                if bad is not None:
+                    set_aside(left[len(good)], bad)
+                left = left[len(good) + 1 :]
+        last = self.decoder.decode([])
+        return replace(
+            last, origins=origins, make=lambda: iter(rows), unused=unused, filtered=filtered, unfilled=last.unfilled
+        )
 
     def _look_for_columns(self, table: Table, messages: Sequence[Message], decoded: Decoded) -> None:
         """Decide what columns a batch asks for.
@@ -135,13 +183,22 @@ class TableSink:
 
 
 class Router:
-    """Hands each topic's messages to its own sink, all in the transaction of the unit."""
+    """Hands each topic's messages to its own sink, all in the transaction of the unit.
 
-    def __init__(self, sinks: Mapping[str, TableSink]) -> None:
+    ``set_aside`` takes messages of which no row can be made, so that many of them cost no units of their own.
+    """
+
+    def __init__(
+        self, sinks: Mapping[str, TableSink], *, set_aside: Callable[[Unit, Message, BadRow], object] | None = None
+    ) -> None:
         self._sinks = dict(sinks)
+        self._set_aside = set_aside
 
     def __call__(self, unit: Unit) -> None:
         """Write the messages of a unit, table by table in the order in which the topics were given."""
+        # What is tried alone is judged by who calls us.
+        is_alone = len(unit.messages) == 1
+        set_aside = None if self._set_aside is None or is_alone else partial(self._set_aside, unit)
         by_topic: dict[str | None, list[Message]] = {}
         for message in unit.messages:
             by_topic.setdefault(message.topic(), []).append(message)
@@ -149,4 +206,4 @@ class Router:
             raise TableError(f"no table for topic {', '.join(map(str, unknown))}")
         for topic, sink in self._sinks.items():
             if messages := by_topic.get(topic):
-                sink.write(unit.connection, messages)
+                sink.write(unit.connection, messages, set_aside=set_aside)

@@ -79,3 +79,40 @@ def test_what_only_postgres_refuses_is_set_aside_or_named(  # noqa: PLR0917 - fi
     assert rows(db, source, "id") == [(i,) for i in range(20) if i != place]
     found = "SELECT message_offset, sqlstate FROM exactly_once.dead_letter WHERE topic = %s"
     assert db.execute(found, (source,)).fetchall() == [(place, case[:5])]
+
+
+def test_many_bad_messages_are_set_aside_with_the_units_that_apply_the_others(
+    operate: Command, bootstrap_servers: str, source: str, db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is stored once, with its own error and place, and costs no unit of its own."""
+    db.execute(f"CREATE TABLE {source} (id int PRIMARY KEY, v text)")
+    bad = set(range(5, 2000, 40))
+    values: list[Any] = [{"id": "no" if i in bad else i, "v": "x"} for i in range(2000)]
+    values[805] = b"no json"
+    send(bootstrap_servers, source, [("0", value) for value in values], 1)
+    result = operate("sink", "--topic", source, "--table", source, "--until-end", "--on-poison", "dead-letter")
+    assert result.code == 0, result.err
+    assert rows(db, source, "id") == [(i,) for i in range(2000) if i not in bad]
+    found = "SELECT message_offset, error FROM exactly_once.dead_letter WHERE topic = %s ORDER BY message_offset"
+    letters = db.execute(found, (source,)).fetchall()
+    assert [offset for offset, _ in letters] == sorted(bad)
+    assert all(f"{source}[0] offset {offset}: " in error for offset, error in letters)
+    told = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "set_aside"]
+    assert len([text for text in told if "with its unit" in text]) == len(bad) - 1
+    assert "applied all the same" not in caplog.text
+
+
+@pytest.mark.parametrize("limit", [3, 7])
+def test_too_many_bad_messages_stop_the_sink_where_the_limit_is(
+    limit: int, operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    db.execute(f"CREATE TABLE {source} (id int)")
+    values = [{"id": i} for i in range(5)] + [{"id": "no"}] + [{"id": i} for i in range(5, 9)] + [{"id": "no"}] * 30
+    send(bootstrap_servers, source, [("0", value) for value in values], 1)
+    options = ("--on-poison", "dead-letter", "--dead-letter-limit", str(limit))
+    result = operate("sink", "--topic", source, "--table", source, "--until-end", *options)
+    assert result.code == 1
+    assert f"{source}[0] offset {10 + limit} would be dead letter {limit + 1} in a row" in result.err
+    assert rows(db, source, "id") == [(i,) for i in range(9)]
+    found = "SELECT message_offset FROM exactly_once.dead_letter WHERE topic = %s ORDER BY 1"
+    assert db.execute(found, (source,)).fetchall() == [(i,) for i in (5, *range(10, 10 + limit))]
