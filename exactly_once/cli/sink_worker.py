@@ -37,8 +37,7 @@ from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 from exactly_once.ledger.dead_letters import enforce
 from exactly_once.ledger.session import Connection as Database
 from exactly_once.ledger.session import connector
-from exactly_once.writer import BadRow
-from exactly_once.writer.sink import Router
+from exactly_once.writer.sink import Bad, Router
 
 from .named import NamedConnect
 from .problems import one_line
@@ -138,19 +137,37 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         )
 
 
-def _set_aside(limit: DeadLetterLimit, unit: Unit, message: Message, error: BadRow) -> None:
-    """Set a message aside in the unit that applies the others.
+def _set_aside(limit: DeadLetterLimit, unit: Unit, bad: Bad) -> None:
+    """Set messages aside in the unit that applies the others.
 
-    :raises BadRow: when it is one too many, so that what comes before it is committed and it stops the worker alone.
+    :raises BadRow: when they are too many, so that those before are committed, and the one too many stops the worker.
     """
-    unit.dead_letter(message, error)
-    try:
-        enforce(limit, unit.connection, message, schema=unit.work.schema, group_id=unit.work.group_id)
-    except TooManyDeadLetters:
-        raise error from None
-    partition = Partition(str(message.topic()), message.partition() or 0)
-    extra = about("set_aside", group=unit.work.group_id, partition=partition, offset=message.offset())
-    logger.error("%s offset %s is set aside with its unit: %s", partition, message.offset(), error, extra=extra)
+    for message, error in bad:
+        unit.dead_letter(message, error)
+    errors = {(m.topic(), m.partition(), m.offset()): error for m, error in bad}
+    runs: list[list[Message]] = []
+    """Those that could be too many in a row: several without a good one between them, or the first of a partition."""
+    last: dict[Any, list[Message]] = {}
+    for message in unit.messages:
+        place = message.topic(), message.partition()
+        is_first = place not in last
+        if (*place, message.offset()) not in errors:
+            last[place] = []
+            continue
+        run = last.setdefault(place, [])
+        run.append(message)
+        if len(run) == 1 + (not is_first):
+            runs.append(run)
+    # The last of all is counted in any case, for the limit in a time. Counting each would cost most of all.
+    for run in [*runs, [bad[0][0], bad[-1][0]]]:
+        try:
+            enforce(limit, unit.connection, run[-1], schema=unit.work.schema, group_id=unit.work.group_id)
+        except TooManyDeadLetters:
+            raise errors[run[0].topic(), run[0].partition(), run[0].offset()] from None
+    for message, error in bad:
+        partition = Partition(str(message.topic()), message.partition() or 0)
+        extra = about("set_aside", group=unit.work.group_id, partition=partition, offset=message.offset())
+        logger.error("%s offset %s is set aside with its unit: %s", partition, message.offset(), error, extra=extra)
 
 
 class _Member(ExactlyOnceConsumer):

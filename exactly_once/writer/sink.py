@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Evolve = Literal["add-columns"]
-SetAside = Callable[[Message, BadRow], object]
-"""What takes a message of which no row can be made, in the transaction that skips it."""
+Bad = Sequence[tuple[Message, BadRow]]
+"""Messages of which no row can be made, in their order, and why."""
+SetAside = Callable[[Bad], object]
+"""What takes such messages, in the transaction that skips them."""
 _SIFTED = 256
 """So many messages are looked at once more for each bad one among them."""
 
@@ -114,12 +116,13 @@ class TableSink:
         """Make rows of all messages of which they can be made; the others are set aside."""
         rows: list[Row] = []
         origins: list[Message] = []
+        bad: list[tuple[Message, BadRow]] = []
         unused: Counter[str] = Counter()
         filtered = 0
         for start in range(0, len(messages), _SIFTED):
             left = messages[start : start + _SIFTED]
             while left:
-                good, bad = left, None
+                good = left
                 try:
                     list(self.decoder.decode(left))
                 except BadRow as error:
@@ -127,15 +130,16 @@ class TableSink:
                     places = [(m.topic(), m.partition(), m.offset()) for m in left]
                     if place not in places:
                         raise
-                    good, bad = left[: places.index(place)], error
+                    good = left[: places.index(place)]
+                    bad.append((left[len(good)], error))
                 decoded = self.decoder.decode(good)
                 rows += decoded
                 origins += decoded.origins
                 unused += decoded.unused
                 filtered += decoded.filtered
-                if bad is not None:
-                    set_aside(left[len(good)], bad)
                 left = left[len(good) + 1 :]
+        if bad:
+            set_aside(bad)
         last = self.decoder.decode([])
         return replace(
             last, origins=origins, make=lambda: iter(rows), unused=unused, filtered=filtered, unfilled=last.unfilled
@@ -189,7 +193,7 @@ class Router:
     """
 
     def __init__(
-        self, sinks: Mapping[str, TableSink], *, set_aside: Callable[[Unit, Message, BadRow], object] | None = None
+        self, sinks: Mapping[str, TableSink], *, set_aside: Callable[[Unit, Bad], object] | None = None
     ) -> None:
         self._sinks = dict(sinks)
         self._set_aside = set_aside
