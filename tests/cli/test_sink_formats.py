@@ -62,6 +62,7 @@ def follow(command: Command, bootstrap_servers: str, conninfo: str, name: str, d
         if topic not in topics:
             topics.add(create_topic(bootstrap_servers, 1, name=topic))
             tables.add(table)
+            db.execute(f"DROP TABLE IF EXISTS {table}")  # that of another page
         send(bootstrap_servers, topic, pairs, headers)
         result = command(*words, *more, "--group-id", name)
         assert result.code == 0, result.err
