@@ -31,8 +31,8 @@ from exactly_once.publish import (
     DedupProducer,
     Filter,
     Link,
-    Outgoing,
     PostgresWindow,
+    ProducerRecord,
     PublishOwner,
     SequenceFilter,
     SlotFilter,
@@ -288,7 +288,7 @@ def many_rate(bootstrap_servers: str, messages: int) -> float:
         began = time.process_time()
         for start in range(0, messages, BATCH):
             values = [b"%0100d" % n for n in range(start, start + BATCH)]
-            client.produce_many(topic, [Outgoing(value, dedup_key=value[-16:]) for value in values])
+            client.produce_many(topic, [ProducerRecord(value, dedup_key=value[-16:]) for value in values])
             client.poll(0)
         client.flush()
         return messages / (time.process_time() - began)

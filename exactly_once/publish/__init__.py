@@ -32,7 +32,7 @@ from .postgres import Found, PostgresWindow
 from .postgres_chain import PostgresChain
 from .producer import DedupProducer
 from .protocol import Filter, State, Stats
-from .publisher import Outgoing
+from .publisher import ProducerRecord
 from .sequence import Sequence, SequenceFilter
 from .shards import ShardedWindow
 from .shared_slots import SharedSlotFilter
@@ -64,10 +64,10 @@ __all__ = [
     "NotPersisted",
     "Outcome",
     "OutcomeUnknown",
-    "Outgoing",
     "PostgresChain",
     "PostgresWindow",
     "ProducerFenced",
+    "ProducerRecord",
     "PublishError",
     "PublishOwner",
     "Sequence",

@@ -20,13 +20,13 @@ class ByBatch(ABC):
         """Settle: the message is in the log."""
         self.confirm_many((key,))
 
-    def forget(self, key: GivenKey) -> None:
+    def release(self, key: GivenKey) -> None:
         """Settle: the message is surely not in the log."""
-        self.forget_many((key,))
+        self.release_many((key,))
 
-    def doubt(self, key: GivenKey) -> None:
+    def mark_unknown(self, key: GivenKey) -> None:
         """Settle: nobody knows whether the message is in the log."""
-        self.doubt_many((key,))
+        self.mark_unknown_many((key,))
 
     @abstractmethod
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
@@ -37,9 +37,9 @@ class ByBatch(ABC):
         """Confirm several keys."""
 
     @abstractmethod
-    def forget_many(self, keys: Iterable[GivenKey]) -> None:
+    def release_many(self, keys: Iterable[GivenKey]) -> None:
         """Forget several keys."""
 
     @abstractmethod
-    def doubt_many(self, keys: Iterable[GivenKey]) -> None:
+    def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
         """Doubt several keys."""

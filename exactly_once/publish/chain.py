@@ -116,13 +116,13 @@ class ChainFilter:
         with self._lock:
             self._confirm(key)
 
-    def forget(self, key: Link) -> None:
+    def release(self, key: Link) -> None:
         """Settle: the message is surely not in the log."""
-        self.forget_many((key,))
+        self.release_many((key,))
 
-    def doubt(self, key: Link) -> None:
+    def mark_unknown(self, key: Link) -> None:
         """Settle: nobody knows whether the message is in the log."""
-        self.doubt_many((key,))
+        self.mark_unknown_many((key,))
 
     def reserve_many(self, keys: Iterable[Link]) -> list[State]:
         """Reserve several messages, in order.
@@ -159,13 +159,13 @@ class ChainFilter:
             for key in found:
                 self._confirm(key)
 
-    def forget_many(self, keys: Iterable[Link]) -> None:
+    def release_many(self, keys: Iterable[Link]) -> None:
         """Forget several messages."""
         with self._lock:
             for key in keys:
                 self._forget(key)
 
-    def doubt_many(self, keys: Iterable[Link]) -> None:
+    def mark_unknown_many(self, keys: Iterable[Link]) -> None:
         """Doubt several messages."""
         with self._lock:
             for chain, number, _ in keys:

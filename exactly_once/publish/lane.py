@@ -41,7 +41,7 @@ class NoFilter:
     def settle(self, keys: object) -> None:
         """Do nothing."""
 
-    confirm = forget = doubt = confirm_many = forget_many = doubt_many = settle
+    confirm = release = mark_unknown = confirm_many = release_many = mark_unknown_many = settle
 
     def reserve_many(self, keys: Iterable[object]) -> list[State]:
         """Answer that all are new."""
@@ -76,7 +76,7 @@ class Lane:
         self._due: dict[Outcome, list[Delivery]] = {}
         self._to_tell: list[tuple[Outcome, list[Delivery]]] = []
 
-    def release(self, delivery: Delivery, outcome: Outcome) -> None:
+    def let_go(self, delivery: Delivery, outcome: Outcome) -> None:
         """Settle a delivery that was never handed to the client."""
         self.in_flight.pop(delivery.identity, None)
         delivery.fail(None, outcome)
@@ -156,9 +156,9 @@ class Lane:
                 if outcome is Outcome.DELIVERED:
                     self.filter.confirm_many(keys)
                 elif outcome is Outcome.NOT_PERSISTED:
-                    self.filter.forget_many(keys)
+                    self.filter.release_many(keys)
                 else:
-                    self.filter.doubt_many(keys)
+                    self.filter.mark_unknown_many(keys)
             except (psycopg.Error, FilterUnavailable) as error:
                 logger.warning(
                     "%s outcomes on %r wait for the filter's store: %s",

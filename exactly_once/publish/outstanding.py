@@ -87,14 +87,14 @@ class Outstanding:
             self.head += 1
         self.compact()
 
-    def forget(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Take note that a number is surely not in the log."""
         if not self.is_open(number):
             return
         # It stays, and persisted does not rise over it: else its retry behind a higher number would be a duplicate.
         self.odd[number] = Odd.UNKNOWN if self.odd.get(number) is Odd.TAINTED else Odd.FAILED
 
-    def doubt(self, number: int) -> None:
+    def mark_unknown(self, number: int) -> None:
         """Take note that nobody knows whether a number is in the log."""
         if self.is_open(number) and self.odd.get(number) is not Odd.FAILED:
             self.odd[number] = Odd.UNKNOWN

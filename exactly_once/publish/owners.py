@@ -170,7 +170,7 @@ class PublishOwner:
         while not self._closing.wait(self.lease_seconds / 3):
             try:
                 self.renew()
-                self.store.run("publish_turn")
+                self.store.run("publish_rotate")
             except ProducerFenced:
                 logger.error("%r was fenced by another process", self.name, extra=self._about("owner_fenced"))
                 return

@@ -92,7 +92,7 @@ class PostgresWindow(ByBatch):
             )
         ((number,),) = self._store.run("publish_scope", name=scope) or self._store.run("publish_scope", name=scope)
         self._scope: int = number
-        self._store.run("publish_turn")
+        self._store.run("publish_rotate")
         holding = owner.holding(self._scope)
         self._mine, self._lock = holding.keys, holding.lock
         self._duplicates = 0
@@ -134,19 +134,19 @@ class PostgresWindow(ByBatch):
             self._settle("publish_confirm", found)
             self.cache.add(found)
 
-    def forget_many(self, keys: Iterable[GivenKey]) -> None:
+    def release_many(self, keys: Iterable[GivenKey]) -> None:
         """Forget several keys."""
         lost = {self.form_of(key) for key in checked_all(keys)}
         with self._lock:
             held = lost & self._mine
-            self._settle("publish_forget", sorted(held), is_held=True)
-            self._settle("publish_forget", sorted(lost - held), is_held=False)
+            self._settle("publish_release", sorted(held), is_held=True)
+            self._settle("publish_release", sorted(lost - held), is_held=False)
 
-    def doubt_many(self, keys: Iterable[GivenKey]) -> None:
+    def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
         """Doubt several keys with one statement."""
         unsure = sorted({self.form_of(key) for key in checked_all(keys)})
         with self._lock:
-            self._settle("publish_doubt", unsure)
+            self._settle("publish_mark_unknown", unsure)
 
     def peek(self, keys: Iterable[GivenKey]) -> dict[bytes, str]:
         """Return the encoded forms of those that are there, and in which state; reserve none."""
@@ -212,8 +212,8 @@ class PostgresWindow(ByBatch):
         dead = self.owner.fence(holders)
         for owner in dead:
             found = Found((), is_sure=False) if self._take_over is None else self._take_over(owner, self.scope)
-            ((confirmed, forgotten, doubted),) = self._store.run(
-                "publish_bury",
+            ((confirmed, released, unknown),) = self._store.run(
+                "publish_take_over",
                 scope=self._scope,
                 dead=owner.id,
                 keys=sorted(map(_stored, found.keys)),

@@ -50,13 +50,13 @@ class PostgresChain:
         """Settle: the message is in the log."""
         self.confirm_many((key,))
 
-    def forget(self, key: Link) -> None:
+    def release(self, key: Link) -> None:
         """Settle: the message is surely not in the log."""
-        self.forget_many((key,))
+        self.release_many((key,))
 
-    def doubt(self, key: Link) -> None:
+    def mark_unknown(self, key: Link) -> None:
         """Settle: nobody knows whether the message is in the log."""
-        self.doubt_many((key,))
+        self.mark_unknown_many((key,))
 
     def reserve_many(self, keys: Iterable[Link]) -> list[State]:
         """Reserve several messages: one set difference per chain."""
@@ -74,17 +74,17 @@ class PostgresChain:
             for key in found:
                 self._reservations.held.pop(key, None)
 
-    def forget_many(self, keys: Iterable[Link]) -> None:
+    def release_many(self, keys: Iterable[Link]) -> None:
         """Forget several messages."""
         with self._lock:
             for key in keys:
-                self._reservations.forget(key)
+                self._reservations.release(key)
 
-    def doubt_many(self, keys: Iterable[Link]) -> None:
+    def mark_unknown_many(self, keys: Iterable[Link]) -> None:
         """Doubt several messages."""
         with self._lock:
             for key in keys:
-                self._reservations.doubt(key)
+                self._reservations.mark_unknown(key)
 
     def ranges(self, chain: str) -> int:
         """Return how many ranges the row of a chain had when something was last confirmed; gaps are one less."""

@@ -18,7 +18,7 @@ from .keys import MAX_KEY_LENGTH, GivenKey, checked
 from .lane import Lane, NoFilter
 from .owners import PublishOwner
 from .protocol import State
-from .publisher import CLOSE_SECONDS, AnyFilter, Going, Outgoing, Publisher, goes, only, take_back
+from .publisher import CLOSE_SECONDS, AnyFilter, Going, ProducerRecord, Publisher, goes, only, take_back
 from .settings import client_settings
 from .snapshot import SnapshotStore
 from .transactional import TransactionalProducer
@@ -116,7 +116,7 @@ class DedupProducer(Publisher):
         self._check_open()
         lane = self._lanes.get(topic) or self._open(topic)
         if lane.takes != "dedup_key" or dedup_key is None or sequence is not None or chain is not None:
-            given = Outgoing(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
+            given = ProducerRecord(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
             return self._produce_other(lane, given)
         if (type(dedup_key) is not bytes and type(dedup_key) is not str) or not 0 < len(dedup_key) <= MAX_KEY_LENGTH:
             dedup_key = checked(dedup_key)
@@ -127,7 +127,7 @@ class DedupProducer(Publisher):
         try:
             state = lane.reserve(dedup_key)
         except BaseException:
-            lane.release(delivery, Outcome.NOT_PERSISTED)
+            lane.let_go(delivery, Outcome.NOT_PERSISTED)
             raise
         if state is not _NEW and not goes(delivery, state):
             return delivery
@@ -147,12 +147,14 @@ class DedupProducer(Publisher):
                     headers=headers,  # type: ignore[arg-type]  # any pairs will do
                 )
         except BaseException:
-            lane.filter.forget(dedup_key)
-            lane.release(delivery, Outcome.NOT_PERSISTED)
+            lane.filter.release(dedup_key)
+            lane.let_go(delivery, Outcome.NOT_PERSISTED)
             raise
         return delivery
 
-    def produce_many(self, topic: str, messages: Iterable[Outgoing], *, room_seconds: float = 60.0) -> list[Delivery]:
+    def produce_many(
+        self, topic: str, messages: Iterable[ProducerRecord], *, room_seconds: float = 60.0
+    ) -> list[Delivery]:
         """Send several messages with one question to the filter: for filters that ask a server.
 
         Where the client's queue is full, reports are served until there is room.
@@ -212,7 +214,7 @@ class DedupProducer(Publisher):
             if self._committer is not None:
                 self._committer.producer.close()
 
-    def _produce_other(self, lane: Lane, given: Outgoing) -> Delivery:
+    def _produce_other(self, lane: Lane, given: ProducerRecord) -> Delivery:
         if lane.takes == "dedup_key":
             only(given, "dedup_key")
             raise KeyRefused(f"a message to {lane.topic!r} needs dedup_key=, because its filter knows keys")

@@ -64,11 +64,11 @@ class Filter(Protocol[K_contra]):
         """Settle: the message is in the log. Also for a key found there that nobody had reserved."""
         ...
 
-    def forget(self, key: K_contra) -> None:
+    def release(self, key: K_contra) -> None:
         """Settle: the message is surely not in the log. A confirmed key stays confirmed."""
         ...
 
-    def doubt(self, key: K_contra) -> None:
+    def mark_unknown(self, key: K_contra) -> None:
         """Settle: nobody knows whether the message is in the log."""
         ...
 
@@ -83,11 +83,11 @@ class Filter(Protocol[K_contra]):
         """Confirm several keys."""
         ...
 
-    def forget_many(self, keys: Iterable[K_contra]) -> None:
+    def release_many(self, keys: Iterable[K_contra]) -> None:
         """Forget several keys."""
         ...
 
-    def doubt_many(self, keys: Iterable[K_contra]) -> None:
+    def mark_unknown_many(self, keys: Iterable[K_contra]) -> None:
         """Doubt several keys."""
         ...
 

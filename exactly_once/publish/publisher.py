@@ -43,7 +43,7 @@ _NAMED = 3
 AnyFilter = Filter[Any]
 
 
-class Outgoing(NamedTuple):
+class ProducerRecord(NamedTuple):
     """A message that is to be sent; the fields are the arguments of ``produce``."""
 
     value: str | bytes | None = None
@@ -57,7 +57,7 @@ class Outgoing(NamedTuple):
     on_delivery: Callback | None = None
 
 
-Going = list[tuple[Delivery, Outgoing]]
+Going = list[tuple[Delivery, ProducerRecord]]
 """What the filter has let through."""
 Report = Callable[[KafkaError | None, Message], None]
 """What the client calls with its delivery report."""
@@ -241,7 +241,7 @@ class Publisher(ABC):
         if self._closed:
             raise ConfigurationError("the producer is closed: make a new one")
 
-    def _reserve(self, lane: Lane, wanted: Many[Outgoing]) -> tuple[list[Delivery], Going]:
+    def _reserve(self, lane: Lane, wanted: Many[ProducerRecord]) -> tuple[list[Delivery], Going]:
         """Ask the filter for the right to send; return all deliveries, and those with their messages that may go.
 
         When it raises, nothing is reserved.
@@ -261,7 +261,7 @@ class Publisher(ABC):
             raise
         return deliveries, going
 
-    def _reserve_one(self, lane: Lane, given: Outgoing) -> tuple[Delivery, bool]:
+    def _reserve_one(self, lane: Lane, given: ProducerRecord) -> tuple[Delivery, bool]:
         """Reserve one that has no dedup key; for sequences, the lane's lock is held."""
         identity: Any = object()
         if lane.takes == "sequence":
@@ -281,23 +281,23 @@ class Publisher(ABC):
         try:
             state = lane.reserve(identity)
         except BaseException:
-            lane.release(delivery, Outcome.NOT_PERSISTED)
+            lane.let_go(delivery, Outcome.NOT_PERSISTED)
             raise
         return delivery, state is _NEW or goes(delivery, state)
 
-    def _reserve_keys(self, lane: Lane, wanted: Many[Outgoing]) -> tuple[list[Delivery], Going]:
+    def _reserve_keys(self, lane: Lane, wanted: Many[ProducerRecord]) -> tuple[list[Delivery], Going]:
         deliveries, asked = self._claim(lane, wanted)
         try:
             states = lane.filter.reserve_many([d.identity for d, _ in asked])
         except BaseException:
             for delivery, _ in asked:
-                lane.release(delivery, Outcome.NOT_PERSISTED)
+                lane.let_go(delivery, Outcome.NOT_PERSISTED)
             raise
         return deliveries, [
             (d, m) for (d, m), state in zip(asked, states, strict=True) if state is _NEW or goes(d, state)
         ]
 
-    def _claim(self, lane: Lane, wanted: Many[Outgoing]) -> tuple[list[Delivery], Going]:
+    def _claim(self, lane: Lane, wanted: Many[ProducerRecord]) -> tuple[list[Delivery], Going]:
         """Make the deliveries; return them, and those that the filter is to be asked about."""
         for message in wanted:
             if message.dedup_key is None or message.sequence is not None or message.chain is not None:
@@ -316,7 +316,7 @@ class Publisher(ABC):
                 deliveries.append(held.attach(message.on_delivery))
         return deliveries, asked
 
-    def _hand_over(self, delivery: Delivery, given: Outgoing, report: Report) -> None:
+    def _hand_over(self, delivery: Delivery, given: ProducerRecord, report: Report) -> None:
         lane = delivery.lane
         headers = given.headers
         if lane.takes == "sequence":
@@ -442,18 +442,18 @@ def goes(delivery: Delivery, state: State) -> bool:
     if state is _UNKNOWN:
         delivery.may_repeat = True
         return True
-    delivery.lane.release(delivery, Outcome.SKIPPED if state is _DUPLICATE else Outcome.HELD_ELSEWHERE)
+    delivery.lane.let_go(delivery, Outcome.SKIPPED if state is _DUPLICATE else Outcome.HELD_ELSEWHERE)
     return False
 
 
 def take_back(going: Going) -> None:
     """Undo the reservations of messages that the client did not take."""
     for delivery, _ in reversed(going):
-        delivery.lane.filter.forget(delivery.identity)
-        delivery.lane.release(delivery, Outcome.NOT_PERSISTED)
+        delivery.lane.filter.release(delivery.identity)
+        delivery.lane.let_go(delivery, Outcome.NOT_PERSISTED)
 
 
-def only(given: Outgoing, name: str) -> None:
+def only(given: ProducerRecord, name: str) -> None:
     """Refuse a second identity."""
     others = {"dedup_key": given.dedup_key, "sequence": given.sequence, "chain": given.chain}
     for other, value in others.items():

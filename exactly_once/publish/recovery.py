@@ -148,7 +148,7 @@ class SequenceLog:
         for message in messages:
             self._since += 1
             fresh[Partition(self._topic, message.partition() or 0)] = (message.offset() or 0) + 1
-        if self._filter.has_doubts(self._producer):
+        if self._filter.has_unknown(self._producer):
             return  # one of the doubtful ones may stand below these offsets, and is not in the filter
         self._positions.update(fresh)
         if self._since >= self._every:
@@ -164,7 +164,7 @@ class SequenceLog:
             "topic": self._topic,
             "topic id": self._log.topic_id,
             "producer": self._producer,
-            "clean": is_clean and not self._filter.has_doubts(self._producer),
+            "clean": is_clean and not self._filter.has_unknown(self._producer),
             "positions": [[p.number, offset] for p, offset in sorted(self._positions.items())],
             "persisted": persisted,
             "above": above,

@@ -42,14 +42,14 @@ class Reservations(Generic[K]):
             return State.UNKNOWN
         return State.IN_FLIGHT
 
-    def forget(self, key: K) -> None:
+    def release(self, key: K) -> None:
         """Make a key absent, or unknown again where an earlier attempt may be in the log."""
         if self.held.get(key) is Held.TAINTED:
             self.held[key] = Held.UNKNOWN
         else:
             self.held.pop(key, None)
 
-    def doubt(self, key: K) -> None:
+    def mark_unknown(self, key: K) -> None:
         """Make a reserved key unknown."""
         if key in self.held:
             self.held[key] = Held.UNKNOWN

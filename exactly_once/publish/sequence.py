@@ -99,13 +99,13 @@ class SequenceFilter:
             else:
                 producer.confirm(_checked(number))
 
-    def forget(self, key: Sequence) -> None:
+    def release(self, key: Sequence) -> None:
         """Settle: the message is surely not in the log; pushed falls back."""
-        self.forget_many((key,))
+        self.release_many((key,))
 
-    def doubt(self, key: Sequence) -> None:
+    def mark_unknown(self, key: Sequence) -> None:
         """Settle: nobody knows whether the message is in the log."""
-        self.doubt_many((key,))
+        self.mark_unknown_many((key,))
 
     def reserve_many(self, keys: Iterable[Sequence]) -> list[State]:
         """Push several numbers, in order; old and new ones may be mixed."""
@@ -149,19 +149,19 @@ class SequenceFilter:
             for name, number in found:
                 (self._producers.get(name) or self._add(name)).confirm(_checked(number))
 
-    def forget_many(self, keys: Iterable[Sequence]) -> None:
+    def release_many(self, keys: Iterable[Sequence]) -> None:
         """Forget several numbers."""
         with self._lock:
             for name, number in keys:
                 if name in self._producers:
-                    self._producers[name].forget(number)
+                    self._producers[name].release(number)
 
-    def doubt_many(self, keys: Iterable[Sequence]) -> None:
+    def mark_unknown_many(self, keys: Iterable[Sequence]) -> None:
         """Doubt several numbers."""
         with self._lock:
             for name, number in keys:
                 if name in self._producers:
-                    self._producers[name].doubt(number)
+                    self._producers[name].mark_unknown(number)
 
     def abandon(self, key: Sequence) -> None:
         """Give up a number that failed for good, so that ``persisted`` can rise over it."""
@@ -176,7 +176,7 @@ class SequenceFilter:
             found = self._producers.get(producer)
             return found is not None and (number <= found.persisted or found.odd.get(number) is Odd.CONFIRMED)
 
-    def has_doubts(self, producer: str) -> bool:
+    def has_unknown(self, producer: str) -> bool:
         """Tell whether the log may hold a number that counts as not there, also while it is sent again."""
         with self._lock:
             found = self._producers.get(producer)

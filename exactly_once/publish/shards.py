@@ -77,7 +77,7 @@ class ShardedWindow(ByBatch):
             self._ask_previous(wanted, answers)
         except BaseException:
             for window, key in done:
-                window.forget(key)
+                window.release(key)
             raise
         return answers
 
@@ -85,13 +85,13 @@ class ShardedWindow(ByBatch):
         """Confirm several keys."""
         self._settle(keys, PostgresWindow.confirm_many)
 
-    def forget_many(self, keys: Iterable[GivenKey]) -> None:
+    def release_many(self, keys: Iterable[GivenKey]) -> None:
         """Forget several keys."""
-        self._settle(keys, PostgresWindow.forget_many)
+        self._settle(keys, PostgresWindow.release_many)
 
-    def doubt_many(self, keys: Iterable[GivenKey]) -> None:
+    def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
         """Doubt several keys."""
-        self._settle(keys, PostgresWindow.doubt_many)
+        self._settle(keys, PostgresWindow.mark_unknown_many)
 
     def stats(self) -> Stats:
         """Return the sums over the shards."""
@@ -121,7 +121,7 @@ class ShardedWindow(ByBatch):
                     if found[key] is _DUPLICATE:
                         window.confirm(key)
                     elif found[key] is _IN_FLIGHT:  # whoever holds it settles it there
-                        window.forget(key)
+                        window.release(key)
 
     def _look(self, window: PostgresWindow, keys: list[Key]) -> dict[Key, State]:
         """Return what a window of the map before has of these keys, and take over from holders that died."""
@@ -131,9 +131,9 @@ class ShardedWindow(ByBatch):
         for key, state in zip(held, window.reserve_many(held, map_version=self.version), strict=True):
             found[key] = state
             if state is _NEW:
-                window.forget(key)
+                window.release(key)
             elif state is _UNKNOWN:
-                window.doubt(key)
+                window.mark_unknown(key)
         return {key: state for key, state in found.items() if state is not _NEW}
 
     def _settle(self, keys: Iterable[GivenKey], change: Callable[[PostgresWindow, list[Key]], None]) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _NEW, _IN_FLIGHT, _UNKNOWN, _DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
 _DIGEST_BYTES = 16
 
-Change = Literal["reserve", "confirm", "forget", "doubt"]
+Change = Literal["reserve", "confirm", "release", "mark_unknown"]
 
 
 class Slot(NamedTuple):
@@ -112,13 +112,13 @@ class SharedSlotFilter(ByBatch):
         """Confirm several keys."""
         self._change("confirm", keys)
 
-    def forget_many(self, keys: Iterable[GivenKey]) -> None:
+    def release_many(self, keys: Iterable[GivenKey]) -> None:
         """Forget several keys."""
-        self._change("forget", keys)
+        self._change("release", keys)
 
-    def doubt_many(self, keys: Iterable[GivenKey]) -> None:
+    def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
         """Doubt several keys."""
-        self._change("doubt", keys)
+        self._change("mark_unknown", keys)
 
     def stats(self) -> Stats:
         """Return what this process holds and what happened in it; the place itself is not counted."""
@@ -195,9 +195,9 @@ class SharedSlotFilter(ByBatch):
             self._held[digest] = Held.CLEAN if answer is _NEW else Held.TAINTED
         elif change == "confirm":
             self._held.pop(digest, None)
-        elif change == "doubt" and digest in self._held:
+        elif change == "mark_unknown" and digest in self._held:
             self._held[digest] = Held.UNKNOWN
-        elif change == "forget":
+        elif change == "release":
             was = self._held.pop(digest, None)
             if was is Held.TAINTED:
                 self._held[digest] = Held.UNKNOWN
@@ -219,7 +219,7 @@ def step(
         return None, Slot(digest, b"c", me), state != b"c"
     if is_open and not is_mine:  # our lease was over, and another process has reserved it since
         return None, None, False
-    if change == "doubt":
+    if change == "mark_unknown":
         return None, Slot(digest, b"u", me), is_open
     if state == b"t":
         return None, Slot(digest, b"u", me), True

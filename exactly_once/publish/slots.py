@@ -98,13 +98,13 @@ class SlotFilter:
             if self._ages is not None and place >= 0:
                 self._ages.note(place)
 
-    def forget(self, key: GivenKey) -> None:
+    def release(self, key: GivenKey) -> None:
         """Settle: the message is surely not in the log."""
-        self.forget_many((key,))
+        self.release_many((key,))
 
-    def doubt(self, key: GivenKey) -> None:
+    def mark_unknown(self, key: GivenKey) -> None:
         """Settle: nobody knows whether the message is in the log."""
-        self.doubt_many((key,))
+        self.mark_unknown_many((key,))
 
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         """Reserve several keys, in order."""
@@ -138,19 +138,19 @@ class SlotFilter:
                 for place in places:
                     self._ages.note(place)
 
-    def forget_many(self, keys: Iterable[GivenKey]) -> None:
+    def release_many(self, keys: Iterable[GivenKey]) -> None:
         """Forget several keys."""
         lost = checked_all(keys)
         with self._lock:
             for key in lost:
-                self._reservations.forget(key)
+                self._reservations.release(key)
 
-    def doubt_many(self, keys: Iterable[GivenKey]) -> None:
+    def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
         """Doubt several keys."""
         unsure = checked_all(keys)
         with self._lock:
             for key in unsure:
-                self._reservations.doubt(key)
+                self._reservations.mark_unknown(key)
 
     def stats(self) -> Stats:
         """Return the figures of this moment."""

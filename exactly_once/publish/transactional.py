@@ -28,7 +28,7 @@ from .delivery import Callback, Delivery, Outcome
 from .errors import NotDelivered, NotPersisted, OutcomeUnknown, ProducerFenced
 from .headers import Headers
 from .keys import GivenKey
-from .publisher import Going, Outgoing, Publisher, take_back
+from .publisher import Going, ProducerRecord, Publisher, take_back
 from .recovery import SequenceLog
 from .settings import client_settings
 from .tail import ends_of, read_tail
@@ -48,7 +48,7 @@ class Transaction:
     """Messages that are published together when the block of ``with producer.transaction()`` ends."""
 
     def __init__(self) -> None:
-        self.messages: list[tuple[str, Outgoing]] = []
+        self.messages: list[tuple[str, ProducerRecord]] = []
         """Topics and messages, in the order of the calls."""
         self.deliveries: list[Delivery] = []
         """What became of each; known when the block was left."""
@@ -68,7 +68,7 @@ class Transaction:
         on_delivery: Callback | None = None,
     ) -> None:
         """Add a message; arguments as those of :meth:`DedupProducer.produce`."""
-        given = Outgoing(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
+        given = ProducerRecord(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
         self.messages.append((topic, given))
 
 

@@ -44,13 +44,13 @@ class PlainSet(Generic[K]):
             self._held.pop(key, None)
             self._seen.add(key)
 
-    def forget(self, key: K) -> None:
+    def release(self, key: K) -> None:
         with self._lock:
-            self._reservations.forget(key)
+            self._reservations.release(key)
 
-    def doubt(self, key: K) -> None:
+    def mark_unknown(self, key: K) -> None:
         with self._lock:
-            self._reservations.doubt(key)
+            self._reservations.mark_unknown(key)
 
     def reserve_many(self, keys: Iterable[K]) -> list[State]:
         wanted = list(keys)
@@ -71,13 +71,13 @@ class PlainSet(Generic[K]):
             deque(map(self._held.pop, found, repeat(None)), maxlen=0)
             self._seen.update(found)
 
-    def forget_many(self, keys: Iterable[K]) -> None:
+    def release_many(self, keys: Iterable[K]) -> None:
         for key in keys:
-            self.forget(key)
+            self.release(key)
 
-    def doubt_many(self, keys: Iterable[K]) -> None:
+    def mark_unknown_many(self, keys: Iterable[K]) -> None:
         for key in keys:
-            self.doubt(key)
+            self.mark_unknown(key)
 
     def stats(self) -> Stats:
         with self._lock:
@@ -110,11 +110,11 @@ class ReferenceFilter(PlainSet[Key]):
             self._held.pop(key, None)
             self._seen.add(key)
 
-    def forget(self, key: GivenKey) -> None:
-        super().forget(checked(key))
+    def release(self, key: GivenKey) -> None:
+        super().release(checked(key))
 
-    def doubt(self, key: GivenKey) -> None:
-        super().doubt(checked(key))
+    def mark_unknown(self, key: GivenKey) -> None:
+        super().mark_unknown(checked(key))
 
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         return super().reserve_many(checked_all(keys))

@@ -306,8 +306,8 @@ def test_what_was_in_flight_belongs_to_the_snapshot(options: dict[str, Any]) -> 
     made.reserve(Link("another", 7))
     made.confirm(Link("chain", 1))
     made.confirm(Link("chain", 5))
-    made.doubt(Link("chain", 3))
-    made.forget(Link("chain", 4))
+    made.mark_unknown(Link("chain", 3))
+    made.release(Link("chain", 4))
     again = ChainFilter(**options)
     again.load_bytes(made.to_bytes())
     states = [again.reserve(Link("chain", number)) for number in (1, 2, 3, 4, 5)]

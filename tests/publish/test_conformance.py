@@ -27,7 +27,7 @@ def test_a_forgotten_key_is_new_again(subject: Subject) -> None:
     """A send that surely failed must be possible again, or its message is lost."""
     made, key = subject.make(), subject.key(0)
     made.reserve(key)
-    made.forget(key)
+    made.release(key)
     assert made.reserve(key) is NEW
 
 
@@ -36,7 +36,7 @@ def test_a_forgotten_key_is_new_again_also_after_a_later_one_was_confirmed(subje
     made.reserve(subject.key(0))
     made.reserve(subject.key(1))
     made.confirm(subject.key(1))
-    made.forget(subject.key(0))
+    made.release(subject.key(0))
     assert made.reserve(subject.key(0)) is NEW
     assert made.reserve(subject.key(1)) is DUPLICATE
 
@@ -44,7 +44,7 @@ def test_a_forgotten_key_is_new_again_also_after_a_later_one_was_confirmed(subje
 def test_a_doubted_key_is_handed_out_once_as_unknown(subject: Subject) -> None:
     made, key = subject.make(), subject.key(0)
     made.reserve(key)
-    made.doubt(key)
+    made.mark_unknown(key)
     assert made.reserve(key) is UNKNOWN
     assert made.reserve(key) is IN_FLIGHT, "the first caller holds the reservation"
     made.confirm(key)
@@ -54,9 +54,9 @@ def test_a_doubted_key_is_handed_out_once_as_unknown(subject: Subject) -> None:
 def test_forgetting_a_second_attempt_does_not_undo_the_doubt_about_the_first(subject: Subject) -> None:
     made, key = subject.make(), subject.key(0)
     made.reserve(key)
-    made.doubt(key)
+    made.mark_unknown(key)
     made.reserve(key)
-    made.forget(key)
+    made.release(key)
     assert made.reserve(key) is UNKNOWN
 
 
@@ -64,8 +64,8 @@ def test_forgetting_an_unknown_key_makes_it_absent(subject: Subject) -> None:
     """Somebody has read the log: it is not there."""
     made, key = subject.make(), subject.key(0)
     made.reserve(key)
-    made.doubt(key)
-    made.forget(key)
+    made.mark_unknown(key)
+    made.release(key)
     assert made.reserve(key) is NEW
 
 
@@ -73,16 +73,16 @@ def test_a_confirmed_key_stays_confirmed(subject: Subject) -> None:
     made, key = subject.make(), subject.key(0)
     made.reserve(key)
     made.confirm(key)
-    made.forget(key)
-    made.doubt(key)
+    made.release(key)
+    made.mark_unknown(key)
     made.confirm(key)
     assert made.reserve(key) is DUPLICATE
 
 
 def test_settling_a_key_that_nobody_reserved_does_nothing(subject: Subject) -> None:
     made, key = subject.make(), subject.key(0)
-    made.forget(key)
-    made.doubt(key)
+    made.release(key)
+    made.mark_unknown(key)
     assert made.reserve(key) is NEW
 
 
@@ -97,9 +97,9 @@ def test_a_batch_answers_in_order_and_mixes_old_and_new(subject: Subject) -> Non
     key = subject.key
     assert made.reserve_many([key(0), key(1)]) == [NEW, NEW]
     made.confirm_many([key(0)])
-    made.doubt_many([key(1)])
+    made.mark_unknown_many([key(1)])
     assert made.reserve_many([key(0), key(1), key(2), key(2), key(3)]) == [DUPLICATE, UNKNOWN, NEW, IN_FLIGHT, NEW]
-    made.forget_many([key(2), key(3)])
+    made.release_many([key(2), key(3)])
     assert made.reserve_many([key(3), key(2), key(1)]) == [NEW, NEW, IN_FLIGHT]
 
 
@@ -107,8 +107,8 @@ def test_an_empty_batch_is_nothing(subject: Subject) -> None:
     made = subject.make()
     assert made.reserve_many([]) == []
     made.confirm_many([])
-    made.forget_many([])
-    made.doubt_many([])
+    made.release_many([])
+    made.mark_unknown_many([])
 
 
 def test_large_batches_are_like_single_keys(subject: Subject) -> None:
@@ -124,7 +124,7 @@ def test_stats_count_what_is_held(subject: Subject) -> None:
     made = subject.make()
     made.reserve_many([subject.key(n) for n in range(5)])
     made.confirm(subject.key(0))
-    made.doubt(subject.key(1))
+    made.mark_unknown(subject.key(1))
     made.reserve(subject.key(0))
     stats = made.stats()
     assert (stats.in_flight, stats.unknown, stats.duplicates, stats.evicted) == (3, 1, 1, 0)
@@ -180,7 +180,7 @@ def test_threads_that_retry_failures_confirm_each_key_once(subject: Subject) -> 
                 elif state is NEW:
                     turn += 1
                     if turn % 2:
-                        made.forget(keys[n])
+                        made.release(keys[n])
                     else:
                         mine[n] += 1
                         made.confirm(keys[n])

@@ -9,8 +9,8 @@ import psycopg
 
 from exactly_once.publish import (
     DedupProducer,
-    Outgoing,
     PostgresWindow,
+    ProducerRecord,
     PublishOwner,
     SequenceFilter,
     TopicTakeOver,
@@ -61,9 +61,11 @@ def test_the_excerpt_for_several_processes_sends_once(
         return PostgresWindow(owner, scope=name, seconds=86_400, take_over=take_over)
 
     with DedupProducer(kafka, dedup=window) as producer:
-        deliveries = producer.produce_many(topic, [Outgoing(value, dedup_key=key) for key, value in events])
+        deliveries = producer.produce_many(topic, [ProducerRecord(value, dedup_key=key) for key, value in events])
         producer.flush()
-        assert all(d.duplicate for d in producer.produce_many(topic, [Outgoing(b"0", dedup_key=k) for k, _ in events]))
+        assert all(
+            d.duplicate for d in producer.produce_many(topic, [ProducerRecord(b"0", dedup_key=k) for k, _ in events])
+        )
     owner.close()
     assert not any(delivery.duplicate for delivery in deliveries)
     assert values(bootstrap_servers, topic) == list(range(10))

@@ -71,7 +71,7 @@ def test_two_processes_share_what_they_know(two: tuple[PostgresWindow, PostgresW
     one.confirm("a")
     assert other.reserve("a") is DUPLICATE
     one.reserve("b")
-    one.doubt("b")
+    one.mark_unknown("b")
     assert other.reserve("b") is UNKNOWN
     assert one.reserve("b") is IN_FLIGHT
 
@@ -79,9 +79,9 @@ def test_two_processes_share_what_they_know(two: tuple[PostgresWindow, PostgresW
 def test_nobody_settles_what_another_holds(two: tuple[PostgresWindow, PostgresWindow]) -> None:
     one, other = two
     one.reserve("a")
-    other.forget("a")
+    other.release("a")
     assert other.reserve("a") is IN_FLIGHT
-    other.doubt("a")
+    other.mark_unknown("a")
     assert other.reserve("a") is IN_FLIGHT
 
 
@@ -133,10 +133,10 @@ def test_a_repeated_forget_does_not_forget_the_doubt(make_owner: MakeOwner, conn
     with PostgresProxy(conninfo) as proxy:
         made = window(make_owner(conninfo=proxy.conninfo), name)
         made.reserve("a")
-        made.doubt("a")
+        made.mark_unknown("a")
         assert made.reserve("a") is UNKNOWN
-        fault = proxy.cut_after("publish_forget")
-        made.forget("a")
+        fault = proxy.cut_after("publish_release")
+        made.release("a")
         assert fault.fired.is_set()
         assert made.reserve("a") is UNKNOWN
 
@@ -200,7 +200,7 @@ def test_a_second_attempt_that_died_stays_unknown_even_if_it_is_not_in_the_log(
     """The first attempt was somebody else's; who knows whether that one can still arrive."""
     first, second = window(make_owner(), name), window(dead := make_owner(), name)
     first.reserve("a")
-    first.doubt("a")
+    first.mark_unknown("a")
     assert second.reserve("a") is UNKNOWN
     end_lease(db, dead)
     third = window(make_owner(), name, take_over=lambda *_: Found((), is_sure=True))
@@ -217,8 +217,8 @@ def test_a_frozen_owner_that_wakes_up_is_told_and_cannot_reserve(
     assert other.reserve("a") is NEW
     with pytest.raises(ProducerFenced):
         frozen.reserve("b")
-    frozen.forget("a")
-    frozen.doubt("a")
+    frozen.release("a")
+    frozen.mark_unknown("a")
     assert window(make_owner(), name).reserve("a") is IN_FLIGHT, "it is the other's by now"
 
 
@@ -273,7 +273,7 @@ def test_keys_leave_after_one_to_two_windows_as_a_generation(
 
     def turn(windows: float) -> None:
         pass_window(db, own_schema, windows)
-        made._store.run("publish_turn")
+        made._store.run("publish_rotate")
 
     assert send("first") is NEW
     turn(0.5)
@@ -293,10 +293,10 @@ def test_reservations_do_not_leave_with_their_generation(
 ) -> None:
     made = window(make_owner(schema=own_schema), name, seconds=100)
     made.reserve_many(["slow", "unsure"])
-    made.doubt("unsure")
+    made.mark_unknown("unsure")
     for _ in range(5):
         pass_window(db, own_schema, 1.1)
-        made._store.run("publish_turn")
+        made._store.run("publish_rotate")
     assert made.reserve_many(["slow", "unsure"]) == [IN_FLIGHT, UNKNOWN]
     made.confirm("slow")
     assert made.reserve("slow") is DUPLICATE
@@ -325,7 +325,7 @@ def test_generations_turn_under_load_without_losing_a_key_of_the_window(
             reached = next(numbers)
             until(lambda reached=reached: next(numbers) > reached + 200, 20, "progress")  # type: ignore[misc]
             pass_window(db, own_schema, 1.01)
-            turned += windows[0]._store.run("publish_turn")[0][0]
+            turned += windows[0]._store.run("publish_rotate")[0][0]
         stop.set()
         for each in running:
             each.result(30)
@@ -347,7 +347,7 @@ def test_the_length_of_the_window_may_be_changed(
     before.confirm("a")
     after = window(make_owner(schema=own_schema), name, seconds=200, changes_window=True)
     pass_window(db, own_schema, 0.9)
-    after.owner.store.run("publish_turn")
+    after.owner.store.run("publish_rotate")
     assert after.reserve("a") is DUPLICATE
     with pytest.raises(ConfigurationError, match="200 s"):
         window(make_owner(schema=own_schema), name, seconds=100)
@@ -370,7 +370,7 @@ def test_duplicates_of_what_was_confirmed_here_need_no_question(
         assert asked.count == 0
         assert made.reserve_many(["c", "a", "d", "d"])[:2] == [DUPLICATE, DUPLICATE]
         pass_window(db, own_schema, 1.1)
-        other._store.run("publish_turn")
+        other._store.run("publish_rotate")
     assert made.cache.hits == 6
     assert made.reserve_many(["d", "d"]) == [IN_FLIGHT] * 2
 
@@ -468,11 +468,11 @@ def test_a_role_with_the_printed_grants_is_enough(
     made = window(owner, name, seconds=100)
     assert made.reserve_many("abc") == [NEW] * 3
     made.confirm("a")
-    made.forget("b")
-    made.doubt("c")
+    made.release("b")
+    made.mark_unknown("c")
     assert made.reserve_many("abc") == [DUPLICATE, NEW, UNKNOWN]
     pass_window(db, own_schema, 1.1)
-    assert owner.store.run("publish_turn") == [(1,)]
+    assert owner.store.run("publish_rotate") == [(1,)]
     assert PostgresChain(owner.store).reserve(Link(name, 1)) is NEW
     PostgresChain(owner.store).confirm(Link(name, 1))
 
@@ -488,7 +488,7 @@ def test_long_keys_are_told_apart(two: tuple[PostgresWindow, PostgresWindow]) ->
     keys: list[str | bytes] = [text + "\u4e16", text + "\u754c", b"x" * 1024, "short"]
     assert one.reserve_many(keys) == [NEW] * 4
     one.confirm_many(keys[:3:2])
-    one.doubt(keys[1])
+    one.mark_unknown(keys[1])
     assert other.reserve_many(keys) == [DUPLICATE, UNKNOWN, DUPLICATE, IN_FLIGHT]
 
 

@@ -25,7 +25,7 @@ from exactly_once.publish import (
     NotPersisted,
     Outcome,
     OutcomeUnknown,
-    Outgoing,
+    ProducerRecord,
     SequenceFilter,
     State,
     Undelivered,
@@ -241,12 +241,12 @@ def test_deduplication_is_off_where_it_is_told_to_be(bootstrap_servers: str, top
 
 def test_many_messages_at_once(producer: DedupProducer, bootstrap_servers: str, topic: str) -> None:
     keys = ["a", "b", "a", "c"]
-    deliveries = producer.produce_many(topic, [Outgoing(b"%d" % n, dedup_key=key) for n, key in enumerate(keys)])
+    deliveries = producer.produce_many(topic, [ProducerRecord(b"%d" % n, dedup_key=key) for n, key in enumerate(keys)])
     assert [d.is_attached for d in deliveries] == [False, False, True, False]
     producer.flush(30)
     assert [d.duplicate for d in deliveries] == [False, False, True, False]
     assert deliveries[0].offset == deliveries[2].offset is not None
-    more = producer.produce_many(topic, [Outgoing(b"5", dedup_key="c"), Outgoing(b"6", dedup_key="d")])
+    more = producer.produce_many(topic, [ProducerRecord(b"5", dedup_key="c"), ProducerRecord(b"6", dedup_key="d")])
     assert [d.duplicate for d in more] == [True, False]
     producer.flush(30)
     assert values(bootstrap_servers, topic) == {b"0": 1, b"1": 1, b"3": 1, b"6": 1}
@@ -255,7 +255,7 @@ def test_many_messages_at_once(producer: DedupProducer, bootstrap_servers: str, 
 def test_many_messages_find_room_in_a_small_queue(bootstrap_servers: str, topic: str) -> None:
     settings = {"bootstrap.servers": bootstrap_servers, "queue.buffering.max.messages": 10, "linger.ms": 5}
     with DedupProducer(settings, dedup=WindowFilter(keys=10_000)) as made:
-        made.produce_many(topic, [Outgoing(b"%d" % n, dedup_key=n) for n in range(1000)])
+        made.produce_many(topic, [ProducerRecord(b"%d" % n, dedup_key=n) for n in range(1000)])
     assert values(bootstrap_servers, topic) == dict.fromkeys((b"%d" % n for n in range(1000)), 1)
 
 
@@ -320,7 +320,7 @@ def test_a_message_without_the_identity_that_its_filter_knows_is_refused() -> No
     with pytest.raises(KeyRefused, match="needs dedup_key="):
         made.produce("t", b"x")
     with pytest.raises(KeyRefused, match="sequence="):
-        made.produce_many("t", [Outgoing(b"x", sequence=1)])
+        made.produce_many("t", [ProducerRecord(b"x", sequence=1)])
     for second in ({"sequence": 1}, {"chain": Link("c", 1)}):
         with pytest.raises(KeyRefused, match="was given"):
             made.produce("t", b"x", dedup_key="a", **second)

@@ -62,17 +62,17 @@ class Model(RuleBasedStateMachine):
         self.states.update(dict.fromkeys(ns, "confirmed"))
 
     @rule(ns=st.lists(KEYS, max_size=4), one=st.booleans())
-    def forget(self, ns: list[int], *, one: bool) -> None:
+    def release(self, ns: list[int], *, one: bool) -> None:
         ns = [n for n in ns if n in self.states]
-        self.apply(self.made.forget, self.made.forget_many, ns, one=one)
+        self.apply(self.made.release, self.made.release_many, ns, one=one)
         after = {"confirmed": "confirmed", "tainted": "unknown"}
         for n in ns:
             self.states[n] = after.get(self.states[n], "absent")
 
     @rule(ns=st.lists(KEYS, max_size=4), one=st.booleans())
-    def doubt(self, ns: list[int], *, one: bool) -> None:
+    def mark_unknown(self, ns: list[int], *, one: bool) -> None:
         ns = [n for n in ns if n in self.states]
-        self.apply(self.made.doubt, self.made.doubt_many, ns, one=one)
+        self.apply(self.made.mark_unknown, self.made.mark_unknown_many, ns, one=one)
         for n in ns:
             if self.states[n] in ("clean", "tainted"):
                 self.states[n] = "unknown"

@@ -32,7 +32,7 @@ def test_pushed_falls_back_to_persisted_on_failure() -> None:
     made = SequenceFilter()
     publish(made, 1, 2, 3)
     made.reserve_many([s(4), s(5)])
-    made.forget_many([s(4), s(5)])
+    made.release_many([s(4), s(5)])
     assert made.pushed("files") == 3
     assert made.reserve_many([s(4), s(5)]) == [NEW, NEW]
 
@@ -50,7 +50,7 @@ def test_a_message_that_fails_behind_an_acknowledged_one_is_not_lost() -> None:
     publish(made, 1, 2, 3)
     made.reserve_many([s(4), s(5), s(6)])
     made.confirm(s(5))
-    made.forget(s(4))
+    made.release(s(4))
     assert made.persisted("files") == 3
     assert made.reserve_many([s(4), s(5), s(6)]) == [NEW, DUPLICATE, IN_FLIGHT]
     made.confirm_many([s(4), s(6)])
@@ -60,7 +60,7 @@ def test_a_message_that_fails_behind_an_acknowledged_one_is_not_lost() -> None:
 def test_a_failed_number_stays_new_behind_higher_ones_that_came_later() -> None:
     made = SequenceFilter()
     made.reserve(s(4))
-    made.forget(s(4))
+    made.release(s(4))
     publish(made, 5, 6)
     assert made.reserve(s(4)) is NEW
 
@@ -77,7 +77,7 @@ def test_a_failed_send_before_the_confirmation_is_not_taken_for_a_duplicate() ->
     """Pulsar 5218: marked before it was persisted, so the retry was lost."""
     made = SequenceFilter()
     made.reserve(s(1))
-    made.forget(s(1))
+    made.release(s(1))
     assert made.reserve(s(1)) is NEW
 
 
@@ -92,7 +92,7 @@ def test_a_number_given_up_lets_persisted_rise() -> None:
     made = SequenceFilter()
     made.reserve_many([s(1), s(2)])
     made.confirm(s(2))
-    made.forget(s(1))
+    made.release(s(1))
     assert made.persisted("files") == -1
     made.abandon(s(1))
     assert made.persisted("files") == 2
@@ -101,7 +101,7 @@ def test_a_number_given_up_lets_persisted_rise() -> None:
 def test_outstanding_numbers_are_bounded_and_the_error_names_the_oldest() -> None:
     made = SequenceFilter(max_outstanding=3)
     made.reserve_many([s(1), s(2), s(3)])
-    made.forget(s(1))
+    made.release(s(1))
     with pytest.raises(LimitReached, match="the oldest is 1"):
         made.reserve(s(4))
     with pytest.raises(LimitReached):

@@ -73,7 +73,7 @@ class World:
         """The broker refuses one message for good; the application sends it again after a while."""
         if flying:
             sent = flying.pop(self.rng.randrange(len(flying)))
-            self.made.forget(Sequence(NAME, sent.number))
+            self.made.release(Sequence(NAME, sent.number))
             self.todo.insert(self.rng.randrange(min(4, len(self.todo) + 1)), sent.number)
 
     def crash(self) -> None:

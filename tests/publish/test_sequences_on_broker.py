@@ -18,8 +18,8 @@ from exactly_once.publish import (
     KeyRefused,
     Outcome,
     OutcomeUnknown,
-    Outgoing,
     ProducerFenced,
+    ProducerRecord,
     Sequence,
     SequenceFilter,
     SnapshotCorrupted,
@@ -160,7 +160,7 @@ def test_no_snapshot_is_made_while_an_outcome_is_unknown(
     made = producer.filter_of(topic)
     made.reserve(Sequence("files", 2))
     lose(bootstrap_servers, topic, 2, before=1)
-    made.doubt(Sequence("files", 2))
+    made.mark_unknown(Sequence("files", 2))
     send(producer, topic, 3, 4)
     log = producer._lanes[topic].log
     assert log is not None
@@ -180,7 +180,7 @@ def test_no_snapshot_is_made_while_an_unknown_number_is_sent_again(
     made = producer.filter_of(topic)
     made.reserve(Sequence("files", 2))
     lose(bootstrap_servers, topic, 2, before=1)
-    made.doubt(Sequence("files", 2))
+    made.mark_unknown(Sequence("files", 2))
     assert made.reserve(Sequence("files", 2)) is State.UNKNOWN, "it is sent again"
     send(producer, topic, 3)
     log = producer._lanes[topic].log
@@ -322,7 +322,7 @@ def test_a_message_without_a_number_is_refused(make: Make, topic: str) -> None:
     with pytest.raises(KeyRefused, match="needs sequence="):
         producer.produce(topic, b"x")
     with pytest.raises(KeyRefused, match="needs sequence="):
-        producer.produce_many(topic, [Outgoing(b"x")])
+        producer.produce_many(topic, [ProducerRecord(b"x")])
 
 
 def test_a_name_is_drawn_and_can_be_read(make: Make, topic: str) -> None:

@@ -67,7 +67,7 @@ def test_after_a_change_of_the_map_moved_keys_are_still_known(shard: MakeShard) 
     keys = KEYS[:200]
     before.reserve_many(keys)
     before.confirm_many(keys[:100])
-    before.doubt_many(keys[100:150])
+    before.mark_unknown_many(keys[100:150])
     new = {**old, "c": shard("c")}
     after = ShardedWindow(new, version=2, previous=old)
     states = after.reserve_many(keys)

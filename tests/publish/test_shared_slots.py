@@ -45,7 +45,7 @@ def test_two_processes_share_what_they_know(make_place: MakePlace) -> None:
     one.confirm("a")
     assert other.reserve("a") is DUPLICATE
     other.reserve("b")
-    other.doubt("b")
+    other.mark_unknown("b")
     assert one.reserve("b") is UNKNOWN
 
 
@@ -117,7 +117,7 @@ def test_a_reservation_of_our_own_that_we_never_heard_of_is_given_again() -> Non
     assert made.reserve("a") is IN_FLIGHT
 
 
-@pytest.mark.parametrize("change", ["forget", "doubt"])
+@pytest.mark.parametrize("change", ["release", "mark_unknown"])
 def test_nobody_undoes_a_reservation_that_another_process_has_made_since(make_place: MakePlace, change: str) -> None:
     places = [make_place() for _ in range(3)]
     late, holder, third = (SharedSlotFilter(place, slots=1 << 20) for place in places)
@@ -134,7 +134,7 @@ def test_when_the_place_is_away_within_a_batch_nothing_stays_reserved() -> None:
     made = SharedSlotFilter(place, slots=1 << 20)
     keys = list("abcdefghij")
     made.reserve("unsure")
-    made.doubt("unsure")
+    made.mark_unknown("unsure")
     place.loses_after = 6
     with pytest.raises(FilterUnavailable):
         made.reserve_many(["unsure", *keys])

@@ -152,7 +152,7 @@ def test_a_table_sized_for_its_window_evicts_nothing_young() -> None:
 def test_a_failed_message_is_erased() -> None:
     made = SlotFilter(16, ways=1)
     made.reserve(b"a")
-    made.forget(b"a")
+    made.release(b"a")
     assert made.reserve(b"a") is State.NEW
 
 

@@ -14,9 +14,9 @@ from exactly_once.publish import (
     DedupProducer,
     NameTaken,
     Outcome,
-    Outgoing,
     PostgresWindow,
     ProducerFenced,
+    ProducerRecord,
     PublishOwner,
     SequenceFilter,
     State,
@@ -107,7 +107,7 @@ def test_without_a_transactional_id_what_is_not_there_is_unknown(
         dedup=lambda name: PostgresWindow(make_owner(), scope=name, seconds=WINDOW_SECONDS, take_over=take_over),
     ) as producer:
         sent, not_sent, new = producer.produce_many(
-            topic, [Outgoing(b"again", dedup_key=key) for key in ("sent", "not sent", "new")]
+            topic, [ProducerRecord(b"again", dedup_key=key) for key in ("sent", "not sent", "new")]
         )
         assert (sent.duplicate, sent.outcome) == (True, Outcome.SKIPPED)
         assert (not_sent.duplicate, not_sent.may_repeat) == (False, True)
@@ -140,7 +140,7 @@ def publish(kafka: dict[str, Any], conninfo: str, topic: str, start: str) -> int
         for first in range(0, 1000, 100):
             left = list(range(first, first + 100))
             while left:
-                deliveries = producer.produce_many(topic, [Outgoing(b"%d" % n, dedup_key=n) for n in left])
+                deliveries = producer.produce_many(topic, [ProducerRecord(b"%d" % n, dedup_key=n) for n in left])
                 producer.flush(30)
                 sent += sum(d.outcome is Outcome.DELIVERED for d in deliveries)
                 left = [int(str(d.identity)) for d in deliveries if d.outcome is Outcome.HELD_ELSEWHERE]

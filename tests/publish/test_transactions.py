@@ -22,9 +22,9 @@ from exactly_once.publish import (
     NotPersisted,
     Outcome,
     OutcomeUnknown,
-    Outgoing,
     PostgresWindow,
     ProducerFenced,
+    ProducerRecord,
     PublishOwner,
     SequenceFilter,
     State,
@@ -77,7 +77,10 @@ def publish(producer: TransactionalProducer, topic: str, *numbers: int, seconds:
 
 
 def refused(
-    producer: TransactionalProducer, error: type[BaseException], *wanted: tuple[str, Outgoing], seconds: float = 10
+    producer: TransactionalProducer,
+    error: type[BaseException],
+    *wanted: tuple[str, ProducerRecord],
+    seconds: float = 10,
 ) -> Transaction:
     """Publish what must fail with an error; return the transaction."""
     with pytest.raises(error), producer.transaction(timeout_seconds=seconds) as transaction:
@@ -85,8 +88,8 @@ def refused(
     return transaction
 
 
-def numbered(topic: str, n: int) -> tuple[str, Outgoing]:
-    return topic, Outgoing(b"%d" % n, partition=n % 2, dedup_key=n)
+def numbered(topic: str, n: int) -> tuple[str, ProducerRecord]:
+    return topic, ProducerRecord(b"%d" % n, partition=n % 2, dedup_key=n)
 
 
 def outcomes(transaction: Transaction) -> list[Outcome]:
@@ -232,8 +235,8 @@ def test_an_error_in_the_block_sends_nothing(
 def test_one_refused_message_sends_nothing(proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str) -> None:
     other = create_topic(proxied_broker.bootstrap_servers, 1)
     producer = make_producer()
-    refused(producer, KeyRefused, numbered(topic, 1), (other, Outgoing(b"without a key")))
-    too_large = Outgoing(b"x" * 2_000_000, dedup_key=2)
+    refused(producer, KeyRefused, numbered(topic, 1), (other, ProducerRecord(b"without a key")))
+    too_large = ProducerRecord(b"x" * 2_000_000, dedup_key=2)
     transaction = refused(producer, KafkaException, numbered(topic, 1), (topic, too_large))
     assert outcomes(transaction) == [Outcome.NOT_PERSISTED] * 2
     assert producer.filter_of(topic).stats().in_flight == 0
@@ -246,7 +249,7 @@ def test_a_message_refused_by_the_broker_aborts_all(
 ) -> None:
     small = create_topic(proxied_broker.bootstrap_servers, 1, max_message_bytes="1000")
     producer = make_producer()
-    transaction = refused(producer, NotPersisted, numbered(topic, 1), (small, Outgoing(b"x" * 5000, dedup_key=2)))
+    transaction = refused(producer, NotPersisted, numbered(topic, 1), (small, ProducerRecord(b"x" * 5000, dedup_key=2)))
     assert outcomes(transaction) == [Outcome.NOT_PERSISTED] * 2
     publish(producer, topic, 1)
     assert values(proxied_broker.bootstrap_servers, topic) == [1]

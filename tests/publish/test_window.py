@@ -81,7 +81,7 @@ def test_a_reservation_does_not_leave_by_age() -> None:
     made = WindowFilter(keys=10)
     made.reserve("slow")
     made.reserve("unsure")
-    made.doubt("unsure")
+    made.mark_unknown("unsure")
     for n in range(1000):
         send(made, n)
     assert made.reserve("slow") is State.IN_FLIGHT

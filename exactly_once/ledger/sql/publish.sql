@@ -12,9 +12,9 @@ UPDATE {schema}.publish_window
 SET seconds = CASE WHEN %(changes)s THEN %(seconds)s::float8 ELSE coalesce(seconds, %(seconds)s::float8) END
 RETURNING seconds
 
--- name: publish_turn
+-- name: publish_rotate
 -- Drop the older generation of keys if it is time.
-SELECT {schema}.publish_turn()
+SELECT {schema}.publish_rotate()
 
 -- name: publish_reserve
 -- Reserve sorted, different keys; return only those that are not new.
@@ -25,17 +25,17 @@ FROM {schema}.publish_reserve(%(scope)s, %(keys)s::bytea[], %(owner)s, %(token)s
 -- Confirm keys.
 SELECT {schema}.publish_confirm(%(scope)s, %(keys)s::bytea[], %(owner)s)
 
--- name: publish_forget
+-- name: publish_release
 -- Make keys absent that surely are not in the log.
-SELECT {schema}.publish_forget(%(scope)s, %(keys)s::bytea[], %(owner)s, %(is_held)s)
+SELECT {schema}.publish_release(%(scope)s, %(keys)s::bytea[], %(owner)s, %(is_held)s)
 
--- name: publish_doubt
+-- name: publish_mark_unknown
 -- Make keys unknown.
-SELECT {schema}.publish_doubt(%(scope)s, %(keys)s::bytea[], %(owner)s)
+SELECT {schema}.publish_mark_unknown(%(scope)s, %(keys)s::bytea[], %(owner)s)
 
--- name: publish_bury
+-- name: publish_take_over
 -- Settle what a fenced owner has left.
-SELECT confirmed, forgotten, doubted FROM {schema}.publish_bury(%(scope)s, %(dead)s, %(keys)s::bytea[], %(is_sure)s)
+SELECT confirmed, released, unknown FROM {schema}.publish_take_over(%(scope)s, %(dead)s, %(keys)s::bytea[], %(is_sure)s)
 
 -- name: publish_count
 -- Count the keys of a scope by state. A scan: for looking, not for every message.

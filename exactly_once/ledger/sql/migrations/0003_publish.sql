@@ -128,8 +128,8 @@ $confirm$;
 
 -- Makes keys absent that surely are not in the log: those that the caller holds, where a second attempt leaves the doubt
 -- about the first; or unknown ones, by somebody who has read the log.
-CREATE FUNCTION {schema}.publish_forget(my_scope int, keys bytea[], me bigint, is_held boolean)
-RETURNS void LANGUAGE plpgsql AS $forget$
+CREATE FUNCTION {schema}.publish_release(my_scope int, keys bytea[], me bigint, is_held boolean)
+RETURNS void LANGUAGE plpgsql AS $release$
 BEGIN
     PERFORM FROM {schema}.publish_window;
     DELETE FROM {schema}.publish_key k
@@ -138,22 +138,22 @@ BEGIN
     UPDATE {schema}.publish_key k SET state = 'u'
     WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.key = ANY (keys) AND k.state = 't' AND k.owner = me AND is_held;
 END
-$forget$;
+$release$;
 
 -- Makes keys unknown that the caller holds.
-CREATE FUNCTION {schema}.publish_doubt(my_scope int, keys bytea[], me bigint)
-RETURNS void LANGUAGE plpgsql AS $doubt$
+CREATE FUNCTION {schema}.publish_mark_unknown(my_scope int, keys bytea[], me bigint)
+RETURNS void LANGUAGE plpgsql AS $mark$
 BEGIN
     PERFORM FROM {schema}.publish_window;
     UPDATE {schema}.publish_key k SET state = 'u'
     WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.key = ANY (keys) AND k.state IN ('f', 't') AND k.owner = me;
 END
-$doubt$;
+$mark$;
 
 -- Drops the older generation if the younger one is old enough; what is not confirmed in it stays. It runs as the owner
 -- of the schema, so that workers need not be allowed to empty tables.
-CREATE FUNCTION {schema}.publish_turn() RETURNS int LANGUAGE plpgsql
-SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $turn$
+CREATE FUNCTION {schema}.publish_rotate() RETURNS int LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $rotate$
 DECLARE
     before {schema}.publish_window;
     kept {schema}.publish_key[];
@@ -185,7 +185,7 @@ BEGIN
     END LOOP;
     RETURN turned;
 END
-$turn$;
+$rotate$;
 
 -- Agrees on the version of a map of shards. It waits until every reservation under the old one has ended, and those that
 -- come after it read the new one. It runs as the owner of the schema, so that workers need not be allowed to lock tables.
@@ -201,8 +201,8 @@ $map$;
 
 -- Settles what a fenced owner has left in a scope: what was found in the log is confirmed; the rest is absent where
 -- nothing of it can arrive any more, else unknown.
-CREATE FUNCTION {schema}.publish_bury(my_scope int, dead bigint, log_keys bytea[], is_sure boolean)
-RETURNS TABLE (confirmed bigint, forgotten bigint, doubted bigint) LANGUAGE plpgsql AS $bury$
+CREATE FUNCTION {schema}.publish_take_over(my_scope int, dead bigint, log_keys bytea[], is_sure boolean)
+RETURNS TABLE (confirmed bigint, released bigint, unknown bigint) LANGUAGE plpgsql AS $take_over$
 BEGIN
     PERFORM FROM {schema}.publish_window;
     PERFORM FROM {schema}.publish_owner o WHERE o.id = dead AND o.ended_at IS NOT NULL;
@@ -212,18 +212,18 @@ BEGIN
     UPDATE {schema}.publish_key k SET state = 'c'
     WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.owner = dead AND k.state <> 'c' AND k.key = ANY (log_keys);
     GET DIAGNOSTICS confirmed = ROW_COUNT;
-    forgotten := 0;
+    released := 0;
     IF is_sure THEN
         DELETE FROM {schema}.publish_key k
         WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.owner = dead AND k.state = 'f';
-        GET DIAGNOSTICS forgotten = ROW_COUNT;
+        GET DIAGNOSTICS released = ROW_COUNT;
     END IF;
     UPDATE {schema}.publish_key k SET state = 'u'
     WHERE k.slot IN (0, 1) AND k.scope = my_scope AND k.owner = dead AND k.state IN ('f', 't');
-    GET DIAGNOSTICS doubted = ROW_COUNT;
+    GET DIAGNOSTICS unknown = ROW_COUNT;
     RETURN NEXT;
 END
-$bury$;
+$take_over$;
 
 -- Chains of ints without holes: what was seen of each, in one row.
 CREATE TABLE {schema}.publish_chain (
