@@ -27,18 +27,16 @@ from .errors import (
     TailLost,
     Undelivered,
 )
+from .filter import Filter, State, Stats
+from .memcached import MemcachedSlots, SharedSlotFilter
 from .owners import DeadOwner, PublishOwner
 from .postgres import Found, PostgresWindow
 from .postgres_chain import PostgresChain
 from .producer import DedupProducer
-from .protocol import Filter, State, Stats
 from .publisher import ProducerRecord
 from .sequence import Sequence, SequenceFilter
 from .shards import ShardedWindow
-from .shared_slots import SharedSlotFilter
-from .sizing import loss_probability, messages_for, slots_for
-from .slot_places import MemcachedSlots
-from .slots import SlotFilter
+from .slots import SlotFilter, loss_probability, messages_for, slots_for
 from .snapshot import SnapshotFile, SnapshotStore
 from .store import Store
 from .takeover import TopicTakeOver, end_positions

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import deque
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from exactly_once.errors import ConfigurationError
 
 from .errors import InconsistentChain, KeyRefused, LimitReached, SnapshotCorrupted
+from .filter import KeyState, MemoryFilter, State, Stats
 from .intervals import Intervals, Links, Number, just_below
 from .keys import INT64
-from .protocol import State, Stats
-from .reservations import Held
 from .snapshot import pack, unpack
 
-_NEW, _DUPLICATE, _IN_FLIGHT, _UNKNOWN = State.NEW, State.DUPLICATE, State.IN_FLIGHT, State.UNKNOWN
-_CLEAN, _TAINTED, _DOUBTED, _FAILED = Held.CLEAN, Held.TAINTED, Held.UNKNOWN, Held.FAILED
 _KIND = "ChainFilter"
 
+Pair = tuple[str, Number]
+"""Chain and number: a link without its reference."""
 GapPolicy = Literal["raise", "treat_as_new", "treat_as_seen"]
 
 
@@ -40,7 +36,7 @@ class Link(NamedTuple):
         return hash(self[:2])
 
 
-class ChainFilter:
+class ChainFilter(MemoryFilter[Link, Pair]):
     """Recognises messages of chains by what is missing: ``reserve(Link("sensor-7", (time, 0), previous=(time0, 3)))``.
 
     Numbers are pairs (timestamp, sequence_no) or ints that rise along a chain, with holes, and arrive in any order.
@@ -63,11 +59,12 @@ class ChainFilter:
     Every method may be called from any thread.
     """
 
-    takes: Literal["chain"] = "chain"
+    takes = "chain"
 
     def __init__(
         self, *, dense: bool = False, first: int = 0, max_gaps: int = 10_000, on_full: GapPolicy = "treat_as_new"
     ) -> None:
+        super().__init__()
         if on_full not in get_args(GapPolicy):
             raise ConfigurationError(
                 f"on_full={on_full!r} is not possible; choose one of {', '.join(get_args(GapPolicy))}"
@@ -79,50 +76,8 @@ class ChainFilter:
         self._max_gaps = max_gaps
         self._on_full = on_full
         self._chains: dict[str, Intervals] = {}
-        self._held: dict[str, dict[Number, Held]] = {}
         self._links: dict[str, Links] = {}
-        self._lock = threading.Lock()
-        self._duplicates = 0
         self._failed_open = 0
-        self._lost = 0
-
-    def reserve(self, key: Link) -> State:
-        """Ask for the right to send a message."""
-        if self._dense:
-            chain, number, _ = key
-            with self._lock:
-                intervals = self._chains.get(chain)
-                # In order: above everything seen, and nothing to be refused.
-                if intervals is not None and type(number) is int and number == intervals.lowers[-1] + 1 < INT64:
-                    held = self._held[chain]
-                    if number not in held:
-                        held[number] = _CLEAN
-                        return _NEW
-        self._check(key)
-        with self._lock:
-            return self._reserve(key)
-
-    def confirm(self, key: Link) -> None:
-        """Settle: the message is in the log."""
-        if self._dense:
-            chain, number, _ = key
-            with self._lock:
-                intervals = self._chains.get(chain)
-                if intervals is not None and type(number) is int and number == intervals.lowers[-1] + 1 < INT64:
-                    self._held[chain].pop(number, None)
-                    intervals.lowers[-1] = number
-                    return
-        self._check(key)
-        with self._lock:
-            self._confirm(key)
-
-    def release(self, key: Link) -> None:
-        """Settle: the message is surely not in the log."""
-        self.release_many((key,))
-
-    def mark_unknown(self, key: Link) -> None:
-        """Settle: nobody knows whether the message is in the log."""
-        self.mark_unknown_many((key,))
 
     def reserve_many(self, keys: Iterable[Link]) -> list[State]:
         """Reserve several messages, in order.
@@ -130,48 +85,30 @@ class ChainFilter:
         :raises InconsistentChain: for the first whose reference cannot be right; none is reserved then.
         """
         wanted = list(keys)
+        pairs = self._checked(wanted)
         with self._lock:
-            if self._dense and self._reserve_run(wanted):
-                return [_NEW] * len(wanted)
-        for key in wanted:
-            self._check(key)
-        with self._lock:
-            states: list[State] = []
-            try:
-                for key in wanted:
-                    states.append(self._reserve(key))  # noqa: PERF401 - what was reserved before an error is needed
-            except (KeyRefused, LimitReached):
-                for key, state in zip(wanted, states, strict=False):
-                    if state in (_NEW, _UNKNOWN):
-                        self._forget(key)
-                raise
-            return states
+            if not self._dense or self._on_full == "raise":
+                for key, pair in zip(wanted, pairs, strict=True):
+                    if pair not in self._open:
+                        self._check_reference(key)
+            return self._reserve(pairs)
 
     def confirm_many(self, keys: Iterable[Link]) -> None:
         """Confirm several messages."""
         found = list(keys)
+        pairs = self._checked(found)
         with self._lock:
-            if self._dense and self._confirm_run(found):
-                return
-        for key in found:
-            self._check(key)
-        with self._lock:
-            for key in found:
-                self._confirm(key)
+            self._close(pairs)
+            if not self._dense or not self._keep_run(pairs):
+                for key in found:
+                    self._mark(key)
 
     def release_many(self, keys: Iterable[Link]) -> None:
-        """Forget several messages."""
+        """Release several messages."""
         with self._lock:
             for key in keys:
-                self._forget(key)
-
-    def mark_unknown_many(self, keys: Iterable[Link]) -> None:
-        """Doubt several messages."""
-        with self._lock:
-            for chain, number, _ in keys:
-                held = self._held.get(chain, {})
-                if held.get(number, _FAILED) is not _FAILED:
-                    held[number] = _DOUBTED
+                # The retry of one without a reference may come after a higher number, and is no duplicate then.
+                self._change("release", (key[:2],), keeps_absent=key.previous is None and not self._dense)
 
     def unseen(self, chain: str) -> list[tuple[Any, Any]]:
         """Return the intervals of a chain, lowest first: both ends belong to them where numbers are ints."""
@@ -186,31 +123,21 @@ class ChainFilter:
         """Forget a chain that has ended."""
         with self._lock:
             self._chains.pop(chain, None)
-            self._held.pop(chain, None)
             self._links.pop(chain, None)
+            self._close([pair for pair in self._open if pair[0] == chain])
 
     def stats(self) -> Stats:
         """Return the figures of this moment; confirmed numbers are not counted, they are not kept."""
         with self._lock:
-            states = [state for held in self._held.values() for state in held.values()]
-            unknown = states.count(_DOUBTED)
-            return Stats(
-                confirmed=-1,
-                in_flight=len(states) - unknown - states.count(_FAILED),
-                unknown=unknown,
-                duplicates=self._duplicates,
-                evicted=self._failed_open + self._lost,
-                failed_open=self._failed_open,
-            )
-
-    def close(self) -> None:
-        """Do nothing; there is nothing to give back."""
+            return self._stats(confirmed=-1, failed_open=self._failed_open)
 
     def to_bytes(self) -> bytes:
         """Return a snapshot of what is confirmed, and of what is in flight: that may be in the log, or not."""
         with self._lock:
-            names = dict.fromkeys((*self._chains, *self._held))
-            return pack(_KIND, {name: self._dump(name) for name in names})
+            held: dict[str, dict[Number, KeyState]] = {name: {} for name in self._chains}
+            for (chain, number), state in self._open.items():
+                held.setdefault(chain, {})[number] = state
+            return pack(_KIND, {name: self._dump(name, states) for name, states in held.items()})
 
     def load_bytes(self, data: bytes) -> None:
         """Load a snapshot, whole or not at all.
@@ -226,96 +153,87 @@ class ChainFilter:
                 if intervals is not None:
                     self._chains[chain] = intervals
                 self._links[chain] = links
-                self._held.setdefault(chain, {}).update(held)
+                for number, state in held.items():
+                    self._open[chain, number] = state
+                    if state is KeyState.UNKNOWN:
+                        self._unknown[chain, number] = 0
 
-    def _dump(self, name: str) -> dict[str, Any]:
+    def _dump(self, name: str, held: dict[Number, KeyState]) -> dict[str, Any]:
         """Return a chain as plain data."""
-        intervals, held = self._chains.get(name), self._held.get(name, {})
+        intervals = self._chains.get(name)
         return {
             "is_int": intervals is None or isinstance(intervals.infinity, float),
             "pairs": None if intervals is None else [[_plain(a), _plain(b)] for a, b in intervals.pairs()],
             "links": list(self._links[name].previous.items()) if name in self._links else [],
-            "unknown": [number for number, state in held.items() if state is not _FAILED],
-            "failed": [number for number, state in held.items() if state is _FAILED],
+            "unknown": [number for number, state in held.items() if state is not KeyState.ABSENT],
+            "failed": [number for number, state in held.items() if state is KeyState.ABSENT],
         }
 
-    def _reserve(self, key: Link) -> State:
-        chain, number, previous = key
-        held = self._held.setdefault(chain, {})
-        if number in held:
-            return _again(held, number)
-        intervals = self._find(chain, number)
-        if intervals is not None:
-            place = intervals.find(number)
-            if place < 0:
-                if previous is not None and not self._dense:
-                    intervals.check_seen(number, previous)
-                    if chain in self._links:
-                        self._links[chain].check(number, previous)
-                self._duplicates += 1
-                return _DUPLICATE
-            if previous is not None and not self._dense:
-                intervals.check(place, number, previous)
-            if self._on_full == "raise":
-                self._refuse_full(intervals, place, key)
-        held[number] = _CLEAN
-        return _NEW
+    def _seen(self, keys: Sequence[Pair]) -> Collection[Pair]:
+        if (intervals := self._only(keys)) is not None and min(n for _, n in keys) > intervals.lowers[-1]:
+            return ()
+        chains = self._chains
+        return {pair for pair in keys if pair[0] in chains and chains[pair[0]].find(pair[1]) < 0}
 
-    def _confirm(self, key: Link) -> None:
-        chain, number, previous = key
-        intervals = self._find(chain, number)
-        self._held.setdefault(chain, {}).pop(number, None)
+    def _keep(self, keys: Sequence[Pair]) -> None:
+        for pair in keys:
+            self._mark(Link(*pair))
+
+    def _only(self, keys: Sequence[Pair]) -> Intervals | None:
+        """Return the intervals of the chain that all these messages are of, if it is one that is known."""
+        return self._chains.get(keys[0][0]) if keys and len({chain for chain, _ in keys}) == 1 else None
+
+    def _keep_run(self, keys: Sequence[Pair]) -> bool:
+        """Keep messages of a dense chain that go on where it ends; tell whether they do."""
+        intervals = self._only(keys)
         if intervals is None:
-            intervals = self._chains[chain] = self._intervals_for(number, previous)
+            return False
+        first = intervals.lowers[-1] + 1
+        is_run = [n for _, n in keys] == list(range(first, first + len(keys)))
+        if is_run:
+            intervals.lowers[-1] = keys[-1][1]
+        return is_run
+
+    def _check_reference(self, key: Link) -> None:
+        """Refuse a message that contradicts what was seen, or for whose gap there is no room."""
+        chain, number, previous = key
+        intervals = self._chains.get(chain)
+        if intervals is None:
+            return
+        place = intervals.find(number)
+        if previous is not None and not self._dense:
+            if place >= 0:
+                intervals.check(place, number, previous)
+            else:
+                intervals.check_seen(number, previous)
+                if chain in self._links:
+                    self._links[chain].check(number, previous)
+        if place >= 0 and self._on_full == "raise" and intervals.gaps() >= self._max_gaps:
+            previous = self._previous(number, previous, intervals, place)
+            if intervals.divides(place, number, previous):
+                raise LimitReached(f"chain {chain!r} has {intervals.gaps()} gaps; {number} would make one more")
+
+    def _mark(self, key: Link) -> None:
+        """Take note that a message is in the log."""
+        chain, number, named = key
+        intervals = self._chains.get(chain)
+        if intervals is None:
+            intervals = self._chains[chain] = self._intervals_for(number, named)
         place = intervals.find(number)
         if place < 0:
             return
-        named = previous
         # A message that was sent meanwhile may have moved the lower end above the reference.
-        previous = max(self._previous(number, previous, intervals, place), intervals.lowers[place])
+        previous = max(self._previous(number, named, intervals, place), intervals.lowers[place])
         intervals.mark(place, number, previous)
         if named is not None and not self._dense:
             self._links.setdefault(chain, Links()).add(number, named, intervals)
         while intervals.gaps() > self._max_gaps and self._on_full != "raise":
+            self._evicted += 1
             if self._on_full == "treat_as_seen":
-                self._lost += 1
                 intervals.drop_lowest()
             else:
                 self._failed_open += 1
                 intervals.join_lowest()
-
-    def _forget(self, key: Link) -> None:
-        held = self._held.get(key.chain, {})
-        state = held.get(key.number)
-        if state is _TAINTED:
-            held[key.number] = _DOUBTED
-        elif state is not None and key.previous is None and not self._dense:
-            # Its retry may come after a higher number, and must not look like a duplicate then.
-            held[key.number] = _FAILED
-        else:
-            held.pop(key.number, None)
-
-    def _reserve_run(self, keys: list[Link]) -> bool:
-        """Reserve a run of a dense chain that goes on where it ends; tell whether it was one."""
-        numbers, chain = _run(keys)
-        intervals = self._chains.get(chain)
-        if intervals is None or not numbers or numbers[0] <= intervals.lowers[-1] or self._on_full == "raise":
-            return False
-        held = self._held[chain]
-        if held and not held.keys().isdisjoint(numbers):
-            return False
-        held.update(dict.fromkeys(numbers, _CLEAN))
-        return True
-
-    def _confirm_run(self, keys: list[Link]) -> bool:
-        """Confirm a run of a dense chain that goes on where it ends; tell whether it was one."""
-        numbers, chain = _run(keys)
-        intervals = self._chains.get(chain)
-        if intervals is None or not numbers or numbers[0] != intervals.lowers[-1] + 1:
-            return False
-        deque(map(self._held[chain].pop, numbers, repeat(None)), maxlen=0)
-        intervals.lowers[-1] = numbers[-1]
-        return True
 
     def _intervals_for(self, number: Number, previous: Number | None) -> Intervals:
         """Start a chain: without a reference nothing below its first message is expected."""
@@ -334,62 +252,34 @@ class ChainFilter:
             return just_below(number)
         return intervals.lowers[place]  # best effort: nothing is expected between the highest one and this
 
-    def _find(self, chain: str, number: Number) -> Intervals | None:
-        intervals = self._chains.get(chain)
-        if (
-            intervals is not None
-            and not self._dense
-            and isinstance(number, int) is isinstance(intervals.infinity, tuple)
-        ):
-            raise KeyRefused(f"chain {chain!r} has other numbers than {number!r}: ints and pairs do not mix")
-        return intervals
-
-    def _refuse_full(self, intervals: Intervals, place: int, key: Link) -> None:
-        chain, number, previous = key
-        previous = self._previous(number, previous, intervals, place)
-        if intervals.gaps() >= self._max_gaps and intervals.divides(place, number, previous):
-            raise LimitReached(f"chain {chain!r} has {intervals.gaps()} gaps; {number} would make one more")
+    def _checked(self, keys: Iterable[Link]) -> list[Pair]:
+        given = list(keys)
+        numbers: list[Any] = [key[1] for key in given]
+        is_plain = self._dense and set(map(type, numbers)) == {int}
+        if not (is_plain and self._first <= min(numbers) and max(numbers) < INT64):
+            for key in given:
+                self._check(key)
+        for chain in {key[0] for key in given}:
+            if type(chain) is not str or not chain:
+                raise KeyRefused(f"a chain's name is a str with something in it, not {chain!r}")
+        return [key[:2] for key in given]
 
     def _check(self, key: Link) -> None:
         chain, number, previous = key
-        if type(chain) is not str or not chain:
-            raise KeyRefused(f"a chain's name is a str with something in it, not {chain!r}")
         if self._dense:
             if type(number) is not int or not self._first <= number < INT64:
                 raise KeyRefused(f"a number of a dense chain is an int from {self._first} to 2**63 - 1, not {number!r}")
             return
         _check_number(number)
+        intervals = self._chains.get(chain)
+        if intervals is not None and isinstance(number, int) is isinstance(intervals.infinity, tuple):
+            raise KeyRefused(f"chain {chain!r} has other numbers than {number!r}: ints and pairs do not mix")
         if previous is not None:
             _check_number(previous)
             if isinstance(previous, int) is not isinstance(number, int):
                 raise KeyRefused(f"{number!r} and {previous!r}: ints and pairs do not mix")
             if cast("Any", previous) >= number:
                 raise InconsistentChain(f"the message {number} names {previous} as the one before it")
-
-
-def _run(keys: list[Link]) -> tuple[list[int], str]:
-    """Return the numbers and the chain of keys that are a run of ints of one chain; else no numbers."""
-    if not keys:
-        return [], ""
-    chain = keys[0][0]
-    numbers = [cast("int", key[1]) for key in keys]
-    first, last = numbers[0], numbers[-1]
-    if type(first) is not int or type(last) is not int or last - first + 1 != len(numbers) or last >= INT64:
-        return [], chain
-    is_run = numbers == list(range(first, last + 1)) and set(map(type, numbers)) == {int}
-    return (numbers if is_run and {key[0] for key in keys} == {chain} else []), chain
-
-
-def _again(held: dict[Number, Held], number: Number) -> State:
-    """Answer a reservation of a number that is held."""
-    state = held[number]
-    if state is _DOUBTED:
-        held[number] = _TAINTED
-        return _UNKNOWN
-    if state is _FAILED:
-        held[number] = _CLEAN
-        return _NEW
-    return _IN_FLIGHT
 
 
 def _check_number(number: object) -> None:
@@ -416,8 +306,11 @@ def _read(end: Any) -> Any:
 
 def _loaded(
     *, is_int: bool, pairs: list[list[Any]] | None, links: list[list[Any]], unknown: list[Any], failed: list[Any]
-) -> tuple[Intervals | None, Links, dict[Number, Held]]:
-    held = {**dict.fromkeys(map(_read, unknown), _DOUBTED), **dict.fromkeys(map(_read, failed), _FAILED)}
+) -> tuple[Intervals | None, Links, dict[Number, KeyState]]:
+    held = {
+        **dict.fromkeys(map(_read, unknown), KeyState.UNKNOWN),
+        **dict.fromkeys(map(_read, failed), KeyState.ABSENT),
+    }
     read_links = Links((_read(number), _read(previous)) for number, previous in links)
     if pairs is None:
         return None, read_links, held

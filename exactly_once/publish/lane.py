@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from confluent_kafka import KafkaError, Message
@@ -16,7 +16,7 @@ from exactly_once._log import about
 
 from .delivery import Delivery, Outcome, proves_absence
 from .errors import FilterUnavailable
-from .protocol import Filter, State, Stats
+from .filter import Filter, Takes
 from .recovery import SequenceLog
 
 if TYPE_CHECKING:
@@ -26,33 +26,6 @@ logger = logging.getLogger(__name__)
 
 _DELIVERED = Outcome.DELIVERED
 _SILENT = KafkaError(KafkaError._FAIL, "the client is closed and gave no report")  # noqa: SLF001 - its public name
-Takes = Literal["dedup_key", "sequence", "chain", "nothing"]
-
-
-class NoFilter:
-    """Lets everything through: for topics where deduplication is off."""
-
-    takes: Takes = "nothing"
-
-    def reserve(self, key: object) -> State:
-        """Answer that it is new."""
-        return State.NEW
-
-    def settle(self, keys: object) -> None:
-        """Do nothing."""
-
-    confirm = release = mark_unknown = confirm_many = release_many = mark_unknown_many = settle
-
-    def reserve_many(self, keys: Iterable[object]) -> list[State]:
-        """Answer that all are new."""
-        return [State.NEW for _ in keys]
-
-    def stats(self) -> Stats:
-        """Return nothing but zeros."""
-        return Stats()
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Lane:
@@ -62,8 +35,8 @@ class Lane:
         self.producer = producer
         self.topic = topic
         self.filter = made
-        self.takes: Takes = getattr(made, "takes", "dedup_key")
-        self.writes_key = bool(getattr(made, "writes_key", False))
+        self.takes: Takes = made.takes
+        self.writes_key = made.writes_key
         self.reserve = made.reserve
         self.in_flight: dict[Hashable, Delivery] = {}
         self.reported: list[Delivery] = []

@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
 
-from .by_batch import ByBatch
 from .cache import ConfirmedKeys
+from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Filter, KeyState, State, Stats
 from .keys import GivenKey, Key, checked_all, encoded
 from .owners import DeadOwner, PublishOwner
-from .protocol import State, Stats
 
 logger = logging.getLogger(__name__)
-
-_NEW, _IN_FLIGHT, _UNKNOWN, _DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
-
 
 _LONGEST = 1025
 """Bytes of an encoded key that are kept as they are; a row of the index has room for 2,704."""
@@ -42,7 +38,7 @@ class Found(NamedTuple):
 TakeOver = Callable[[DeadOwner, str], Found]
 
 
-class PostgresWindow(ByBatch):
+class PostgresWindow(Filter[GivenKey]):
     """Recognises the keys of the last ``seconds``, in all processes: ``PostgresWindow(owner, scope="orders", ...)``.
 
     Every change is one statement per batch, durable when it returns. Keys are held for between one and two windows;
@@ -65,8 +61,8 @@ class PostgresWindow(ByBatch):
     Every method may be called from any thread.
     """
 
-    takes: Literal["dedup_key"] = "dedup_key"
     writes_key = True
+    is_remote = True
 
     def __init__(
         self,
@@ -112,19 +108,19 @@ class PostgresWindow(ByBatch):
         with self._lock:
             known = self.cache.of(wanted)
             states, holders = self._ask(sorted(set(wanted) - known), map_version)
-            dead = self._bury(holders) if holders else 0
+            dead = self._take_over_from(holders) if holders else 0
             if dead:
-                held = sorted(key for key, state in states.items() if state is _IN_FLIGHT)
+                held = sorted(key for key, state in states.items() if state is IN_FLIGHT)
                 again, _ = self._ask(held, map_version)
                 states.update(again)
-            self._mine.update(key for key, state in states.items() if state in (_NEW, _UNKNOWN))
+            self._mine.update(key for key, state in states.items() if state in (NEW, UNKNOWN))
             answers = []
-            states.update(dict.fromkeys(known, _DUPLICATE))
+            states.update(dict.fromkeys(known, DUPLICATE))
             for key in wanted:
                 answers.append(states[key])
-                if states[key] in (_NEW, _UNKNOWN):
-                    states[key] = _IN_FLIGHT  # for the second of two equal keys
-            self._duplicates += answers.count(_DUPLICATE)
+                if states[key] in (NEW, UNKNOWN):
+                    states[key] = IN_FLIGHT  # for the second of two equal keys
+            self._duplicates += answers.count(DUPLICATE)
             return answers
 
     def confirm_many(self, keys: Iterable[GivenKey]) -> None:
@@ -173,16 +169,14 @@ class PostgresWindow(ByBatch):
             in_flight=counts.get("f", 0) + counts.get("t", 0),
             unknown=counts.get("u", 0),
             duplicates=self._duplicates,
+            cache_hits=self.cache.hits,
         )
-
-    def close(self) -> None:
-        """Do nothing; the owner is closed by who made it."""
 
     def _ask(self, wanted: list[bytes], map_version: int | None) -> tuple[dict[bytes, State], set[int]]:
         """Reserve sorted, different keys; return what they are, and who else holds the ones in flight."""
         if not wanted:
             return {}, set()
-        states = dict.fromkeys(wanted, _NEW)
+        states = dict.fromkeys(wanted, NEW)
         holders: set[int] = set()
         rows = self._store.run(
             "publish_reserve",
@@ -194,20 +188,15 @@ class PostgresWindow(ByBatch):
         )
         for place, state, holder in rows:
             key = wanted[place - 1]
-            if state == "c":
-                states[key] = _DUPLICATE
-            elif state == "u":
-                states[key] = _UNKNOWN
-            elif holder != self.owner.id:
-                states[key] = _IN_FLIGHT
+            states[key] = ANSWERS[KeyState(state)]
+            if states[key] is IN_FLIGHT and holder != self.owner.id:
                 holders.add(holder)
-            elif key in self._mine:
-                states[key] = _IN_FLIGHT
-            else:  # reserved by ourselves, in a call whose answer was lost
-                states[key] = _NEW if state == "f" else _UNKNOWN
+            elif states[key] is IN_FLIGHT and key not in self._mine:
+                # Reserved by ourselves, in a call whose answer was lost.
+                states[key] = NEW if state == KeyState.IN_FLIGHT.value else UNKNOWN
         return states, holders - {None, 0}
 
-    def _bury(self, holders: set[int]) -> int:
+    def _take_over_from(self, holders: set[int]) -> int:
         """Take over from those holders whose lease is over; return how many there were."""
         dead = self.owner.fence(holders)
         for owner in dead:
@@ -225,8 +214,8 @@ class PostgresWindow(ByBatch):
                 owner.id,
                 self.scope,
                 confirmed,
-                forgotten,
-                doubted,
+                released,
+                unknown,
                 extra=about("owner_taken_over") | {"topic": self.scope, "producer": owner.name, "owner": owner.id},
             )
         return len(dead)

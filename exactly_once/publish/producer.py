@@ -13,11 +13,11 @@ from .chain import Link
 from .committer import Committer
 from .delivery import Callback, Delivery, Outcome
 from .errors import KeyRefused
+from .filter import NoFilter, State
 from .headers import Headers, with_key
 from .keys import MAX_KEY_LENGTH, GivenKey, checked
-from .lane import Lane, NoFilter
+from .lane import Lane
 from .owners import PublishOwner
-from .protocol import State
 from .publisher import CLOSE_SECONDS, AnyFilter, Going, ProducerRecord, Publisher, goes, only, take_back
 from .settings import client_settings
 from .snapshot import SnapshotStore

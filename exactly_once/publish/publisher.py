@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -23,12 +23,12 @@ from exactly_once.errors import ConfigurationError
 from .chain import Link
 from .delivery import Callback, Delivery, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
+from .filter import Filter, NoFilter, State
 from .guard import Guard
 from .headers import Headers, with_key, with_sequence
 from .keys import GivenKey, checked_all
-from .lane import Lane, NoFilter
+from .lane import Lane
 from .owners import PublishOwner
-from .protocol import Filter, State
 from .recovery import SequenceLog
 from .sequence import Sequence, SequenceFilter
 from .settings import connection_settings
@@ -322,7 +322,7 @@ class Publisher(ABC):
         if lane.takes == "sequence":
             assert isinstance(lane.filter, SequenceFilter)
             identity: Sequence = delivery.identity
-            headers = with_sequence(headers, identity.producer, lane.filter.before(identity), identity.number)
+            headers = with_sequence(headers, identity.producer, lane.filter.predecessor(identity), identity.number)
         elif lane.writes_key:
             headers = with_key(headers, delivery.identity)
         if headers is None and not given.timestamp:  # the usual case, without keywords
@@ -388,8 +388,8 @@ class Publisher(ABC):
     def _make_filter(self, topic: str) -> AnyFilter:
         if not self._is_on(topic):
             return NoFilter()
-        if not hasattr(self._dedup, "reserve"):
-            made = self._dedup(topic)
+        if not isinstance(self._dedup, Filter):
+            made: AnyFilter = self._dedup(topic)
             self._check_owners(made)
             return made
         if self._bound not in (None, topic):
@@ -399,7 +399,7 @@ class Publisher(ABC):
             )
         self._check_owners(self._dedup)
         self._bound = topic
-        return cast("AnyFilter", self._dedup)
+        return self._dedup
 
     def _check_owners(self, made: object) -> None:
         for owner in getattr(made, "owners", (getattr(made, "owner", None),)):

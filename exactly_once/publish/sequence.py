@@ -1,22 +1,29 @@
-"""SequenceFilter: per producer name, what was pushed and what is persisted. No I/O."""
+"""SequenceFilter: per producer name, what was pushed and what is persisted. No I/O.
+
+``persisted`` only rises over numbers that are confirmed without a gap among those that were pushed: with several
+partitions a later number may be acknowledged while an earlier one fails, and the retry of that one must not look
+like a duplicate.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from operator import lt
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import KeyRefused, LimitReached, SnapshotCorrupted
+from .filter import ANSWERS, CHANGES, DUPLICATE, NEW, Change, Filter, KeyState, State, Stats
 from .keys import INT64
-from .outstanding import Odd, Outstanding
-from .protocol import State, Stats
 from .snapshot import pack, unpack
 
-_NEW, _DUPLICATE = State.NEW, State.DUPLICATE
 _KIND = "SequenceFilter"
-_DOUBTS = frozenset((Odd.UNKNOWN, Odd.TAINTED))
+_COMPACT_AT = 4096
+"""So many numbers that are done with are dropped together: one at a time, each would move all that follow."""
+_ABSENT, _SENT, _RESENT, _UNKNOWN, _CONFIRMED = KeyState
+_MAY_BE_THERE = frozenset((_UNKNOWN, _RESENT))
 
 
 class Sequence(NamedTuple):
@@ -26,7 +33,106 @@ class Sequence(NamedTuple):
     number: int
 
 
-class SequenceFilter:
+class SequenceState:
+    """The numbers of one producer. The filter's lock protects it."""
+
+    __slots__ = ("head", "last_pushed", "numbers", "persisted", "predecessors", "states", "used_at")
+
+    def __init__(self, persisted: int = -1, above: Mapping[int, int] | None = None) -> None:
+        self.persisted = persisted
+        """Every number up to this one that was ever pushed is in the log."""
+        self.predecessors = dict(above or {})
+        """Of numbers that an earlier life got into the log: the one that it had pushed before each.
+
+        What lies between that one and persisted was lost in a crash, so persisted must not rise over the gap.
+        """
+        self.numbers: list[int] = sorted(self.predecessors)
+        """Those above ``persisted`` that were pushed, sorted; those before ``head`` are done with."""
+        self.head = 0
+        self.states: dict[int, KeyState] = dict.fromkeys(self.numbers, _CONFIRMED)
+        """What a number is that is not simply in flight. One that surely failed stays, as absent, and persisted does
+        not rise over it: else its retry behind a higher number would be a duplicate."""
+        self.last_pushed = self.numbers[-1] if self.numbers else persisted
+        """The highest number that was ever pushed, failed or not."""
+        self.used_at = 0.0
+
+    def push(self, number: int) -> State:
+        """Answer for any number."""
+        if number <= self.persisted:
+            return DUPLICATE
+        place = bisect_left(self.numbers, number, self.head)
+        if place == len(self.numbers) or self.numbers[place] != number:
+            # Above all others; or lost before a restart, or out of order: it was never acknowledged, so it is new.
+            self.numbers.insert(place, number)
+            self.last_pushed = max(self.last_pushed, number)
+            return NEW
+        state = self.states.get(number, _SENT)
+        self._set(number, CHANGES["reserve"][state])
+        return ANSWERS[state]
+
+    def settle(self, change: Change, number: int) -> None:
+        """Take note of what became of a number; one that nobody pushed can be confirmed only."""
+        if number <= self.persisted:
+            return
+        place = bisect_left(self.numbers, number, self.head)
+        if place == len(self.numbers) or self.numbers[place] != number:
+            if change != "confirm":
+                return
+            self.numbers.insert(place, number)
+            self.last_pushed = max(self.last_pushed, number)
+        self._set(number, CHANGES[change][self.states.get(number, _SENT)])
+        self._rise()
+
+    def predecessor(self, number: int) -> int:
+        """Return the number that was pushed before this one, or the last persisted one."""
+        if number in self.predecessors:
+            return self.predecessors[number]
+        place = bisect_left(self.numbers, number, self.head)
+        return self.numbers[place - 1] if place > self.head else self.persisted
+
+    def above(self) -> dict[int, int]:
+        """Return the numbers that are acknowledged above ``persisted``, and the one pushed before each."""
+        return {n: self.predecessor(n) for n in sorted(self.states) if self.states[n] is _CONFIRMED}
+
+    def count(self) -> int:
+        """Return how many numbers are kept."""
+        return len(self.numbers) - self.head
+
+    def pushed(self) -> int:
+        """Return the highest number that was pushed and did not fail: pushed falls back on a failure."""
+        kept = reversed(self.numbers[self.head :])
+        return next((n for n in kept if self.states.get(n) is not _ABSENT), self.persisted)
+
+    def drop(self, count: int) -> None:
+        """Be done with the lowest numbers."""
+        self.head += count
+        if self.head == len(self.numbers):
+            self.numbers.clear()
+            self.head = 0
+        elif self.head >= _COMPACT_AT and 2 * self.head >= len(self.numbers):
+            del self.numbers[: self.head]
+            self.head = 0
+
+    def _set(self, number: int, state: KeyState) -> None:
+        if state is _SENT:
+            self.states.pop(number, None)
+        else:
+            self.states[number] = state
+
+    def _rise(self) -> None:
+        head = self.head
+        while head < len(self.numbers):
+            first = self.numbers[head]
+            if self.states.get(first) is not _CONFIRMED or self.predecessors.get(first, -1) > self.persisted:
+                break
+            self.persisted = first
+            del self.states[first]
+            self.predecessors.pop(first, None)
+            head += 1
+        self.drop(head - self.head)
+
+
+class SequenceFilter(Filter[Sequence]):
     """Recognises numbers of producers that only go up, with holes: ``reserve(Sequence("files", 4711))``.
 
     NEW above everything pushed; DUPLICATE up to the last persisted one; IN_FLIGHT in between, where the caller
@@ -45,7 +151,7 @@ class SequenceFilter:
     Every method may be called from any thread.
     """
 
-    takes: Literal["sequence"] = "sequence"
+    takes = "sequence"
 
     def __init__(
         self,
@@ -59,128 +165,76 @@ class SequenceFilter:
         self._max_producers = max_producers
         self._idle_seconds = idle_seconds
         self._clock = clock
-        self._producers: dict[str, Outstanding] = {}
+        self._producers: dict[str, SequenceState] = {}
         self._lock = threading.Lock()
         self._duplicates = 0
         self._evicted = 0
-
-    def reserve(self, key: Sequence) -> State:
-        """Push a number."""
-        name, number = key
-        if type(number) is not int or not 0 <= number < INT64:
-            raise _refused(number)
-        with self._lock:
-            producer = self._producers.get(name) or self._add(name)
-            numbers = producer.numbers
-            if number > producer.pushed and len(numbers) - producer.head < self._max_outstanding:
-                if not numbers:
-                    producer.used_at = self._clock()
-                numbers.append(number)
-                producer.pushed = number
-                return _NEW
-            return self._push(producer, name, number)
-
-    def confirm(self, key: Sequence) -> None:
-        """Settle: the message is in the log."""
-        name, number = key
-        with self._lock:
-            producer = self._producers.get(name) or self._add(name)
-            head = producer.head
-            numbers = producer.numbers
-            if head < len(numbers) and numbers[head] == number and not producer.odd:
-                producer.persisted = number
-                if head + 1 == len(numbers):
-                    numbers.clear()
-                    producer.head = 0
-                else:
-                    producer.head = head + 1
-                    if head >= 1000:
-                        producer.compact()
-            else:
-                producer.confirm(_checked(number))
-
-    def release(self, key: Sequence) -> None:
-        """Settle: the message is surely not in the log; pushed falls back."""
-        self.release_many((key,))
-
-    def mark_unknown(self, key: Sequence) -> None:
-        """Settle: nobody knows whether the message is in the log."""
-        self.mark_unknown_many((key,))
 
     def reserve_many(self, keys: Iterable[Sequence]) -> list[State]:
         """Push several numbers, in order; old and new ones may be mixed."""
         wanted = list(keys)
         if not wanted:
             return []
-        numbers = [number for _, number in wanted]
-        if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= INT64:
-            raise _refused(next(n for n in numbers if type(n) is not int or not 0 <= n < INT64))
-        several = {name for name, _ in wanted}
-        for name in several:
-            _check_name(name)
+        numbers = _checked([number for _, number in wanted])
+        names = {name for name, _ in wanted}
         with self._lock:
-            if len(several) == 1:
-                producer = self._producers.get(name) or self._add(name)
-                room = self._max_outstanding - producer.count()
-                if numbers[0] > producer.pushed and len(numbers) <= room and all(map(lt, numbers, numbers[1:])):
+            for name in names:  # refuse a batch that may not fit before any of it is pushed
+                producer = self._producer(name)
+                is_run = len(names) == 1 and numbers[0] > producer.last_pushed and all(map(lt, numbers, numbers[1:]))
+                above = producer.last_pushed
+                fresh = len(numbers) if is_run else sum(n == name and number > above for n, number in wanted)
+                if fresh > self._max_outstanding - producer.count():
+                    raise _full(name, producer)
+                producer.used_at = self._clock()
+                if is_run:
                     producer.numbers += numbers
-                    producer.pushed = numbers[-1]
-                    producer.used_at = self._clock()
-                    return [_NEW] * len(wanted)
-            self._make_room(wanted)
-            return [self._push(self._producers.get(n) or self._add(n), n, number) for n, number in wanted]
+                    producer.last_pushed = numbers[-1]
+                    return [NEW] * len(wanted)
+            answers = [self._producers[name].push(number) for name, number in wanted]
+            self._duplicates += answers.count(DUPLICATE)
+            return answers
 
     def confirm_many(self, keys: Iterable[Sequence]) -> None:
         """Confirm several numbers."""
         found = list(keys)
         if not found:
             return
-        numbers = [number for _, number in found]
-        several = {name for name, _ in found}
+        numbers = _checked([number for _, number in found])
         with self._lock:
-            producer = self._producers.get(found[0].producer) if len(several) == 1 else None
-            if producer is not None and not producer.odd:
-                end = producer.head + len(numbers)
-                if producer.numbers[producer.head : end] == numbers:
-                    producer.persisted = numbers[-1]
-                    producer.head = end
-                    producer.compact()
-                    return
+            producer = self._producer(found[0].producer)
+            end = producer.head + len(numbers)
+            is_run = producer.numbers[producer.head : end] == numbers and len({name for name, _ in found}) == 1
+            if is_run and not producer.states:
+                producer.persisted = numbers[-1]
+                producer.drop(len(numbers))
+                return
             for name, number in found:
-                (self._producers.get(name) or self._add(name)).confirm(_checked(number))
+                self._producer(name).settle("confirm", number)
 
     def release_many(self, keys: Iterable[Sequence]) -> None:
-        """Forget several numbers."""
-        with self._lock:
-            for name, number in keys:
-                if name in self._producers:
-                    self._producers[name].release(number)
+        """Release several numbers; pushed falls back."""
+        self._settle("release", keys)
 
     def mark_unknown_many(self, keys: Iterable[Sequence]) -> None:
-        """Doubt several numbers."""
-        with self._lock:
-            for name, number in keys:
-                if name in self._producers:
-                    self._producers[name].mark_unknown(number)
+        """Mark several numbers as unknown."""
+        self._settle("mark_unknown", keys)
 
     def abandon(self, key: Sequence) -> None:
         """Give up a number that failed for good, so that ``persisted`` can rise over it."""
-        name, number = key
-        with self._lock:
-            if name in self._producers:
-                self._producers[name].confirm(_checked(number))
+        _checked([key.number])
+        self._settle("confirm", (key,))
 
     def is_confirmed(self, producer: str, number: int) -> bool:
         """Tell whether a number is known to be in the log."""
         with self._lock:
             found = self._producers.get(producer)
-            return found is not None and (number <= found.persisted or found.odd.get(number) is Odd.CONFIRMED)
+            return found is not None and (number <= found.persisted or found.states.get(number) is _CONFIRMED)
 
     def has_unknown(self, producer: str) -> bool:
         """Tell whether the log may hold a number that counts as not there, also while it is sent again."""
         with self._lock:
             found = self._producers.get(producer)
-            return found is not None and not _DOUBTS.isdisjoint(found.odd.values())
+            return found is not None and not _MAY_BE_THERE.isdisjoint(found.states.values())
 
     def persisted(self, producer: str) -> int:
         """Return the number up to which everything pushed is in the log; -1 if there is none."""
@@ -192,32 +246,28 @@ class SequenceFilter:
         """Return the highest number that was pushed and did not fail; -1 if there is none."""
         with self._lock:
             found = self._producers.get(producer)
-            return -1 if found is None else found.standing()
+            return -1 if found is None else found.pushed()
 
-    def before(self, key: Sequence) -> int:
+    def predecessor(self, key: Sequence) -> int:
         """Return the number that was pushed before this one: what recovery needs to see gaps."""
         name, number = key
         with self._lock:
             found = self._producers.get(name)
-            return -1 if found is None else found.before(number)
+            return -1 if found is None else found.predecessor(number)
 
     def stats(self) -> Stats:
         """Return the figures of this moment; confirmed numbers are not counted, they are not kept."""
         with self._lock:
-            odd = [state for producer in self._producers.values() for state in producer.odd.values()]
-            unknown = sum(state is Odd.UNKNOWN for state in odd)
-            settled = unknown + sum(state in (Odd.CONFIRMED, Odd.FAILED) for state in odd)
+            states = [state for producer in self._producers.values() for state in producer.states.values()]
+            unknown, resent = states.count(_UNKNOWN), states.count(_RESENT)
             outstanding = sum(producer.count() for producer in self._producers.values())
             return Stats(
                 confirmed=-1,
-                in_flight=outstanding - settled,
+                in_flight=outstanding - len(states) + resent,
                 unknown=unknown,
                 duplicates=self._duplicates,
                 evicted=self._evicted,
             )
-
-    def close(self) -> None:
-        """Do nothing; there is nothing to give back."""
 
     def dump(self) -> dict[str, Any]:
         """Return what is persisted, as plain data; what is in flight is none of it."""
@@ -226,7 +276,7 @@ class SequenceFilter:
 
     def load(self, persisted: Mapping[str, tuple[int, Mapping[int, int]]]) -> None:
         """Put producers in place: what is persisted; and what is acknowledged above that, with the number before."""
-        made = {name: Outstanding(number, above) for name, (number, above) in persisted.items()}
+        made = {name: SequenceState(number, above) for name, (number, above) in persisted.items()}
         now = self._clock()
         for producer in made.values():
             producer.used_at = now
@@ -247,40 +297,21 @@ class SequenceFilter:
         except (TypeError, ValueError) as error:
             raise SnapshotCorrupted(f"the snapshot is whole, but not a SequenceFilter's: {error}") from error
 
-    def _push(self, producer: Outstanding, name: str, number: int) -> State:
-        if number <= producer.persisted:
-            self._duplicates += 1
-            return _DUPLICATE
-        if number <= producer.pushed:
-            state = producer.push_again(number)
-            self._duplicates += state is _DUPLICATE
-            return state
-        numbers = producer.numbers
-        if len(numbers) - producer.head >= self._max_outstanding:
-            raise _full(name, producer)
-        if not numbers:
-            producer.used_at = self._clock()
-        numbers.append(number)
-        producer.pushed = number
-        return _NEW
+    def _settle(self, change: Change, keys: Iterable[Sequence]) -> None:
+        with self._lock:
+            for name, number in keys:
+                if name in self._producers:
+                    self._producers[name].settle(change, number)
 
-    def _make_room(self, wanted: list[Sequence]) -> None:
-        """Refuse a batch that may not fit, before any of it is pushed."""
-        for name in {name for name, _ in wanted}:
-            producer = self._producers.get(name)
-            room = self._max_outstanding - (0 if producer is None else producer.count())
-            pushed = -1 if producer is None else producer.pushed
-            if sum(n == name and number > pushed for n, number in wanted) > room:
-                raise _full(name, producer or Outstanding())
-
-    def _add(self, name: str) -> Outstanding:
-        _check_name(name)
-        now = self._clock()
-        if len(self._producers) >= self._max_producers:
-            self._age_out(now)
-        producer = self._producers[name] = Outstanding()
-        producer.used_at = now
-        return producer
+    def _producer(self, name: str) -> SequenceState:
+        if name not in self._producers:
+            if type(name) is not str or not name:
+                raise KeyRefused(f"a producer's name is a str with something in it, not {name!r}")
+            if len(self._producers) >= self._max_producers:
+                self._age_out(self._clock())
+            self._producers[name] = SequenceState()
+            self._producers[name].used_at = self._clock()
+        return self._producers[name]
 
     def _age_out(self, now: float) -> None:
         idle = [n for n, p in self._producers.items() if not p.count() and now - p.used_at >= self._idle_seconds]
@@ -300,25 +331,17 @@ def read_dumped(dumped: Any) -> tuple[int, dict[int, int]]:
     return int(persisted), {int(number): int(before) for number, before in above}
 
 
-def _check_name(name: object) -> None:
-    if type(name) is not str or not name:
-        raise KeyRefused(f"a producer's name is a str with something in it, not {name!r}")
+def _checked(numbers: list[int]) -> list[int]:
+    if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= INT64:
+        wrong = next(n for n in numbers if type(n) is not int or not 0 <= n < INT64)
+        raise KeyRefused(f"a sequence number is an int from 0 to 2**63 - 1, not {wrong!r}")
+    return numbers
 
 
-def _checked(number: int) -> int:
-    if type(number) is not int or not 0 <= number < INT64:
-        raise _refused(number)
-    return number
-
-
-def _refused(number: object) -> KeyRefused:
-    return KeyRefused(f"a sequence number is an int from 0 to 2**63 - 1, not {number!r}")
-
-
-def _full(name: str, producer: Outstanding) -> LimitReached:
+def _full(name: str, producer: SequenceState) -> LimitReached:
     oldest = producer.numbers[producer.head] if producer.count() else None
-    if oldest in producer.befores:  # it is in the log; what stops the rest is the one before it
-        oldest = producer.befores[oldest]
+    if oldest in producer.predecessors:  # it is in the log; what stops the rest is the one before it
+        oldest = producer.predecessors[oldest]
     return LimitReached(
         f"producer {name!r} has {producer.count()} numbers above the last persisted one, {producer.persisted}; "
         f"the oldest is {oldest}: send it again, or give it up with abandon()"

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
-from typing import Literal
 
 from exactly_once.errors import ConfigurationError
 
-from .by_batch import ByBatch
 from .errors import ProducerFenced
+from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Filter, KeyState, State, Stats
 from .keys import GivenKey, Key, checked_all, encoded
 from .postgres import PostgresWindow
-from .protocol import State, Stats
-
-_NEW, _DUPLICATE, _IN_FLIGHT, _UNKNOWN = State.NEW, State.DUPLICATE, State.IN_FLIGHT, State.UNKNOWN
-_STATES = {"c": _DUPLICATE, "f": _IN_FLIGHT, "t": _IN_FLIGHT, "u": _UNKNOWN}
 
 
 def shard_of(key: bytes, names: Iterable[str]) -> str:
@@ -26,7 +21,7 @@ def shard_of(key: bytes, names: Iterable[str]) -> str:
     return max(names, key=lambda name: blake2b(key, digest_size=8, key=blake2b(name.encode()).digest()[:32]).digest())
 
 
-class ShardedWindow(ByBatch):
+class ShardedWindow(Filter[GivenKey]):
     """Spreads keys over windows in several databases: ``ShardedWindow({"a": window_a, "b": window_b}, version=1)``.
 
     Every process must use the same map. A changed map gets a higher ``version`` and, for one window, ``previous``: the
@@ -37,8 +32,8 @@ class ShardedWindow(ByBatch):
     such a key; reservations that the batch made in other shards are undone.
     """
 
-    takes: Literal["dedup_key"] = "dedup_key"
     writes_key = True
+    is_remote = True
 
     def __init__(
         self,
@@ -63,7 +58,7 @@ class ShardedWindow(ByBatch):
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         """Reserve several keys, each in its shard: one statement per shard."""
         wanted = checked_all(keys)
-        answers: list[State] = [_NEW] * len(wanted)
+        answers: list[State] = [NEW] * len(wanted)
         done: list[tuple[PostgresWindow, Key]] = []
         try:
             for name, places in self._by_shard(wanted, self._windows).items():
@@ -72,7 +67,7 @@ class ShardedWindow(ByBatch):
                 states = window.reserve_many(mine, map_version=self.version)
                 for place, key, state in zip(places, mine, states, strict=True):
                     answers[place] = state
-                    if state in (_NEW, _UNKNOWN):
+                    if state in (NEW, UNKNOWN):
                         done.append((window, key))
             self._ask_previous(wanted, answers)
         except BaseException:
@@ -103,38 +98,35 @@ class ShardedWindow(ByBatch):
             duplicates=sum(part.duplicates for part in parts),
         )
 
-    def close(self) -> None:
-        """Do nothing; the owners are closed by who made them."""
-
     def _ask_previous(self, wanted: list[Key], answers: list[State]) -> None:
         """Look up new keys where the map before had them; what is there settles the new reservation."""
         if not self._previous:
             return
-        fresh = [key for key, state in zip(wanted, answers, strict=True) if state is _NEW]
+        fresh = [key for key, state in zip(wanted, answers, strict=True) if state is NEW]
         for name, places in self._by_shard(fresh, self._previous).items():
             moved = [fresh[p] for p in places if shard_of(encoded(fresh[p]), self._windows) != name]
             found = self._look(self._previous[name], moved)
             for place, key in enumerate(wanted):
-                if answers[place] is _NEW and key in found:
+                if answers[place] is NEW and key in found:
                     window = self._windows[shard_of(encoded(key), self._windows)]
                     answers[place] = found[key]
-                    if found[key] is _DUPLICATE:
+                    if found[key] is DUPLICATE:
                         window.confirm(key)
-                    elif found[key] is _IN_FLIGHT:  # whoever holds it settles it there
+                    elif found[key] is IN_FLIGHT:  # whoever holds it settles it there
                         window.release(key)
 
     def _look(self, window: PostgresWindow, keys: list[Key]) -> dict[Key, State]:
         """Return what a window of the map before has of these keys, and take over from holders that died."""
         there = window.peek(keys)
         held = [key for key in keys if there.get(window.form_of(key)) in ("f", "t")]
-        found = {key: _STATES[there[form]] for key in keys if (form := window.form_of(key)) in there}
+        found = {key: ANSWERS[KeyState(there[form])] for key in keys if (form := window.form_of(key)) in there}
         for key, state in zip(held, window.reserve_many(held, map_version=self.version), strict=True):
             found[key] = state
-            if state is _NEW:
+            if state is NEW:
                 window.release(key)
-            elif state is _UNKNOWN:
+            elif state is UNKNOWN:
                 window.mark_unknown(key)
-        return {key: state for key, state in found.items() if state is not _NEW}
+        return {key: state for key, state in found.items() if state is not NEW}
 
     def _settle(self, keys: Iterable[GivenKey], change: Callable[[PostgresWindow, list[Key]], None]) -> None:
         given = checked_all(keys)

@@ -1,29 +1,33 @@
-"""SlotFilter: a fixed number of slots, overwritten on collision; the opposite of a Bloom filter. No I/O."""
+"""SlotFilter: a fixed number of slots, overwritten on collision; the opposite of a Bloom filter. No I/O.
+
+Sizing, below: with one way the formula of the original, P(lost after X further keys) = 1 - (1 - 1/N)^X. With w ways a
+key is lost when w others fell into its bucket: P(Poisson(X * w / N) >= w).
+"""
 
 from __future__ import annotations
 
+import math
 import secrets
-import threading
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, Protocol
 
 from exactly_once.errors import ConfigurationError
 
-from .keys import MAX_KEY_LENGTH, GivenKey, Key, checked, checked_all, encoded
-from .protocol import State, Stats
-from .reservations import CLEAN, Reservations
-from .sizing import WAYS
+from .filter import MemoryFilter, Stats
+from .keys import GivenKey, Key, checked_all, encoded
 
-_NEW, _DUPLICATE = State.NEW, State.DUPLICATE
+WAYS = (1, 2, 4, 8, 16)
 _STAMP_MASK = 0xFFFFFFFF
 _SHIFT = 20
+"""Low bits of a product depend on few bits of its factors."""
 
 Fingerprint = Literal[64, 128]
 
 
-class SlotFilter:
+class SlotFilter(MemoryFilter[GivenKey, Key]):
     """Recognises most recent keys in fixed memory: ``SlotFilter(slots=2**20, ways=8)``.
 
     A key falls into a bucket of ``ways`` slots and overwrites the oldest there. So a duplicate may be let through,
@@ -42,7 +46,8 @@ class SlotFilter:
     - a second process: nothing, each has its own (see SharedSlotFilter);
     - a key older than its window: nothing in particular; it may be recognised or be new again.
 
-    Reservations are held beside the slots, one entry per message in flight. Every method may be called from any thread.
+    Keys in flight and unknown ones are held beside the slots, of unknown ones as many as there are slots: an older one
+    is new again (``stats().evicted``). Every method may be called from any thread.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class SlotFilter:
         window: int | None = None,
         seed: int | None = None,
     ) -> None:
+        super().__init__()
         if ways not in WAYS:
             raise ConfigurationError(f"ways={ways!r} is not possible; choose one of {', '.join(map(str, WAYS))}")
         if slots < ways or slots % ways:
@@ -66,109 +72,46 @@ class SlotFilter:
             raise ConfigurationError(f"window={window!r} must lie between 1 and {_STAMP_MASK}")
         self.slots, self.ways = slots, ways
         seed = secrets.randbits(63) if seed is None else seed
-        self._table = (
+        self._table: _Table = (
             _KeyTable(slots, ways, seed) if fingerprint is None else _DigestTable(slots, ways, seed, fingerprint)
         )
         self._ages = None if window is None else _Ages(slots, window)
-        self._reservations: Reservations[Key] = Reservations()
-        self._held = self._reservations.held
-        self._lock = threading.Lock()
-        self._duplicates = 0
-
-    def reserve(self, key: GivenKey) -> State:
-        """Ask for the right to send ``key``."""
-        if (type(key) is not bytes and type(key) is not str) or not 0 < len(key) <= MAX_KEY_LENGTH:
-            key = checked(key)
-        with self._lock:
-            if self._table.holds(key):
-                self._duplicates += 1
-                return _DUPLICATE
-            if key in self._held:
-                return self._reservations.again(key)
-            self._held[key] = CLEAN
-            return _NEW
-
-    def confirm(self, key: GivenKey) -> None:
-        """Settle: the message is in the log."""
-        if (type(key) is not bytes and type(key) is not str) or not 0 < len(key) <= MAX_KEY_LENGTH:
-            key = checked(key)
-        with self._lock:
-            # What was reserved was not in the table.
-            place = self._table.put(key, is_new=self._held.pop(key, None) is not None)
-            if self._ages is not None and place >= 0:
-                self._ages.note(place)
-
-    def release(self, key: GivenKey) -> None:
-        """Settle: the message is surely not in the log."""
-        self.release_many((key,))
-
-    def mark_unknown(self, key: GivenKey) -> None:
-        """Settle: nobody knows whether the message is in the log."""
-        self.mark_unknown_many((key,))
-
-    def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
-        """Reserve several keys, in order."""
-        wanted = checked_all(keys)
-        held, again = self._held, self._reservations.again
-        states = []
-        with self._lock:
-            known = self._table.known(wanted)
-            fresh = dict.fromkeys(wanted, CLEAN)
-            if not known and len(fresh) == len(wanted) and held.keys().isdisjoint(wanted):
-                held.update(fresh)
-                return [_NEW] * len(wanted)
-            for key in wanted:
-                if key in known:
-                    self._duplicates += 1
-                    states.append(_DUPLICATE)
-                elif key in held:
-                    states.append(again(key))
-                else:
-                    held[key] = CLEAN
-                    states.append(_NEW)
-        return states
-
-    def confirm_many(self, keys: Iterable[GivenKey]) -> None:
-        """Confirm several keys."""
-        found = checked_all(keys)
-        pop = self._held.pop
-        with self._lock:
-            places = self._table.put_many((key, pop(key, None) is not None) for key in found)
-            if self._ages is not None:
-                for place in places:
-                    self._ages.note(place)
-
-    def release_many(self, keys: Iterable[GivenKey]) -> None:
-        """Forget several keys."""
-        lost = checked_all(keys)
-        with self._lock:
-            for key in lost:
-                self._reservations.release(key)
-
-    def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
-        """Doubt several keys."""
-        unsure = checked_all(keys)
-        with self._lock:
-            for key in unsure:
-                self._reservations.mark_unknown(key)
+        self.max_unknown = slots
 
     def stats(self) -> Stats:
         """Return the figures of this moment."""
         with self._lock:
-            in_flight, unknown = self._reservations.count()
-            stored = self._table.stored
-            evicted = self._table.evicted
-            return Stats(
-                confirmed=stored - evicted,
-                in_flight=in_flight,
-                unknown=unknown,
-                duplicates=self._duplicates,
-                evicted=evicted,
-                evicted_young=0 if self._ages is None else self._ages.young,
-            )
+            stored, evicted = self._table.stored, self._table.evicted
+            young = 0 if self._ages is None else self._ages.young
+            made = self._stats(confirmed=stored - evicted, evicted_young=young)
+            return replace(made, evicted=made.evicted + evicted)
 
-    def close(self) -> None:
-        """Do nothing; there is nothing to give back."""
+    def _checked(self, keys: Iterable[GivenKey]) -> list[Key]:
+        return checked_all(keys)
+
+    def _seen(self, keys: Sequence[Key]) -> Collection[Key]:
+        return self._table.known(keys)
+
+    def _keep(self, keys: Sequence[Key]) -> None:
+        slots = self._table.put(keys)
+        if self._ages is not None:
+            for slot in slots:
+                self._ages.note(slot)
+
+
+class _Table(Protocol):
+    """Buckets of slots; ``stored`` and ``evicted`` count since the beginning."""
+
+    stored: int
+    evicted: int
+
+    def known(self, keys: Iterable[Key]) -> set[Key]:
+        """Return those of the keys that are in their buckets."""
+        ...
+
+    def put(self, keys: Iterable[Key]) -> list[int]:
+        """Store each key that is not there over the oldest of its bucket; return the slots that were written."""
+        ...
 
 
 class _KeyTable:
@@ -187,13 +130,7 @@ class _KeyTable:
         self._factor = int.from_bytes(blake2b(b"%d" % seed, digest_size=8).digest(), "big") | 1
         self.stored = self.evicted = 0
 
-    def holds(self, key: Key) -> bool:
-        """Tell whether the key is in its bucket."""
-        place = (hash((key,)) * self._factor >> _SHIFT) % self._buckets * self._ways
-        return key in self._slots[place : place + self._ways]
-
-    def known(self, keys: list[Key]) -> set[Key]:
-        """Return those of the keys that are in their buckets."""
+    def known(self, keys: Iterable[Key]) -> set[Key]:
         slots, factor, buckets, ways = self._slots, self._factor, self._buckets, self._ways
         return {
             key
@@ -201,14 +138,13 @@ class _KeyTable:
             if key in slots[(place := (hash((key,)) * factor >> _SHIFT) % buckets * ways) : place + ways]
         }
 
-    def put_many(self, keys: Iterable[tuple[Key, bool]]) -> list[int]:
-        """Store keys as ``put`` does, of each told whether it is new; return the slots of those stored."""
+    def put(self, keys: Iterable[Key]) -> list[int]:
         slots, heads, factor, buckets, ways = self._slots, self._heads, self._factor, self._buckets, self._ways
-        places = []
-        for key, is_new in keys:
+        written = []
+        for key in keys:
             bucket = (hash((key,)) * factor >> _SHIFT) % buckets
             place = bucket * ways
-            if not is_new and key in slots[place : place + ways]:
+            if key in slots[place : place + ways]:
                 continue
             head = heads[bucket]
             heads[bucket] = head + 1 if head + 1 < ways else 0
@@ -216,26 +152,9 @@ class _KeyTable:
             if slots[place] is not None:
                 self.evicted += 1
             slots[place] = key
-            places.append(place)
-        self.stored += len(places)
-        return places
-
-    def put(self, key: Key, *, is_new: bool) -> int:
-        """Store the key over the oldest of its bucket; return the slot, or -1 if it is there already."""
-        ways = self._ways
-        bucket = (hash((key,)) * self._factor >> _SHIFT) % self._buckets
-        place = bucket * ways
-        slots = self._slots
-        if not is_new and key in slots[place : place + ways]:
-            return -1
-        head = self._heads[bucket]
-        self._heads[bucket] = (head + 1) % ways
-        place += head
-        self.stored += 1
-        if slots[place] is not None:
-            self.evicted += 1
-        slots[place] = key
-        return place
+            written.append(place)
+        self.stored += len(written)
+        return written
 
 
 class _DigestTable:
@@ -253,33 +172,25 @@ class _DigestTable:
         self._key = seed.to_bytes(16, "big", signed=True)
         self.stored = self.evicted = 0
 
-    def holds(self, key: Key) -> bool:
-        """Tell whether the key's digest is in its bucket."""
-        digest, bucket = self._place(key)
-        return self._find(digest, bucket)
+    def known(self, keys: Iterable[Key]) -> set[Key]:
+        return {key for key in keys if self._find(*self._place(key))}
 
-    def known(self, keys: list[Key]) -> set[Key]:
-        """Return those of the keys whose digests are in their buckets."""
-        return {key for key in keys if self.holds(key)}
-
-    def put_many(self, keys: Iterable[tuple[Key, bool]]) -> list[int]:
-        """Store digests as ``put`` does, of each key told whether it is new; return the slots of those stored."""
-        return [place for key, is_new in keys if (place := self.put(key, is_new=is_new)) >= 0]
-
-    def put(self, key: Key, *, is_new: bool) -> int:
-        """Store the digest over the oldest of its bucket; return the slot, or -1 if it is there already."""
-        digest, bucket = self._place(key)
-        if not is_new and self._find(digest, bucket):
-            return -1
-        head = self._heads[bucket]
-        self._heads[bucket] = (head + 1) % self._ways
-        slot = bucket * self._ways + head
-        start = slot * self._bytes
-        self.stored += 1
-        if self._data[start : start + self._bytes] != self._empty:
-            self.evicted += 1
-        self._data[start : start + self._bytes] = digest
-        return slot
+    def put(self, keys: Iterable[Key]) -> list[int]:
+        written = []
+        for key in keys:
+            digest, bucket = self._place(key)
+            if self._find(digest, bucket):
+                continue
+            head = self._heads[bucket]
+            self._heads[bucket] = (head + 1) % self._ways
+            slot = bucket * self._ways + head
+            start = slot * self._bytes
+            if self._data[start : start + self._bytes] != self._empty:
+                self.evicted += 1
+            self._data[start : start + self._bytes] = digest
+            written.append(slot)
+        self.stored += len(written)
+        return written
 
     def _place(self, key: Key) -> tuple[bytes, int]:
         # The bucket comes from bits of its own, so that every bit of the fingerprint tells keys of a bucket apart.
@@ -317,3 +228,69 @@ class _Ages:
         if stamp and (self._count - stamp) & _STAMP_MASK <= self._window:
             self.young += 1
         self._stamps[slot] = self._count & _STAMP_MASK or 1
+
+
+def slots_for(messages: int, loss_probability: float, ways: int = 1) -> int:
+    """Return how many slots keep a key through ``messages`` further ones, but for ``loss_probability``."""
+    _check(messages, ways)
+    if not 0 < loss_probability < 1:
+        raise ConfigurationError(f"loss_probability={loss_probability!r} must lie between 0 and 1")
+    if ways == 1:
+        return max(1, round(-1 / math.expm1(math.log1p(-loss_probability) / messages)))
+    load = _load(loss_probability, ways)
+    return math.ceil(messages / load) * ways
+
+
+def loss_probability(messages: int, slots: int, ways: int = 1) -> float:
+    """Return the probability that a key is lost after ``messages`` further ones."""
+    _check(messages, ways)
+    if slots < ways:
+        raise ConfigurationError(f"slots={slots!r} must be at least ways={ways}")
+    if ways == 1:
+        return 1.0 if slots == 1 else -math.expm1(messages * math.log1p(-1 / slots))
+    return _at_least(ways, messages * ways / slots)
+
+
+def messages_for(slots: int, loss_probability: float, ways: int = 1) -> int:
+    """Return how many further messages a key survives, but for ``loss_probability``."""
+    _check(1, ways)
+    if not 0 < loss_probability < 1:
+        raise ConfigurationError(f"loss_probability={loss_probability!r} must lie between 0 and 1")
+    if ways == 1:
+        return round(math.log1p(-loss_probability) / math.log1p(-1 / slots)) if slots > 1 else 0
+    return math.floor(_load(loss_probability, ways) * slots / ways)
+
+
+def _load(probability: float, ways: int) -> float:
+    """Find the mean number of keys per bucket at which ``ways`` or more come with this probability."""
+    low, high = 0.0, 1.0
+    while _at_least(ways, high) < probability:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _at_least(ways, middle) < probability else (low, middle)
+    return high
+
+
+def _at_least(count: int, mean: float) -> float:
+    """P(Poisson(mean) >= count), without losing what is tiny."""
+    if mean <= 0:
+        return 0.0
+    if mean > count:
+        return max(0.0, 1.0 - sum(_poisson(n, mean) for n in range(count)))
+    total, number = 0.0, count
+    while (term := _poisson(number, mean)) > total * 1e-18:
+        total += term
+        number += 1
+    return total
+
+
+def _poisson(number: int, mean: float) -> float:
+    return math.exp(number * math.log(mean) - mean - math.lgamma(number + 1))
+
+
+def _check(messages: int, ways: int) -> None:
+    if messages < 1:
+        raise ConfigurationError(f"messages={messages!r} must be positive")
+    if ways not in WAYS:
+        raise ConfigurationError(f"ways={ways!r} is not possible; choose one of {', '.join(map(str, WAYS))}")

@@ -11,15 +11,42 @@ from collections.abc import Hashable, Iterable
 from itertools import repeat
 from typing import Generic, TypeVar
 
-from exactly_once.publish import State, Stats
+from exactly_once.publish import Filter, State, Stats
 from exactly_once.publish.keys import MAX_KEY_LENGTH, GivenKey, Key, checked, checked_all
-from exactly_once.publish.reservations import CLEAN, Reservations
 
 K = TypeVar("K", bound=Hashable)
 _NEW, _DUPLICATE = State.NEW, State.DUPLICATE
+CLEAN, TAINTED, UNKNOWN = "in flight", "in flight again", "unknown"
 
 
-class PlainSet(Generic[K]):
+class Reservations(Generic[K]):
+    """The open keys, written a second time and as plainly as it goes: the table of the package is judged by it."""
+
+    def __init__(self) -> None:
+        self.held: dict[K, str] = {}
+
+    def again(self, key: K) -> State:
+        if self.held[key] == UNKNOWN:
+            self.held[key] = TAINTED
+            return State.UNKNOWN
+        return State.IN_FLIGHT
+
+    def release(self, key: K) -> None:
+        if self.held.get(key) == TAINTED:
+            self.held[key] = UNKNOWN
+        else:
+            self.held.pop(key, None)
+
+    def mark_unknown(self, key: K) -> None:
+        if key in self.held:
+            self.held[key] = UNKNOWN
+
+    def count(self) -> tuple[int, int]:
+        unknown = list(self.held.values()).count(UNKNOWN)
+        return len(self.held) - unknown, unknown
+
+
+class PlainSet(Filter[K], Generic[K]):
     """Any hashable key, never checked: for keys that are tuples."""
 
     def __init__(self) -> None:

@@ -28,18 +28,15 @@ LOWER = {
 }
 PURE = {
     "cache",
-    "protocol",
+    "filter",
     "keys",
-    "reservations",
     "window",
-    "sizing",
     "slots",
     "intervals",
     "chain",
-    "outstanding",
     "sequence",
 }
-HARMLESS = {"__future__", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "hashlib"}
+HARMLESS = {"__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "hashlib"}
 HARMLESS |= {"itertools", "math", "operator", "secrets", "threading", "time", "typing", "uuid"}
 
 

@@ -120,7 +120,7 @@ def test_nothing_grows_with_the_numbers_seen() -> None:
         made.confirm(s(n - 1))
     producer = made._producers["files"]
     assert len(producer.numbers) < 10_000
-    assert not producer.odd
+    assert not producer.states
 
 
 def test_idle_producers_are_aged_out_and_counted() -> None:

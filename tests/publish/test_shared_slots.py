@@ -13,7 +13,7 @@ import pytest
 from exactly_once import ConfigurationError
 from exactly_once.publish import FilterUnavailable, MemcachedSlots, SharedSlotFilter, State
 from exactly_once.publish.keys import encoded
-from exactly_once.publish.shared_slots import Slot
+from exactly_once.publish.memcached import Slot
 from tests.support.memcached import Memcached, missing_memcached
 from tests.support.require import skip_unless
 from tests.support.waiting import until
@@ -82,7 +82,7 @@ def test_a_batch_whose_keys_share_a_slot_is_settled(make_place: MakePlace) -> No
     assert made.reserve("f") is DUPLICATE
 
 
-class Forgetful:
+class Forgetful(MemcachedSlots):
     """A place that does what it is told and then loses the answer, once: real ones do so too seldom to wait for."""
 
     def __init__(self) -> None:

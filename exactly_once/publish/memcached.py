@@ -1,4 +1,4 @@
-"""SharedSlotFilter: slots of a fixed number in a place that several processes share, overwritten on collision."""
+"""SharedSlotFilter: slots of a fixed number in memcached, overwritten on collision; several processes share them."""
 
 from __future__ import annotations
 
@@ -7,60 +7,110 @@ import secrets
 import threading
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
 
-from .by_batch import ByBatch
 from .errors import FilterUnavailable
+from .filter import ANSWERS, CHANGES, DUPLICATE, NEW, UNKNOWN, Change, Filter, KeyState, State, Stats
 from .guard import Guard
 from .keys import GivenKey, checked_all, encoded
-from .protocol import State, Stats
-from .reservations import Held
+
+if TYPE_CHECKING:
+    from pymemcache.client.base import Client  # type: ignore[import-untyped]
 
 logger = logging.getLogger(__name__)
 
-_NEW, _IN_FLIGHT, _UNKNOWN, _DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
 _DIGEST_BYTES = 16
-
-Change = Literal["reserve", "confirm", "release", "mark_unknown"]
+_OPEN = frozenset((KeyState.IN_FLIGHT, KeyState.RESENT))
+_MISSING = object()
+_EMPTY = b"-"
+"""What a released slot holds in memcached, as in the original: a delete could not be compared."""
 
 
 class Slot(NamedTuple):
     """What a slot holds: whose digest, and what is known of that key."""
 
     digest: bytes
-    state: bytes
-    """c: confirmed, f: in flight, t: in flight again after an attempt that may be in the log, u: unknown"""
+    state: KeyState
     owner: bytes
     """Whose reservation it is."""
 
 
-class SlotPlace(Protocol):
-    """A place of shared slots. It changes a slot only if nobody else has changed it meanwhile."""
+class MemcachedSlots:
+    """Slots in memcached: ``MemcachedSlots(("127.0.0.1", 11211), prefix="orders")``. Needs pymemcache.
+
+    Memcached drops what it has no room for, everything when it restarts, and a reservation after ``lease_seconds``,
+    which must be longer than a message may be in flight: duplicates may pass then.
+    """
+
+    def __init__(
+        self, server: tuple[str, int], *, prefix: str, lease_seconds: int = 600, timeout_seconds: float = 3.0
+    ) -> None:
+        try:
+            from pymemcache.client.base import Client  # noqa: PLC0415 - only who uses it needs it
+            from pymemcache.exceptions import MemcacheError  # type: ignore[import-untyped]  # noqa: PLC0415
+        except ImportError:
+            raise ConfigurationError("pymemcache is missing: pip install 'kafka-exactly-once[memcached]'") from None
+        self._errors = (MemcacheError, OSError)
+        self._client: Client = Client(
+            server, connect_timeout=timeout_seconds, timeout=timeout_seconds, no_delay=True, default_noreply=False
+        )
+        self._prefix = prefix
+        self._lease_seconds = lease_seconds
+        self._lock = threading.Lock()
 
     def read(self, slots: list[int]) -> dict[int, tuple[Slot | None, object]]:
-        """Return what the slots hold, each with what proves that it is unchanged."""
-        ...
+        """Return what the slots hold, each with memcached's own mark of the change."""
+        names = {self._name(slot): slot for slot in slots}
+        found = self._ask("gets_many", list(names))
+        answers: dict[int, tuple[Slot | None, object]] = {}
+        for name, slot in names.items():
+            value, mark = found.get(name, (None, _MISSING))
+            held = (
+                None
+                if value is None or value == _EMPTY
+                else Slot(value[:16], KeyState(value[16:17].decode()), value[17:])
+            )
+            answers[slot] = (held, mark)
+        return answers
 
     def swap(self, slot: int, proof: object, new: Slot | None) -> bool:
-        """Put something else into a slot if it is unchanged; tell whether that was so."""
-        ...
+        """Put something else into a slot if it is unchanged."""
+        value = _EMPTY if new is None else new.digest + new.state.value.encode() + new.owner
+        expire = self._lease_seconds if new is not None and new.state in _OPEN else 0
+        if proof is _MISSING:
+            return bool(self._ask("add", self._name(slot), value, expire))
+        # None means that memcached has dropped the slot meanwhile: read it again.
+        return bool(self._ask("cas", self._name(slot), value, proof, expire))
 
     def close(self) -> None:
-        """Give back connections."""
-        ...
+        """Close the connection."""
+        with self._lock:
+            self._client.close()
+
+    def _name(self, slot: int) -> str:
+        return f"{self._prefix}:{slot}"
+
+    def _ask(self, command: str, *arguments: Any) -> Any:
+        with self._lock:
+            try:
+                return getattr(self._client, command)(*arguments)
+            except self._errors as error:
+                self._client.close()
+                raise FilterUnavailable(f"memcached cannot be asked: {error}") from error
 
 
-class SharedSlotFilter(ByBatch):
+class SharedSlotFilter(Filter[GivenKey]):
     """Recognises most recent keys, in several processes: ``SharedSlotFilter(MemcachedSlots(...), slots=10**7)``.
 
     Each key has one slot and overwrites what is there. A slot is changed by compare-and-set, so that of two processes
     with the same key one is told NEW and the other is not. Slots hold digests of 128 bits: a new key is taken for a
     seen one, and its message **lost**, with a probability of 2**-128 per message. Keys that share a slot push each
     other out, also while they are in flight: a duplicate may pass then, with the probability of
-    :func:`loss_probability`.
+    :func:`loss_probability`. Who can choose keys can also choose ones that share a slot, unless ``hash_key`` is a
+    secret; it is the same in all processes.
 
     Where the place cannot be asked, ``on_unavailable="raise"`` (default) raises :class:`FilterUnavailable` and nothing
     is sent; ``"treat_as_new"`` lets everything through and counts it (``stats().failed_open``).
@@ -77,15 +127,15 @@ class SharedSlotFilter(ByBatch):
     Every method may be called from any thread.
     """
 
-    takes: Literal["dedup_key"] = "dedup_key"
+    is_remote = True
 
     def __init__(
         self,
-        place: SlotPlace,
+        place: MemcachedSlots,
         *,
         slots: int,
         on_unavailable: Literal["raise", "treat_as_new"] = "raise",
-        hash_key: bytes = b"exactly-once",
+        hash_key: bytes = b"",
     ) -> None:
         if slots < 1:
             raise ConfigurationError(f"slots={slots!r} must be positive")
@@ -93,19 +143,19 @@ class SharedSlotFilter(ByBatch):
             raise ConfigurationError(f"on_unavailable={on_unavailable!r} is not possible; raise or treat_as_new")
         self._place = place
         self.slots = slots
-        self._open = on_unavailable == "treat_as_new"
-        self._hash_key = blake2b(hash_key).digest()[:32]  # the same in all processes, unknown to who sends the keys
+        self._lets_through = on_unavailable == "treat_as_new"
+        self._hash_key = blake2b(hash_key).digest()[:32]
         self._me = secrets.token_bytes(8)
         self._guard = Guard("this filter")
-        self._held: dict[bytes, Held] = {}
+        self._held: dict[bytes, KeyState] = {}
         """What this process holds. A slot that is ours and is not in here is from a lost answer."""
         self._lock = threading.Lock()
         self._duplicates = self._evicted = self._failed_open = 0
 
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         """Reserve several keys: one question for all, and one compare-and-set for each that is not a duplicate."""
-        answers = [state or _NEW for state in self._change("reserve", keys)]
-        self._duplicates += answers.count(_DUPLICATE)
+        answers = [state or NEW for state in self._change("reserve", keys)]
+        self._duplicates += answers.count(DUPLICATE)
         return answers
 
     def confirm_many(self, keys: Iterable[GivenKey]) -> None:
@@ -113,17 +163,17 @@ class SharedSlotFilter(ByBatch):
         self._change("confirm", keys)
 
     def release_many(self, keys: Iterable[GivenKey]) -> None:
-        """Forget several keys."""
+        """Release several keys."""
         self._change("release", keys)
 
     def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
-        """Doubt several keys."""
+        """Mark several keys as unknown."""
         self._change("mark_unknown", keys)
 
     def stats(self) -> Stats:
         """Return what this process holds and what happened in it; the place itself is not counted."""
         states = list(self._held.values())
-        unknown = states.count(Held.UNKNOWN)
+        unknown = states.count(KeyState.UNKNOWN)
         return Stats(
             confirmed=-1,
             in_flight=len(states) - unknown,
@@ -148,13 +198,13 @@ class SharedSlotFilter(ByBatch):
                 while todo:
                     todo = self._pass(change, places, todo, answers)
             except FilterUnavailable:
-                if not self._open:
+                if not self._lets_through:
                     # Nobody is told that these are reserved: asked for again, they come back as from a lost answer.
                     for (_, digest), answer in zip(places, answers, strict=True):
-                        if change == "reserve" and answer in (_NEW, _UNKNOWN):
+                        if change == "reserve" and (answer is NEW or answer is UNKNOWN):
                             self._held.pop(digest, None)
                     raise
-                left = sum(answer is None for answer in answers)
+                left = answers.count(None)
                 self._failed_open += left
                 logger.warning(
                     "the shared slots are away: %s keys are let through", left, extra=about("keys_let_through")
@@ -180,8 +230,7 @@ class SharedSlotFilter(ByBatch):
                 again.append(n)
                 continue
             answers[n] = answer
-            if changes and new is not None:
-                self._evicted += held is not None and held.digest != digest
+            self._evicted += changes and new is not None and held is not None and held.digest != digest
             self._note(change, answer, digest)
         return again
 
@@ -191,16 +240,13 @@ class SharedSlotFilter(ByBatch):
 
     def _note(self, change: Change, answer: State | None, digest: bytes) -> None:
         """Keep the books of what this process holds."""
-        if change == "reserve" and answer in (_NEW, _UNKNOWN):
-            self._held[digest] = Held.CLEAN if answer is _NEW else Held.TAINTED
-        elif change == "confirm":
-            self._held.pop(digest, None)
-        elif change == "mark_unknown" and digest in self._held:
-            self._held[digest] = Held.UNKNOWN
-        elif change == "release":
-            was = self._held.pop(digest, None)
-            if was is Held.TAINTED:
-                self._held[digest] = Held.UNKNOWN
+        if change == "reserve":
+            if answer is NEW or answer is UNKNOWN:
+                self._held[digest] = KeyState.IN_FLIGHT if answer is NEW else KeyState.RESENT
+            return
+        after = CHANGES[change][self._held.pop(digest, KeyState.ABSENT)]
+        if after is KeyState.UNKNOWN and len(self._held) < self.slots:
+            self._held[digest] = after
 
 
 def step(
@@ -210,29 +256,12 @@ def step(
 
     Pure: the protocol of one slot.
     """
-    state = held.state if held is not None and held.digest == digest else None
-    is_open = state in (b"f", b"t")
-    is_mine = is_open and held is not None and held.owner == me
-    if change == "reserve":
-        return _reserved(state, digest, me, is_lost=is_mine and not holds)
-    if change == "confirm":
-        return None, Slot(digest, b"c", me), state != b"c"
-    if is_open and not is_mine:  # our lease was over, and another process has reserved it since
-        return None, None, False
-    if change == "mark_unknown":
-        return None, Slot(digest, b"u", me), is_open
-    if state == b"t":
-        return None, Slot(digest, b"u", me), True
-    return None, None, state in (b"f", b"u")
-
-
-def _reserved(
-    state: bytes | None, digest: bytes, me: bytes, *, is_lost: bool
-) -> tuple[State | None, Slot | None, bool]:
-    """Answer a reservation; a lost one is our own, of which we never heard that it had worked."""
-    if state == b"c":
-        return _DUPLICATE, None, False
-    if state in (b"f", b"t") and not is_lost:
-        return _IN_FLIGHT, None, False
-    is_unsure = state in (b"u", b"t")
-    return (_UNKNOWN if is_unsure else _NEW), Slot(digest, b"t" if is_unsure else b"f", me), True
+    before = held.state if held is not None and held.digest == digest else KeyState.ABSENT
+    is_mine = before in _OPEN and held is not None and held.owner == me
+    if change == "reserve" and is_mine and not holds:  # our own, of which we never heard that it had worked
+        before = KeyState.ABSENT if before is KeyState.IN_FLIGHT else KeyState.UNKNOWN
+    elif change in ("release", "mark_unknown") and before in _OPEN and not is_mine:
+        return None, None, False  # our lease was over, and another process has reserved it since
+    after = CHANGES[change][before]
+    new = None if after is KeyState.ABSENT else Slot(digest, after, me)
+    return ANSWERS[before] if change == "reserve" else None, new, after is not before
