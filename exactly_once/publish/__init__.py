@@ -9,7 +9,7 @@ A filter never makes a message disappear that was not acknowledged, unless its d
 from __future__ import annotations
 
 from .chain import ChainFilter, Link
-from .delivery import Delivery, Outcome
+from .delivery import Batch, Delivery, Outcome
 from .errors import (
     FilterUnavailable,
     HeldElsewhere,
@@ -27,8 +27,9 @@ from .errors import (
     TailLost,
     Undelivered,
 )
-from .filter import Filter, State, Stats
+from .filter import Filter, Resolved, State, Stats
 from .memcached import MemcachedSlots, SharedSlotFilter
+from .options import DedupOptions, PublishOptions
 from .owners import DeadOwner, PublishOwner
 from .postgres import Found, PostgresWindow
 from .postgres_chain import PostgresChain
@@ -44,8 +45,10 @@ from .transactional import Transaction, TransactionalProducer
 from .window import WindowFilter
 
 __all__ = [
+    "Batch",
     "ChainFilter",
     "DeadOwner",
+    "DedupOptions",
     "DedupProducer",
     "Delivery",
     "Filter",
@@ -67,7 +70,9 @@ __all__ = [
     "ProducerFenced",
     "ProducerRecord",
     "PublishError",
+    "PublishOptions",
     "PublishOwner",
+    "Resolved",
     "Sequence",
     "SequenceFilter",
     "ShardedWindow",

@@ -15,9 +15,9 @@ from confluent_kafka import KafkaError, KafkaException
 from exactly_once._log import about
 from exactly_once.errors import BrokerUnreachable
 
-from .delivery import Outcome, proves_absence
+from .delivery import Outcome, outcome_of
 from .errors import ProducerFenced, TailHidden
-from .publisher import Going
+from .publisher import ToSend
 from .transactional import TransactionalProducer, conclude
 
 logger = logging.getLogger(__name__)
@@ -38,25 +38,25 @@ class Committer:
         self._timeout = timeout
         """For so long a message is tried."""
         producer.find_seconds = min(_SECONDS, timeout)
-        self._going: Going = []
+        self._collected: ToSend = []
         self._since = 0.0
-        """When the first of ``_going`` came."""
+        """When the first of ``_collected`` came."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._going)
+        return len(self._collected)
 
-    def add(self, going: Going) -> None:
+    def add(self, to_send: ToSend) -> None:
         """Take messages that were reserved, and publish what has come together if it is many."""
-        if not self._going:
+        if not self._collected:
             self._since = time.monotonic()
-        self._going += going
-        if len(self._going) >= self._messages:
+        self._collected += to_send
+        if len(self._collected) >= self._messages:
             self.commit()
 
     def commit_if_due(self) -> None:
         """Publish what has come together if the first of it has waited for long enough."""
-        if self._going and time.monotonic() - self._since >= self._seconds:
+        if self._collected and time.monotonic() - self._since >= self._seconds:
             self.commit()
 
     def commit(self) -> None:
@@ -65,43 +65,43 @@ class Committer:
         :raises ProducerFenced: when another producer has taken over; none of it was sent.
         """
         with self._lock:
-            going = self._going[:]
+            to_send = self._collected[:]
             try:
-                self._publish(going)
+                self._publish(to_send)
             finally:
-                conclude(going, Outcome.UNKNOWN, None)  # those that an interruption has left
-                del self._going[: len(going)]
+                conclude(to_send, Outcome.UNKNOWN, None)  # those that an interruption has left
+                del self._collected[: len(to_send)]
 
-    def _publish(self, going: Going) -> None:
+    def _publish(self, to_send: ToSend) -> None:
         deadline = time.monotonic() + self._timeout
-        while going:
+        while to_send:
             error: KafkaError | None = None
             try:
-                verdict, error = self.producer.send(going, min(_SECONDS, max(0.1, deadline - time.monotonic())))
+                verdict, error = self.producer.send(to_send, min(_SECONDS, max(0.1, deadline - time.monotonic())))
             except ProducerFenced:
-                conclude(going, Outcome.NOT_PERSISTED, KafkaError(KafkaError._FENCED))  # noqa: SLF001 - its public name
+                conclude(to_send, Outcome.NOT_PERSISTED, KafkaError(KafkaError._FENCED))  # noqa: SLF001 - its public name
                 raise
             except (KafkaException, BufferError, BrokerUnreachable, TailHidden) as problem:  # nothing was committed
                 verdict = Outcome.NOT_PERSISTED
                 error = problem.args[0] if isinstance(problem, KafkaException) else None
                 logger.warning("numbered messages could not be sent: %s", problem, extra=about("commit_failed"))
-            going = self._settle(going, verdict, error, is_over=time.monotonic() >= deadline)
-            if going:
+            to_send = self._settle(to_send, verdict, error, is_over=time.monotonic() >= deadline)
+            if to_send:
                 time.sleep(_PAUSE_SECONDS)
 
-    def _settle(self, going: Going, verdict: Outcome, error: KafkaError | None, *, is_over: bool) -> Going:
+    def _settle(self, to_send: ToSend, verdict: Outcome, error: KafkaError | None, *, is_over: bool) -> ToSend:
         """Conclude what is decided; return what is to be sent again."""
-        again: Going = []
+        again: ToSend = []
         if verdict is Outcome.NOT_PERSISTED and not is_over:
-            again = [pair for pair in going if not _is_refused(pair[0].error)]
-            if len(again) == len(going) and error is not None and _is_refused(error):
+            again = [item for item in to_send if not _is_refused(item[1][0].errors.get(item[1][1]))]
+            if len(again) == len(to_send) and error is not None and _is_refused(error):
                 again = []  # the client itself refused one of them, and does not tell which
-        kept = {id(delivery) for delivery, _ in again}
-        conclude([pair for pair in going if id(pair[0]) not in kept], verdict, error)
-        for delivery, _ in again:
-            delivery.take(None, None)
+        kept = {entry for _, entry, _ in again}
+        conclude([item for item in to_send if item[1] not in kept], verdict, error)
+        for batch, place in kept:
+            batch.take(place, None, None)
         return again
 
 
 def _is_refused(error: KafkaError | None) -> bool:
-    return error is not None and proves_absence(error)
+    return error is not None and outcome_of(error) is Outcome.NOT_PERSISTED

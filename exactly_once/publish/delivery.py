@@ -1,19 +1,20 @@
-"""Delivery: what becomes of one message, as a small future."""
+"""Batches of messages that were given together, and deliveries: what becomes of each, as a small future.
+
+One object is made for a batch and none for a message of it: a million in flight are a million objects that every
+collection of garbage looks at, and that have left the processor's cache when their report comes. A delivery is a view,
+made when somebody asks for it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, overload
 
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from .errors import HeldElsewhere, NotDelivered, NotPersisted, OutcomeUnknown
-
-if TYPE_CHECKING:
-    from .lane import Lane
-    from .publisher import Publisher
 
 Callback = Callable[[KafkaError | None, Message | None], object]
 
@@ -42,56 +43,169 @@ class Outcome(Enum):
 
 
 _PENDING, _DELIVERED, _SKIPPED = Outcome.PENDING, Outcome.DELIVERED, Outcome.SKIPPED
-_GIVEN = {
-    # The client's codes for what it did not say itself; retriable: the same call may be made again.
-    Outcome.NOT_PERSISTED: KafkaError._FAIL,  # noqa: SLF001 - its public name
-    Outcome.UNKNOWN: KafkaError._FAIL,  # noqa: SLF001
-    Outcome.HELD_ELSEWHERE: KafkaError._STATE,
+FAILURES: dict[Outcome, tuple[int, type[NotDelivered]]] = {
+    Outcome.NOT_PERSISTED: (KafkaError._FAIL, NotPersisted),  # noqa: SLF001 - its public name
+    Outcome.UNKNOWN: (KafkaError._FAIL, OutcomeUnknown),  # noqa: SLF001
+    Outcome.HELD_ELSEWHERE: (KafkaError._STATE, HeldElsewhere),
 }
-"""Of outcomes that are no success: the code of the error where the client gave none. None would mean delivered."""
+"""Of outcomes that are no success: the client's code for what it did not say itself, and what ``result`` raises.
+
+An error of None would mean delivered. They are retriable: the same call may be made again.
+"""
 
 
-def proves_absence(error: KafkaError) -> bool:
-    """Tell whether an error proves that the message is not in the log. If in doubt, it does not.
+def outcome_of(error: KafkaError) -> Outcome:
+    """Return what an error of the client proves. If in doubt, nothing.
 
     A purge or a time-out proves nothing: an earlier attempt of the client may have arrived.
     """
-    return error.code() in _PROOFS
+    return Outcome.NOT_PERSISTED if error.code() in _PROOFS else Outcome.UNKNOWN
+
+
+class Serving(Protocol):
+    """What a delivery needs of its producer."""
+
+    is_ended: bool
+    """Whether it is closed and nothing more is reported."""
+
+    def poll(self, timeout_seconds: float = 0.0) -> int:
+        """Serve delivery reports."""
+        ...
+
+    def hurry(self) -> None:
+        """Send what waits for more to come."""
+        ...
+
+
+class Batch(Sequence["Delivery"]):
+    """Messages of one topic that were given together; everything about them by their place."""
+
+    __slots__ = (
+        "attached",
+        "callbacks",
+        "errors",
+        "failed",
+        "identities",
+        "messages",
+        "outcomes",
+        "producer",
+        "resent",
+        "topic",
+    )
+
+    def __init__(self, producer: Serving, topic: str, identities: list[Any], failed: dict[Hashable, Delivery]) -> None:
+        count = len(identities)
+        self.producer = producer
+        self.topic = topic
+        self.failed = failed
+        """Of the whole topic: failures that nobody has looked at."""
+        self.identities = identities
+        """Dedup keys, Sequences or Links."""
+        self.outcomes: list[Outcome] = [_PENDING] * count
+        self.messages: list[Message | None] = [None] * count
+        """The messages of the client's reports."""
+        # The rest is about few of them, by place.
+        self.errors: dict[int, KafkaError] = {}
+        self.callbacks: dict[int, list[Callback | None]] = {}
+        """The callbacks of the call that sends and of those that attached to it; None for one without.
+
+        No entry: one call, without a callback.
+        """
+        self.attached: dict[int, Entry] = {}
+        """The messages of other calls whose outcome these share."""
+        self.resent: set[int] = set()
+        """Of which an earlier attempt may be in the log."""
+
+    def __len__(self) -> int:
+        return len(self.identities)
+
+    @overload
+    def __getitem__(self, index: int) -> Delivery: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Delivery]: ...
+    def __getitem__(self, index: int | slice) -> Delivery | list[Delivery]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        entry = self.attached.get(place)
+        return Delivery(self, place) if entry is None else Delivery(*entry, is_attached=True)
+
+    def take(self, place: int, error: KafkaError | None, message: Message | None) -> None:
+        """Note a report of the client."""
+        self.messages[place] = message
+        if error is not None:
+            self.errors[place] = error
+        elif self.errors:
+            self.errors.pop(place, None)
+
+
+Entry = tuple[Batch, int]
+"""A message: its batch, and its place there. A batch has none of its own: the two would keep each other alive."""
 
 
 class Delivery:
     """What becomes of one call of ``produce``. Made by the producer."""
 
-    # Defaults of the class: one object is made for every message, and most never differ from these.
-    is_attached = False
-    """Whether this call sent nothing because the same key is being sent by an earlier call, whose outcome it shares."""
-    may_repeat = False
-    """Whether an earlier attempt of this key may be in the log, so that it may be there twice now."""
-    outcome = _PENDING
-    """What is known of the message."""
-    error: KafkaError | None = None
-    """Why it was not delivered: the client's own error, or one that says the outcome. None for what is in the log."""
-    message: Message | None = None
-    """The message of the client's report, if there was one."""
-    callback: Callback | None = None
-    """The caller's own."""
-    twins: list[Delivery] | None = None
-    """The deliveries of duplicates that attached while this one was in flight."""
+    __slots__ = ("_batch", "_place", "is_attached")
 
-    def __init__(self, lane: Lane, identity: Any, callback: Callback | None) -> None:
-        self.lane = lane
-        self.identity = identity
-        """The dedup key, Sequence or Link."""
-        if callback is not None:
-            self.callback = callback
+    def __init__(self, batch: Batch, place: int, *, is_attached: bool = False) -> None:
+        self._batch = batch
+        self._place = place
+        self.is_attached = is_attached
+        """Whether this call sent nothing, because an earlier one is sending the same key; it shares its outcome."""
 
     def __repr__(self) -> str:
         return f"<Delivery {self.identity!r} {self.outcome.name}{' duplicate' if self.duplicate else ''}>"
 
     @property
+    def entry(self) -> Entry:
+        """The message that is, or was, sent."""
+        return self._batch, self._place
+
+    @property
+    def topic(self) -> str:
+        """The topic."""
+        return self._batch.topic
+
+    @property
+    def identity(self) -> Any:
+        """The dedup key, Sequence or Link."""
+        return self._batch.identities[self._place]
+
+    @property
+    def outcome(self) -> Outcome:
+        """What is known of the message."""
+        return self._batch.outcomes[self._place]
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether an earlier attempt of this key may be in the log, so that it may be there twice now."""
+        return self._place in self._batch.resent
+
+    @property
+    def error(self) -> KafkaError | None:
+        """Why it was not delivered: the client's error, or one that says the outcome. None for what is in the log."""
+        return self._batch.errors.get(self._place)
+
+    @property
+    def message(self) -> Message | None:
+        """The message of the client's report, if there was one."""
+        return self._batch.messages[self._place]
+
+    @property
     def duplicate(self) -> bool:
         """Whether this call sent nothing because the message is in the log already, by an earlier call or life."""
         return self.outcome is _SKIPPED or (self.is_attached and self.outcome is _DELIVERED)
+
+    @property
+    def offset(self) -> int | None:
+        """Where it stands in the log; None while, or where, that is not known."""
+        return None if self.message is None or self.outcome is not _DELIVERED else self.message.offset()
+
+    @property
+    def partition(self) -> int | None:
+        """The partition it stands in; None while, or where, that is not known."""
+        return None if self.message is None or self.outcome is not _DELIVERED else self.message.partition()
 
     def done(self) -> bool:
         """Tell whether the outcome is known."""
@@ -107,17 +221,17 @@ class Delivery:
         :raises HeldElsewhere: when another process is sending it.
         :raises TimeoutError: when nothing is known after so long; nothing changes by that.
         """
-        producer: Publisher = self.lane.producer
+        producer = self._batch.producer
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        if self.outcome is _PENDING:
+        if not self.done():
             producer.hurry()
-        while self.outcome is _PENDING:
+        while not self.done():
             left = 0.1 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no delivery report for {self.identity!r} within {timeout_seconds:g} s")
             producer.poll(min(left, 0.1))
-            if producer.is_ended and self.outcome is _PENDING:  # made by another thread while it was being closed
-                self.fail(None, Outcome.UNKNOWN)
+            if producer.is_ended and not self.done():  # made by another thread while it was being closed
+                self._batch.outcomes[self._place] = Outcome.UNKNOWN
         error = self.exception()
         if error is not None:
             raise error
@@ -125,87 +239,11 @@ class Delivery:
 
     def exception(self) -> NotDelivered | None:
         """Return why it was not delivered; None if it was, or is not known yet. ``flush`` does not tell it again."""
-        kind = _ERRORS.get(self.outcome)
-        if kind is None:
+        if self.outcome not in FAILURES:
             return None
-        self.lane.failed.pop(self.identity, None)
-        made = kind(f"{self.identity!r} to {self.lane.topic}: {self.outcome.value} ({self.error or 'no error given'})")
+        self._batch.failed.pop(self.identity, None)
+        said = f"{self.identity!r} to {self.topic}: {self.outcome.value} ({self.error or 'no error given'})"
+        made = FAILURES[self.outcome][1](said)
         if self.error is not None:
             made.__cause__ = KafkaException(self.error)
         return made
-
-    @property
-    def offset(self) -> int | None:
-        """Where it stands in the log; None while, or where, that is not known."""
-        return None if self.message is None or self.outcome is not Outcome.DELIVERED else self.message.offset()
-
-    @property
-    def partition(self) -> int | None:
-        """The partition it stands in; None while, or where, that is not known."""
-        return None if self.message is None or self.outcome is not Outcome.DELIVERED else self.message.partition()
-
-    # The producer's side.
-
-    def __call__(self, error: KafkaError | None, message: Message) -> None:
-        """Take the client's delivery report; the producer settles it before anybody is told.
-
-        The delivery is itself the client's callback: a bound method for each message in flight is one more object that
-        every collection of garbage has to look at.
-        """
-        if error is not None:
-            self.error = error
-        self.message = message
-        self.lane.reported.append(self)
-
-    def take(self, error: KafkaError | None, message: Message | None) -> None:
-        """Have the same report as another one."""
-        self.error = error
-        self.message = message
-
-    def attach(self, callback: Callback | None) -> Delivery:
-        """Return the delivery of a duplicate of this one: it has the same outcome."""
-        twin = Delivery(self.lane, self.identity, callback)
-        twin.is_attached = True
-        twin.may_repeat = self.may_repeat
-        if self.twins is None:
-            self.twins = []
-        self.twins.append(twin)
-        if self.outcome is not Outcome.PENDING:  # settled while we came; the settling may have missed us
-            self.settle(self.outcome)
-        return twin
-
-    def settle(self, outcome: Outcome) -> None:
-        """Make the outcome known, here and to the duplicates that attached."""
-        if self.error is None and outcome in _GIVEN:
-            self.error = KafkaError(_GIVEN[outcome], f"{self.identity!r}: {outcome.value}", retriable=True)
-        was_pending, self.outcome = self.outcome is _PENDING, outcome
-        if self.callback is not None and was_pending:
-            self.lane.producer.calls.append(self)
-        elif self.is_attached and outcome in _GIVEN:  # the lane notes the failures of those that it sent
-            self.lane.failed[self.identity] = self
-        # After the outcome: whoever attaches now sees it, and whoever came before is in the list.
-        while self.twins:
-            try:
-                twin = self.twins.pop()
-            except IndexError:  # another thread was faster
-                return
-            twin.take(self.error, self.message)
-            twin.settle(outcome)
-
-    def fail(self, error: KafkaError | None, outcome: Outcome) -> None:
-        """Settle without a report of the client."""
-        self.error = error
-        self.settle(outcome)
-
-    def call(self) -> None:
-        """Call the callback of the caller, who has looked at a failure by that."""
-        if self.callback is not None:
-            self.lane.failed.pop(self.identity, None)
-            self.callback(self.error, self.message)
-
-
-_ERRORS: dict[Outcome, type[NotDelivered]] = {
-    Outcome.NOT_PERSISTED: NotPersisted,
-    Outcome.UNKNOWN: OutcomeUnknown,
-    Outcome.HELD_ELSEWHERE: HeldElsewhere,
-}

@@ -18,7 +18,11 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import repeat
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
+
+from exactly_once.errors import ConfigurationError
+
+from .keys import Key, encoded
 
 K = TypeVar("K", bound=Hashable)
 G_contra = TypeVar("G_contra", contravariant=True)
@@ -94,6 +98,15 @@ class Stats:
     """Duplicates that a cache in front of a store answered."""
 
 
+class Resolved(NamedTuple):
+    """What became of keys that were unknown."""
+
+    delivered: int
+    absent: int
+    unknown: int
+    """They are not in the log, but may still arrive there, or were removed from it."""
+
+
 class Filter(ABC, Generic[G_contra]):
     """What a duplicate filter does. Every method may be called from any thread.
 
@@ -145,6 +158,16 @@ class Filter(ABC, Generic[G_contra]):
     @abstractmethod
     def stats(self) -> Stats:
         """Return the figures of this moment."""
+
+    def resolve(self, found: Collection[Any], *, is_sure: bool) -> Resolved:
+        """Settle unknown keys by what is in the log: encoded keys, or Sequences. The rest is absent if that is sure.
+
+        :raises ConfigurationError: when messages do not carry their keys.
+        """
+        raise ConfigurationError(
+            f"messages of a {type(self).__name__} do not carry their keys, so nothing can be looked for. WindowFilter "
+            "and SlotFilter have writes_key=True for that"
+        )
 
     def close(self) -> None:
         """Give back what the filter itself has opened: mostly nothing."""
@@ -228,6 +251,19 @@ class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
         """Return the figures of this moment."""
         with self._lock:
             return self._stats(confirmed=-1)
+
+    def resolve(self, found: Collection[Any], *, is_sure: bool) -> Resolved:
+        """Settle unknown keys by what is in the log."""
+        if not self.writes_key:
+            return super().resolve(found, is_sure=is_sure)
+        with self._lock:
+            unknown = list(self._unknown)
+            there = [key for key in unknown if encoded(cast("Key", key)) in found]
+            self._keep(there)
+            self._close(there)
+            rest = list(self._unknown) if is_sure else []
+            self._change("release", rest)
+            return Resolved(len(there), len(rest), len(unknown) - len(there) - len(rest))
 
     def _reserve(self, wanted: list[K]) -> list[State]:
         seen = self._seen(wanted)

@@ -11,8 +11,10 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 from uuid import UUID, uuid4
 
+from confluent_kafka import KafkaException
+
 from exactly_once._log import about
-from exactly_once.errors import ConfigurationError
+from exactly_once.errors import ConfigurationError, ExactlyOnceError
 from exactly_once.ledger.session import Connection
 
 from .errors import FilterUnavailable, NameTaken, ProducerFenced, PublishError
@@ -22,6 +24,10 @@ from .store import Store
 logger = logging.getLogger(__name__)
 
 _LEASE_SECONDS = 60.0
+_WAIT_SECONDS = 0.5
+"""Between two looks at a name that is taken."""
+Positions = Mapping[str, Mapping[int, int]]
+"""By topic and partition: an offset."""
 
 
 class DeadOwner(NamedTuple):
@@ -52,6 +58,11 @@ class PublishOwner:
 
     The fence stops what asks the database. What a fenced process has handed to its Kafka client already may still
     arrive; only a transactional producer can be fenced there as well (``transactional_id``).
+
+    ``positions`` say where a take-over of its keys must begin to read: where topics end now, or a function that returns
+    that, ``positions=lambda: end_positions(kafka, [topic])``. A function is asked again and again, so that the start
+    moves on as messages are settled, and retention does not overtake it. With ``wait_seconds`` a name whose last
+    owner crashed is waited for: its lease runs for ``lease_seconds`` at most.
     """
 
     def __init__(
@@ -62,7 +73,8 @@ class PublishOwner:
         name: str | None = None,
         exclusive: bool = False,
         transactional_id: str | None = None,
-        positions: Mapping[str, Mapping[int, int]] | None = None,
+        positions: Positions | Callable[[], Positions] | None = None,
+        wait_seconds: float = 0.0,
         lease_seconds: float = _LEASE_SECONDS,
         schema: str = "exactly_once",
         migrate: bool = False,
@@ -76,15 +88,23 @@ class PublishOwner:
         self.token: UUID = uuid4()
         self.lease_seconds = lease_seconds
         self.transactional_id = transactional_id
-        self._positions = json.dumps(positions or {})
+        self._ends = positions if callable(positions) else None
+        self._positions = json.dumps((positions() if callable(positions) else positions) or {})
         self._renewed_at = time.monotonic()
         self._fenced = False
         self._closing = threading.Event()
         self._guard = Guard(f"the owner {self.name!r}")
         self._holdings: dict[int, Holding] = {}
-        self.id: int = self.store.each(lambda connection: self._start(connection, exclusive=exclusive))
-        self._thread = threading.Thread(target=self._keep, name=f"lease of {self.name}", daemon=True)
-        self._thread.start()
+        self.id = 0
+        self.id = self._start_within(wait_seconds, exclusive=exclusive)
+        self._threads = [threading.Thread(target=self._keep, name=f"lease of {self.name}", daemon=True)]
+        if self._ends is not None:  # apart from the lease, which must not wait for brokers
+            advancing = threading.Thread(
+                target=self._advance, args=(self._ends,), name=f"positions of {self.name}", daemon=True
+            )
+            self._threads.append(advancing)
+        for thread in self._threads:
+            thread.start()
 
     def __repr__(self) -> str:
         return f"<PublishOwner {self.name!r} {self.id}{' fenced' if self._fenced else ''}>"
@@ -131,7 +151,8 @@ class PublishOwner:
         if self._closing.is_set() or not self._guard.is_ours():
             return
         self._closing.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         try:
             self.store.run("publish_end_owner", owner=self.id)
         except FilterUnavailable as error:
@@ -164,6 +185,39 @@ class PublishOwner:
             )
         started: Any = rows[0][0]
         return int(started)
+
+    def _start_within(self, seconds: float, *, exclusive: bool) -> int:
+        deadline = time.monotonic() + seconds
+        is_told = False
+        while True:
+            try:
+                return self.store.each(lambda connection: self._start(connection, exclusive=exclusive))
+            except NameTaken as error:
+                if time.monotonic() >= deadline:
+                    self.store.close()
+                    raise
+                if not is_told:
+                    logger.warning("waiting for %g s at most: %s", seconds, error, extra=self._about("waits_for_name"))
+                    is_told = True
+            time.sleep(min(_WAIT_SECONDS, max(0.0, deadline - time.monotonic())))
+
+    def _advance(self, ends: Callable[[], Positions]) -> None:
+        """Move the start of a take-over to where topics ended before anything was reserved that is in flight now."""
+        seen: tuple[Positions, list[set[bytes]]] | None = None
+        while not self._closing.wait(self.lease_seconds / 3):
+            try:
+                if seen is None:
+                    # The ends first: what is reserved after this stands behind them.
+                    found = ends()
+                    seen = found, [holding.keys.copy() for holding in list(self._holdings.values())]
+                held = [holding.keys.copy() for holding in list(self._holdings.values())]
+                if all(old.isdisjoint(now) for old, now in zip(seen[1], held, strict=False)):
+                    self.store.run("publish_advance", owner=self.id, positions=json.dumps(seen[0]))
+                    seen = None
+            except (ExactlyOnceError, KafkaException, OSError) as error:
+                logger.warning(
+                    "the positions of %r stay where they are: %s", self.name, error, extra=self._about("positions_stay")
+                )
 
     def _keep(self) -> None:
         """Renew the lease and turn the generations of keys, until the end."""

@@ -11,7 +11,7 @@ from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
 
 from .cache import ConfirmedKeys
-from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Filter, KeyState, State, Stats
+from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Filter, KeyState, Resolved, State, Stats
 from .keys import GivenKey, Key, checked_all, encoded
 from .owners import DeadOwner, PublishOwner
 
@@ -143,6 +143,14 @@ class PostgresWindow(Filter[GivenKey]):
         unsure = sorted({self.form_of(key) for key in checked_all(keys)})
         with self._lock:
             self._settle("publish_mark_unknown", unsure)
+
+    def resolve(self, found: Collection[bytes], *, is_sure: bool) -> Resolved:
+        """Settle unknown keys of the scope, whoever has left them; so what is not there may still arrive."""
+        with self._lock:
+            unknown = {key for (key,) in self._store.run("publish_unknown", scope=self._scope)}
+            there = sorted(unknown.intersection(map(_stored, found)))
+            self._settle("publish_confirm", there)
+        return Resolved(len(there), 0, len(unknown) - len(there))
 
     def peek(self, keys: Iterable[GivenKey]) -> dict[bytes, str]:
         """Return the encoded forms of those that are there, and in which state; reserve none."""

@@ -1,4 +1,4 @@
-"""Publisher: what both producers share: a client, and for each topic a lane with its filter."""
+"""Publisher: what both producers share: a client, and for each topic its filter and what is in flight."""
 
 from __future__ import annotations
 
@@ -7,40 +7,39 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Many
-from fnmatch import fnmatchcase
-from hashlib import blake2b
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
-from uuid import uuid4
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
+from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .chain import Link
-from .delivery import Callback, Delivery, Outcome
+from .delivery import Batch, Callback, Delivery, Entry, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
-from .filter import Filter, NoFilter, State
+from .filter import Filter, NoFilter, Resolved
 from .guard import Guard
-from .headers import Headers, with_key, with_sequence
+from .headers import Headers, key_of, sequence_of, with_key, with_sequence
 from .keys import GivenKey, checked_all
-from .lane import Lane
+from .options import PublishOptions, connection_settings
 from .owners import PublishOwner
 from .recovery import SequenceLog
-from .sequence import Sequence, SequenceFilter
-from .settings import connection_settings
-from .snapshot import SnapshotFile, SnapshotStore
+from .sequence import Sequence as Numbered
+from .sequence import SequenceFilter
+from .tail import ranges_of, read_tail
+from .topic import Call, TopicPublisher
 
-_NEW, _UNKNOWN, _DUPLICATE = State.NEW, State.UNKNOWN, State.DUPLICATE
 CLOSE_SECONDS = 30.0
 _ROOM_SECONDS = 0.1
 _NAMED = 3
 """So many failed messages are named in an error; the others are counted."""
 
 AnyFilter = Filter[Any]
+Report = Callable[[KafkaError | None, Message], None]
+"""What the client calls with its delivery report."""
 
 
 class ProducerRecord(NamedTuple):
@@ -57,50 +56,30 @@ class ProducerRecord(NamedTuple):
     on_delivery: Callback | None = None
 
 
-Going = list[tuple[Delivery, ProducerRecord]]
-"""What the filter has let through."""
-Report = Callable[[KafkaError | None, Message], None]
-"""What the client calls with its delivery report."""
+ToSend = list[tuple[TopicPublisher, Entry, ProducerRecord]]
+"""What the filters have let through."""
 
 
 class Publisher(ABC):
     """The common part of :class:`DedupProducer` and :class:`TransactionalProducer`."""
 
     def __init__(
-        self,
-        kafka: Mapping[str, Any],
-        *,
-        dedup: AnyFilter | Callable[[str], AnyFilter],
-        producer_name: str | None = None,
-        owner: PublishOwner | None = None,
-        enabled: bool = True,
-        topics: Mapping[str, bool] | None = None,
-        recover: bool = True,
-        snapshots: Callable[[str], SnapshotStore] | str | Path | None = None,
-        snapshot_every: int = 1000,
-        accept_trimmed: bool = False,
+        self, kafka: Mapping[str, Any], *, dedup: AnyFilter | Callable[[str], AnyFilter], options: PublishOptions
     ) -> None:
         self._settings = dict(kafka)
         self._kafka = connection_settings(kafka)
-        if owner is not None and producer_name not in (None, owner.name):
-            raise ConfigurationError(
-                f"producer_name={producer_name!r} is not the owner's, {owner.name!r}; leave it out"
-            )
-        self._check_owner(owner)
-        self._owner = owner
-        self.producer_name = producer_name or (f"producer-{uuid4()}" if owner is None else owner.name)
+        self._options = options
+        self._check_owner(options.owner)
+        self._owner = options.owner
+        self.producer_name = options.name()
         """Given or drawn; who publishes with sequences gives one, and the same after a restart."""
         self._dedup = dedup
-        self._enabled = enabled
-        self._patterns = dict(topics or {})
-        self._recover = recover
-        self._snapshots = _stores(snapshots, self.producer_name)
-        self._snapshot_every = snapshot_every
-        self._accept_trimmed = accept_trimmed
-        self._lanes: dict[str, Lane] = {}
+        self._stores = options.stores(self.producer_name)
+        self._topics: dict[str, TopicPublisher] = {}
         self._opening = threading.Lock()
         self._bound: str | None = None
-        self.calls: deque[Delivery] = deque()
+        """The topic of a filter that was given itself, and not made for each topic."""
+        self._calls: deque[Call] = deque()
         self._closed = False
         self._guard = Guard("the producer")
         self.is_ended = False
@@ -111,9 +90,18 @@ class Publisher(ABC):
     def _fence_predecessor(self) -> bool:
         """See to it that nothing of an earlier life can arrive any more; tell whether that is so."""
 
+    @contextlib.contextmanager
+    def _nothing_arrives(self, topic: TopicPublisher) -> Iterator[bool]:
+        """See to it that nothing this producer has sent arrives meanwhile; tell whether that is so."""
+        yield False
+
     @abstractmethod
     def _connect(self) -> Producer:
         """Make the first client."""
+
+    @abstractmethod
+    def _commit(self, *, only_if_due: bool = False) -> None:
+        """Publish what is collected, if anything is."""
 
     def __enter__(self) -> Self:
         return self
@@ -144,14 +132,44 @@ class Publisher(ABC):
 
     def abandon(self, topic: str, sequence: int) -> None:
         """Give up a number that failed and will not be sent again."""
-        self._sequences(topic).abandon(Sequence(self.producer_name, sequence))
+        self._sequences(topic).abandon(Numbered(self.producer_name, sequence))
 
     def filter_of(self, topic: str) -> AnyFilter:
         """Return the filter of a topic."""
-        return (self._lanes.get(topic) or self._open(topic)).filter
+        return (self._topics.get(topic) or self._open(topic)).filter
+
+    def resolve(self, topic: str, *, positions: Mapping[int, int] | None = None) -> Resolved:
+        """Read a topic for messages whose outcome is unknown, settle them in its filter; return what became of them.
+
+        It reads from ``positions``, offsets by partition below which none of them stands; for numbered messages from
+        where the producer knows that; else from the beginning. What is there is delivered. What is not is absent if
+        nothing can arrive any more, which only Kafka transactions make sure; else it stays unknown.
+
+        :raises ConfigurationError: when messages do not carry their keys.
+        :raises TailHidden: when another producer's open transaction hides the end for too long.
+        """
+        of_topic = self._ready(topic)
+        of_topic.filter.resolve((), is_sure=False)  # before anything is read: whether it can at all
+        self._commit()
+        starts = {Partition(topic, number): offset for number, offset in (positions or {}).items()}
+        if positions is None and of_topic.log is not None:
+            starts = of_topic.log.positions
+        found: set[Any] = set()
+        with self._nothing_arrives(of_topic) as is_sure:
+            lows = {partition: low for partition, (low, _) in ranges_of(self._kafka, topic).items()}
+            is_whole = all(low <= starts.get(partition, 0) for partition, low in lows.items())
+            begin = {partition: max(low, starts.get(partition, 0)) for partition, low in lows.items()}
+            for message in read_tail(self._kafka, topic, begin):
+                headers: Any = message.headers()  # they are bytes when read
+                sent = sequence_of(headers)
+                found.add(key_of(headers) if sent is None else Numbered(sent.producer, sent.number))
+            return of_topic.filter.resolve(found, is_sure=is_sure and is_whole)
 
     def poll(self, timeout_seconds: float = 0.0) -> int:
-        """Serve delivery reports, mark them in the filters, call callbacks; return how many the client served."""
+        """Serve delivery reports, mark them in the filters, call callbacks; return how many the client served.
+
+        A filter whose server does not answer is waited for a second at most; it is told with a later call.
+        """
         if self._closed:
             return 0
         self._commit(only_if_due=True)
@@ -194,12 +212,12 @@ class Publisher(ABC):
                 self._flush(CLOSE_SECONDS)
         except (KafkaException, PublishError) as error:  # a fatal one; what has no report is told below
             errors.append(error)
-        for lane in self._lanes.values():
+        for topic in self._topics.values():
             try:
-                left += lane.finish()
-            except Exception as error:  # noqa: BLE001 - the other lanes must be finished too
+                left += topic.finish(timeout_seconds)
+            except Exception as error:  # noqa: BLE001 - the other topics must be finished too
                 errors.append(error)
-            lane.filter.close()
+            topic.filter.close()
         # Its callbacks refer to us: nothing but the garbage collector would end its threads and connections.
         del self._client
         self.is_ended = True
@@ -213,22 +231,18 @@ class Publisher(ABC):
     def _failures(self, *, all_of_them: bool) -> Undelivered | None:
         """Return the failures that nobody has looked at, once; at the end also what others were to send."""
         found: list[Delivery] = []
-        for lane in self._lanes.values():
-            mine = [d for d in list(lane.failed.values()) if all_of_them or d.outcome is not Outcome.HELD_ELSEWHERE]
+        for topic in self._topics.values():
+            mine = [d for d in list(topic.failed.values()) if all_of_them or d.outcome is not Outcome.HELD_ELSEWHERE]
             for delivery in mine:
-                lane.failed.pop(delivery.identity, None)
+                topic.failed.pop(delivery.identity, None)
             found += mine
         if not found:
             return None
-        named = "; ".join(f"{d.identity!r} to {d.lane.topic}: {d.error}" for d in found[:_NAMED])
+        named = "; ".join(f"{d.identity!r} to {d.topic}: {d.error}" for d in found[:_NAMED])
         return Undelivered(
             f"{len(found)} messages failed, and no callback or result() has looked at them; {named}. They may be sent "
             "again under the same identity"
         )
-
-    @abstractmethod
-    def _commit(self, *, only_if_due: bool = False) -> None:
-        """Publish what is collected, if anything is."""
 
     def _flush(self, timeout_seconds: float) -> int:
         self._commit()
@@ -236,125 +250,102 @@ class Publisher(ABC):
         self._settle()
         return left
 
+    def _ready(self, topic: str) -> TopicPublisher:
+        """Return what publishes to a topic, if this producer may still publish."""
+        if self._owner is not None:
+            self._owner.check()
+        self._check_open()
+        return self._topics.get(topic) or self._open(topic)
+
     def _check_open(self) -> None:
         self._guard.check()
         if self._closed:
             raise ConfigurationError("the producer is closed: make a new one")
 
-    def _reserve(self, lane: Lane, wanted: Many[ProducerRecord]) -> tuple[list[Delivery], Going]:
-        """Ask the filter for the right to send; return all deliveries, and those with their messages that may go.
+    def _reserve(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> tuple[Batch, ToSend]:
+        """Ask the filter for the right to send; when it raises, nothing is reserved."""
+        identities = self._identities(topic, records)
+        batch, entries = topic.reserve(identities, [record.on_delivery for record in records])
+        return batch, [(topic, entry, records[entry[1]]) for entry in entries]
 
-        When it raises, nothing is reserved.
+    def _identities(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> list[Any]:
+        takes = topic.filter.takes
+        if takes == "nothing":
+            return [object() for _ in records]
+        given: list[Any] = []
+        for record in records:
+            identities = {"dedup_key": record[2], "sequence": record[3], "chain": record[4]}
+            given.append(identities.pop(takes))
+            for other, value in identities.items():
+                if value is not None:
+                    raise KeyRefused(f"{other}= was given, but the filter of this topic takes {takes}=")
+            if given[-1] is None:
+                what = {"dedup_key": "keys", "sequence": "numbers", "chain": "chains"}[takes]
+                raise KeyRefused(f"a message to {topic.topic!r} needs {takes}=, because its filter knows {what}")
+        if takes == "sequence":
+            return [Numbered(self.producer_name, number) for number in given]
+        return checked_all(given) if takes == "dedup_key" else given
+
+    def _hand_over(
+        self,
+        to_send: ToSend,
+        report: Callable[[TopicPublisher, Entry], Report],
+        room: float,
+        *,
+        undoes: bool = True,
+    ) -> None:
+        """Give messages to the client, in order; where its queue is full, serve reports until there is room.
+
+        :raises BufferError: when there is none within so many seconds; what was not handed over is not marked.
         """
-        if lane.takes == "dedup_key":
-            return self._reserve_keys(lane, wanted)
-        deliveries: list[Delivery] = []
-        going: Going = []
+        done = 0
         try:
-            for given in wanted:
-                delivery, goes = self._reserve_one(lane, given)
-                deliveries.append(delivery)
-                if goes:
-                    going.append((delivery, given))
-        except BaseException:
-            take_back(going)
+            for topic, entry, record in to_send:
+                value, key, _, _, _, partition, headers, timestamp, _ = record
+                made = topic.filter
+                if isinstance(made, SequenceFilter):
+                    number: Numbered = entry[0].identities[entry[1]]
+                    headers = with_sequence(headers, number.producer, made.predecessor(number), number.number)
+                elif made.writes_key:
+                    headers = with_key(headers, entry[0].identities[entry[1]])
+                # Without keywords in the usual case: the client takes longer for them.
+                more: dict[str, Any] = {"headers": headers, "timestamp": timestamp} if headers or timestamp else {}
+                told = report(topic, entry)
+                try:
+                    self._client.produce(topic.topic, value, key, partition, told, **more)
+                except BufferError:
+                    if room <= 0:
+                        raise
+                    self._find_room(
+                        partial(self._client.produce, topic.topic, value, key, partition, told, **more), room
+                    )
+                done += 1
+        except BaseException as exception:
+            if undoes:
+                undo(to_send[done:])
+            elif isinstance(exception, KafkaException) and done < len(to_send):
+                batch, place = to_send[done][1]
+                batch.errors[place] = exception.args[0]
             raise
-        return deliveries, going
 
-    def _reserve_one(self, lane: Lane, given: ProducerRecord) -> tuple[Delivery, bool]:
-        """Reserve one that has no dedup key; for sequences, the lane's lock is held."""
-        identity: Any = object()
-        if lane.takes == "sequence":
-            only(given, "sequence")
-            if given.sequence is None:
-                raise KeyRefused(f"a message to {lane.topic!r} needs sequence=, because its filter knows numbers")
-            identity = Sequence(self.producer_name, given.sequence)
-        elif lane.takes == "chain":
-            only(given, "chain")
-            if given.chain is None:
-                raise KeyRefused(f"a message to {lane.topic!r} needs chain=, because its filter knows chains")
-            identity = given.chain
-        delivery = Delivery(lane, identity, given.on_delivery)
-        held = lane.in_flight.setdefault(identity, delivery)
-        if held is not delivery:
-            return held.attach(given.on_delivery), False
-        try:
-            state = lane.reserve(identity)
-        except BaseException:
-            lane.let_go(delivery, Outcome.NOT_PERSISTED)
-            raise
-        return delivery, state is _NEW or goes(delivery, state)
-
-    def _reserve_keys(self, lane: Lane, wanted: Many[ProducerRecord]) -> tuple[list[Delivery], Going]:
-        deliveries, asked = self._claim(lane, wanted)
-        try:
-            states = lane.filter.reserve_many([d.identity for d, _ in asked])
-        except BaseException:
-            for delivery, _ in asked:
-                lane.let_go(delivery, Outcome.NOT_PERSISTED)
-            raise
-        return deliveries, [
-            (d, m) for (d, m), state in zip(asked, states, strict=True) if state is _NEW or goes(d, state)
-        ]
-
-    def _claim(self, lane: Lane, wanted: Many[ProducerRecord]) -> tuple[list[Delivery], Going]:
-        """Make the deliveries; return them, and those that the filter is to be asked about."""
-        for message in wanted:
-            if message.dedup_key is None or message.sequence is not None or message.chain is not None:
-                only(message, "dedup_key")
-                raise KeyRefused(f"a message to {lane.topic!r} needs dedup_key=, because its filter knows keys")
-        keys = checked_all([m.dedup_key for m in wanted if m.dedup_key is not None])
-        deliveries: list[Delivery] = []
-        asked: Going = []
-        for message, key in zip(wanted, keys, strict=True):
-            delivery = Delivery(lane, key, message.on_delivery)
-            held = lane.in_flight.setdefault(key, delivery)
-            if held is delivery:
-                asked.append((delivery, message))
-                deliveries.append(delivery)
-            else:
-                deliveries.append(held.attach(message.on_delivery))
-        return deliveries, asked
-
-    def _hand_over(self, delivery: Delivery, given: ProducerRecord, report: Report) -> None:
-        lane = delivery.lane
-        headers = given.headers
-        if lane.takes == "sequence":
-            assert isinstance(lane.filter, SequenceFilter)
-            identity: Sequence = delivery.identity
-            headers = with_sequence(headers, identity.producer, lane.filter.predecessor(identity), identity.number)
-        elif lane.writes_key:
-            headers = with_key(headers, delivery.identity)
-        if headers is None and not given.timestamp:  # the usual case, without keywords
-            self._client.produce(lane.topic, given.value, given.key, given.partition, report)
-            return
-        self._client.produce(
-            lane.topic,
-            given.value,
-            given.key,
-            given.partition,
-            report,
-            timestamp=given.timestamp,
-            headers=headers,  # type: ignore[arg-type]  # any pairs will do
-        )
-
-    def _with_room(self, send: Callable[[], Any], seconds: float) -> Any:
-        """Call ``send``, serving reports while the client's queue is full."""
+    def _find_room(self, call: Callable[[], None], seconds: float) -> None:
+        """Call again, serving reports while the client's queue is full."""
         deadline = time.monotonic() + seconds
         while True:
+            self.poll(_ROOM_SECONDS)
             try:
-                return send()
+                return call()
             except BufferError:
                 if time.monotonic() > deadline:
                     raise
-                self.poll(_ROOM_SECONDS)
 
     def _settle(self) -> None:
-        for lane in list(self._lanes.values()):
-            lane.settle()
-        while self.calls:
+        for topic in list(self._topics.values()):
+            topic.settle()
+        while self._calls:
             with contextlib.suppress(IndexError):  # another thread may have taken the last one
-                self.calls.popleft().call()
+                callback, error, message = self._calls.popleft()
+                callback(error, message)
 
     def _sequences(self, topic: str) -> SequenceFilter:
         made = self.filter_of(topic)
@@ -362,48 +353,46 @@ class Publisher(ABC):
             raise KeyRefused(f"the filter of {topic!r} knows no sequences; it is a {type(made).__name__}")
         return made
 
-    def _open(self, topic: str) -> Lane:
-        """Make the lane of a topic at its first use."""
+    def _open(self, name: str) -> TopicPublisher:
+        """Begin with a topic at its first use."""
         with self._opening:
-            if topic in self._lanes:
-                return self._lanes[topic]
-            made = self._make_filter(topic)
+            if name in self._topics:
+                return self._topics[name]
+            made = self._make_filter(name)
             log = None
-            if isinstance(made, SequenceFilter) and self._recover:
+            if isinstance(made, SequenceFilter) and self._options.recover:
                 is_fenced = self._fence_predecessor()
                 log = SequenceLog(
                     self._kafka,
-                    topic,
+                    name,
                     made,
                     producer=self.producer_name,
-                    store=self._snapshots(topic),
-                    every=self._snapshot_every,
-                    accept_trimmed=self._accept_trimmed,
+                    store=self._stores(name),
+                    every=self._options.snapshot_every,
+                    accept_trimmed=self._options.accept_trimmed,
                     is_fenced=is_fenced,
                 )
                 log.recover()
-            lane = self._lanes[topic] = Lane(self, topic, made, log)
-            return lane
+            topic = self._topics[name] = TopicPublisher(self, name, made, log, self._calls)
+            return topic
 
     def _make_filter(self, topic: str) -> AnyFilter:
-        if not self._is_on(topic):
+        if not self._options.is_on(topic):
             return NoFilter()
-        if not isinstance(self._dedup, Filter):
-            made: AnyFilter = self._dedup(topic)
-            self._check_owners(made)
-            return made
-        if self._bound not in (None, topic):
-            raise ConfigurationError(
-                f"dedup= is one filter and already serves {self._bound!r}: the same key on {topic!r} would be taken "
-                "for a duplicate. Give a function that makes a filter for each topic: dedup=lambda topic: ..."
-            )
-        self._check_owners(self._dedup)
-        self._bound = topic
-        return self._dedup
-
-    def _check_owners(self, made: object) -> None:
+        if isinstance(self._dedup, Filter):
+            if self._bound not in (None, topic):
+                raise ConfigurationError(
+                    f"dedup= is one filter and already serves {self._bound!r}: the same key on {topic!r} would be "
+                    "taken for a duplicate. Give a function that makes a filter for each topic: dedup=lambda topic: ..."
+                )
+            made: AnyFilter = self._dedup
+        else:
+            made = self._dedup(topic)
         for owner in getattr(made, "owners", (getattr(made, "owner", None),)):
             self._check_owner(owner)
+        if made is self._dedup:
+            self._bound = topic
+        return made
 
     def _check_owner(self, owner: PublishOwner | None) -> None:
         """Refuse an owner who promises to take-overs that its messages are sent under another transactional id."""
@@ -414,48 +403,8 @@ class Publisher(ABC):
                 + ("outside of transactions" if used is None else f"as {used!r}")
             )
 
-    def _is_on(self, topic: str) -> bool:
-        """Tell whether deduplication is on: the first pattern that matches decides."""
-        if not self._enabled:
-            return False
-        return next((on for pattern, on in self._patterns.items() if fnmatchcase(topic, pattern)), True)
 
-
-def _stores(
-    given: Callable[[str], SnapshotStore] | str | Path | None, producer: str
-) -> Callable[[str], SnapshotStore | None]:
-    """Return what makes the store of a topic; in a directory each producer and topic has a file of its own."""
-    if given is None:
-        return lambda _: None
-    if callable(given):
-        return given
-    folder = Path(given)
-
-    def in_folder(topic: str) -> SnapshotStore:
-        return SnapshotFile(folder / f"{topic}-{blake2b(producer.encode(), digest_size=8).hexdigest()}.snapshot")
-
-    return in_folder
-
-
-def goes(delivery: Delivery, state: State) -> bool:
-    """Tell whether a message that is not new is sent nevertheless; settle its delivery if not."""
-    if state is _UNKNOWN:
-        delivery.may_repeat = True
-        return True
-    delivery.lane.let_go(delivery, Outcome.SKIPPED if state is _DUPLICATE else Outcome.HELD_ELSEWHERE)
-    return False
-
-
-def take_back(going: Going) -> None:
+def undo(to_send: ToSend) -> None:
     """Undo the reservations of messages that the client did not take."""
-    for delivery, _ in reversed(going):
-        delivery.lane.filter.release(delivery.identity)
-        delivery.lane.let_go(delivery, Outcome.NOT_PERSISTED)
-
-
-def only(given: ProducerRecord, name: str) -> None:
-    """Refuse a second identity."""
-    others = {"dedup_key": given.dedup_key, "sequence": given.sequence, "chain": given.chain}
-    for other, value in others.items():
-        if other != name and value is not None:
-            raise KeyRefused(f"{other}= was given, but the filter of this topic takes {name}=")
+    for topic in {topic for topic, _, _ in to_send}:
+        topic.undo([entry for of, entry, _ in to_send if of is topic])

@@ -90,7 +90,7 @@ class SequenceLog:
         self._is_fenced = is_fenced
         """Whether nothing of an earlier life can be on its way: brokers have fenced it and ended what it left open."""
         self._log = Log(None, None, is_compacted=False, replicas=1, lag_seconds=0)
-        self._positions: dict[Partition, int] = {}
+        self.positions: dict[Partition, int] = {}
         """Nothing of this producer that the filter does not know stands below them."""
         self._since = 0
 
@@ -115,13 +115,13 @@ class SequenceLog:
             self._wait_for_replicas()
         lows = {p: low for p, (low, _) in ranges_of(self._kafka, self._topic).items()}
         trimmed = {p for p, low in lows.items() if low > 0}
-        self._positions = {**lows, **(starts or {})}
+        self.positions = {**lows, **(starts or {})}
         seen_in: set[Partition] = set()
         count = 0
         for message in read_tail(self._kafka, self._topic, starts):
             count += 1
             partition = Partition(self._topic, message.partition() or 0)
-            self._positions[partition] = (message.offset() or 0) + 1
+            self.positions[partition] = (message.offset() or 0) + 1
             sent = sequence_of(message.headers())  # type: ignore[arg-type]  # they are bytes when read
             if sent is not None and sent.producer == self._producer:
                 seen_in.add(partition)
@@ -134,7 +134,7 @@ class SequenceLog:
 
     def has_another_writer(self, own: Collection[tuple[int | None, int | None]]) -> bool:
         """Tell whether the log has a number of this producer that it did not put there, at none of its own places."""
-        for message in read_tail(self._kafka, self._topic, self._positions):
+        for message in read_tail(self._kafka, self._topic, self.positions):
             sent = sequence_of(message.headers())  # type: ignore[arg-type]  # they are bytes when read
             if sent is None or sent.producer != self._producer or (message.partition(), message.offset()) in own:
                 continue
@@ -150,7 +150,7 @@ class SequenceLog:
             fresh[Partition(self._topic, message.partition() or 0)] = (message.offset() or 0) + 1
         if self._filter.has_unknown(self._producer):
             return  # one of the doubtful ones may stand below these offsets, and is not in the filter
-        self._positions.update(fresh)
+        self.positions.update(fresh)
         if self._since >= self._every:
             self.save()
 
@@ -165,7 +165,7 @@ class SequenceLog:
             "topic id": self._log.topic_id,
             "producer": self._producer,
             "clean": is_clean and not self._filter.has_unknown(self._producer),
-            "positions": [[p.number, offset] for p, offset in sorted(self._positions.items())],
+            "positions": [[p.number, offset] for p, offset in sorted(self.positions.items())],
             "persisted": persisted,
             "above": above,
         }

@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import lt
 from typing import Any, NamedTuple
 
 from .errors import KeyRefused, LimitReached, SnapshotCorrupted
-from .filter import ANSWERS, CHANGES, DUPLICATE, NEW, Change, Filter, KeyState, State, Stats
+from .filter import ANSWERS, CHANGES, DUPLICATE, NEW, Change, Filter, KeyState, Resolved, State, Stats
 from .keys import INT64
 from .snapshot import pack, unpack
 
@@ -223,6 +223,21 @@ class SequenceFilter(Filter[Sequence]):
         """Give up a number that failed for good, so that ``persisted`` can rise over it."""
         _checked([key.number])
         self._settle("confirm", (key,))
+
+    def resolve(self, found: Collection[Sequence], *, is_sure: bool) -> Resolved:
+        """Settle unknown numbers by what is in the log."""
+        with self._lock:
+            unknown = [
+                Sequence(name, number)
+                for name, producer in self._producers.items()
+                for number, state in producer.states.items()
+                if state is _UNKNOWN
+            ]
+        there = [key for key in unknown if key in found]
+        rest = [key for key in unknown if key not in found] if is_sure else []
+        self.confirm_many(there)
+        self.release_many(rest)
+        return Resolved(len(there), len(rest), len(unknown) - len(there) - len(rest))
 
     def is_confirmed(self, producer: str, number: int) -> bool:
         """Tell whether a number is known to be in the log."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from hashlib import blake2b
 
 from exactly_once.errors import ConfigurationError
 
 from .errors import ProducerFenced
-from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Filter, KeyState, State, Stats
+from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Filter, KeyState, Resolved, State, Stats
 from .keys import GivenKey, Key, checked_all, encoded
 from .postgres import PostgresWindow
 
@@ -97,6 +97,11 @@ class ShardedWindow(Filter[GivenKey]):
             unknown=sum(part.unknown for part in parts),
             duplicates=sum(part.duplicates for part in parts),
         )
+
+    def resolve(self, found: Collection[bytes], *, is_sure: bool) -> Resolved:
+        """Settle unknown keys in every shard."""
+        parts = [window.resolve(found, is_sure=is_sure) for window in self._windows.values()]
+        return Resolved(*map(sum, zip(*parts, strict=True)))
 
     def _ask_previous(self, wanted: list[Key], answers: list[State]) -> None:
         """Look up new keys where the map before had them; what is there settles the new reservation."""

@@ -57,9 +57,11 @@ class SlotFilter(MemoryFilter[GivenKey, Key]):
         ways: int = 8,
         fingerprint: Fingerprint | None = None,
         window: int | None = None,
+        writes_key: bool = False,
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        self.writes_key = writes_key
         if ways not in WAYS:
             raise ConfigurationError(f"ways={ways!r} is not possible; choose one of {', '.join(map(str, WAYS))}")
         if slots < ways or slots % ways:

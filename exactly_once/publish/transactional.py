@@ -24,14 +24,15 @@ from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable, ConfigurationError, ExactlyOnceError
 
 from .chain import Link
-from .delivery import Callback, Delivery, Outcome
-from .errors import NotDelivered, NotPersisted, OutcomeUnknown, ProducerFenced
+from .delivery import FAILURES, Callback, Delivery, Entry, Outcome
+from .errors import NotDelivered, OutcomeUnknown, ProducerFenced
 from .headers import Headers
 from .keys import GivenKey
-from .publisher import Going, ProducerRecord, Publisher, take_back
+from .options import PublishOptions, client_settings
+from .publisher import AnyFilter, ProducerRecord, Publisher, Report, ToSend, undo
 from .recovery import SequenceLog
-from .settings import client_settings
 from .tail import ends_of, read_tail
+from .topic import TopicPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,11 @@ class TransactionalProducer(Publisher):
     logs: Callable[[], Iterable[SequenceLog]]
     """Returns the logs of the sequences that are sent under this transactional id. Each has one writer."""
 
+    def __init__(
+        self, kafka: Mapping[str, Any], *, dedup: AnyFilter | Callable[[str], AnyFilter], **options: Any
+    ) -> None:
+        super().__init__(kafka, dedup=dedup, options=PublishOptions.of(options))
+
     @contextlib.contextmanager
     def transaction(self, *, timeout_seconds: float = _SECONDS) -> Iterator[Transaction]:
         """Collect messages in a block, and publish them at its end.
@@ -124,17 +130,29 @@ class TransactionalProducer(Publisher):
 
     def _failures(self, *, all_of_them: bool) -> None:
         """Return nothing: the error of a transaction has told of all its messages."""
-        for lane in self._lanes.values():
-            lane.failed.clear()
+        for topic in self._topics.values():
+            topic.failed.clear()
 
     def _fence_predecessor(self) -> bool:
         return True
+
+    @contextlib.contextmanager
+    def _nothing_arrives(self, topic: TopicPublisher) -> Iterator[bool]:
+        with self.nothing_arrives():
+            yield True
+
+    @contextlib.contextmanager
+    def nothing_arrives(self) -> Iterator[None]:
+        """End what was left open, and let nobody publish in the block."""
+        with self._turn:
+            self._make_ready(time.monotonic() + _SECONDS)
+            yield
 
     def _commit(self, *, only_if_due: bool = False) -> None:
         """Do nothing: a transaction is published where its block ends."""
 
     def _connect(self) -> Producer:
-        self.logs = lambda: [lane.log for lane in self._lanes.values() if lane.log is not None]
+        self.logs = lambda: [topic.log for topic in self._topics.values() if topic.log is not None]
         self._turn = threading.Lock()
         self._id = str(self._settings.get("transactional.id") or "")
         if not self._id:
@@ -164,19 +182,24 @@ class TransactionalProducer(Publisher):
 
     def _publish(self, made: Transaction, deadline: float) -> None:
         self._make_ready(deadline)
-        going = self._reserve_all(made)
-        if not going:
+        to_send = self._reserve_all(made)
+        if not to_send:
             return
         try:
-            self._hand_over_all(going, deadline)
+            self._hand_over_all(to_send, deadline)
         except BaseException as exception:
-            conclude(going, Outcome.NOT_PERSISTED, _error_of(exception))
+            conclude(to_send, Outcome.NOT_PERSISTED, _error_of(exception))
             raise
-        verdict, error = self._commit_all(going, deadline)
-        conclude(going, verdict, error)
-        self._raise(verdict, error)
+        verdict, error = self._commit_all(to_send, deadline)
+        conclude(to_send, verdict, error)
+        if verdict is Outcome.DELIVERED or error is None:
+            return
+        cause = KafkaException(error)
+        if self._is_fenced:
+            raise self._fenced(f"the transaction is {verdict.value}") from cause
+        raise FAILURES[verdict][1](f"the transaction is {verdict.value}: {error.str()}") from cause
 
-    def send(self, going: Going, seconds: float) -> tuple[Outcome, KafkaError | None]:
+    def send(self, to_send: ToSend, seconds: float) -> tuple[Outcome, KafkaError | None]:
         """Send what was reserved elsewhere in one transaction; return how it ended. The caller concludes it.
 
         :raises ProducerFenced: when another producer has taken over; nothing was sent.
@@ -185,10 +208,10 @@ class TransactionalProducer(Publisher):
         with self._turn:
             deadline = time.monotonic() + seconds
             self._make_ready(deadline)
-            self._hand_over_all(going, deadline)
-            return self._commit_all(going, deadline)
+            self._hand_over_all(to_send, deadline)
+            return self._commit_all(to_send, deadline)
 
-    def _commit_all(self, going: Going, deadline: float) -> tuple[Outcome, KafkaError | None]:
+    def _commit_all(self, to_send: ToSend, deadline: float) -> tuple[Outcome, KafkaError | None]:
         """Commit what was handed over; return how that ended. The messages of an interrupted one are concluded."""
         verdict, error = Outcome.UNKNOWN, None
         is_fine = is_told = False
@@ -198,13 +221,13 @@ class TransactionalProducer(Publisher):
                 verdict, is_fine = Outcome.DELIVERED, True
             except KafkaException as exception:
                 error = exception.args[0]
-                verdict = self._find_out(going, error)
+                verdict = self._find_out(to_send, error)
             is_told = True
         finally:
             self._is_usable = self._is_usable and (is_fine or error is not None)
             self._used_at = time.monotonic()
             if not is_told:
-                conclude(going, verdict, error)
+                conclude(to_send, verdict, error)
         return verdict, error
 
     def _make_ready(self, deadline: float) -> None:
@@ -219,7 +242,7 @@ class TransactionalProducer(Publisher):
             self._replace_client(max(0.1, deadline - time.monotonic()), [])
             self._check_fenced()
 
-    def _replace_client(self, seconds: float, going: Going) -> None:
+    def _replace_client(self, seconds: float, to_send: ToSend) -> None:
         """Make a client in the place of the last one, unless somebody has taken over from that meanwhile.
 
         A process that was frozen for long does not know of its successor, and would fence it by this. What it has
@@ -227,12 +250,13 @@ class TransactionalProducer(Publisher):
         """
         self._client = self._new_client(seconds)
         self._is_usable = False  # until that is known
-        own = {(d.message.partition(), d.message.offset()) for d, _ in going if d.message is not None}
+        messages = [batch.messages[place] for _, (batch, place), _ in to_send]
+        own = {(m.partition(), m.offset()) for m in messages if m is not None}
         if any(log.has_another_writer(own) for log in self.logs()):
             self._is_fenced = True
         self._is_usable = True
 
-    def _reserve_all(self, made: Transaction) -> Going:
+    def _reserve_all(self, made: Transaction) -> ToSend:
         """Ask the filters for all messages before the first is sent.
 
         A filter may have to read the topic to answer, and an open transaction of our own would hide its end.
@@ -241,33 +265,26 @@ class TransactionalProducer(Publisher):
         for place, (topic, _) in enumerate(made.messages):
             places.setdefault(topic, []).append(place)
         found: dict[int, Delivery] = {}
-        going: Going = []
+        to_send: ToSend = []
         try:
             for topic, of_topic in places.items():
-                lane = self._lanes.get(topic) or self._open(topic)
-                deliveries, some = self._reserve(lane, [made.messages[place][1] for place in of_topic])
-                found.update(zip(of_topic, deliveries, strict=True))
-                going += some
-            if (problem := _problem(found.values(), going)) is not None:
+                batch, some = self._reserve(self._ready(topic), [made.messages[place][1] for place in of_topic])
+                found.update(zip(of_topic, batch, strict=True))
+                to_send += some
+            if (problem := _problem(found.values(), to_send)) is not None:
                 raise problem
         except BaseException:
-            take_back(going)
+            undo(to_send)
             raise
         finally:
             made.deliveries = [found[place] for place in sorted(found)]
-        return going
+        return to_send
 
-    def _hand_over_all(self, going: Going, deadline: float) -> None:
+    def _hand_over_all(self, to_send: ToSend, deadline: float) -> None:
         """Give all to the client, or none: what it was not asked to commit is never in the log."""
         try:
             self._client.begin_transaction()
-            for delivery, message in going:
-                room = max(0.0, deadline - time.monotonic())
-                try:
-                    self._with_room(partial(self._hand_over, delivery, message, delivery.take), room)
-                except KafkaException as exception:
-                    delivery.take(exception.args[0], None)
-                    raise
+            self._hand_over(to_send, _report, max(0.0, deadline - time.monotonic()), undoes=False)
         except BaseException as exception:
             self._is_usable = False
             self._note_fenced(_error_of(exception))
@@ -277,15 +294,15 @@ class TransactionalProducer(Publisher):
             self._check_fenced()
             raise
 
-    def _find_out(self, going: Going, error: KafkaError) -> Outcome:
+    def _find_out(self, to_send: ToSend, error: KafkaError) -> Outcome:
         """Replace the client, which ends the transaction if that is still open; then see in the topic how it ended."""
         _listen(self._client)
         self._is_usable = False
         self._note_fenced(error)
         try:
             if not self._is_fenced:  # whoever fenced us has ended it
-                self._replace_client(self.find_seconds, going)
-            verdict = self._look_for([delivery for delivery, _ in going])
+                self._replace_client(self.find_seconds, to_send)
+            verdict = self._look_for(to_send)
         except (KafkaException, ExactlyOnceError) as problem:
             logger.warning(
                 "the outcome of a transaction is not known: %s", problem, extra=self._about("transaction_unknown")
@@ -297,9 +314,10 @@ class TransactionalProducer(Publisher):
         )
         return verdict
 
-    def _look_for(self, deliveries: list[Delivery]) -> Outcome:
+    def _look_for(self, to_send: ToSend) -> Outcome:
         """Look whether readers are shown a message of a transaction that has ended: it stands for all of them."""
-        acknowledged = [d.message for d in deliveries if d.error is None and d.message is not None]
+        found = [batch.messages[place] for _, (batch, place), _ in to_send if place not in batch.errors]
+        acknowledged = [message for message in found if message is not None]
         if not acknowledged:
             return Outcome.NOT_PERSISTED  # the client asks to commit only when all are
         places = [(Partition(str(m.topic()), m.partition() or 0), m.offset()) for m in acknowledged]
@@ -308,17 +326,8 @@ class TransactionalProducer(Publisher):
             return Outcome.UNKNOWN
         starts = {**ends_of(self._kafka, partition.topic), partition: offset}
         with contextlib.closing(read_tail(self._kafka, partition.topic, starts)) as tail:
-            found = any((m.partition(), m.offset()) == (partition.number, offset) for m in tail)
-        return Outcome.DELIVERED if found else Outcome.NOT_PERSISTED
-
-    def _raise(self, verdict: Outcome, error: KafkaError | None) -> None:
-        if verdict is Outcome.DELIVERED or error is None:
-            return
-        cause = KafkaException(error)
-        if self._is_fenced:
-            raise self._fenced(f"the transaction is {verdict.value}") from cause
-        kind = NotPersisted if verdict is Outcome.NOT_PERSISTED else OutcomeUnknown
-        raise kind(f"the transaction is {verdict.value}: {error.str()}") from cause
+            is_there = any((m.partition(), m.offset()) == (partition.number, offset) for m in tail)
+        return Outcome.DELIVERED if is_there else Outcome.NOT_PERSISTED
 
     def _note_fenced(self, error: KafkaError | None) -> None:
         self._is_fenced = self._is_fenced or (error is not None and error.code() in _FENCED)
@@ -341,24 +350,28 @@ def _error_of(exception: BaseException) -> KafkaError | None:
     return exception.args[0] if isinstance(exception, KafkaException) else None
 
 
-def conclude(going: Going, verdict: Outcome, error: KafkaError | None) -> None:
+def _report(topic: TopicPublisher, entry: Entry) -> Report:
+    return partial(entry[0].take, entry[1])  # settled with the transaction, not before
+
+
+def conclude(to_send: ToSend, verdict: Outcome, error: KafkaError | None) -> None:
     """Settle the messages of a transaction that are not settled yet."""
     problems = []
-    going = [pair for pair in going if not pair[0].done()]
-    for lane in {delivery.lane for delivery, _ in going}:
+    left = [(topic, (batch, place)) for topic, (batch, place), _ in to_send if batch.outcomes[place] is Outcome.PENDING]
+    for topic in {topic for topic, _ in left}:
         try:
-            lane.conclude([delivery for delivery, _ in going if delivery.lane is lane], verdict, error)
-        except Exception as problem:  # noqa: BLE001 - the other lanes must be told, too
+            topic.conclude([entry for of, entry in left if of is topic], verdict, error)
+        except Exception as problem:  # noqa: BLE001 - the other topics must be told, too
             problems.append(problem)
     if problems:
         raise problems[0]
 
 
-def _problem(deliveries: Iterable[Delivery], going: Going) -> NotDelivered | None:
+def _problem(deliveries: Iterable[Delivery], to_send: ToSend) -> NotDelivered | None:
     """Return why a transaction with these deliveries cannot be published."""
-    ours = {id(delivery) for delivery, _ in going}
+    ours = {entry for _, entry, _ in to_send}
     for delivery in deliveries:
-        if delivery.outcome is Outcome.PENDING and id(delivery.lane.in_flight.get(delivery.identity)) not in ours:
+        if not delivery.done() and delivery.entry not in ours:
             return OutcomeUnknown(f"{delivery.identity!r} was left in flight by a transaction that was interrupted")
         if (problem := delivery.exception()) is not None:
             return problem

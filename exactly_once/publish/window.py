@@ -28,6 +28,7 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
     - a second process: nothing, each has its own;
     - a key older than the window: nothing, it is new again.
 
+    With ``writes_key`` messages carry their key in a header, so that ``producer.resolve(topic)`` finds unknown ones.
     Of unknown keys, too, it keeps the latest ``keys``, or those of the last ``seconds``; an older one is new again
     (``stats().evicted``). Every method may be called from any thread.
     """
@@ -37,9 +38,11 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
         *,
         keys: int | None = None,
         seconds: float | None = None,
+        writes_key: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
+        self.writes_key = writes_key
         if (keys is None) == (seconds is None):
             raise ConfigurationError("give either keys= or seconds=: WindowFilter(keys=1_000_000)")
         if not (keys or seconds or 0) > 0:

@@ -288,16 +288,38 @@ def test_keys_leave_after_one_to_two_windows_as_a_generation(
     assert made.stats().confirmed == 0
 
 
-def test_reservations_do_not_leave_with_their_generation(
+def test_reservations_do_not_leave_with_their_generation_and_unknown_keys_do(
     make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
 ) -> None:
+    dead = window(make_owner(schema=own_schema), name, seconds=100)
+    dead.reserve("of a dead one")
+    dead.owner.close()
     made = window(make_owner(schema=own_schema), name, seconds=100)
     made.reserve_many(["slow", "unsure"])
     made.mark_unknown("unsure")
-    for _ in range(5):
+    pass_window(db, own_schema, 1.1)
+    made._store.run("publish_rotate")
+    assert made.stats().unknown == 1, "for a window at least"
+    for _ in range(4):
         pass_window(db, own_schema, 1.1)
         made._store.run("publish_rotate")
-    assert made.reserve_many(["slow", "unsure"]) == [IN_FLIGHT, UNKNOWN]
+    stats = made.stats()
+    assert (stats.in_flight, stats.unknown) == (1, 0)
+    assert made.reserve_many(["slow", "unsure", "of a dead one"]) == [IN_FLIGHT, NEW, NEW]
+
+
+def test_owners_leave_when_no_key_can_name_them(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
+) -> None:
+    """A service that starts a thousand times leaves no thousand rows."""
+    for _ in range(3):
+        window(make_owner(schema=own_schema), name, seconds=100).owner.close()
+    made = window(make_owner(schema=own_schema), name, seconds=100)
+    owners = f'"{own_schema}".publish_owner'
+    db.execute(f"UPDATE {owners} SET ended_at = ended_at - interval '301 s' WHERE ended_at IS NOT NULL".encode())
+    pass_window(db, own_schema, 1.1)
+    made._store.run("publish_rotate")
+    assert db.execute(f"SELECT id FROM {owners}".encode()).fetchall() == [(made.owner.id,)]
     made.confirm("slow")
     assert made.reserve("slow") is DUPLICATE
 

@@ -32,6 +32,7 @@ from exactly_once.publish import (
     WindowFilter,
 )
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
+from exactly_once.publish.topic import TopicPublisher
 from tests.support.journal import scan
 from tests.support.topics import create_topic
 from tests.support.waiting import until
@@ -198,7 +199,8 @@ def test_a_full_queue_marks_nothing(bootstrap_servers: str, topic: str) -> None:
         made.flush(30)
         assert made.filter_of(topic).stats().in_flight == 0
         for n in refused:
-            assert made._with_room(lambda n=n: made.produce(topic, b"%d" % n, dedup_key=n), 30).duplicate is False  # type: ignore[misc]
+            (delivery,) = made.produce_many(topic, [ProducerRecord(b"%d" % n, dedup_key=n)], room_seconds=30)
+            assert not delivery.duplicate
     assert values(bootstrap_servers, topic) == dict.fromkeys((b"%d" % n for n in range(20)), 1)
 
 
@@ -327,7 +329,7 @@ def test_a_message_without_the_identity_that_its_filter_knows_is_refused() -> No
     with pytest.raises(KeyRefused):
         made.produce("t", b"x", dedup_key=1.5)  # type: ignore[arg-type]
     assert made.filter_of("t").stats().in_flight == 0
-    assert not made._lanes["t"].in_flight
+    assert not made._topics["t"].in_flight
     made.close()
     numbered = DedupProducer(NOWHERE, dedup=SequenceFilter(), recover=False)
     with pytest.raises(KeyRefused, match="dedup_key="):
@@ -339,9 +341,9 @@ def test_nothing_stays_behind_in_memory(producer: DedupProducer, topic: str) -> 
     for n in range(2000):
         producer.produce(topic, b"x", dedup_key=n)
     producer.flush(30)
-    lane = producer._lanes[topic]
-    assert (lane.in_flight, lane.reported, lane._due) == ({}, [], {})
-    assert not producer.calls
+    of_topic = producer._topics[topic]
+    assert (of_topic.in_flight, of_topic.reported, any(of_topic._due.values())) == ({}, [], False)
+    assert not producer._calls
 
 
 def test_a_report_whose_callback_was_interrupted_is_not_taken_for_success(
@@ -354,7 +356,7 @@ def test_a_report_whose_callback_was_interrupted_is_not_taken_for_success(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Delivery, "__call__", interrupted)
+        patched.setattr(TopicPublisher, "report", interrupted)
         delivery = made.produce(topic, b"x", dedup_key="a")
         with pytest.raises(KeyboardInterrupt):
             made.flush(30)
@@ -404,7 +406,9 @@ def test_a_duplicate_that_attaches_while_the_original_is_settled_is_settled_too(
     delivery = producer.produce(topic, b"x", dedup_key="a")
     delivery.result(30)
     called: list[object] = []
-    twin = delivery.attach(lambda *arguments: called.append(arguments))
+    producer._topics[topic].in_flight["a"] = delivery.entry
+    twin = producer.produce(topic, b"x", dedup_key="a", on_delivery=lambda *arguments: called.append(arguments))
+    assert twin.is_attached
     assert twin.duplicate
     assert (twin.outcome, twin.offset) == (Outcome.DELIVERED, delivery.offset)
     producer.poll(0)
@@ -442,7 +446,7 @@ def test_a_failure_that_somebody_has_looked_at_is_not_raised(bootstrap_servers: 
             asked.result(30)
         made.flush(30)
         made.produce(small, REFUSED, dedup_key="sent again")
-        until(lambda: made.poll(0.1) >= 0 and not made._lanes[small].in_flight, 30, "the report")
+        until(lambda: made.poll(0.1) >= 0 and not made._topics[small].in_flight, 30, "the report")
         made.produce(small, b"small", dedup_key="sent again")
     assert told[0] is not None
 
@@ -454,7 +458,7 @@ class Undoing(WindowFilter):
         super().__init__(keys=10)
         self.twin = twin
 
-    def reserve(self, key: Any) -> State:
+    def reserve_many(self, keys: Any) -> list[State]:
         self.twin()
         raise FilterUnavailable
 
@@ -485,8 +489,8 @@ def test_what_attached_to_a_call_that_was_undone_is_no_duplicate() -> None:
 class Elsewhere(WindowFilter):
     """A filter whose keys another process holds."""
 
-    def reserve(self, key: Any) -> State:
-        return State.IN_FLIGHT
+    def reserve_many(self, keys: Any) -> list[State]:
+        return [State.IN_FLIGHT for _ in keys]
 
 
 def test_what_another_process_is_sending_is_told_as_an_error() -> None:

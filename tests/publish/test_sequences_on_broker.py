@@ -14,7 +14,6 @@ from exactly_once import ConfigurationError
 from exactly_once._model import Partition
 from exactly_once.publish import (
     DedupProducer,
-    Delivery,
     KeyRefused,
     Outcome,
     OutcomeUnknown,
@@ -112,7 +111,7 @@ def test_a_snapshot_saves_reading_the_topic_and_the_rest_is_read(
     filled = SequenceFilter()
     again = make(snapshots=lambda _: store, dedup=filled)
     assert again.last_sequence_id(topic) == 25
-    read = again._lanes[topic].log
+    read = again._topics[topic].log
     assert read is not None
     assert read.recover() == 0, "recovering makes a snapshot, so that the next one has nothing to read"
 
@@ -162,7 +161,7 @@ def test_no_snapshot_is_made_while_an_outcome_is_unknown(
     lose(bootstrap_servers, topic, 2, before=1)
     made.mark_unknown(Sequence("files", 2))
     send(producer, topic, 3, 4)
-    log = producer._lanes[topic].log
+    log = producer._topics[topic].log
     assert log is not None
     log.save()
     again = make(snapshots=lambda _: store)
@@ -183,7 +182,7 @@ def test_no_snapshot_is_made_while_an_unknown_number_is_sent_again(
     made.mark_unknown(Sequence("files", 2))
     assert made.reserve(Sequence("files", 2)) is State.UNKNOWN, "it is sent again"
     send(producer, topic, 3)
-    log = producer._lanes[topic].log
+    log = producer._topics[topic].log
     assert log is not None
     log.save()
     again = make(snapshots=lambda _: store)
@@ -420,15 +419,12 @@ def test_the_doubts_of_a_batch_are_marked_before_its_confirmations(order: int) -
     nowhere = {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}
     made = SequenceFilter()
     producer = DedupProducer(nowhere, dedup=made, producer_name="n", recover=False)
-    lane = producer._open("t")
-    lane.log = watching = Watching(made)  # type: ignore[assignment]
-    deliveries = []
-    for number, error in ((1, KafkaError(KafkaError._MSG_TIMED_OUT)), (2, None)):
-        made.reserve(Sequence("n", number))
-        deliveries.append(Delivery(lane, Sequence("n", number), None))
-        deliveries[-1].error = error
-    lane.reported.extend(deliveries[::order])
-    lane.settle()
+    of_topic = producer._open("t")
+    of_topic.log = watching = Watching(made)  # type: ignore[assignment]
+    batch, entries = of_topic.reserve([Sequence("n", 1), Sequence("n", 2)], [None, None])
+    batch.errors[0] = KafkaError(KafkaError._MSG_TIMED_OUT)
+    of_topic.reported.extend(entries[::order])
+    of_topic.settle()
     assert watching.unknown == [1]
     with pytest.raises(Undelivered, match="1 messages failed"):
         producer.close()

@@ -16,7 +16,6 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from exactly_once.errors import BrokerUnreachable, ConfigurationError
 from exactly_once.publish import (
     DedupProducer,
-    Delivery,
     HeldElsewhere,
     KeyRefused,
     NotPersisted,
@@ -34,7 +33,8 @@ from exactly_once.publish import (
     Undelivered,
     WindowFilter,
 )
-from exactly_once.publish.lane import Lane
+from exactly_once.publish.delivery import Entry
+from exactly_once.publish.topic import TopicPublisher
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
 from tests.publish.test_sequences_on_broker import values
@@ -227,7 +227,7 @@ def test_an_error_in_the_block_sends_nothing(
     with pytest.raises(KeyError), producer.transaction() as transaction:  # noqa: PT012 - that is its subject
         transaction.produce(topic, b"1", dedup_key=1)
         raise KeyError
-    assert (proxied_broker.requests.count(END_TXN), producer._lanes) == (before, {})
+    assert (proxied_broker.requests.count(END_TXN), producer._topics) == (before, {})
     assert outcomes(publish(producer, topic, 1)) == [Outcome.DELIVERED]
     assert values(proxied_broker.bootstrap_servers, topic) == [1]
 
@@ -333,19 +333,19 @@ def test_polling_while_a_transaction_is_given_up_confirms_nothing(
     """Whoever polls between any two lines must not take a message without an error for delivered."""
     producer = make_producer(kafka={"queue.buffering.max.messages": 1, "linger.ms": 20_000})
     publish(producer, topic, 1)
-    lane = producer._lanes[topic]
-    take = Lane._take
+    of_topic = producer._topics[topic]
+    take = TopicPublisher._take
 
-    def polled(self: Lane, outcome: Outcome, deliveries: list[Delivery]) -> None:
+    def polled(self: TopicPublisher, outcome: Outcome, entries: list[Entry]) -> None:
         polling = threading.Thread(target=producer.poll)
         polling.start()
         polling.join(0.5)
-        take(self, outcome, deliveries)
+        take(self, outcome, entries)
 
-    monkeypatch.setattr(Lane, "_take", polled)
+    monkeypatch.setattr(TopicPublisher, "_take", polled)
     transaction = refused(producer, BufferError, *(numbered(topic, n) for n in range(2, 9)), seconds=0)
     assert set(outcomes(transaction)) == {Outcome.NOT_PERSISTED}
-    assert lane.filter.stats().confirmed == 1
+    assert of_topic.filter.stats().confirmed == 1
 
 
 def test_threads_publish_in_turn(proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str) -> None:

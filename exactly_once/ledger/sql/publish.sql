@@ -46,6 +46,10 @@ SELECT state::text, count(*) FROM {schema}.publish_key WHERE slot IN (0, 1) AND 
 SELECT key, state::text FROM {schema}.publish_key
 WHERE slot IN (0, 1) AND scope = %(scope)s AND key = ANY(%(keys)s::bytea[])
 
+-- name: publish_unknown
+-- Find the keys of a scope whose messages may be in the log.
+SELECT key FROM {schema}.publish_key WHERE slot IN (0, 1) AND scope = %(scope)s AND state = 'u'
+
 -- name: publish_start_owner
 -- Begin the life of a sending process.
 INSERT INTO {schema}.publish_owner (name, token, transactional_id, positions, lease_until)
@@ -71,6 +75,10 @@ WHERE name = %(name)s AND ended_at IS NULL
 UPDATE {schema}.publish_owner SET lease_until = clock_timestamp() + %(seconds)s * interval '1 second'
 WHERE id = %(owner)s AND token = %(token)s AND ended_at IS NULL
 RETURNING id
+
+-- name: publish_advance
+-- Move the offsets from which a take-over of an owner's keys reads: everything in flight stands behind them.
+UPDATE {schema}.publish_owner SET positions = %(positions)s::jsonb WHERE id = %(owner)s AND ended_at IS NULL
 
 -- name: publish_end_owner
 -- End the own life in good order.

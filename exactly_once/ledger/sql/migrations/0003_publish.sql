@@ -150,8 +150,10 @@ BEGIN
 END
 $mark$;
 
--- Drops the older generation if the younger one is old enough; what is not confirmed in it stays. It runs as the owner
--- of the schema, so that workers need not be allowed to empty tables.
+-- Drops the older generation if the younger one is old enough; what a living owner has in flight stays. Keys that are
+-- unknown leave as confirmed ones do, else they would be copied for ever. Owners leave when no key can name them any more:
+-- theirs were copied for the last time before they ended. It runs as the owner of the schema, so that workers need not be
+-- allowed to empty tables.
 CREATE FUNCTION {schema}.publish_rotate() RETURNS int LANGUAGE plpgsql
 SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $rotate$
 DECLARE
@@ -170,7 +172,8 @@ BEGIN
         WHERE w.turned_at + w.seconds * interval '1 second' <= clock_timestamp();
         EXIT WHEN NOT FOUND OR turned = 2;
         SELECT array_agg(k) INTO kept FROM {schema}.publish_key k
-        WHERE k.slot = (before.generation + 1) % 2 AND k.state <> 'c';
+        JOIN {schema}.publish_owner o ON o.id = k.owner AND o.ended_at IS NULL
+        WHERE k.slot = (before.generation + 1) % 2 AND k.state IN ('f', 't');
         IF before.generation % 2 = 0 THEN
             TRUNCATE {schema}.publish_key_1;
         ELSE
@@ -183,6 +186,9 @@ BEGIN
             turned_at = CASE WHEN turned = 1 AND w.turned_at + 2 * w.seconds * interval '1 second' <= clock_timestamp()
                              THEN w.turned_at + w.seconds * interval '1 second' ELSE clock_timestamp() END;
     END LOOP;
+    DELETE FROM {schema}.publish_owner o USING {schema}.publish_window w
+    WHERE o.ended_at < clock_timestamp() - 3 * w.seconds * interval '1 second'
+      AND NOT EXISTS (SELECT FROM {schema}.publish_key k WHERE k.slot IN (0, 1) AND k.owner = o.id);
     RETURN turned;
 END
 $rotate$;

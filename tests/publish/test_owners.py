@@ -1,0 +1,84 @@
+"""PublishOwner: a take-over's start moves on, and a name that is taken is waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Producer
+
+from exactly_once.publish import NameTaken, PostgresWindow, PublishOwner, State, TopicTakeOver, end_positions
+from exactly_once.publish.headers import with_key
+from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
+from tests.publish.test_postgres_window import end_lease
+from tests.publish.test_sequences_on_broker import delete_all
+from tests.support.topics import create_topic
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str, name: str) -> str:
+    return create_topic(bootstrap_servers, 1, name=name)
+
+
+@pytest.fixture
+def kafka(bootstrap_servers: str) -> dict[str, Any]:
+    return {"bootstrap.servers": bootstrap_servers}
+
+
+def send(kafka: dict[str, Any], topic: str, key: str) -> None:
+    client = Producer(kafka)
+    client.produce(topic, key, headers=with_key(None, key))
+    assert client.flush(30) == 0
+
+
+def start_of(db: psycopg.Connection[Any], owner: PublishOwner) -> dict[str, dict[str, int]]:
+    row = db.execute("SELECT positions FROM exactly_once.publish_owner WHERE id = %s", [owner.id]).fetchone()
+    assert row is not None
+    positions: dict[str, dict[str, int]] = row[0]
+    return positions
+
+
+def test_the_start_of_a_take_over_moves_on_behind_what_is_settled_only(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], kafka: dict[str, Any], topic: str
+) -> None:
+    """A service that has run for longer than retention leaves keys that a take-over can still look for."""
+    asked = [0]
+
+    def ends() -> Any:
+        asked[0] += 1
+        return end_positions(kafka, [topic])
+
+    dead = make_owner(positions=ends, lease_seconds=0.6)
+    theirs = PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS)
+    assert theirs.reserve("early") is State.NEW
+    send(kafka, topic, "early")
+    seen = asked[0]
+    until(lambda: asked[0] > seen, 20, "a look at the topic's end with a key in flight")
+    rounds = dead._renewed_at
+    until(lambda: dead._renewed_at > rounds + 1, 20, "some more renewals")
+    assert start_of(db, dead) == {topic: {"0": 0}}, "its message stands at 0"
+    theirs.confirm("early")
+    until(lambda: start_of(db, dead) == {topic: {"0": 1}}, 20, "the start behind it")
+    delete_all(kafka["bootstrap.servers"], topic)
+    theirs.reserve_many(["sent", "not sent"])
+    send(kafka, topic, "sent")
+    dead._closing.set()
+    dead.store.close()
+    end_lease(db, dead)
+    ours = PostgresWindow(make_owner(), scope=topic, seconds=WINDOW_SECONDS, take_over=TopicTakeOver(kafka))
+    assert ours.reserve_many(["sent", "not sent", "early"]) == [State.DUPLICATE, State.UNKNOWN, State.DUPLICATE]
+
+
+def test_a_name_whose_owner_crashed_is_waited_for(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    crashed = make_owner(name=name, exclusive=True, lease_seconds=3)
+    crashed._closing.set()  # nobody renews the lease any more
+    crashed.store.close()
+    with pytest.raises(NameTaken):
+        make_owner(name=name, exclusive=True)
+    again = make_owner(name=name, exclusive=True, wait_seconds=60)
+    assert again.id > crashed.id
+    assert [record.action for record in caplog.records if hasattr(record, "action")] == ["waits_for_name"]

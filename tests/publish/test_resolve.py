@@ -1,0 +1,103 @@
+"""resolve: the topic is asked what became of messages whose outcome is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+
+from exactly_once import ConfigurationError
+from exactly_once.publish import (
+    DedupProducer,
+    Filter,
+    PostgresWindow,
+    Resolved,
+    Sequence,
+    SequenceFilter,
+    SlotFilter,
+    State,
+    WindowFilter,
+)
+from exactly_once.publish.headers import with_key, with_sequence
+from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
+from tests.publish.test_sequences_on_broker import delete_all
+from tests.support.topics import create_topic
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str, name: str) -> str:
+    return create_topic(bootstrap_servers, 2, name=name)
+
+
+def put(bootstrap_servers: str, topic: str, headers: Any) -> None:
+    """Put a message into the topic whose report nobody gets."""
+    client = Producer({"bootstrap.servers": bootstrap_servers})
+    client.produce(topic, b"x", headers=headers)
+    assert client.flush(30) == 0
+
+
+def doubt(made: Filter[Any], *keys: Any) -> None:
+    made.reserve_many(keys)
+    made.mark_unknown_many(keys)
+
+
+@pytest.mark.parametrize("kind", ["window", "slots", "postgres"])
+def test_keys_that_are_in_the_topic_are_duplicates_and_others_stay_unknown(
+    bootstrap_servers: str, topic: str, make_owner: MakeOwner, kind: str
+) -> None:
+    kinds: dict[str, Callable[[], Filter[Any]]] = {
+        "window": lambda: WindowFilter(keys=100, writes_key=True),
+        "slots": lambda: SlotFilter(1024, writes_key=True),
+        "postgres": lambda: PostgresWindow(make_owner(), scope=topic, seconds=WINDOW_SECONDS),
+    }
+    made = kinds[kind]()
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=made) as producer:
+        producer.produce(topic, b"x", dedup_key="delivered").result(30)
+        doubt(made, "there", "not there", "x" * 1000)
+        put(bootstrap_servers, topic, with_key(None, "there"))
+        put(bootstrap_servers, topic, with_key(None, "x" * 1000))
+        assert producer.resolve(topic) == Resolved(delivered=2, absent=0, unknown=1)
+        assert made.reserve_many(["there", "not there", "delivered"]) == [
+            State.DUPLICATE,
+            State.UNKNOWN,
+            State.DUPLICATE,
+        ]
+        made.release("not there")
+
+
+def test_numbers_that_are_not_in_the_topic_are_absent_because_nothing_can_arrive(
+    bootstrap_servers: str, topic: str
+) -> None:
+    made = SequenceFilter()
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=made, producer_name=topic) as producer:
+        producer.produce(topic, b"1", sequence=1).result(30)
+        doubt(made, Sequence(topic, 2), Sequence(topic, 3))
+        put(bootstrap_servers, topic, with_sequence(None, topic, 1, 2))
+        assert producer.resolve(topic) == Resolved(delivered=1, absent=1, unknown=0)
+        assert producer.last_sequence_id(topic) == 2
+        assert not producer.produce(topic, b"3", sequence=3).may_repeat
+        producer.flush(30)
+        assert producer.last_sequence_id(topic) == 3
+
+
+def test_what_retention_has_removed_is_not_taken_for_absent(bootstrap_servers: str, topic: str) -> None:
+    made = SequenceFilter()
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=made, producer_name=topic) as producer:
+        producer.produce(topic, b"1", sequence=1).result(30)
+        doubt(made, Sequence(topic, 2))
+        put(bootstrap_servers, topic, with_sequence(None, topic, 1, 2))
+        put(bootstrap_servers, topic, None)
+        delete_all(bootstrap_servers, topic)
+        assert producer.resolve(topic) == Resolved(delivered=0, absent=0, unknown=1)
+        made.release(Sequence(topic, 2))
+        producer.abandon(topic, 2)
+
+
+def test_messages_without_their_keys_cannot_be_looked_for(bootstrap_servers: str, topic: str) -> None:
+    with (
+        DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as producer,
+        pytest.raises(ConfigurationError, match="writes_key=True"),
+    ):
+        producer.resolve(topic)
