@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 
 from confluent_kafka import KafkaError, KafkaException
 
 from exactly_once._log import about
 from exactly_once.errors import BrokerUnreachable
 
-from .delivery import Outcome, outcome_of
+from .delivery import Outcome, outcome_of, take
 from .errors import ProducerFenced, TailHidden
 from .publisher import ToSend
 from .transactional import TransactionalProducer, conclude
@@ -38,7 +39,7 @@ class Committer:
         self._timeout = timeout
         """For so long a message is tried."""
         producer.find_seconds = min(_SECONDS, timeout)
-        self._collected: ToSend = []
+        self._collected: list[ToSend] = []
         self._since = 0.0
         """When the first of ``_collected`` came."""
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class Committer:
     def __len__(self) -> int:
         return len(self._collected)
 
-    def add(self, to_send: ToSend) -> None:
+    def add(self, to_send: Iterable[ToSend]) -> None:
         """Take messages that were reserved, and publish what has come together if it is many."""
         if not self._collected:
             self._since = time.monotonic()
@@ -72,7 +73,7 @@ class Committer:
                 conclude(to_send, Outcome.UNKNOWN, None)  # those that an interruption has left
                 del self._collected[: len(to_send)]
 
-    def _publish(self, to_send: ToSend) -> None:
+    def _publish(self, to_send: list[ToSend]) -> None:
         deadline = time.monotonic() + self._timeout
         while to_send:
             error: KafkaError | None = None
@@ -89,9 +90,11 @@ class Committer:
             if to_send:
                 time.sleep(_PAUSE_SECONDS)
 
-    def _settle(self, to_send: ToSend, verdict: Outcome, error: KafkaError | None, *, is_over: bool) -> ToSend:
+    def _settle(
+        self, to_send: list[ToSend], verdict: Outcome, error: KafkaError | None, *, is_over: bool
+    ) -> list[ToSend]:
         """Conclude what is decided; return what is to be sent again."""
-        again: ToSend = []
+        again: list[ToSend] = []
         if verdict is Outcome.NOT_PERSISTED and not is_over:
             again = [item for item in to_send if not _is_refused(item[1][0].errors.get(item[1][1]))]
             if len(again) == len(to_send) and error is not None and _is_refused(error):
@@ -99,7 +102,7 @@ class Committer:
         kept = {entry for _, entry, _ in again}
         conclude([item for item in to_send if item[1] not in kept], verdict, error)
         for batch, place in kept:
-            batch.take(place, None, None)
+            take((batch, place), None, None)
         return again
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
+from itertools import repeat
 from typing import Any, Protocol, overload
 
 from confluent_kafka import KafkaError, KafkaException, Message
@@ -89,20 +90,22 @@ class Batch(Sequence["Delivery"]):
         "messages",
         "outcomes",
         "producer",
+        "reported",
         "resent",
         "topic",
     )
 
-    def __init__(self, producer: Serving, topic: str, identities: list[Any], failed: dict[Hashable, Delivery]) -> None:
-        count = len(identities)
+    def __init__(self, producer: Serving, topic: str, failed: dict[Hashable, Delivery], reported: list[Entry]) -> None:
         self.producer = producer
         self.topic = topic
         self.failed = failed
         """Of the whole topic: failures that nobody has looked at."""
-        self.identities = identities
+        self.reported = reported
+        """Of the whole topic: what the client has reported."""
+        self.identities: list[Any] = []
         """Dedup keys, Sequences or Links."""
-        self.outcomes: list[Outcome] = [_PENDING] * count
-        self.messages: list[Message | None] = [None] * count
+        self.outcomes: list[Outcome] = []
+        self.messages: list[Message | None] = []
         """The messages of the client's reports."""
         # The rest is about few of them, by place.
         self.errors: dict[int, KafkaError] = {}
@@ -119,6 +122,14 @@ class Batch(Sequence["Delivery"]):
     def __len__(self) -> int:
         return len(self.identities)
 
+    def extend(self, identities: list[Any]) -> list[Entry]:
+        """Add messages; return their entries."""
+        first = len(self.identities)
+        self.identities += identities
+        self.outcomes += [_PENDING] * len(identities)
+        self.messages += [None] * len(identities)
+        return list(zip(repeat(self), range(first, len(self.identities))))
+
     @overload
     def __getitem__(self, index: int) -> Delivery: ...
     @overload
@@ -130,17 +141,28 @@ class Batch(Sequence["Delivery"]):
         entry = self.attached.get(place)
         return Delivery(self, place) if entry is None else Delivery(*entry, is_attached=True)
 
-    def take(self, place: int, error: KafkaError | None, message: Message | None) -> None:
-        """Note a report of the client."""
-        self.messages[place] = message
-        if error is not None:
-            self.errors[place] = error
-        elif self.errors:
-            self.errors.pop(place, None)
-
 
 Entry = tuple[Batch, int]
 """A message: its batch, and its place there. A batch has none of its own: the two would keep each other alive."""
+
+
+def take(entry: Entry, error: KafkaError | None, message: Message | None) -> None:
+    """Note a report of the client."""
+    batch, place = entry
+    batch.messages[place] = message
+    if error is not None:
+        batch.errors[place] = error
+    elif batch.errors:
+        batch.errors.pop(place, None)
+
+
+def report(entry: Entry, error: KafkaError | None, message: Message | None) -> None:
+    """Note a report of the client that is to be settled by itself; it is settled before anybody is told.
+
+    Made a method of an entry, this is the client's callback: one small object for each message in flight.
+    """
+    take(entry, error, message)
+    entry[0].reported.append(entry)
 
 
 class Delivery:

@@ -24,6 +24,8 @@ def checked(given: GivenKey) -> Key:
 
     :raises KeyRefused: for what cannot be a key.
     """
+    if (type(given) is bytes or type(given) is str) and 0 < len(given) <= MAX_KEY_LENGTH:
+        return given
     key: object = bytes(given) if isinstance(given, (bytearray, memoryview)) else given
     if isinstance(key, (bytes, str)):
         if not 0 < len(key) <= MAX_KEY_LENGTH:
@@ -43,6 +45,8 @@ def checked(given: GivenKey) -> Key:
 def checked_all(keys: Iterable[GivenKey]) -> list[Key]:
     """Check many keys; those of one plain type without looking at each in Python."""
     given = list(keys)
+    if len(given) == 1:
+        return [checked(given[0])]
     kinds = set(map(type, given))
     if len(kinds) == 1 and not kinds.isdisjoint((bytes, str)):
         lengths = list(map(len, given))  # type: ignore[arg-type]  # the line above says so

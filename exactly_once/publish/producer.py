@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 from confluent_kafka import Producer
 
 from .chain import Link
 from .committer import Committer
-from .delivery import Batch, Callback, Delivery, Entry
+from .delivery import Callback, Delivery, Entry, report
 from .filter import NoFilter
 from .headers import Headers
 from .keys import GivenKey
 from .options import DedupOptions, client_settings
-from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher, Report
+from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher
 from .topic import TopicPublisher
 from .transactional import TransactionalProducer
 
@@ -84,16 +84,20 @@ class DedupProducer(Publisher):
         :raises KeyRefused: when the identity is missing or cannot be one.
         """
         record = ProducerRecord(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
-        return self._send(self._ready(topic), [record], 0.0)[0]
+        batch, place = self._send(self._ready(topic), [record], 0.0)[0]
+        return batch[place]
 
-    def produce_many(self, topic: str, messages: Iterable[ProducerRecord], *, room_seconds: float = 60.0) -> Batch:
+    def produce_many(
+        self, topic: str, messages: Iterable[ProducerRecord], *, room_seconds: float = 60.0
+    ) -> Sequence[Delivery]:
         """Send several messages with one question to the filter; return a delivery for each, in their order.
 
         Where the client's queue is full, reports are served until there is room.
 
         :raises BufferError: when there is none within ``room_seconds``; what was not handed over is not marked.
         """
-        return self._send(self._ready(topic), list(messages), room_seconds)
+        entries = self._send(self._ready(topic), list(messages), room_seconds)
+        return entries[0][0] if len(entries) > 1 else [batch[place] for batch, place in entries]
 
     def __len__(self) -> int:
         """Return how many messages wait for their report."""
@@ -107,18 +111,18 @@ class DedupProducer(Publisher):
             if self._committer is not None:
                 self._committer.producer.close()
 
-    def _send(self, topic: TopicPublisher, records: list[ProducerRecord], room_seconds: float) -> Batch:
+    def _send(self, topic: TopicPublisher, records: list[ProducerRecord], room_seconds: float) -> list[Entry]:
         if topic.filter.takes != "sequence":
-            batch, to_send = self._reserve(topic, records)
-            self._hand_over(to_send, _report, room_seconds)
-            return batch
+            entries, may_go, allowed = self._reserve(topic, records)
+            self._hand_over(zip(repeat(topic), may_go, allowed), report, room_seconds)
+            return entries
         with topic.order:
-            batch, to_send = self._reserve(topic, records)
+            entries, may_go, allowed = self._reserve(topic, records)
             if self._committer is not None and topic.log is not None:
-                self._committer.add(to_send)
+                self._committer.add(zip(repeat(topic), may_go, allowed))
             else:
-                self._hand_over(to_send, _report, room_seconds)
-            return batch
+                self._hand_over(zip(repeat(topic), may_go, allowed), report, room_seconds)
+            return entries
 
     def _connect(self) -> Producer:
         return Producer(client_settings(self._settings))
@@ -151,7 +155,3 @@ class DedupProducer(Publisher):
     def _commit(self, *, only_if_due: bool = False) -> None:
         if self._committer is not None:
             self._committer.commit_if_due() if only_if_due else self._committer.commit()
-
-
-def _report(topic: TopicPublisher, entry: Entry) -> Report:
-    return partial(topic.report, entry)

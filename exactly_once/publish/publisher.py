@@ -7,9 +7,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -18,7 +18,7 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .chain import Link
-from .delivery import Batch, Callback, Delivery, Entry, Outcome
+from .delivery import Callback, Delivery, Entry, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
 from .filter import Filter, NoFilter, Resolved
 from .guard import Guard
@@ -38,8 +38,8 @@ _NAMED = 3
 """So many failed messages are named in an error; the others are counted."""
 
 AnyFilter = Filter[Any]
-Report = Callable[[KafkaError | None, Message], None]
-"""What the client calls with its delivery report."""
+Report = Callable[[Entry, KafkaError | None, Message | None], None]
+"""Made a method of an entry, what the client calls with its delivery report."""
 
 
 class ProducerRecord(NamedTuple):
@@ -56,8 +56,10 @@ class ProducerRecord(NamedTuple):
     on_delivery: Callback | None = None
 
 
-ToSend = list[tuple[TopicPublisher, Entry, ProducerRecord]]
-"""What the filters have let through."""
+ToSend = tuple[TopicPublisher, Entry, ProducerRecord]
+"""A message that the filter has let through."""
+_FIELDS = {"dedup_key": 2, "sequence": 3, "chain": 4}
+"""Where a record has its identities."""
 
 
 class Publisher(ABC):
@@ -262,55 +264,52 @@ class Publisher(ABC):
         if self._closed:
             raise ConfigurationError("the producer is closed: make a new one")
 
-    def _reserve(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> tuple[Batch, ToSend]:
-        """Ask the filter for the right to send; when it raises, nothing is reserved."""
+    def _reserve(
+        self, topic: TopicPublisher, records: Sequence[ProducerRecord]
+    ) -> tuple[list[Entry], list[Entry], Sequence[ProducerRecord]]:
+        """Ask the filter for the right to send; return all messages, those that may go, and their records.
+
+        When it raises, nothing is reserved.
+        """
         identities = self._identities(topic, records)
-        batch, entries = topic.reserve(identities, [record.on_delivery for record in records])
-        return batch, [(topic, entry, records[entry[1]]) for entry in entries]
+        entries, may_go = topic.reserve(identities, [record[8] for record in records])
+        if len(may_go) < len(entries):
+            first = entries[0][1]
+            records = [records[place - first] for _, place in may_go]
+        return entries, may_go, records
 
     def _identities(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> list[Any]:
         takes = topic.filter.takes
         if takes == "nothing":
             return [object() for _ in records]
-        given: list[Any] = []
-        for record in records:
-            identities = {"dedup_key": record[2], "sequence": record[3], "chain": record[4]}
-            given.append(identities.pop(takes))
-            for other, value in identities.items():
-                if value is not None:
-                    raise KeyRefused(f"{other}= was given, but the filter of this topic takes {takes}=")
-            if given[-1] is None:
-                what = {"dedup_key": "keys", "sequence": "numbers", "chain": "chains"}[takes]
-                raise KeyRefused(f"a message to {topic.topic!r} needs {takes}=, because its filter knows {what}")
+        field = _FIELDS[takes]
+        given: list[Any] = [record[field] for record in records]
+        for record, identity in zip(records, given, strict=True):
+            if identity is None or record[2:5].count(None) < 2:
+                raise _refused(topic.topic, takes, record)
         if takes == "sequence":
             return [Numbered(self.producer_name, number) for number in given]
         return checked_all(given) if takes == "dedup_key" else given
 
-    def _hand_over(
-        self,
-        to_send: ToSend,
-        report: Callable[[TopicPublisher, Entry], Report],
-        room: float,
-        *,
-        undoes: bool = True,
-    ) -> None:
+    def _hand_over(self, to_send: Iterable[ToSend], report: Report, room: float, *, undoes: bool = True) -> None:
         """Give messages to the client, in order; where its queue is full, serve reports until there is room.
 
         :raises BufferError: when there is none within so many seconds; what was not handed over is not marked.
         """
-        done = 0
-        try:
-            for topic, entry, record in to_send:
-                value, key, _, _, _, partition, headers, timestamp, _ = record
+        left = iter(to_send)
+        for topic, entry, record in left:
+            value, key, _, _, _, partition, headers, timestamp, _ = record
+            try:
                 made = topic.filter
-                if isinstance(made, SequenceFilter):
-                    number: Numbered = entry[0].identities[entry[1]]
-                    headers = with_sequence(headers, number.producer, made.predecessor(number), number.number)
+                if made.takes == "sequence":
+                    assert isinstance(made, SequenceFilter)
+                    name, number = identity = entry[0].identities[entry[1]]
+                    headers = with_sequence(headers, name, made.predecessor(identity), number)
                 elif made.writes_key:
                     headers = with_key(headers, entry[0].identities[entry[1]])
                 # Without keywords in the usual case: the client takes longer for them.
                 more: dict[str, Any] = {"headers": headers, "timestamp": timestamp} if headers or timestamp else {}
-                told = report(topic, entry)
+                told = MethodType(report, entry)
                 try:
                     self._client.produce(topic.topic, value, key, partition, told, **more)
                 except BufferError:
@@ -319,14 +318,12 @@ class Publisher(ABC):
                     self._find_room(
                         partial(self._client.produce, topic.topic, value, key, partition, told, **more), room
                     )
-                done += 1
-        except BaseException as exception:
-            if undoes:
-                undo(to_send[done:])
-            elif isinstance(exception, KafkaException) and done < len(to_send):
-                batch, place = to_send[done][1]
-                batch.errors[place] = exception.args[0]
-            raise
+            except BaseException as exception:
+                if undoes:
+                    undo([(topic, entry, record), *left])
+                elif isinstance(exception, KafkaException):
+                    entry[0].errors[entry[1]] = exception.args[0]
+                raise
 
     def _find_room(self, call: Callable[[], None], seconds: float) -> None:
         """Call again, serving reports while the client's queue is full."""
@@ -404,7 +401,15 @@ class Publisher(ABC):
             )
 
 
-def undo(to_send: ToSend) -> None:
+def undo(to_send: list[ToSend]) -> None:
     """Undo the reservations of messages that the client did not take."""
     for topic in {topic for topic, _, _ in to_send}:
         topic.undo([entry for of, entry, _ in to_send if of is topic])
+
+
+def _refused(topic: str, takes: str, record: ProducerRecord) -> KeyRefused:
+    for other, place in _FIELDS.items():
+        if other != takes and record[place] is not None:
+            return KeyRefused(f"{other}= was given, but the filter of this topic takes {takes}=")
+    what = {"dedup_key": "keys", "sequence": "numbers", "chain": "chains"}[takes]
+    return KeyRefused(f"a message to {topic!r} needs {takes}=, because its filter knows {what}")

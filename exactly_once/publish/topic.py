@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, Message
 
 from exactly_once._log import about
 
-from .delivery import FAILURES, Batch, Callback, Delivery, Entry, Outcome, Serving, outcome_of
+from .delivery import FAILURES, Batch, Callback, Delivery, Entry, Outcome, Serving, outcome_of, take
 from .errors import FilterUnavailable
 from .filter import DUPLICATE, NEW, UNKNOWN, Filter
 from .recovery import SequenceLog
@@ -26,6 +26,8 @@ _PENDING, _DELIVERED = Outcome.PENDING, Outcome.DELIVERED
 _SILENT = KafkaError(KafkaError._FAIL, "the client is closed and gave no report")  # noqa: SLF001 - its public name
 MARK_SECONDS = 1.0
 """For so long ``poll``, ``flush`` and ``result`` wait for a filter's server to take outcomes, then they go on."""
+_SHARED = 50
+"""So many messages that are given one by one share a batch: a delivery that is kept keeps the others' messages."""
 Call = tuple[Callback, KafkaError | None, Message | None]
 
 
@@ -46,6 +48,8 @@ class TopicPublisher:
         self.reported: list[Entry] = []
         self.failed: dict[Hashable, Delivery] = {}
         """By identity: failures that nobody has looked at, and that no later call has made good."""
+        self._batch = Batch(producer, topic, self.failed, self.reported)
+        """The one of messages that are given one by one."""
         self.counts: Counter[Outcome] = Counter()
         """How many messages ended how."""
         self.attached = 0
@@ -63,39 +67,44 @@ class TopicPublisher:
         self._marking: threading.Thread | None = None
         self._mark_error: BaseException | None = None
 
-    def reserve(self, identities: list[Any], callbacks: Sequence[Callback | None]) -> tuple[Batch, list[Entry]]:
-        """Ask for the right to send; return the batch, and those of its messages that may go.
+    def reserve(self, identities: list[Any], callbacks: Sequence[Callback | None]) -> tuple[list[Entry], list[Entry]]:
+        """Ask for the right to send; return all messages, and those that may go.
 
         What is in flight here is attached to; the filter is asked for the others. When it raises, nothing is reserved.
         """
-        batch = Batch(self._producer, self.topic, identities, self.failed)
-        for place, callback in enumerate(callbacks):
-            if callback is not None:
-                batch.callbacks[place] = [callback]
-        entries: list[Entry] = list(zip(repeat(batch), range(len(identities))))
-        mine = dict(zip(identities, entries, strict=True))
         with self._lock:
+            batch = self._batch
+            if len(identities) > 1 or len(batch) >= _SHARED:
+                batch = Batch(self._producer, self.topic, self.failed, self.reported)
+                if len(identities) == 1:
+                    self._batch = batch
+            asked = batch.extend(identities)
+            for (_, place), callback in zip(asked, callbacks, strict=True):
+                if callback is not None:
+                    batch.callbacks[place] = [callback]
+            mine = dict(zip(identities, asked, strict=True))
             if len(mine) == len(identities) and self.in_flight.keys().isdisjoint(mine):
                 self.in_flight.update(mine)
+                entries = asked
             else:
-                entries = [entry for entry in entries if not self._attach(entry)]
-                identities = [identities[place] for _, place in entries]
+                entries = [entry for entry in asked if not self._attach(entry)]
+                identities = [batch.identities[place] for _, place in entries]
         try:
             states = self.filter.reserve_many(identities) if identities else []
         except BaseException:
             self.let_go(entries, Outcome.NOT_PERSISTED)
             raise
         if states.count(NEW) == len(states):
-            return batch, entries
+            return asked, entries
         may_go = []
         for entry, state in zip(entries, states, strict=True):
             if state is NEW or state is UNKNOWN:
                 may_go.append(entry)
                 if state is UNKNOWN:
-                    batch.resent.add(entry[1])
+                    entry[0].resent.add(entry[1])
             else:
                 self.let_go([entry], Outcome.SKIPPED if state is DUPLICATE else Outcome.HELD_ELSEWHERE)
-        return batch, may_go
+        return asked, may_go
 
     def undo(self, entries: list[Entry]) -> None:
         """Undo the reservations of messages that the client did not take."""
@@ -107,11 +116,6 @@ class TopicPublisher:
         for batch, place in entries:
             self.in_flight.pop(batch.identities[place], None)
         self._tell(outcome, entries, is_raised=outcome is Outcome.NOT_PERSISTED)
-
-    def report(self, entry: Entry, error: KafkaError | None, message: Message) -> None:
-        """Take the client's delivery report; it is settled before anybody is told."""
-        entry[0].take(entry[1], error, message)
-        self.reported.append(entry)
 
     def settle(self, seconds: float = MARK_SECONDS) -> None:
         """Mark in the filter what was reported, then make it known; a filter's server is waited for so long."""
@@ -150,7 +154,7 @@ class TopicPublisher:
         # The client has no more to tell. A report whose callback was interrupted would leave its message here.
         silent = [(batch, place) for batch, place in list(self.in_flight.values()) if batch.outcomes[place] is _PENDING]
         for batch, place in silent:
-            batch.take(place, _SILENT, None)
+            take((batch, place), _SILENT, None)
         self.reported.extend(silent)
         self.settle(seconds)
         if self.log is not None:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from itertools import repeat
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -24,12 +24,12 @@ from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable, ConfigurationError, ExactlyOnceError
 
 from .chain import Link
-from .delivery import FAILURES, Callback, Delivery, Entry, Outcome
+from .delivery import FAILURES, Callback, Delivery, Outcome, take
 from .errors import NotDelivered, OutcomeUnknown, ProducerFenced
 from .headers import Headers
 from .keys import GivenKey
 from .options import PublishOptions, client_settings
-from .publisher import AnyFilter, ProducerRecord, Publisher, Report, ToSend, undo
+from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend, undo
 from .recovery import SequenceLog
 from .tail import ends_of, read_tail
 from .topic import TopicPublisher
@@ -199,7 +199,7 @@ class TransactionalProducer(Publisher):
             raise self._fenced(f"the transaction is {verdict.value}") from cause
         raise FAILURES[verdict][1](f"the transaction is {verdict.value}: {error.str()}") from cause
 
-    def send(self, to_send: ToSend, seconds: float) -> tuple[Outcome, KafkaError | None]:
+    def send(self, to_send: list[ToSend], seconds: float) -> tuple[Outcome, KafkaError | None]:
         """Send what was reserved elsewhere in one transaction; return how it ended. The caller concludes it.
 
         :raises ProducerFenced: when another producer has taken over; nothing was sent.
@@ -211,7 +211,7 @@ class TransactionalProducer(Publisher):
             self._hand_over_all(to_send, deadline)
             return self._commit_all(to_send, deadline)
 
-    def _commit_all(self, to_send: ToSend, deadline: float) -> tuple[Outcome, KafkaError | None]:
+    def _commit_all(self, to_send: list[ToSend], deadline: float) -> tuple[Outcome, KafkaError | None]:
         """Commit what was handed over; return how that ended. The messages of an interrupted one are concluded."""
         verdict, error = Outcome.UNKNOWN, None
         is_fine = is_told = False
@@ -242,7 +242,7 @@ class TransactionalProducer(Publisher):
             self._replace_client(max(0.1, deadline - time.monotonic()), [])
             self._check_fenced()
 
-    def _replace_client(self, seconds: float, to_send: ToSend) -> None:
+    def _replace_client(self, seconds: float, to_send: list[ToSend]) -> None:
         """Make a client in the place of the last one, unless somebody has taken over from that meanwhile.
 
         A process that was frozen for long does not know of its successor, and would fence it by this. What it has
@@ -256,7 +256,7 @@ class TransactionalProducer(Publisher):
             self._is_fenced = True
         self._is_usable = True
 
-    def _reserve_all(self, made: Transaction) -> ToSend:
+    def _reserve_all(self, made: Transaction) -> list[ToSend]:
         """Ask the filters for all messages before the first is sent.
 
         A filter may have to read the topic to answer, and an open transaction of our own would hide its end.
@@ -265,12 +265,13 @@ class TransactionalProducer(Publisher):
         for place, (topic, _) in enumerate(made.messages):
             places.setdefault(topic, []).append(place)
         found: dict[int, Delivery] = {}
-        to_send: ToSend = []
+        to_send: list[ToSend] = []
         try:
             for topic, of_topic in places.items():
-                batch, some = self._reserve(self._ready(topic), [made.messages[place][1] for place in of_topic])
-                found.update(zip(of_topic, batch, strict=True))
-                to_send += some
+                ready = self._ready(topic)
+                entries, may_go, records = self._reserve(ready, [made.messages[place][1] for place in of_topic])
+                found.update(zip(of_topic, (batch[place] for batch, place in entries), strict=True))
+                to_send += zip(repeat(ready), may_go, records)
             if (problem := _problem(found.values(), to_send)) is not None:
                 raise problem
         except BaseException:
@@ -280,11 +281,11 @@ class TransactionalProducer(Publisher):
             made.deliveries = [found[place] for place in sorted(found)]
         return to_send
 
-    def _hand_over_all(self, to_send: ToSend, deadline: float) -> None:
+    def _hand_over_all(self, to_send: list[ToSend], deadline: float) -> None:
         """Give all to the client, or none: what it was not asked to commit is never in the log."""
         try:
             self._client.begin_transaction()
-            self._hand_over(to_send, _report, max(0.0, deadline - time.monotonic()), undoes=False)
+            self._hand_over(to_send, take, max(0.0, deadline - time.monotonic()), undoes=False)
         except BaseException as exception:
             self._is_usable = False
             self._note_fenced(_error_of(exception))
@@ -294,7 +295,7 @@ class TransactionalProducer(Publisher):
             self._check_fenced()
             raise
 
-    def _find_out(self, to_send: ToSend, error: KafkaError) -> Outcome:
+    def _find_out(self, to_send: list[ToSend], error: KafkaError) -> Outcome:
         """Replace the client, which ends the transaction if that is still open; then see in the topic how it ended."""
         _listen(self._client)
         self._is_usable = False
@@ -314,7 +315,7 @@ class TransactionalProducer(Publisher):
         )
         return verdict
 
-    def _look_for(self, to_send: ToSend) -> Outcome:
+    def _look_for(self, to_send: list[ToSend]) -> Outcome:
         """Look whether readers are shown a message of a transaction that has ended: it stands for all of them."""
         found = [batch.messages[place] for _, (batch, place), _ in to_send if place not in batch.errors]
         acknowledged = [message for message in found if message is not None]
@@ -350,11 +351,7 @@ def _error_of(exception: BaseException) -> KafkaError | None:
     return exception.args[0] if isinstance(exception, KafkaException) else None
 
 
-def _report(topic: TopicPublisher, entry: Entry) -> Report:
-    return partial(entry[0].take, entry[1])  # settled with the transaction, not before
-
-
-def conclude(to_send: ToSend, verdict: Outcome, error: KafkaError | None) -> None:
+def conclude(to_send: list[ToSend], verdict: Outcome, error: KafkaError | None) -> None:
     """Settle the messages of a transaction that are not settled yet."""
     problems = []
     left = [(topic, (batch, place)) for topic, (batch, place), _ in to_send if batch.outcomes[place] is Outcome.PENDING]
@@ -367,7 +364,7 @@ def conclude(to_send: ToSend, verdict: Outcome, error: KafkaError | None) -> Non
         raise problems[0]
 
 
-def _problem(deliveries: Iterable[Delivery], to_send: ToSend) -> NotDelivered | None:
+def _problem(deliveries: Iterable[Delivery], to_send: list[ToSend]) -> NotDelivered | None:
     """Return why a transaction with these deliveries cannot be published."""
     ours = {entry for _, entry, _ in to_send}
     for delivery in deliveries:

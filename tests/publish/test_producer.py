@@ -32,7 +32,6 @@ from exactly_once.publish import (
     WindowFilter,
 )
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
-from exactly_once.publish.topic import TopicPublisher
 from tests.support.journal import scan
 from tests.support.topics import create_topic
 from tests.support.waiting import until
@@ -356,7 +355,7 @@ def test_a_report_whose_callback_was_interrupted_is_not_taken_for_success(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(TopicPublisher, "report", interrupted)
+        patched.setattr("exactly_once.publish.producer.report", interrupted)
         delivery = made.produce(topic, b"x", dedup_key="a")
         with pytest.raises(KeyboardInterrupt):
             made.flush(30)

@@ -421,8 +421,8 @@ def test_the_doubts_of_a_batch_are_marked_before_its_confirmations(order: int) -
     producer = DedupProducer(nowhere, dedup=made, producer_name="n", recover=False)
     of_topic = producer._open("t")
     of_topic.log = watching = Watching(made)  # type: ignore[assignment]
-    batch, entries = of_topic.reserve([Sequence("n", 1), Sequence("n", 2)], [None, None])
-    batch.errors[0] = KafkaError(KafkaError._MSG_TIMED_OUT)
+    entries, _ = of_topic.reserve([Sequence("n", 1), Sequence("n", 2)], [None, None])
+    entries[0][0].errors[0] = KafkaError(KafkaError._MSG_TIMED_OUT)
     of_topic.reported.extend(entries[::order])
     of_topic.settle()
     assert watching.unknown == [1]
