@@ -123,12 +123,11 @@ class Batch(Sequence["Delivery"]):
         return len(self.identities)
 
     def extend(self, identities: list[Any]) -> list[Entry]:
-        """Add messages; return their entries."""
-        first = len(self.identities)
+        """Add the messages of a batch that has none yet; return their entries."""
         self.identities += identities
         self.outcomes += [_PENDING] * len(identities)
         self.messages += [None] * len(identities)
-        return list(zip(repeat(self), range(first, len(self.identities))))
+        return list(zip(repeat(self), range(len(identities))))
 
     @overload
     def __getitem__(self, index: int) -> Delivery: ...

@@ -11,17 +11,18 @@ from confluent_kafka import Producer
 
 from .chain import Link
 from .committer import Committer
-from .delivery import Callback, Delivery, Entry, report
+from .delivery import Callback, Delivery, report
 from .filter import NoFilter
 from .headers import Headers
-from .keys import GivenKey
+from .keys import GivenKey, checked
 from .options import DedupOptions, client_settings
-from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher
+from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher, ToSend
 from .topic import TopicPublisher
 from .transactional import TransactionalProducer
 
 _TIMEOUT_MS = 300_000
 """librdkafka's default of message.timeout.ms."""
+_ANY_ORDER = contextlib.nullcontext()
 
 
 class DedupProducer(Publisher):
@@ -84,8 +85,16 @@ class DedupProducer(Publisher):
         :raises KeyRefused: when the identity is missing or cannot be one.
         """
         record = ProducerRecord(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
-        batch, place = self._send(self._ready(topic), [record], 0.0)[0]
-        return batch[place]
+        ready = self._ready(topic)
+        if ready.filter.takes == "dedup_key" and dedup_key is not None and sequence is None and chain is None:
+            identity: Any = checked(dedup_key)
+        else:
+            (identity,) = self._identities(ready, (record,))
+        with ready.order if ready.filter.takes == "sequence" else _ANY_ORDER:
+            entry, may_go = ready.reserve_one(identity, on_delivery)
+            if may_go:
+                self._send(ready, ((ready, entry, record),), 0.0)
+        return Delivery(*entry) if may_go else entry[0][entry[1]]
 
     def produce_many(
         self, topic: str, messages: Iterable[ProducerRecord], *, room_seconds: float = 60.0
@@ -96,8 +105,14 @@ class DedupProducer(Publisher):
 
         :raises BufferError: when there is none within ``room_seconds``; what was not handed over is not marked.
         """
-        entries = self._send(self._ready(topic), list(messages), room_seconds)
-        return entries[0][0] if len(entries) > 1 else [batch[place] for batch, place in entries]
+        records = list(messages)
+        ready = self._ready(topic)
+        if not records:
+            return []
+        with ready.order if ready.filter.takes == "sequence" else _ANY_ORDER:
+            entries, may_go, allowed = self._reserve(ready, records)
+            self._send(ready, zip(repeat(ready), may_go, allowed), room_seconds)
+        return entries[0][0]
 
     def __len__(self) -> int:
         """Return how many messages wait for their report."""
@@ -111,18 +126,11 @@ class DedupProducer(Publisher):
             if self._committer is not None:
                 self._committer.producer.close()
 
-    def _send(self, topic: TopicPublisher, records: list[ProducerRecord], room_seconds: float) -> list[Entry]:
-        if topic.filter.takes != "sequence":
-            entries, may_go, allowed = self._reserve(topic, records)
-            self._hand_over(zip(repeat(topic), may_go, allowed), report, room_seconds)
-            return entries
-        with topic.order:
-            entries, may_go, allowed = self._reserve(topic, records)
-            if self._committer is not None and topic.log is not None:
-                self._committer.add(zip(repeat(topic), may_go, allowed))
-            else:
-                self._hand_over(zip(repeat(topic), may_go, allowed), report, room_seconds)
-            return entries
+    def _send(self, topic: TopicPublisher, to_send: Iterable[ToSend], room_seconds: float) -> None:
+        if self._committer is not None and topic.log is not None:
+            self._committer.add(to_send)
+        else:
+            self._hand_over(to_send, report, room_seconds)
 
     def _connect(self) -> Producer:
         return Producer(client_settings(self._settings))

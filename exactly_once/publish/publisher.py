@@ -271,11 +271,9 @@ class Publisher(ABC):
 
         When it raises, nothing is reserved.
         """
-        identities = self._identities(topic, records)
-        entries, may_go = topic.reserve(identities, [record[8] for record in records])
+        entries, may_go = topic.reserve(self._identities(topic, records), [record[8] for record in records])
         if len(may_go) < len(entries):
-            first = entries[0][1]
-            records = [records[place - first] for _, place in may_go]
+            records = [records[place] for _, place in may_go]
         return entries, may_go, records
 
     def _identities(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> list[Any]:

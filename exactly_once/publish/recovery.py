@@ -65,6 +65,16 @@ class Walk:
             todo += self._following.pop(reached, [])
 
 
+def sequences_in(kafka: Mapping[str, Any], topic: str) -> dict[str, tuple[int, dict[int, int]]]:
+    """Read a topic; return of each producer there what :meth:`Walk.result` says. For looking, not for recovery."""
+    walks: dict[str, Walk] = {}
+    for message in read_tail(kafka, topic, None):
+        sent = sequence_of(message.headers())  # type: ignore[arg-type]  # they are bytes when read
+        if sent is not None:
+            walks.setdefault(sent.producer, Walk()).see(sent)
+    return {name: walk.result() for name, walk in walks.items()}
+
+
 class SequenceLog:
     """The sequence of one producer in one topic: recovers it into a filter, and keeps snapshots of it."""
 

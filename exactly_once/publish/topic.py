@@ -16,7 +16,7 @@ from exactly_once._log import about
 
 from .delivery import FAILURES, Batch, Callback, Delivery, Entry, Outcome, Serving, outcome_of, take
 from .errors import FilterUnavailable
-from .filter import DUPLICATE, NEW, UNKNOWN, Filter
+from .filter import DUPLICATE, NEW, UNKNOWN, Filter, State
 from .recovery import SequenceLog
 
 logger = logging.getLogger(__name__)
@@ -72,20 +72,13 @@ class TopicPublisher:
 
         What is in flight here is attached to; the filter is asked for the others. When it raises, nothing is reserved.
         """
+        batch = Batch(self._producer, self.topic, self.failed, self.reported)
+        asked = batch.extend(identities)
+        batch.callbacks.update((place, [given]) for place, given in enumerate(callbacks) if given is not None)
+        mine, entries = dict(zip(identities, asked, strict=True)), asked
         with self._lock:
-            batch = self._batch
-            if len(identities) > 1 or len(batch) >= _SHARED:
-                batch = Batch(self._producer, self.topic, self.failed, self.reported)
-                if len(identities) == 1:
-                    self._batch = batch
-            asked = batch.extend(identities)
-            for (_, place), callback in zip(asked, callbacks, strict=True):
-                if callback is not None:
-                    batch.callbacks[place] = [callback]
-            mine = dict(zip(identities, asked, strict=True))
             if len(mine) == len(identities) and self.in_flight.keys().isdisjoint(mine):
                 self.in_flight.update(mine)
-                entries = asked
             else:
                 entries = [entry for entry in asked if not self._attach(entry)]
                 identities = [batch.identities[place] for _, place in entries]
@@ -96,15 +89,28 @@ class TopicPublisher:
             raise
         if states.count(NEW) == len(states):
             return asked, entries
-        may_go = []
-        for entry, state in zip(entries, states, strict=True):
-            if state is NEW or state is UNKNOWN:
-                may_go.append(entry)
-                if state is UNKNOWN:
-                    entry[0].resent.add(entry[1])
-            else:
-                self.let_go([entry], Outcome.SKIPPED if state is DUPLICATE else Outcome.HELD_ELSEWHERE)
-        return asked, may_go
+        return asked, [e for e, state in zip(entries, states, strict=True) if state is NEW or self._may_go(e, state)]
+
+    def reserve_one(self, identity: Any, callback: Callback | None) -> tuple[Entry, bool]:
+        """Ask for the right to send one message; return it, and whether it may go. As :meth:`reserve`, and faster."""
+        with self._lock:
+            batch = self._batch
+            if len(batch.identities) >= _SHARED:
+                batch = self._batch = Batch(self._producer, self.topic, self.failed, self.reported)
+            entry = batch, len(batch.identities)
+            batch.identities.append(identity)
+            batch.outcomes.append(_PENDING)
+            batch.messages.append(None)
+            if callback is not None:
+                batch.callbacks[entry[1]] = [callback]
+            if self._attach(entry):
+                return entry, False
+        try:
+            state = self.filter.reserve(identity)
+        except BaseException:
+            self.let_go([entry], Outcome.NOT_PERSISTED)
+            raise
+        return entry, state is NEW or self._may_go(entry, state)
 
     def undo(self, entries: list[Entry]) -> None:
         """Undo the reservations of messages that the client did not take."""
@@ -162,6 +168,14 @@ class TopicPublisher:
         if left := sum(map(len, self._due.values())):
             raise FilterUnavailable(f"{left} outcomes on {self.topic!r} could not be stored in the filter")
         return len(silent)
+
+    def _may_go(self, entry: Entry, state: State) -> bool:
+        """Tell whether a message that is not new is sent nevertheless; settle it if not."""
+        if state is UNKNOWN:
+            entry[0].resent.add(entry[1])
+            return True
+        self.let_go([entry], Outcome.SKIPPED if state is DUPLICATE else Outcome.HELD_ELSEWHERE)
+        return False
 
     def _attach(self, entry: Entry) -> bool:
         """Attach a call to the message of the same identity that is in flight; tell whether there is one."""

@@ -114,3 +114,36 @@ FROM unnest(%(numbers)s::int8multirange - coalesce(
 INSERT INTO {schema}.publish_chain AS c (chain, seen) VALUES (%(chain)s, %(numbers)s::int8multirange)
 ON CONFLICT (chain) DO UPDATE SET seen = c.seen + excluded.seen
 RETURNING (SELECT count(*) FROM unnest(seen))
+
+-- name: publish_show_window
+-- Show the window that all filters of the schema share.
+SELECT seconds, extract(epoch FROM clock_timestamp() - turned_at)::float8 AS generation_seconds, map_version
+FROM {schema}.publish_window
+
+-- name: publish_show_owners
+-- Show owners that live, and those that have ended with keys in flight.
+SELECT o.id, o.name, o.transactional_id, o.started_at, o.ended_at IS NOT NULL AS ended,
+       round(extract(epoch FROM o.lease_until - clock_timestamp()))::int AS lease_seconds,
+       count(k.key) FILTER (WHERE k.state IN ('f', 't'))::int AS in_flight
+FROM {schema}.publish_owner o
+LEFT JOIN {schema}.publish_key k ON k.slot IN (0, 1) AND k.owner = o.id AND k.state <> 'c'
+GROUP BY o.id
+HAVING o.ended_at IS NULL OR count(k.key) FILTER (WHERE k.state IN ('f', 't')) > 0
+ORDER BY o.id
+
+-- name: publish_show_scopes
+-- Show how many keys of each scope are in which state: a scan.
+SELECT s.name AS scope,
+       count(*) FILTER (WHERE k.state = 'c')::int AS confirmed,
+       count(*) FILTER (WHERE k.state IN ('f', 't'))::int AS in_flight,
+       count(*) FILTER (WHERE k.state = 'u')::int AS unknown
+FROM {schema}.publish_scope s LEFT JOIN {schema}.publish_key k ON k.slot IN (0, 1) AND k.scope = s.id
+GROUP BY s.name
+ORDER BY s.name
+
+-- name: publish_show_chains
+-- Show up to where each chain was seen, and how many gaps it has.
+SELECT chain, upper(seen) - 1 AS last_seen,
+       greatest((SELECT count(*) FROM unnest(seen)) - 1, 0)::int AS gaps
+FROM {schema}.publish_chain
+ORDER BY chain

@@ -1,0 +1,63 @@
+"""``exactly-once publish``: what the filters of producers hold in Postgres, and numbered messages in topics."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from psycopg.rows import dict_row
+
+from exactly_once.ledger.session import Session
+from exactly_once.ledger.sql import query
+from exactly_once.publish.recovery import sequences_in
+
+from . import options, output
+from .problems import CommandParser
+from .servers import open_database
+
+_STATUS = """\
+Show owners and their leases, windows with their keys in flight and unknown, and chains with their gaps. A window is
+scanned for that. With --topic the topic is read, too: up to which number each producer's messages are there, and
+how many are there beyond a gap."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command's options and its own commands."""
+    parser = subparsers.add_parser("publish", help="look at the filters of producers", description=_STATUS)
+    actions = parser.add_subparsers(dest="action", metavar="action", required=True, parser_class=CommandParser)
+    status = actions.add_parser(
+        "status", help="show owners, windows, chains and sequences", description=_STATUS, epilog=options.EPILOG
+    )
+    status.add_argument("--topic", nargs="+", action="extend", default=[], help="read the sequences of these topics")
+    options.add_common(status)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the status."""
+    settings = options.settings(args)
+    settings.opener()
+    with open_database(settings) as session:
+        parts = ("window", "owners", "scopes", "chains")
+        found: dict[str, Any] = {part: _rows(session, f"publish_show_{part}") for part in parts}
+    found["sequences"] = [
+        {"topic": topic, "producer": name, "persisted": persisted, "beyond_a_gap": len(beyond)}
+        for topic in args.topic
+        for name, (persisted, beyond) in sorted(sequences_in(settings.admin(), topic).items())
+    ]
+    (found["window"],) = found["window"]
+    if args.json:
+        output.print_json(found)
+        return 0
+    window = found.pop("window")
+    seconds = "not agreed yet" if window["seconds"] is None else f"{window['seconds']:g} s"
+    print(f"window: {seconds}; the younger generation is {window['generation_seconds']:.0f} s old")
+    for part, rows in found.items():
+        print(f"\n{part}: {'' if rows else 'none'}".rstrip())
+        if rows:
+            output.print_table([column.upper() for column in rows[0]], [list(row.values()) for row in rows])
+    return 0
+
+
+def _rows(session: Session, name: str) -> list[dict[str, Any]]:
+    with session.connection.cursor(row_factory=dict_row) as cursor:
+        return cursor.execute(query(name, session.schema), prepare=False).fetchall()

@@ -1,0 +1,50 @@
+"""``exactly-once publish status``: owners, windows, chains, and sequences in a topic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exactly_once.publish import (
+    DedupProducer,
+    Link,
+    PostgresChain,
+    PostgresWindow,
+    PublishOwner,
+    SequenceFilter,
+    Store,
+)
+from exactly_once.publish.headers import with_sequence
+from tests.cli.conftest import Command
+from tests.support.topics import create_topic
+
+
+def test_the_status_shows_what_filters_hold(operate: Command, conninfo: str, bootstrap_servers: str, name: str) -> None:
+    kafka = {"bootstrap.servers": bootstrap_servers}
+    topic = create_topic(bootstrap_servers, 1, name=f"{name}-numbers")
+    with DedupProducer(kafka, dedup=SequenceFilter(), producer_name=name) as producer:
+        for number in (1, 2):
+            producer.produce(topic, b"x", sequence=number)
+        producer.flush(30)
+        # One that names a predecessor which never came: it lies beyond a gap.
+        producer._client.produce(topic, b"x", headers=with_sequence(None, name, 3, 4))
+    store = Store(conninfo)
+    PostgresChain(store).confirm_many([Link(name, number) for number in (0, 1, 5)])
+    store.close()
+    with PublishOwner(conninfo, name=name) as owner:
+        window = PostgresWindow(owner, scope=name, seconds=3600)
+        window.reserve_many(["a", "b", "c"])
+        window.confirm("a")
+        window.mark_unknown("b")
+        result = operate("publish", "status", "--json", "--topic", topic)
+        text = operate("publish", "status").out
+    assert (result.code, result.err) == (0, "")
+    found = result.json
+    assert set(found) == {"window", "owners", "scopes", "chains", "sequences"}
+    (mine,) = [each for each in found["owners"] if each["name"] == name]
+    assert (mine["id"], mine["in_flight"], mine["ended"]) == (owner.id, 1, False)
+    assert 0 < mine["lease_seconds"] <= 60
+    scopes: list[dict[str, Any]] = [each for each in found["scopes"] if each["scope"] == name]
+    assert scopes == [{"scope": name, "confirmed": 1, "in_flight": 1, "unknown": 1}]
+    assert [c for c in found["chains"] if c["chain"] == name] == [{"chain": name, "last_seen": 5, "gaps": 1}]
+    assert found["sequences"] == [{"topic": topic, "producer": name, "persisted": 2, "beyond_a_gap": 1}]
+    assert all(part in text for part in ("window: ", "owners:", "scopes:", "chains:", name))

@@ -1,0 +1,330 @@
+"""Every filter under both producers, against a plain model, with random failures: time-outs, lost reports, refusals,
+full queues, crashes, take-overs, turns of the window.
+
+Nothing that was told to be in the log is missing, nothing is doubled that ``may_repeat`` did not say, and what a
+producer answers is what the model expects. The client is a stand-in: no real one fails in all these ways, in any order,
+a hundred thousand times. The steps of a run are EXACTLY_ONCE_PUBLISH_STEPS, so that a million take one variable.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from exactly_once.publish import (
+    ChainFilter,
+    DedupProducer,
+    Delivery,
+    Filter,
+    Found,
+    Link,
+    NotDelivered,
+    Outcome,
+    PostgresWindow,
+    ProducerFenced,
+    ProducerRecord,
+    SequenceFilter,
+    SlotFilter,
+    TransactionalProducer,
+    WindowFilter,
+)
+from exactly_once.publish.keys import encoded
+from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
+from tests.publish.test_postgres_window import end_lease
+from tests.support.seeds import seeds
+
+STEPS = int(os.environ.get("EXACTLY_ONCE_PUBLISH_STEPS", "60000"))
+TIMED_OUT, REFUSED = KafkaError(KafkaError._MSG_TIMED_OUT), KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
+OUT_OF_TIME = KafkaException(KafkaError(KafkaError._TIMED_OUT, retriable=True))
+
+
+class Client:
+    """Stands in for the client and the broker behind it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.queue: list[tuple[int, Any]] = []
+        """Numbers of keys and callbacks, in the order of sending."""
+
+    def __len__(self) -> int:
+        return len(self.queue)
+
+    def produce(self, topic: str, value: bytes, key: None, partition: int, callback: Any, **_: Any) -> None:
+        if self.world.rng.random() < 0.02:
+            raise BufferError
+        self.queue.append((int(value), callback))
+
+    def poll(self, seconds: float = 0) -> int:
+        count = self.world.rng.randrange(4) if seconds < 1 else len(self.queue)
+        for number, callback in self.queue[:count]:
+            fate = self.world.rng.random()
+            if fate < 0.8 or 0.83 < fate < 0.9:  # there; the second kind's report is lost
+                self.world.log[number] += 1
+            callback(None if fate < 0.8 else REFUSED if fate < 0.83 else TIMED_OUT, None)
+        del self.queue[:count]
+        return count
+
+    def flush(self, seconds: float = 0) -> int:
+        self.poll(10)
+        return 0
+
+    # In transactions:
+
+    def begin_transaction(self) -> None:
+        self.queue.clear()
+
+    def purge(self) -> None:
+        self.queue.clear()
+
+    def abort_transaction(self, seconds: float) -> None:
+        self.queue.clear()
+
+    def commit_transaction(self, seconds: float) -> None:
+        self.world.was_committed = fate = self.world.rng.random() < 0.85
+        if fate:
+            self.world.log.update(number for number, _ in self.queue)
+        self.queue.clear()
+        if not fate or self.world.rng.random() < 0.1:
+            raise OUT_OF_TIME
+
+
+class Dedup(DedupProducer):
+    """A producer with that client."""
+
+    def _connect(self) -> Any:
+        return Client(World.current)
+
+
+class Transactional(TransactionalProducer):
+    """The same in transactions: what became of one is asked of the world, which may not answer."""
+
+    def _connect(self) -> Any:
+        self._settings["transactional.id"] = "x"
+        return super()._connect()
+
+    def _new_client(self, seconds: float) -> Any:
+        self._log, self._used_at, self._is_usable = Quiet(), float("inf"), True  # type: ignore[assignment]
+        return Client(World.current)
+
+    def _look_for(self, to_send: Any) -> Outcome:
+        if World.current.rng.random() < 0.3:
+            raise KafkaException(TIMED_OUT)
+        return Outcome.DELIVERED if World.current.was_committed else Outcome.NOT_PERSISTED
+
+
+class Quiet:
+    is_quiet = True
+
+
+class World:
+    """What was sent, what is in the log, and what the model expects a filter to know."""
+
+    current: World
+
+    def __init__(
+        self, seed: int, make: Callable[[], Filter[Any]], key: Callable[[int], Any], *, is_exact: bool
+    ) -> None:
+        World.current = self
+        self.rng = random.Random(seed)
+        self.make = make
+        self.key = key
+        self.is_exact = is_exact
+        self.log: Counter[int] = Counter()
+        self.was_committed = False
+        self.may_be_twice: Counter[int] = Counter()
+        """How often a key was sent although an earlier attempt may have arrived, and somebody said so."""
+        self.states: dict[int, str] = {}
+        """What the filter must know: in flight, unknown, or confirmed; absent if not here."""
+        self.open: list[tuple[int, Delivery]] = []
+        self.used = 0
+        self.producer: Any = None
+
+    def number(self) -> int:
+        """Return a key: the next one, or one of the last ones."""
+        if not self.used or self.rng.random() < 0.5:
+            self.used += 1
+            return self.used - 1
+        return max(0, self.used - 1 - int(self.rng.expovariate(0.1)))
+
+    def record(self, number: int) -> ProducerRecord:
+        return ProducerRecord(b"%d" % number, **{self.made.takes: self.key(number)})
+
+    def start(self, kind: type[Any]) -> None:
+        """Begin a life."""
+        self.made = self.make()
+        self.producer = kind({"bootstrap.servers": "nowhere"}, dedup=self.made, recover=False, producer_name="n")
+        self.open.clear()
+
+    def sent(self, number: int, delivery: Delivery) -> None:
+        """Compare an answer with what the model expects."""
+        expected = self.states.get(number)
+        if delivery.outcome is Outcome.SKIPPED:
+            assert self.log[number], f"{number} is lost: skipped, and not in the log"
+            assert expected == "confirmed" or not self.is_exact
+            return
+        if delivery.is_attached:
+            assert expected == "in flight"
+        elif delivery.may_repeat:
+            assert expected == "unknown" or not self.is_exact
+            self.may_be_twice[number] += 1
+        elif self.is_exact:
+            assert expected is None, f"{number} is {expected}, and was sent as new"
+        else:
+            self.may_be_twice[number] += expected in ("confirmed", "unknown")  # it has left the window
+        self.states[number] = "in flight"
+        self.open.append((number, delivery))
+
+    def settle(self) -> None:
+        """Compare outcomes with the log."""
+        for number, delivery in self.open:
+            if delivery.outcome is Outcome.PENDING:
+                continue
+            if delivery.outcome is Outcome.DELIVERED:
+                assert self.log[number], f"{number} is lost: delivered, and not in the log"
+                self.states[number] = "confirmed"
+            elif self.states[number] == "in flight":
+                was_unknown = delivery.outcome is Outcome.UNKNOWN or delivery.may_repeat
+                self.states[number] = "unknown" if was_unknown else ""
+                if not was_unknown:
+                    del self.states[number]
+        self.open = [(number, delivery) for number, delivery in self.open if not delivery.done()]
+
+    def crash(self) -> None:
+        """End a life in the middle: what was sent arrives or does not, and nobody hears of it."""
+        for number, _ in self.producer._client.queue:
+            self.log[number] += self.rng.random() < 0.5
+        del self.producer._client
+        self.producer._closed = True
+
+    def check(self) -> None:
+        for number, count in self.log.items():
+            assert count <= 1 + self.may_be_twice[number], f"{number} is {count} times in the log, and nobody said so"
+
+
+def drive(world: World, steps: int, *, crash: Callable[[World], None] | None = None) -> None:
+    """Publish outside of transactions."""
+    world.start(Dedup)
+    producer = world.producer
+    while steps > 0:
+        event = world.rng.random()
+        if event < 0.5:
+            number = world.number()
+            record = world.record(number)
+            try:
+                delivery = producer.produce("t", record.value, **{world.made.takes: world.key(number)})
+            except BufferError:
+                pass
+            else:
+                world.sent(number, delivery)
+            steps -= 1
+        elif event < 0.6:
+            numbers = sorted({world.number() for _ in range(world.rng.randrange(2, 8))})
+            for number, delivery in zip(
+                numbers, producer.produce_many("t", [world.record(n) for n in numbers], room_seconds=60), strict=True
+            ):
+                world.sent(number, delivery)
+            world.settle()
+            steps -= len(numbers)
+        elif event < 0.998 or crash is None:
+            producer.poll(0)
+            world.settle()
+            steps -= 1
+        else:
+            world.crash()
+            crash(world)
+            world.start(Dedup)
+            producer = world.producer
+    producer.poll(10)
+    world.settle()
+    world.check()
+    producer._topics["t"].failed.clear()
+    producer.close()
+
+
+def publish(world: World, steps: int) -> None:
+    """Publish in transactions."""
+    world.start(Transactional)
+    while steps > 0:
+        numbers = sorted({world.number() for _ in range(world.rng.randrange(1, 6))})
+        steps -= len(numbers)
+        made: Any = None
+        try:
+            with world.producer.transaction() as made:
+                for number in numbers:
+                    record = world.record(number)
+                    made.produce("t", record.value, **{world.made.takes: world.key(number)})
+        except (NotDelivered, BufferError, ProducerFenced, KafkaException):
+            pass
+        for number, delivery in zip(numbers, made.deliveries, strict=True):
+            world.sent(number, delivery)
+        world.settle()
+    world.check()
+    world.producer.close()
+
+
+clock = [0.0]
+KINDS: dict[str, tuple[Callable[[], Filter[Any]], Callable[[int], Any], bool]] = {
+    "window": (lambda: WindowFilter(keys=1_000_000), lambda n: b"%d" % n, True),
+    "small window": (lambda: WindowFilter(keys=20), lambda n: n, False),
+    "slots": (lambda: SlotFilter(1 << 20, ways=16), lambda n: f"k{n}", True),
+    "few slots": (lambda: SlotFilter(32, ways=4, fingerprint=128), lambda n: n, False),
+    "sequence": (SequenceFilter, lambda n: n, True),
+    "dense chain": (lambda: ChainFilter(dense=True), lambda n: Link("c", n), True),
+    "chain": (ChainFilter, lambda n: Link("c", 10 * n + 10, 10 * n), True),
+}
+
+
+def in_memory(world: World) -> None:
+    """Filters in memory start empty: what is in the log by then may come twice."""
+    world.states.clear()
+    world.may_be_twice.update(dict.fromkeys(world.log, 1))
+    world.may_be_twice.update(range(world.used))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_lost_or_doubled_unsaid(kind: str) -> None:
+    make, key, is_exact = KINDS[kind]
+    for seed in seeds([1], new=1):
+        crash = in_memory if "window" in kind or "slots" in kind else None  # numbers start anew: a life is all there is
+        drive(World(seed, make, key, is_exact=is_exact), STEPS // 20, crash=crash)
+
+
+@pytest.mark.parametrize("kind", ["window", "slots", "sequence", "dense chain"])
+def test_nothing_is_lost_or_doubled_in_transactions(kind: str) -> None:
+    make, key, is_exact = KINDS[kind]
+    for seed in seeds([1], new=1):
+        publish(World(seed, make, key, is_exact=is_exact), STEPS // 20)
+
+
+def test_a_successor_takes_over_what_is_in_the_log(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str
+) -> None:
+    """Crashes, and the keys of the dead one are found in the log or are unknown."""
+    (seed,) = seeds([], new=1)
+    owners: list[Any] = []
+
+    def make() -> PostgresWindow:
+        owners.append(make_owner())
+
+        def found(*_: object) -> Found:
+            return Found({encoded(n) for n, count in world.log.items() if count}, is_sure=False)
+
+        return PostgresWindow(owners[-1], scope=name, seconds=WINDOW_SECONDS, take_over=found, cache_keys=50)
+
+    def crash(world: World) -> None:
+        owners[-1].close()
+        db.execute("UPDATE exactly_once.publish_owner SET ended_at = NULL WHERE id = %s", [owners[-1].id])
+        end_lease(db, owners[-1])
+        for number, state in list(world.states.items()):
+            if state == "in flight":
+                world.states[number] = "confirmed" if world.log[number] else "unknown"
+
+    world = World(seed, make, lambda n: n, is_exact=True)
+    drive(world, STEPS // 60, crash=crash)
