@@ -20,6 +20,13 @@ Show owners and their leases, windows with their keys in flight and unknown, and
 scanned for that. With --topic the topic is read, too: up to which number each producer's messages are there, and
 how many are there beyond a gap."""
 
+_QUERIES = {
+    "window": "publish_show_window",
+    "owners": "publish_show_owners",
+    "scopes": "publish_show_scopes",
+    "chains": "publish_show_chains",
+}
+
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command's options and its own commands."""
@@ -37,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     settings = options.settings(args)
     settings.opener()
     with open_database(settings) as session:
-        parts = ("window", "owners", "scopes", "chains")
-        found: dict[str, Any] = {part: _rows(session, f"publish_show_{part}") for part in parts}
+        found: dict[str, Any] = {part: _rows(session, name) for part, name in _QUERIES.items()}
     found["sequences"] = [
         {"topic": topic, "producer": name, "persisted": persisted, "beyond_a_gap": len(beyond)}
         for topic in args.topic

@@ -32,6 +32,7 @@ from .sequence import SequenceFilter
 from .tail import ranges_of, read_tail
 from .topic import Call, TopicPublisher
 
+_STATES = ("confirmed", "in_flight", "unknown", "evicted", "evicted_young", "failed_open")
 CLOSE_SECONDS = 30.0
 _ROOM_SECONDS = 0.1
 _NAMED = 3
@@ -139,6 +140,23 @@ class Publisher(ABC):
     def filter_of(self, topic: str) -> AnyFilter:
         """Return the filter of a topic."""
         return (self._topics.get(topic) or self._open(topic)).filter
+
+    def metrics(self) -> str:
+        """Return figures of all topics in the text format of Prometheus; filters in Postgres scan their keys for it."""
+        ended, keys = ["# TYPE exactly_once_publish_messages_total counter"], ["# TYPE exactly_once_publish_keys gauge"]
+        for topic in list(self._topics.values()):
+            labels = f'topic="{topic.topic}",producer="{_escaped(self.producer_name)}"'
+            stats = topic.filter.stats()
+            counts = {outcome.name.lower(): topic.counts[outcome] for outcome in Outcome if outcome.name != "PENDING"}
+            for outcome, count in {**counts, "attached": topic.attached, "cache_hit": stats.cache_hits}.items():
+                ended.append(f'exactly_once_publish_messages_total{{{labels},outcome="{outcome}"}} {count}')
+            states = {name: getattr(stats, name) for name in _STATES}
+            keys += [
+                f'exactly_once_publish_keys{{{labels},state="{state}"}} {value}'
+                for state, value in states.items()
+                if value >= 0  # else it would have to be counted
+            ]
+        return "\n".join((*ended, *keys, ""))
 
     def resolve(self, topic: str, *, positions: Mapping[int, int] | None = None) -> Resolved:
         """Read a topic for messages whose outcome is unknown, settle them in its filter; return what became of them.
@@ -397,6 +415,10 @@ class Publisher(ABC):
                 f"the owner's transactional_id is {owner.transactional_id!r}, but this producer sends "
                 + ("outside of transactions" if used is None else f"as {used!r}")
             )
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def undo(to_send: list[ToSend]) -> None:

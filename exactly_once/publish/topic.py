@@ -123,7 +123,7 @@ class TopicPublisher:
             self.in_flight.pop(batch.identities[place], None)
         self._tell(outcome, entries, is_raised=outcome is Outcome.NOT_PERSISTED)
 
-    def settle(self, seconds: float = MARK_SECONDS) -> None:
+    def settle(self, seconds: float | None = None) -> None:
         """Mark in the filter what was reported, then make it known; a filter's server is waited for so long."""
         if not self.reported and not any(self._due.values()) and self._mark_error is None:
             return
@@ -138,7 +138,7 @@ class TopicPublisher:
                         self._take(outcome_of(batch.errors[place]), [(batch, place)])
             # Only now: whoever is interrupted between two lines does this twice, which is harmless, and never not.
             del self.reported[: len(entries)]
-            self._mark_and_tell(seconds)
+            self._mark_and_tell(MARK_SECONDS if seconds is None else seconds)
 
     def conclude(self, entries: list[Entry], verdict: Outcome, error: KafkaError | None) -> None:
         """Settle all alike, whatever was reported: the transaction that they belong to is over."""

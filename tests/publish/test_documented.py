@@ -54,7 +54,7 @@ def test_the_excerpt_for_several_processes_sends_once(
     kafka = {"bootstrap.servers": bootstrap_servers}
     events = [(n, b"%d" % n) for n in range(10)]
     conninfo = f"{postgres_conninfo.rsplit('/', 1)[0]}/{own_database(postgres_conninfo, name)}"
-    owner = PublishOwner(conninfo, positions=end_positions(kafka, [topic]), migrate=True)
+    owner = PublishOwner(conninfo, positions=lambda: end_positions(kafka, [topic]), migrate=True)
     take_over = TopicTakeOver(kafka)
 
     def window(name: str) -> PostgresWindow:

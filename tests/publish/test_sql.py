@@ -12,7 +12,9 @@ from tests.support.findings import nothing
 
 TEXT = (files("exactly_once.ledger.sql") / "publish.sql").read_text("utf-8")
 NAMES = re.findall(r"^-- name: (\w+)\n-- [A-Z]", TEXT, re.MULTILINE)
-SOURCES = "".join(path.read_text("utf-8") for path in Path(publish.__file__).parent.glob("*.py"))
+PACKAGE = Path(publish.__file__).parent
+FILES = [*PACKAGE.glob("*.py"), PACKAGE.parent / "cli" / "publish.py"]
+SOURCES = "".join(path.read_text("utf-8") for path in FILES)
 
 
 def test_every_statement_is_named_and_says_its_purpose() -> None:
