@@ -9,7 +9,7 @@ A filter never makes a message disappear that was not acknowledged, unless its d
 from __future__ import annotations
 
 from .chain import ChainFilter, Link
-from .delivery import Batch, Delivery, Outcome
+from .delivery import Deliveries, Delivery, Outcome
 from .errors import (
     FilterUnavailable,
     HeldElsewhere,
@@ -45,11 +45,11 @@ from .transactional import Transaction, TransactionalProducer
 from .window import WindowFilter
 
 __all__ = [
-    "Batch",
     "ChainFilter",
     "DeadOwner",
     "DedupOptions",
     "DedupProducer",
+    "Deliveries",
     "Delivery",
     "Filter",
     "FilterUnavailable",

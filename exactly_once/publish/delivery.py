@@ -78,11 +78,11 @@ class Serving(Protocol):
         ...
 
 
-class Batch(Sequence["Delivery"]):
+class Batch:
     """Messages of one topic that were given together; everything about them by their place."""
 
     __slots__ = (
-        "attached",
+        "__weakref__",
         "callbacks",
         "errors",
         "failed",
@@ -114,13 +114,8 @@ class Batch(Sequence["Delivery"]):
 
         No entry: one call, without a callback.
         """
-        self.attached: dict[int, Entry] = {}
-        """The messages of other calls whose outcome these share."""
         self.resent: set[int] = set()
         """Of which an earlier attempt may be in the log."""
-
-    def __len__(self) -> int:
-        return len(self.identities)
 
     def extend(self, identities: list[Any]) -> list[Entry]:
         """Add the messages of a batch that has none yet; return their entries."""
@@ -128,6 +123,24 @@ class Batch(Sequence["Delivery"]):
         self.outcomes += [_PENDING] * len(identities)
         self.messages += [None] * len(identities)
         return list(zip(repeat(self), range(len(identities))))
+
+
+Entry = tuple[Batch, int]
+"""A message: its batch, and its place there. A batch has none of its own: the two would keep each other alive."""
+
+
+class Deliveries(Sequence["Delivery"]):
+    """The deliveries of one call of ``produce_many``, in the order of its messages; made when they are asked for."""
+
+    __slots__ = ("_attached", "_batch")
+
+    def __init__(self, batch: Batch, attached: dict[int, Entry]) -> None:
+        self._batch = batch
+        # Not in the batch: one in flight would keep the one before it alive, and that its own, without end.
+        self._attached = attached
+
+    def __len__(self) -> int:
+        return len(self._batch.identities)
 
     @overload
     def __getitem__(self, index: int) -> Delivery: ...
@@ -137,12 +150,8 @@ class Batch(Sequence["Delivery"]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]
-        entry = self.attached.get(place)
-        return Delivery(self, place) if entry is None else Delivery(*entry, is_attached=True)
-
-
-Entry = tuple[Batch, int]
-"""A message: its batch, and its place there. A batch has none of its own: the two would keep each other alive."""
+        entry = self._attached.get(place)
+        return Delivery(self._batch, place) if entry is None else Delivery(*entry, is_attached=True)
 
 
 def take(entry: Entry, error: KafkaError | None, message: Message | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
@@ -42,6 +43,9 @@ class PublishOptions:
     accept_trimmed: bool = False
     """Takes what retention has removed for never sent."""
 
+    published_since: datetime | None = None
+    """Takes it that no message of this name is older, by the timestamps in the topic: saves reading what is."""
+
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Make options of keywords."""
@@ -55,6 +59,8 @@ class PublishOptions:
             raise ConfigurationError(
                 f"producer_name={self.producer_name!r} is not the owner's, {self.owner.name!r}; leave it out"
             )
+        if self.published_since is not None and self.published_since.tzinfo is None:
+            raise ConfigurationError("published_since= has no time zone: datetime(..., tzinfo=UTC)")
         if self.snapshot_every < 1:
             raise ConfigurationError(f"snapshot_every={self.snapshot_every!r} must be at least 1")
 

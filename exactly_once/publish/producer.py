@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 from confluent_kafka import Producer
@@ -91,10 +90,10 @@ class DedupProducer(Publisher):
         else:
             (identity,) = self._identities(ready, (record,))
         with ready.order if ready.filter.takes == "sequence" else _ANY_ORDER:
-            entry, may_go = ready.reserve_one(identity, on_delivery)
+            delivery, may_go = ready.reserve_one(identity, on_delivery)
             if may_go:
-                self._send(ready, ((ready, entry, record),), 0.0)
-        return Delivery(*entry) if may_go else entry[0][entry[1]]
+                self._send(ready, ((ready, delivery.entry, record),), 0.0)
+        return delivery
 
     def produce_many(
         self, topic: str, messages: Iterable[ProducerRecord], *, room_seconds: float = 60.0
@@ -107,12 +106,10 @@ class DedupProducer(Publisher):
         """
         records = list(messages)
         ready = self._ready(topic)
-        if not records:
-            return []
         with ready.order if ready.filter.takes == "sequence" else _ANY_ORDER:
-            entries, may_go, allowed = self._reserve(ready, records)
-            self._send(ready, zip(repeat(ready), may_go, allowed), room_seconds)
-        return entries[0][0]
+            deliveries, to_send = self._reserve(ready, records)
+            self._send(ready, to_send, room_seconds)
+        return deliveries
 
     def __len__(self) -> int:
         """Return how many messages wait for their report."""

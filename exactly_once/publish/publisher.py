@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from types import MethodType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -18,7 +19,7 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .chain import Link
-from .delivery import Callback, Delivery, Entry, Outcome
+from .delivery import Callback, Deliveries, Delivery, Entry, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
 from .filter import Filter, NoFilter, Resolved
 from .guard import Guard
@@ -282,17 +283,15 @@ class Publisher(ABC):
         if self._closed:
             raise ConfigurationError("the producer is closed: make a new one")
 
-    def _reserve(
-        self, topic: TopicPublisher, records: Sequence[ProducerRecord]
-    ) -> tuple[list[Entry], list[Entry], Sequence[ProducerRecord]]:
-        """Ask the filter for the right to send; return all messages, those that may go, and their records.
+    def _reserve(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> tuple[Deliveries, Iterable[ToSend]]:
+        """Ask the filter for the right to send; return all deliveries, and the messages that may go.
 
         When it raises, nothing is reserved.
         """
-        entries, may_go = topic.reserve(self._identities(topic, records), [record[8] for record in records])
-        if len(may_go) < len(entries):
+        deliveries, may_go = topic.reserve(self._identities(topic, records), [record[8] for record in records])
+        if len(may_go) < len(records):
             records = [records[place] for _, place in may_go]
-        return entries, may_go, records
+        return deliveries, zip(repeat(topic), may_go, records)
 
     def _identities(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> list[Any]:
         takes = topic.filter.takes
@@ -384,6 +383,7 @@ class Publisher(ABC):
                     every=self._options.snapshot_every,
                     accept_trimmed=self._options.accept_trimmed,
                     is_fenced=is_fenced,
+                    since=self._options.published_since,
                 )
                 log.recover()
             topic = self._topics[name] = TopicPublisher(self, name, made, log, self._calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime
 from typing import Any
 
 from confluent_kafka import Message
@@ -17,7 +18,7 @@ from .errors import SnapshotCorrupted, TailLost
 from .headers import Sent, sequence_of
 from .sequence import SequenceFilter, read_dumped
 from .snapshot import SnapshotStore, pack, unpack
-from .tail import Log, describe, ranges_of, read_tail
+from .tail import Log, describe, ranges_of, read_tail, starts_since
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class SequenceLog:
         every: int = 1000,
         accept_trimmed: bool = False,
         is_fenced: bool = False,
+        since: datetime | None = None,
     ) -> None:
         self._kafka = kafka
         self._topic = topic
@@ -99,6 +101,7 @@ class SequenceLog:
         self._accept_trimmed = accept_trimmed
         self._is_fenced = is_fenced
         """Whether nothing of an earlier life can be on its way: brokers have fenced it and ended what it left open."""
+        self._begins = since
         self._log = Log(None, None, is_compacted=False, replicas=1, lag_seconds=0)
         self.positions: dict[Partition, int] = {}
         """Nothing of this producer that the filter does not know stands below them."""
@@ -124,7 +127,11 @@ class SequenceLog:
         if not is_clean and not self._is_fenced:
             self._wait_for_replicas()
         lows = {p: low for p, (low, _) in ranges_of(self._kafka, self._topic).items()}
-        trimmed = {p for p, low in lows.items() if low > 0}
+        trimmed = set() if starts is not None or self._accept_trimmed else {p for p, low in lows.items() if low > 0}
+        if starts is None and self._begins is not None:
+            starts = starts_since(self._kafka, self._topic, self._begins)
+            trimmed = {p for p in trimmed if starts[p] <= lows[p]}
+            starts = {p: max(low, starts[p]) for p, low in lows.items()}
         self.positions = {**lows, **(starts or {})}
         seen_in: set[Partition] = set()
         count = 0
@@ -136,7 +143,7 @@ class SequenceLog:
             if sent is not None and sent.producer == self._producer:
                 seen_in.add(partition)
                 walk.see(sent)
-        if starts is None and trimmed and not self._accept_trimmed:
+        if trimmed:
             self._refuse_trimmed(walk, trimmed - seen_in)
         self._filter.load({self._producer: walk.result()})
         self.save()

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Generator, Mapping
 from concurrent.futures import TimeoutError as Silence
+from datetime import datetime
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -107,6 +108,20 @@ def fence(kafka: Mapping[str, Any], transactional_id: str, *, seconds: float = 6
 def ends_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, int]:
     """Return where the log of each partition ends now, open transactions included."""
     return {partition: high for partition, (_, high) in ranges_of(kafka, topic).items()}
+
+
+def starts_since(kafka: Mapping[str, Any], topic: str, when: datetime) -> dict[Partition, int]:
+    """Return where each partition has its first message that is not older; where it ends if there is none."""
+    ranges = ranges_of(kafka, topic)
+    asked = [TopicPartition(topic, p.number, int(when.timestamp() * 1000)) for p in ranges]
+    client = Consumer({**admin_settings(kafka), "group.id": f"exactly-once-tail-{uuid4()}", "log_level": 3})
+    try:
+        found = {Partition(topic, p.partition): p.offset for p in client.offsets_for_times(asked, timeout=_ASK_SECONDS)}
+    except KafkaException as error:
+        raise BrokerUnreachable(f"nobody tells where {topic!r} has messages since {when}: {error}") from error
+    finally:
+        client.close()
+    return {partition: found[partition] if found[partition] >= 0 else high for partition, (_, high) in ranges.items()}
 
 
 def read_tail(

@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, Message
 
 from exactly_once._log import about
 
-from .delivery import FAILURES, Batch, Callback, Delivery, Entry, Outcome, Serving, outcome_of, take
+from .delivery import FAILURES, Batch, Callback, Deliveries, Delivery, Entry, Outcome, Serving, outcome_of, take
 from .errors import FilterUnavailable
 from .filter import DUPLICATE, NEW, UNKNOWN, Filter, State
 from .recovery import SequenceLog
@@ -67,20 +67,23 @@ class TopicPublisher:
         self._marking: threading.Thread | None = None
         self._mark_error: BaseException | None = None
 
-    def reserve(self, identities: list[Any], callbacks: Sequence[Callback | None]) -> tuple[list[Entry], list[Entry]]:
-        """Ask for the right to send; return all messages, and those that may go.
+    def reserve(self, identities: list[Any], callbacks: Sequence[Callback | None]) -> tuple[Deliveries, list[Entry]]:
+        """Ask for the right to send; return all deliveries, and the messages that may go.
 
         What is in flight here is attached to; the filter is asked for the others. When it raises, nothing is reserved.
         """
         batch = Batch(self._producer, self.topic, self.failed, self.reported)
-        asked = batch.extend(identities)
+        entries = batch.extend(identities)
+        attached: dict[int, Entry] = {}
+        deliveries = Deliveries(batch, attached)
         batch.callbacks.update((place, [given]) for place, given in enumerate(callbacks) if given is not None)
-        mine, entries = dict(zip(identities, asked, strict=True)), asked
+        mine = dict(zip(identities, entries, strict=True))
         with self._lock:
             if len(mine) == len(identities) and self.in_flight.keys().isdisjoint(mine):
                 self.in_flight.update(mine)
             else:
-                entries = [entry for entry in asked if not self._attach(entry)]
+                attached.update((e[1], held) for e in entries if (held := self._attach(e)) is not None)
+                entries = [entry for entry in entries if entry[1] not in attached]
                 identities = [batch.identities[place] for _, place in entries]
         try:
             states = self.filter.reserve_many(identities) if identities else []
@@ -88,11 +91,13 @@ class TopicPublisher:
             self.let_go(entries, Outcome.NOT_PERSISTED)
             raise
         if states.count(NEW) == len(states):
-            return asked, entries
-        return asked, [e for e, state in zip(entries, states, strict=True) if state is NEW or self._may_go(e, state)]
+            return deliveries, entries
+        return deliveries, [
+            e for e, state in zip(entries, states, strict=True) if state is NEW or self._may_go(e, state)
+        ]
 
-    def reserve_one(self, identity: Any, callback: Callback | None) -> tuple[Entry, bool]:
-        """Ask for the right to send one message; return it, and whether it may go. As :meth:`reserve`, and faster."""
+    def reserve_one(self, identity: Any, callback: Callback | None) -> tuple[Delivery, bool]:
+        """Ask for the right to send one message, as :meth:`reserve` and faster; tell whether it may go."""
         with self._lock:
             batch = self._batch
             if len(batch.identities) >= _SHARED:
@@ -103,14 +108,14 @@ class TopicPublisher:
             batch.messages.append(None)
             if callback is not None:
                 batch.callbacks[entry[1]] = [callback]
-            if self._attach(entry):
-                return entry, False
+            if (held := self._attach(entry)) is not None:
+                return Delivery(*held, is_attached=True), False
         try:
             state = self.filter.reserve(identity)
         except BaseException:
             self.let_go([entry], Outcome.NOT_PERSISTED)
             raise
-        return entry, state is NEW or self._may_go(entry, state)
+        return Delivery(*entry), state is NEW or self._may_go(entry, state)
 
     def undo(self, entries: list[Entry]) -> None:
         """Undo the reservations of messages that the client did not take."""
@@ -177,14 +182,13 @@ class TopicPublisher:
         self.let_go([entry], Outcome.SKIPPED if state is DUPLICATE else Outcome.HELD_ELSEWHERE)
         return False
 
-    def _attach(self, entry: Entry) -> bool:
-        """Attach a call to the message of the same identity that is in flight; tell whether there is one."""
+    def _attach(self, entry: Entry) -> Entry | None:
+        """Attach a call to the message of the same identity that is in flight; return that, if there is one."""
         batch, place = entry
         identity = batch.identities[place]
         held = self.in_flight.setdefault(identity, entry)
         if held is entry:
-            return False
-        batch.attached[place] = held
+            return None
         other, there = held
         given = batch.callbacks.pop(place, [None])
         self.attached += 1
@@ -194,7 +198,7 @@ class TopicPublisher:
             other.callbacks.setdefault(there, [None]).extend(given)
         else:  # settled while we came
             self._notify(other, there, given)
-        return True
+        return held
 
     def _take(self, outcome: Outcome, entries: list[Entry]) -> None:
         self._due[outcome].extend(entries)

@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import repeat
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -268,10 +267,10 @@ class TransactionalProducer(Publisher):
         to_send: list[ToSend] = []
         try:
             for topic, of_topic in places.items():
-                ready = self._ready(topic)
-                entries, may_go, records = self._reserve(ready, [made.messages[place][1] for place in of_topic])
-                found.update(zip(of_topic, (batch[place] for batch, place in entries), strict=True))
-                to_send += zip(repeat(ready), may_go, records)
+                records = [made.messages[place][1] for place in of_topic]
+                deliveries, some = self._reserve(self._ready(topic), records)
+                found.update(zip(of_topic, deliveries, strict=True))
+                to_send += some
             if (problem := _problem(found.values(), to_send)) is not None:
                 raise problem
         except BaseException:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -343,6 +345,20 @@ def test_nothing_stays_behind_in_memory(producer: DedupProducer, topic: str) -> 
     of_topic = producer._topics[topic]
     assert (of_topic.in_flight, of_topic.reported, any(of_topic._due.values())) == ({}, [], False)
     assert not producer._calls
+
+
+def test_calls_that_attach_keep_no_older_messages_alive(producer: DedupProducer, topic: str) -> None:
+    """A key that is called for again and again: each call attaches to the one in flight before it."""
+    first = weakref.ref(producer.produce_many(topic, [ProducerRecord(b"x", dedup_key=n) for n in (0, 1)])._batch)  # type: ignore[attr-defined]
+    for n in range(1, 60):
+        producer.produce_many(topic, [ProducerRecord(b"x", dedup_key=key) for key in (n, n + 1)])
+        producer.produce(topic, b"x", dedup_key=n)
+        producer.poll(0)
+    for _ in range(60):
+        producer.produce(topic, b"x", dedup_key=uuid4())
+    producer.flush(30)
+    gc.collect()
+    assert first() is None
 
 
 def test_a_report_whose_callback_was_interrupted_is_not_taken_for_success(

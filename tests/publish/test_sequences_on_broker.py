@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from exactly_once.publish import (
     recovery,
 )
 from exactly_once.publish.headers import Sent, with_sequence
-from exactly_once.publish.recovery import Walk
+from exactly_once.publish.recovery import SequenceLog, Walk
 from exactly_once.publish.snapshot import pack, unpack
 from exactly_once.publish.tail import describe, ends_of, read_tail
 from tests.support.journal import scan
@@ -114,6 +115,21 @@ def test_a_snapshot_saves_reading_the_topic_and_the_rest_is_read(
     read = again._topics[topic].log
     assert read is not None
     assert read.recover() == 0, "recovering makes a snapshot, so that the next one has nothing to read"
+
+
+def test_a_new_name_need_not_read_what_is_older(make: Make, bootstrap_servers: str, topic: str) -> None:
+    client = Producer({"bootstrap.servers": bootstrap_servers})
+    for n in range(30):
+        client.produce(topic, b"of another", partition=n % 2, timestamp=1_000_000_000_000 + n)
+    assert client.flush(30) == 0
+    since = datetime(2020, 1, 1, tzinfo=UTC)
+    send(make(published_since=since), topic, 1, 2)
+    filled = SequenceFilter()
+    log = SequenceLog({"bootstrap.servers": bootstrap_servers}, topic, filled, producer="files", since=since)
+    assert log.recover() == 2
+    assert filled.persisted("files") == 2
+    with pytest.raises(ConfigurationError, match="time zone"):
+        make(published_since=datetime(2020, 1, 1))  # noqa: DTZ001 - it is refused
 
 
 def test_a_snapshot_is_made_every_so_many_confirmations(make: Make, topic: str, tmp_path: Path) -> None:
@@ -302,7 +318,10 @@ def test_a_topic_without_any_message_of_ours_is_refused_once_it_was_trimmed(
     for name in ("files", "new"):
         with pytest.raises(TailLost, match="accept_trimmed"):
             make(producer_name=name).last_sequence_id(topic)
-    send(make(producer_name="new", accept_trimmed=True), topic, *range(30))
+    new = make(producer_name="new", accept_trimmed=True)
+    for n in range(30):
+        new.produce(topic, b"%d" % n, partition=n % 3, sequence=n)
+    new.flush(30)
     assert make(producer_name="new").last_sequence_id(topic) == 29, "back to its first message, in all partitions"
 
 
@@ -421,7 +440,7 @@ def test_the_doubts_of_a_batch_are_marked_before_its_confirmations(order: int) -
     producer = DedupProducer(nowhere, dedup=made, producer_name="n", recover=False)
     of_topic = producer._open("t")
     of_topic.log = watching = Watching(made)  # type: ignore[assignment]
-    entries, _ = of_topic.reserve([Sequence("n", 1), Sequence("n", 2)], [None, None])
+    _, entries = of_topic.reserve([Sequence("n", 1), Sequence("n", 2)], [None, None])
     entries[0][0].errors[0] = KafkaError(KafkaError._MSG_TIMED_OUT)
     of_topic.reported.extend(entries[::order])
     of_topic.settle()
