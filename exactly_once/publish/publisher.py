@@ -189,7 +189,7 @@ class Publisher(ABC):
     def poll(self, timeout_seconds: float = 0.0) -> int:
         """Serve delivery reports, mark them in the filters, call callbacks; return how many the client served.
 
-        A filter whose server does not answer is waited for a second at most; it is told with a later call.
+        A filter whose server does not answer is waited for two seconds at most; it is told with a later call.
         """
         if self._closed:
             return 0

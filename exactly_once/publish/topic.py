@@ -24,7 +24,7 @@ _is_on = logger.isEnabledFor
 
 _PENDING, _DELIVERED = Outcome.PENDING, Outcome.DELIVERED
 _SILENT = KafkaError(KafkaError._FAIL, "the client is closed and gave no report")  # noqa: SLF001 - its public name
-MARK_SECONDS = 1.0
+MARK_SECONDS = 2.0
 """For so long ``poll``, ``flush`` and ``result`` wait for a filter's server to take outcomes, then they go on."""
 _SHARED = 50
 """So many messages that are given one by one share a batch: a delivery that is kept keeps the others' messages."""

@@ -33,6 +33,14 @@ def send(kafka: dict[str, Any], topic: str, key: str) -> None:
     assert client.flush(30) == 0
 
 
+def crash(owner: PublishOwner) -> None:
+    """Have nobody renew the lease any more."""
+    owner._closing.set()
+    for thread in owner._threads:
+        thread.join(30)
+    owner.store.close()
+
+
 def start_of(db: psycopg.Connection[Any], owner: PublishOwner) -> dict[str, dict[str, int]]:
     row = db.execute("SELECT positions FROM exactly_once.publish_owner WHERE id = %s", [owner.id]).fetchone()
     assert row is not None
@@ -64,8 +72,7 @@ def test_the_start_of_a_take_over_moves_on_behind_what_is_settled_only(
     delete_all(kafka["bootstrap.servers"], topic)
     theirs.reserve_many(["sent", "not sent"])
     send(kafka, topic, "sent")
-    dead._closing.set()
-    dead.store.close()
+    crash(dead)
     end_lease(db, dead)
     ours = PostgresWindow(make_owner(), scope=topic, seconds=WINDOW_SECONDS, take_over=TopicTakeOver(kafka))
     assert ours.reserve_many(["sent", "not sent", "early"]) == [State.DUPLICATE, State.UNKNOWN, State.DUPLICATE]
@@ -75,10 +82,9 @@ def test_a_name_whose_owner_crashed_is_waited_for(
     make_owner: MakeOwner, db: psycopg.Connection[Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     crashed = make_owner(name=name, exclusive=True, lease_seconds=3)
-    crashed._closing.set()  # nobody renews the lease any more
-    crashed.store.close()
+    crash(crashed)
     with pytest.raises(NameTaken):
         make_owner(name=name, exclusive=True)
     again = make_owner(name=name, exclusive=True, wait_seconds=60)
     assert again.id > crashed.id
-    assert [record.action for record in caplog.records if hasattr(record, "action")] == ["waits_for_name"]
+    assert [getattr(record, "action", "") for record in caplog.records].count("waits_for_name") == 1

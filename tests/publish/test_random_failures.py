@@ -309,9 +309,10 @@ def test_nothing_is_lost_or_doubled_in_transactions(kind: str) -> None:
 
 
 def test_a_successor_takes_over_what_is_in_the_log(
-    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str
+    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Crashes, and the keys of the dead one are found in the log or are unknown."""
+    monkeypatch.setattr("exactly_once.publish.topic.MARK_SECONDS", 60.0)  # the model knows of no slow disk
     (seed,) = seeds([], new=1)
     owners: list[Any] = []
 
