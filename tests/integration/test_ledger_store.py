@@ -35,7 +35,7 @@ class Quiet:
         )
 
     def __call__(self) -> simulated.Connection:
-        return simulated.Connection(self.world.database.life)
+        return simulated.Connection(self.world.database.incarnation)
 
     def step(self, what: str) -> None:
         """Go on at once."""

@@ -13,6 +13,7 @@ from confluent_kafka import KafkaError, TopicPartition
 
 from exactly_once._model import Partition
 from exactly_once.consumer.kafka_offsets import KafkaOffsets
+from exactly_once.consumer.partitions import PartitionState, Phase
 
 P, Q = Partition("t", 0), Partition("t", 1)
 OFFSETS = {P: (5, None), Q: (6, 3)}
@@ -57,3 +58,16 @@ def test_an_error_of_the_whole_or_of_one_partition_proves_nothing(code: int, *, 
         mirror.on_commit(KafkaError(code), sent)
     assert mirror.check_membership(client, {}) == set()
     assert not mirror.is_checking
+
+
+def test_offsets_are_committed_once_and_of_what_is_owned_only() -> None:
+    kafka_offsets, client = KafkaOffsets(group_id="g"), Mock()
+    states = {
+        P: PartitionState(phase=Phase.OWNED, next_offset=5, leader_epoch=2, is_to_mirror=True),
+        Q: PartitionState(phase=Phase.FENCED, next_offset=6, is_to_mirror=True),
+    }
+    kafka_offsets.send(client, states, at_once=True)
+    (sent,) = client.commit.call_args.kwargs["offsets"]
+    assert (sent.topic, sent.partition, sent.offset, sent.leader_epoch) == ("t", 0, 5, 2)
+    kafka_offsets.send(client, states, at_once=True)
+    assert client.commit.call_count == 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from exactly_once._model import Advance, Partition, Row, Span
-from exactly_once.consumer.partitions import Ownership, Phase, Resolution
+from exactly_once.consumer.partitions import Ownership, Phase, Report, Resolution
 from exactly_once.ledger.conflict import Conflict, Grant, check
 from tests.support.interrupts import Interrupt, Interrupter
 
@@ -321,6 +321,55 @@ def test_the_end_of_a_log_is_forgotten_with_the_position_it_was_met_at(change: C
     assert ownership.at_end() == []
     ownership.revoked([P])
     assert ownership.last_ends == []
+
+
+def test_what_was_logged_of_a_bad_partition_outlives_retries_and_ends_with_its_row_or_assignment() -> None:
+    ownership, rows = owning(P)
+    ownership.rejected(P, ValueError())
+    report = ownership.states[P].report = Report(ValueError(), 30.0, 30.0)
+    ownership.retried([P])
+    assert ownership.states[P].report is report, "or the same error is logged at each try"
+    ownership.acquired([replace(rows[P], owner_token=uuid4())])
+    ownership.not_started([P])
+    assert ownership.states[P].report is report
+    ownership.rejected(P, ValueError())
+    ownership.seen([P], [replace(rows[P], owner_epoch=2, next_offset=3)])
+    assert ownership.states[P].report is None
+    ownership.states[P].report = report
+    ownership.assigned([P])
+    assert ownership.states[P].report is None
+
+
+def test_a_suspect_ends_with_the_position_it_was_found_at() -> None:
+    ownership, _ = owning(P)
+    ownership.suspect(Q, "not ours")
+    ownership.suspect(P, "offset out of range")
+    assert list(ownership.suspects()) == [P]
+    ownership.invalidate_all()
+    assert not ownership.suspects()
+    ownership.suspect(P, "of before")
+    assert not ownership.suspects(), "the client is not positioned"
+
+
+def test_what_is_to_be_mirrored_goes_with_the_row() -> None:
+    ownership, rows = owning(P, Q)
+    ownership.committed(ownership.hand_out({P: Span(0, 3, 1), Q: Span(0, 3, 1)}))
+    assert all(state.is_to_mirror for state in ownership.states.values())
+    ownership.seen([P], [replace(rows[P], next_offset=3, owner_token=uuid4(), owner_epoch=2)])
+    ownership.assigned([Q])
+    assert not any(state.is_to_mirror for state in ownership.states.values()), "somebody else may have told Kafka more"
+
+
+def test_a_resolution_that_was_interrupted_is_repeated_under_every_token_that_was_tried() -> None:
+    ownership, rows, advances = in_doubt(P)
+    first, second = uuid4(), uuid4()
+    tokens = [advances[0].token, first]
+    ownership.resolved(advances, tokens, [replace(rows[P], next_offset=10, owner_token=first)])
+    tokens.append(second)
+    landed = replace(rows[P], next_offset=10, owner_token=second)
+    assert ownership.resolved(advances, tokens, [landed]) is Resolution.COMMITTED
+    assert (ownership.states[P].next_offset, ownership.states[P].token) == (10, second)
+    assert ownership.releases == [], "a row that is read on from is not given back"
 
 
 def test_a_partition_that_is_given_back_at_its_end_leaves_the_move_to_be_made() -> None:
