@@ -13,9 +13,9 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from exactly_once.cli.output import ago
+from exactly_once.embedded.proxy import PostgresProxy
 from tests.cli.conftest import Command, read_to_end
 from tests.conftest import MakeConsumer
-from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 
