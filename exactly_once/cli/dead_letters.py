@@ -7,7 +7,6 @@ import base64
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from exactly_once._model import Partition
@@ -187,7 +186,7 @@ def _cells(letter: DeadLetter) -> list[object]:
         letter.group_id,
         Partition(letter.topic, letter.partition),
         letter.message_offset,
-        output.ago((datetime.now(UTC) - letter.dead_at).total_seconds()),
+        output.ago(letter.dead_seconds_ago),
         letter.attempts,
         letter.status,
         error if len(error) <= _SHOWN_CHARACTERS else f"{error[:_SHOWN_CHARACTERS]}...",
