@@ -1,7 +1,8 @@
-"""Output: tables for people, one JSON document for programs."""
+"""Output: what was found or planned, as a table for people or as one JSON document for programs."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -12,9 +13,35 @@ from datetime import datetime
 from typing import Any
 
 _GAP = "  "
-_LEAST = 8
-"""So many characters of a name are always shown."""
+_LEAST = 8  # characters of a name that are always shown: with less, pods of one deployment look alike
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
+
+def show(
+    args: argparse.Namespace,
+    document: object,
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    title: Sequence[str] = (),
+    give: Sequence[int] = (),
+    notes: Sequence[str] = (),
+) -> None:
+    """Print ``document`` if ``--json`` was given; else title, table and notes."""
+    if args.json:
+        print_json(document)
+        return
+    for line in title:
+        print(line)
+    if rows:
+        print_table(header, rows, give=give)
+    for note in notes:
+        print_lines(note)
+
+
+def ending(args: argparse.Namespace) -> str:
+    """Return the last line of a plan: whether it was carried out."""
+    return "done" if args.execute else "dry run: nothing was changed; --execute does it"
 
 
 def width() -> int | None:
@@ -65,7 +92,11 @@ def print_lines(text: str, *, indent: str = "") -> None:
 
 def print_json(document: object) -> None:
     """Print one JSON document; times in ISO 8601."""
-    print(json.dumps(document, indent=2, default=_plain))
+
+    def plain(value: Any) -> str:
+        return value.isoformat() if isinstance(value, datetime) else str(value)
+
+    print(json.dumps(document, indent=2, default=plain))
 
 
 def printable(value: object) -> str:
@@ -81,7 +112,3 @@ def ago(seconds: float | None) -> str | None:
         if seconds >= size:
             return f"{seconds / size:.1f} {name} ago"
     return f"{max(seconds, 0):.1f} s ago"
-
-
-def _plain(value: Any) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -15,6 +15,7 @@ exit codes:
   130  interrupted
   143  sink: the transaction in hand was given up, after --stop-seconds or a second SIGTERM; it comes again"""
 
+# By the name of the class: psycopg, which defines them, must not be imported here.
 _HINTS = {
     "InsufficientPrivilege": "`exactly-once migrate --sql --role NAME` prints the grants that a role needs",
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
@@ -62,7 +63,9 @@ def one_line(error: BaseException, secrets: Iterable[str] = ()) -> str:
     said = getattr(getattr(error, "diag", None), "message_primary", None)
     text = " ".join((said or str(error)).split()) or type(error).__name__
     hint = _HINTS.get(type(error).__name__)
-    if not _is_ours(error):
+    # Worded for users by us, by the drivers, or by the system about a file; others are defects, named by their class.
+    is_worded = isinstance(error, (CommandError, ImportError, OSError))
+    if not is_worded and type(error).__module__.split(".")[0] not in ("exactly_once", "psycopg", "cimpl"):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
     return without_secrets(f"{text}; {hint}" if hint else text, secrets)
 
@@ -72,10 +75,3 @@ def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
     # Not before :func:`other_distribution` was asked: somebody else's package has no such module.
     hidden: str = importlib.import_module("exactly_once._redaction").without_secrets(text, secrets)
     return hidden
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Tell whether an error was worded for users: by us, by the drivers, or by the system about a file."""
-    if isinstance(error, (CommandError, ImportError, OSError)):
-        return True
-    return type(error).__module__.split(".")[0] in ("exactly_once", "psycopg", "cimpl")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import batches, options, plan, report
+from . import batches, options, plan
 from .problems import CommandError, UsageError
 from .servers import open_database
 
@@ -48,22 +48,18 @@ def run(args: argparse.Namespace) -> int:
         settings.required("bootstrap_servers")
     with open_database(settings) as session:
         chosen = plan.make_plan(session, settings, args, ask_kafka=not is_kept and not is_blind)
-        _refuse_foreign(chosen)
+        # No consumer would take offsets for rows that belong to another topic or cluster.
+        for move in chosen.moves:
+            for what, now in (("topic_id", chosen.topic_id), ("cluster_id", chosen.cluster_id)):
+                stored = getattr(move.stored, what, None)
+                if None not in (stored, now) and stored != now:
+                    raise CommandError(
+                        f"{move.partition} of group {chosen.group_id!r} belongs to {what} {stored}, Kafka has {now} "
+                        f"now. If that is meant: exactly-once adopt --topic {chosen.topic} with the same --to-..."
+                    )
         if not args.force:
             plan.refuse_outside(chosen)
         if args.execute:
             chosen = plan.execute(session, chosen, "reset", reason=args.reason)
-    report.tell(chosen, args)
+    plan.show(chosen, args)
     return 0
-
-
-def _refuse_foreign(chosen: plan.Plan) -> None:
-    """Refuse offsets for rows that belong to another topic or cluster: no consumer would take them."""
-    for move in chosen.moves:
-        for what, now in (("topic_id", chosen.topic_id), ("cluster_id", chosen.cluster_id)):
-            stored = getattr(move.stored, what, None)
-            if None not in (stored, now) and stored != now:
-                raise CommandError(
-                    f"{move.partition} of group {chosen.group_id!r} belongs to {what} {stored}, Kafka has {now} now. "
-                    f"If that is meant: exactly-once adopt --topic {chosen.topic} with the same --to-..."
-                )
