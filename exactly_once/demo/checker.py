@@ -44,7 +44,12 @@ TOTAL = BRANCHES * ACCOUNTS * OPENING_BALANCE
 def check(bootstrap_servers: str, conninfo: str, topic: str, schema: str) -> Verdict:
     """Scan the topic and compare it with the journal and the accounts."""
     messages = {(record.partition, record.offset): record.value for record in scan(bootstrap_servers, topic)}
-    return compare(messages, *_effects(conninfo, schema))
+    name = sql.Identifier(schema)
+    with psycopg.connect(conninfo) as connection:
+        journal = connection.execute(sql.SQL('SELECT partition, "offset" FROM {}.journal').format(name))
+        times: Counter[Place] = Counter((partition, offset) for partition, offset in journal)
+        accounts = connection.execute(sql.SQL("SELECT branch, id, balance FROM {}.account").format(name))
+        return compare(messages, times, {(branch, number): balance for branch, number, balance in accounts})
 
 
 def compare(
@@ -63,12 +68,3 @@ def compare(
         wrong_balances=sum(balance != expected[account] for account, balance in balances.items()),
         balance=sum(balances.values()),
     )
-
-
-def _effects(conninfo: str, schema: str) -> tuple[Counter[Place], dict[Place, int]]:
-    name = sql.Identifier(schema)
-    with psycopg.connect(conninfo) as connection:
-        journal = connection.execute(sql.SQL('SELECT partition, "offset" FROM {}.journal').format(name))
-        times: Counter[Place] = Counter((partition, offset) for partition, offset in journal)
-        accounts = connection.execute(sql.SQL("SELECT branch, id, balance FROM {}.account").format(name))
-        return times, {(branch, number): balance for branch, number, balance in accounts}

@@ -17,22 +17,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from exactly_once.embedded.process import is_frozen
 
+from .worker import Order
+
 Event = Mapping[str, Any]
-
-
-class Order(Protocol):
-    """What a worker is told to do."""
-
-    @property
-    def number(self) -> int:
-        """Whose place the worker takes."""
-
-    def to_line(self) -> str:
-        """Write it as one line."""
+_LAST_WORDS = 15  # lines: a traceback of ours is about as long
 
 
 class Worker:
@@ -44,7 +36,6 @@ class Worker:
         """Those that it has, as far as it has told, and since when."""
         self.reports: list[str] = []
         """What it has told, by name, in order."""
-        self._events = events
         # Without a name: nothing of it stays, however the parent ends.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long-lived as the process)
         self._process = subprocess.Popen(
@@ -56,7 +47,16 @@ class Worker:
             bufsize=1,
             process_group=0,
         )
-        threading.Thread(target=self._read, daemon=True).start()
+
+        def read() -> None:
+            assert self._process.stdout is not None
+            with self._process.stdout as lines:
+                for line in lines:
+                    events.put((self, json.loads(line)))
+            self._process.wait()
+            events.put((self, {"event": "ended"}))
+
+        threading.Thread(target=read, daemon=True).start()
 
     def __repr__(self) -> str:
         return f"<Worker {self.number} pid={self._process.pid}>"
@@ -113,7 +113,7 @@ class Worker:
     def last_words(self) -> str:
         """Return the end of what it wrote on standard error."""
         self._log.seek(0)
-        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-15:])
+        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-_LAST_WORDS:])
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -121,23 +121,15 @@ class Worker:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                self._events.put((self, json.loads(line)))
-        self._process.wait()
-        self._events.put((self, {"event": "ended"}))
-
 
 class Crew:
     """The workers of one side, by number. Leaving the ``with`` statement ends every process."""
 
-    def __init__(self, orders: Mapping[int, Order], module: str = "exactly_once.demo.worker") -> None:
-        self._orders = orders
+    def __init__(self, orders: Mapping[int, Order], module: str) -> None:
+        self._orders = orders  # the owner's: it may put another order in a place before it starts a worker there
         self._module = module
-        self._processes: list[Worker] = []
-        self._spares: list[Worker] = []
+        self._processes: list[Worker] = []  # all that were started and not dismissed
+        self._spares: list[Worker] = []  # those of them that wait for an order
         self.events: queue.Queue[tuple[Worker, Event]] = queue.Queue()
         self.workers: dict[int, Worker] = {}
 

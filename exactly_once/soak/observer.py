@@ -22,7 +22,7 @@ _EFFECTS = """
          LATERAL (SELECT * FROM {table} e
                   WHERE e.topic = s.topic AND e.partition = s.partition AND e."offset" >= s.settled) e
 """
-_PAUSE_SECONDS = 1.0
+_PAUSE_SECONDS = 1.0  # between two snapshots: partitions move several times meanwhile
 
 
 class Anomaly(NamedTuple):
@@ -105,30 +105,26 @@ class Observer(threading.Thread):
 
     def _look(self, connection: psycopg.Connection[Any]) -> None:
         """Take one snapshot of everything, then judge."""
+        places = self._tail.places
+        effects: dict[tuple[str, Place], list[int]] = {}
         with connection.transaction():
             ledger = connection.execute(_LEDGER).fetchall()
-            effects = {group: self._effects(connection, group) for group in self._groups}
-        for group, topic, partition, *row in ledger:
-            self._compare(group, (topic, partition), Row(*row), effects[group].get((topic, partition), []))
+            for group in self._groups:
+                settled = [self.views[group, place].settled for place in places]
+                parameters = ([topic for topic, _ in places], [number for _, number in places], settled)
+                rows = connection.execute(sql.SQL(_EFFECTS).format(table=table(group)), parameters)
+                for topic, partition, offset in rows:
+                    effects.setdefault((group, (topic, partition)), []).append(offset)
+        for group, topic, partition, *columns in ledger:
+            place, row = (topic, partition), Row(*columns)
+            view, seen = self.views[group, place], effects.get((group, place), [])
+            # First how far it is complete, then what is there: the tail goes on meanwhile.
+            upto = self._tail.upto(place)
+            known = self._tail.between(place, view.settled, max(upto, row.next_offset))
+            where = f"group {group}, {topic} [{partition}]"
+            if row.halted:
+                self.anomalies.add(Anomaly("halted", where, row.halted))
+            self.anomalies |= {Anomaly(kind, where, what) for kind, what in judge(view, row, seen, known, upto)}
+            view.settled = max(view.settled, min(upto, row.next_offset))
+            view.row = row
         self.snapshots += 1
-
-    def _effects(self, connection: psycopg.Connection[Any], group: str) -> dict[Place, list[int]]:
-        places = self._tail.places
-        settled = [self.views[group, place].settled for place in places]
-        parameters = ([topic for topic, _ in places], [number for _, number in places], settled)
-        found: dict[Place, list[int]] = {}
-        for topic, partition, offset in connection.execute(sql.SQL(_EFFECTS).format(table=table(group)), parameters):
-            found.setdefault((topic, partition), []).append(offset)
-        return found
-
-    def _compare(self, group: str, place: Place, row: Row, effects: list[int]) -> None:
-        view = self.views[group, place]
-        # First how far it is complete, then what is there: the tail goes on meanwhile.
-        upto = self._tail.upto(place)
-        known = self._tail.between(place, view.settled, max(upto, row.next_offset))
-        where = f"group {group}, {place[0]} [{place[1]}]"
-        if row.halted:
-            self.anomalies.add(Anomaly("halted", where, row.halted))
-        self.anomalies |= {Anomaly(kind, where, what) for kind, what in judge(view, row, effects, known, upto)}
-        view.settled = max(view.settled, min(upto, row.next_offset))
-        view.row = row

@@ -23,7 +23,7 @@ from exactly_once._failpoints import OF_A_UNIT
 from exactly_once.cli import main
 from exactly_once.demo import nemesis, payments
 from exactly_once.demo.checker import TOTAL, Verdict, check, compare
-from exactly_once.demo.display import Display, open_display
+from exactly_once.demo.display import Display
 from exactly_once.demo.result import HEAD, Result, as_json, conclusion, rows
 from exactly_once.demo.trial import Setting, Stuck, Tally, Trial
 
@@ -245,12 +245,20 @@ def test_table_in_plain_text_is_aligned() -> None:
 
 
 def test_display_without_a_terminal_is_plain() -> None:
-    assert type(open_display(io.StringIO())) is Display
+    """No colours, no bar, no markup, no line broken at a width that nobody sees."""
+    out = io.StringIO()
+    with Display(out) as display:
+        display.title("title")
+        display.say(f"[bold]:smile: {'long ' * 40}end", style="red")
+        display.progress(1, 2)
+    title, said = out.getvalue().strip().splitlines()
+    assert title == "title"
+    assert re.fullmatch(rf" *\d+\.\ds  \[bold\]:smile: {'long ' * 40}end", said)
 
 
 _ON_A_TERMINAL = """
-from exactly_once.demo.display import open_display
-with open_display() as display:
+from exactly_once.demo.display import Display
+with Display() as display:
     display.title("title")
     display.say("something happens", style="red")
     display.progress(1, 2)
