@@ -50,7 +50,6 @@ positive = number("must be a number above 0", least=1)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "demo", help="see it survive kill -9 and zombies, in about a minute", description=_DESCRIPTION
     )
@@ -123,7 +122,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _side(loop: str, setting: Setting, display: Display) -> result.Result:
-    """Run one side, and check it."""
     display.title(_TITLES[loop])
     with psycopg.connect(setting.conninfo, autocommit=True) as connection:
         migrate(connection)

@@ -22,7 +22,6 @@ _HEAD = "-- The schema of kafka-exactly-once, and what a role needs to consume w
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "migrate", help="make the schema or bring it up to date", description=_DESCRIPTION, epilog=options.EPILOG
     )
@@ -32,7 +31,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Migrate, or print how."""
     settings = options.settings(args)
     if args.role is not None and (not args.role or "\0" in args.role):
         raise UsageError("--role is not the name of a role")
@@ -54,13 +52,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json({**found, "role": args.role})
         return 0
-    print(f"schema {settings.schema} in {where}: {_told(ran)}")
+    done = f"ran migration{'s' if len(ran) > 1 else ''} {', '.join(map(str, ran))}"
+    print(
+        f"schema {settings.schema} in {where}: {done if ran else f'nothing to do, version {schemas.VERSION} is there'}"
+    )
     if args.role is not None:
         print(f"role {args.role} may consume with it")
     return 0
-
-
-def _told(ran: list[int]) -> str:
-    if not ran:
-        return f"nothing to do, version {schemas.VERSION} is there"
-    return f"ran migration{'s' if len(ran) > 1 else ''} {', '.join(map(str, ran))}"

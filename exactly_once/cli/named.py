@@ -43,7 +43,6 @@ class Named:
         return type(self), (self.option, self.name)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it."""
         return self._function(*arguments)
 
 

@@ -19,7 +19,6 @@ Spark query counts batches (ledger="batch-id"): it has no topics."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "reset", help="move the offsets of a topic, with fencing", description=_DESCRIPTION, epilog=options.EPILOG
     )
@@ -34,7 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show what would be moved, or move it."""
     settings = options.settings(args)
     settings.opener()
     settings.required("group_id")

@@ -45,7 +45,6 @@ class Stored:
 
     @property
     def place(self) -> Partition:
-        """Which partition the row is about."""
         return Partition(self.topic, self.partition)
 
     @property
@@ -65,7 +64,6 @@ class CommandCluster(Cluster):
     """A cluster as commands ask it."""
 
     def topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Describe those of the topics that exist."""
         found = {}
         for name, future in self.ask(names).items():
             with contextlib.suppress(UnknownTopic):

@@ -29,7 +29,6 @@ exit codes:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "soak", help="injure it for as long as you like, and count", description=_DESCRIPTION
     )

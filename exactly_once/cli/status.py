@@ -58,7 +58,6 @@ class Line:
 
     @property
     def complaint(self) -> str | None:
-        """What an operator must see to."""
         halted = f"halted: {self.stored.halted}" if self.stored.halted else None
         return "; ".join(filter(None, (halted, self.problem))) or None
 
@@ -79,7 +78,6 @@ class Group:
 
     @property
     def halted(self) -> int:
-        """How many partitions are halted."""
         return sum(line.stored.halted is not None for line in self.lines)
 
     @property
@@ -111,7 +109,6 @@ class Report:
 
     @property
     def lines(self) -> list[Line]:
-        """The partitions of all groups."""
         return [line for group in self.groups for line in group.lines]
 
     @property
@@ -132,7 +129,6 @@ class Report:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "status", help="show offsets, lag, owners and problems", description=_DESCRIPTION, epilog=options.EPILOG
     )
@@ -236,7 +232,6 @@ def look(session: Session, settings: options.Settings, kafka: _Kafka) -> Report:
 
 
 def _print(report: Report) -> None:
-    """Print it for people."""
     if report.nothing:
         print(report.nothing)
     for number, group in enumerate(report.groups):
@@ -278,7 +273,6 @@ def _print(report: Report) -> None:
 
 
 def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
-    """Return what needs an operator, in words."""
     found = [report.nothing] if report.nothing else []
     max_lag = math.inf if args.max_lag is None else args.max_lag
     max_dead_letters = math.inf if args.max_dead_letters is None else args.max_dead_letters
@@ -323,7 +317,6 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
 
 
 def _document(report: Report, troubles: list[str] | None) -> dict[str, Any]:
-    """Return it for programs."""
     sums = ("group_id", "lag", "halted", "problems", "dead_letters")
     return {
         "schema": report.schema,

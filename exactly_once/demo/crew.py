@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from exactly_once.embedded.process import is_frozen
@@ -84,7 +84,6 @@ class Worker:
         return all(self.partitions.get(partition, 0.0) > moment for partition in partitions)
 
     def begin(self, order: Order) -> None:
-        """Give it its order."""
         self.number = order.number
         self._write(order.to_line())
 
@@ -93,11 +92,9 @@ class Worker:
         self._write(json.dumps({"kind": kind, "at": at, "after": after}))
 
     def disarm(self) -> None:
-        """Take back what was armed."""
         self._write("null")
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
         if self.status is None:
             os.kill(self._process.pid, number)
 
@@ -156,6 +153,13 @@ class Crew:
         self.warm_up()
         return worker
 
+    def received(self, seconds: float) -> Iterator[tuple[Worker, Event]]:
+        """Yield what workers report, after waiting for the first report for so long."""
+        with contextlib.suppress(queue.Empty):
+            yield self.events.get(timeout=seconds)
+            while True:
+                yield self.events.get_nowait()
+
     def dismiss(self, worker: Worker) -> None:
         """End a process, if it has not ended, and give back what it holds; its place may have been taken."""
         worker.end()
@@ -164,5 +168,4 @@ class Crew:
             del self.workers[worker.number]
 
     def other(self, worker: Worker) -> Worker:
-        """Return the other worker of two."""
         return next(each for each in self.workers.values() if each is not worker)

@@ -36,7 +36,6 @@ class Display:
         self.no_progress()
 
     def title(self, text: str) -> None:
-        """Begin a part."""
         self._console.print(f"\n{text}", style="bold")
 
     def say(self, text: str, *, style: str = "") -> None:
@@ -45,20 +44,16 @@ class Display:
         self._console.print(Text.assemble((seconds, "dim"), "  ", (text, style)))
 
     def line(self, text: str) -> None:
-        """Write a line as it is."""
         self._console.print(text)
 
     def progress(self, done: int, total: int) -> None:
-        """Show how far it is."""
         self._progress.start()
         self._progress.update(self._task, completed=done, total=total)
 
     def no_progress(self) -> None:
-        """Take the bar away."""
         self._progress.stop()
 
     def table(self, head: Row, rows: Sequence[Row], *, good: bool) -> None:
-        """Show the result side by side."""
         table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
         table.add_column(head[0])
         table.add_column(head[1], justify="right", style="green" if good else "bold red")

@@ -62,7 +62,6 @@ class Record(NamedTuple):
 
     @property
     def identity(self) -> Identity:
-        """Where it stands."""
         return Identity(self.topic, self.partition, self.offset)
 
 
@@ -78,7 +77,6 @@ class Entry(NamedTuple):
 
     @property
     def identity(self) -> Identity:
-        """The message whose effect it is."""
         return Identity(self.topic, self.partition, self.offset)
 
 
@@ -126,7 +124,6 @@ def entry(message: Message, worker: str) -> tuple[str | None, int | None, int | 
 
 
 def entries(conninfo: str, topic: str) -> list[Entry]:
-    """Return the journal of a topic, by partition and offset."""
     query = """
         SELECT topic, partition, "offset", value, worker, xid::text::bigint FROM journal.entries
         WHERE topic = %s ORDER BY partition, "offset", xid
@@ -136,7 +133,6 @@ def entries(conninfo: str, topic: str) -> list[Entry]:
 
 
 def counted(conninfo: str, topic: str) -> int:
-    """Return the counter of a topic."""
     with psycopg.connect(conninfo) as connection:
         row = connection.execute("SELECT total FROM journal.counter WHERE topic = %s", (topic,)).fetchone()
     return row[0] if row else 0
@@ -150,7 +146,7 @@ def scan(bootstrap_servers: str, topic: str, timeout_seconds: float = 60) -> lis
     this one waits for it, and raises TimeoutError in the end.
     """
     ends = log_ends(bootstrap_servers, topic, timeout_seconds)
-    consumer = _consumer(bootstrap_servers, "read_committed")
+    consumer = plain_consumer(bootstrap_servers, "read_committed")
     try:
         consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in ends])
         return sorted(_read_to(consumer, ends, timeout_seconds))
@@ -184,7 +180,8 @@ def check(conninfo: str, bootstrap_servers: str, topic: str, *, counts: bool = T
     return compare(scan(bootstrap_servers, topic), entries(conninfo, topic), counter)
 
 
-def _consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
+def plain_consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
+    """Make a consumer that is of no group with others, commits nothing and is told the ends of logs."""
     return Consumer(
         {
             "bootstrap.servers": bootstrap_servers,
@@ -201,7 +198,7 @@ def _consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
 
 def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict[int, int]:
     """Return where each log ends; a read_committed consumer would be told where the first open transaction is."""
-    consumer = _consumer(bootstrap_servers, "read_uncommitted")
+    consumer = plain_consumer(bootstrap_servers, "read_uncommitted")
     try:
         metadata = consumer.list_topics(topic, timeout=timeout_seconds).topics[topic]
         if metadata.error is not None:

@@ -38,7 +38,6 @@ class Order(worker.Order):
 
     @property
     def kafka(self) -> dict[str, Any]:
-        """The settings of the Kafka client."""
         return {
             "bootstrap.servers": self.bootstrap_servers,
             "group.id": self.group_id,
@@ -122,7 +121,6 @@ def _telling(event: str) -> Callable[[Any, list[TopicPartition]], None]:
 
 
 def main() -> None:
-    """Wait for the order and carry it out."""
 
     def apply_payments(line: str, injury: Injury) -> None:
         order = Order.from_line(line)

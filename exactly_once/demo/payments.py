@@ -65,11 +65,9 @@ def create_tables(connection: psycopg.Connection[Any], schema: str) -> None:
     connection.execute(statement)
 
 
-def create_topic(bootstrap_servers: str, topic: str) -> None:
-    """Make the topic: a partition for each branch."""
+def create_topic(bootstrap_servers: str, topic: str, partitions: int = BRANCHES, replicas: int = 1) -> None:
     with AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2}) as admin:
-        for future in admin.create_topics([NewTopic(topic, BRANCHES, 1)]).values():
-            future.result(_SECONDS)
+        admin.create_topics([NewTopic(topic, partitions, replicas)])[topic].result(_SECONDS)
 
 
 def apply(connection: psycopg.Connection[Any], schema: str, messages: Sequence[Message], worker: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -220,10 +218,8 @@ class Trial:
 
     def _listen(self) -> None:
         """Take in what workers report, waiting for a moment; look how far they are."""
-        with contextlib.suppress(queue.Empty):
-            self._take(*self._crew.events.get(timeout=_LOOK_SECONDS / 5))
-            while True:
-                self._take(*self._crew.events.get_nowait())
+        for worker, event in self._crew.received(_LOOK_SECONDS / 5):
+            self._take(worker, event)
         if time.monotonic() - self._looked_at <= _LOOK_SECONDS:
             return
         statement = 'SELECT partition, count(*), max("offset") FROM {}.journal GROUP BY partition'

@@ -29,11 +29,9 @@ class Order:
 
     @classmethod
     def from_line(cls, line: str) -> Self:
-        """Read an order."""
         return cls(**json.loads(line))
 
     def to_line(self) -> str:
-        """Write an order."""
         return json.dumps(asdict(self))
 
 

@@ -90,7 +90,6 @@ class Observer(threading.Thread):
         self.anomalies: set[Anomaly] = set()
 
     def run(self) -> None:
-        """Look until it is stopped."""
         while not self._stopping.wait(_PAUSE_SECONDS):
             with contextlib.suppress(psycopg.OperationalError), psycopg.connect(self._conninfo) as connection:
                 connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
@@ -99,7 +98,6 @@ class Observer(threading.Thread):
                     self._look(connection)
 
     def stop(self) -> None:
-        """End it."""
         self._stopping.set()
         self.join()
 

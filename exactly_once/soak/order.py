@@ -51,7 +51,6 @@ class Order(worker.Order):
 
     @property
     def name(self) -> str:
-        """The name of the member."""
         return f"{self.group}-{self.number % PLACES}"
 
     def __str__(self) -> str:
@@ -59,7 +58,6 @@ class Order(worker.Order):
 
     @property
     def topics(self) -> Sequence[str]:
-        """What it reads."""
         return list(TOPICS)
 
 

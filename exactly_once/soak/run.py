@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import signal
 import time
 from collections import Counter
@@ -17,6 +15,7 @@ from exactly_once._failpoints import OF_A_UNIT
 from exactly_once.demo.crew import Crew, Event, Worker
 from exactly_once.demo.display import Display
 from exactly_once.demo.journal import log_ends
+from exactly_once.demo.payments import create_topic
 from exactly_once.embedded import Servers
 from exactly_once.embedded.proxy import Fault, PostgresProxy
 from exactly_once.ledger.migrate import migrate
@@ -25,7 +24,7 @@ from . import verdict
 from .nemesis import Nemesis
 from .observer import Anomaly, Observer
 from .order import GROUPS, MEMBERS, PLACES, TOPICS, Order, draw
-from .source import Source, create_topics
+from .source import Source
 from .tail import Place, Tail
 from .worker import create_tables
 
@@ -154,7 +153,8 @@ class Soak:
         with psycopg.connect(servers.conninfo, autocommit=True) as connection:
             migrate(connection)
             create_tables(connection, list(GROUPS))
-        create_topics(servers.bootstrap_servers, TOPICS, replicas=self._brokers)
+        for topic, count in TOPICS.items():
+            create_topic(servers.bootstrap_servers, topic, count, self._brokers)
         self._tail = Tail(servers.bootstrap_servers, TOPICS)
         self._observer = Observer(servers.conninfo, list(GROUPS), self._tail)
         self._moved = dict.fromkeys(self._observer.views, (0, 0.0))
@@ -170,10 +170,8 @@ class Soak:
 
     def _turn(self) -> None:
         """Do what is due: take in reports, thaw, replace the dead, look how far everybody is."""
-        with contextlib.suppress(queue.Empty):
-            self._take(*self._crew.events.get(timeout=_TURN_SECONDS))
-            while True:
-                self._take(*self._crew.events.get_nowait())
+        for worker, event in self._crew.received(_TURN_SECONDS):
+            self._take(worker, event)
         now = time.monotonic()
         if self._outage is None:
             self._up += now - self._turned_at
@@ -223,7 +221,6 @@ class Soak:
     # What a turn and a fault do to workers.
 
     def _hire(self, number: int) -> None:
-        """Have somebody work in a place."""
         self._wanted.add(number)
         self._orders[number] = draw(number, self._servers.bootstrap_servers, self._proxy.conninfo, self._chance)
         self._crew.start(number)

@@ -8,8 +8,6 @@ import random
 import threading
 
 from confluent_kafka import KafkaException, Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +18,6 @@ _LARGEST = 120  # messages in a transaction: less than the largest unit, so that
 _SINGLES = (1, 1, 1, 2, 15)  # messages of a round without a transaction
 _PAUSE_SECONDS = 0.4  # the longest pause between two rounds
 _SECONDS = 30.0  # for one answer of the brokers; longer than one takes to come back
-
-
-def create_topics(bootstrap_servers: str, topics: dict[str, int], *, replicas: int) -> None:
-    """Make the topics."""
-    with AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2}) as admin:
-        new = [NewTopic(topic, partitions, replicas) for topic, partitions in topics.items()]
-        for future in admin.create_topics(new).values():
-            future.result(_SECONDS)
 
 
 class Source(threading.Thread):

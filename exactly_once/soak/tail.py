@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
+
+from exactly_once.demo.journal import plain_consumer
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +26,9 @@ class Tail(threading.Thread):
         self._offsets: dict[Place, list[int]] = {place: [] for place in self.places}
         self._upto: dict[Place, int] = dict.fromkeys(self.places, 0)
         self._stopping = threading.Event()
-        self._consumer = Consumer(
-            {
-                "bootstrap.servers": bootstrap_servers,
-                "group.id": f"tail-{uuid.uuid4()}",
-                "isolation.level": "read_committed",
-                "auto.offset.reset": "error",
-                "enable.auto.commit": False,
-                "enable.partition.eof": True,
-                "log_level": 0,
-            }
-        )
+        self._consumer = plain_consumer(bootstrap_servers, "read_committed")
 
     def run(self) -> None:
-        """Read until it is stopped."""
         self._consumer.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for topic, number in self.places])
         while not self._stopping.is_set():
             for message in self._consumer.consume(1000, 0.2):
@@ -55,12 +45,10 @@ class Tail(threading.Thread):
         self._consumer.close()
 
     def stop(self) -> None:
-        """End it."""
         self._stopping.set()
         self.join()
 
     def upto(self, place: Place) -> int:
-        """Return the offset below which everything is known."""
         return self._upto[place]
 
     def between(self, place: Place, first: int, end: int) -> list[int]:
@@ -75,5 +63,4 @@ class Tail(threading.Thread):
 
     @property
     def messages(self) -> int:
-        """How many messages count so far."""
         return sum(map(len, self._offsets.values()))

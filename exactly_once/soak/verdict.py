@@ -86,7 +86,6 @@ def _compare(
 
 
 def counts(anomalies: Sequence[Anomaly]) -> dict[str, int]:
-    """Count the anomalies of each kind, those that are none as well."""
     return {kind: sum(anomaly.kind == kind for anomaly in anomalies) for kind in KINDS}
 
 
@@ -103,7 +102,6 @@ def shown(anomalies: Sequence[Anomaly]) -> list[str]:
 
 
 def versions(*, postgres: str, kafka: str) -> Mapping[str, str]:
-    """Name what the soak was run with."""
     return {
         "kafka-exactly-once": __version__,
         "python": platform.python_version(),

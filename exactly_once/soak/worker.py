@@ -38,14 +38,12 @@ def table(group: str) -> sql.Identifier:
 
 
 def create_tables(connection: psycopg.Connection[Any], groups: Sequence[str]) -> None:
-    """Make an empty table for each group."""
     connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(SCHEMA)))
     for group in groups:
         connection.execute(sql.SQL(_CREATE).format(table=table(group)))
 
 
 def main() -> None:
-    """Wait for the order and carry it out."""
 
     def obey(line: str, _: Injury) -> None:
         try:
