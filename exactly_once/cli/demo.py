@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     seed = random.SystemRandom().randrange(10_000) if args.seed is None else args.seed
     results: dict[str, result.Result] = {}
     with ending_on_sigterm(), Display() as display:
-        display.say(f"starting Kafka and Postgres; --seed {seed} repeats the payments and faults")
+        display.log(f"starting Kafka and Postgres; --seed {seed} repeats the payments and faults")
         with embedded.start() as servers:
             setting = Setting(
                 bootstrap_servers=servers.bootstrap_servers,
@@ -127,6 +127,6 @@ def _side(loop: str, setting: Setting, display: Display) -> result.Result:
         migrate(connection)
     trial = Trial(loop, setting, display)
     tally = trial.run()
-    display.say("checking it against the topic, read anew from its beginning")
+    display.log("checking it against the topic, read anew from its beginning")
     verdict = check(setting.bootstrap_servers, setting.conninfo, trial.topic, trial.schema)
     return result.Result(tally, verdict, setting.messages)

@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the soak on servers of its own, and print the verdict."""
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     with ending_on_sigterm(), Display(sys.stderr if args.json else sys.stdout) as display:
-        display.say(f"starting Kafka and Postgres; --seed {seed} draws the same faults")
+        display.log(f"starting Kafka and Postgres; --seed {seed} draws the same faults")
         seconds = args.minutes * 60
         try:
             with embedded.start(brokers=args.brokers) as servers:
                 verdict = Soak(servers, seed=seed, seconds=seconds, brokers=args.brokers, display=display).run()
         except StartError as error:
-            display.say(f"cut short, nothing is shown: {error}", style="bold red")
+            display.log(f"cut short, nothing is shown: {error}", style="bold red")
             return CUT_SHORT
         if args.json:
             print(json.dumps(verdict), flush=True)

@@ -71,7 +71,7 @@ class Worker:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
-    def heard(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Take note of what it reports."""
         self.reports.append(event["event"])
         for partition in event.get("partitions", ()):

