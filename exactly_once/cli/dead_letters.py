@@ -27,11 +27,11 @@ from .servers import open_database
 
 _DESCRIPTION = """\
 Messages that a handler could not apply and that were set aside in the transaction that skips them. They
-stay until somebody replays or drops them. Of all groups, unless --group-id is said."""
+stay until somebody replays or drops them. Of all groups, unless --group-id is given."""
 _REPLAY = """\
 Call a handler with dead letters in the order of the log, each in one transaction with its mark: a crash
 leaves a letter replayed with its effects, or dead without them. One that fails again stays dead; the rest
-goes on, and the command exits with 1. A dry run unless --execute is said."""
+goes on, and the command exits with 1. A dry run unless --execute is given."""
 _HEADER = ("ID", "GROUP", "PARTITION", "OFFSET", "KEY", "DEAD SINCE", "TRIES", "STATUS", "ERROR")
 _GIVE = tuple(map(_HEADER.index, ("ERROR", "GROUP", "PARTITION", "KEY")))
 _SHOWN_CHARACTERS = 60  # of an error or a key: the table is for finding a letter, `show` for reading it
@@ -72,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
     settings = options.settings(args)
     settings.opener()
     if args.action == "show" and not args.ids:
-        raise UsageError("say the ids of the dead letters to show; `exactly-once dead-letters list` has them")
+        raise UsageError("name the dead letters to show by their ids; `exactly-once dead-letters list` has them")
     if args.action == "drop" and not (args.ids or args.topic):
-        raise UsageError("say which dead letters to drop: their ids, or --topic")
+        raise UsageError("name the dead letters to drop: by their ids, or by --topic")
     handler = Named("--handler", args.handler) if args.action == "replay" else None
     with open_database(settings) as session:
         found = dead_letters.find(
@@ -178,7 +178,7 @@ def _document(letter: DeadLetter) -> dict[str, Any]:
 
 
 def _readable(value: str | bytes | None) -> str | None:
-    """Give text as it is, and other bytes in base64 behind a prefix that says so."""
+    """Give text as it is, and other bytes in base64 behind a prefix."""
     if not isinstance(value, bytes):
         return value
     try:

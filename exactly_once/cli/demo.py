@@ -43,9 +43,9 @@ frozen: first with the library, then by an ordinary loop. Both are checked again
 exit codes:
   0    both ran to their ends, and with the library nothing was lost or doubled
   1    with the library something was
-  3    a run was cut short, on a machine that is too busy for instance: nothing is said of it"""
+  3    a run was cut short, on a machine that is too busy for instance: it shows nothing"""
 CUT_SHORT = 3
-"""The exit code of a run of which nothing is said."""
+"""The exit code of a run that shows nothing."""
 positive = number("must be a number above 0", least=1)
 
 
@@ -78,7 +78,7 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run both sides on servers of their own, and say what that shows."""
+    """Run both sides on servers of their own, and print what that shows."""
     # Short enough to be typed again.
     seed = random.SystemRandom().randrange(10_000) if args.seed is None else args.seed
     results: dict[str, result.Result] = {}

@@ -59,7 +59,7 @@ class Settings:
     kafka: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
     more: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What the file says for this command alone."""
+    """The file's keys for this command alone."""
 
     def required(self, key: str) -> str:
         """Return a setting that the command cannot do without.
@@ -69,7 +69,9 @@ class Settings:
         value: str | None = getattr(self, key)
         if value:
             return value
-        raise UsageError(f"say --{key.replace('_', '-')}, or set {_ENVIRONMENT[key]}, or {key} in the file of --config")
+        raise UsageError(
+            f"pass --{key.replace('_', '-')}, or set {_ENVIRONMENT[key]}, or {key} in the file of --config"
+        )
 
     def opener(self) -> Callable[[], Connection]:
         """Return what opens connections to Postgres.
@@ -89,7 +91,7 @@ class Settings:
 
 
 def add_common(parser: argparse.ArgumentParser, *, json: str = "print one JSON document") -> None:
-    """Add the options that every command takes; ``json`` is what the help says of ``--json``."""
+    """Add the options that every command takes; ``json`` is the help of ``--json``."""
     group = parser.add_argument_group("where")
     brokers = _help("Kafka's brokers", "bootstrap_servers")
     group.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help=brokers)

@@ -55,7 +55,7 @@ class Move:
 
     @property
     def result(self) -> int | None:
-        """The offset afterwards, as far as can be told before."""
+        """The offset afterwards, as far as it is known before."""
         return self.old_offset if self.new_offset is None else self.new_offset
 
     @property
@@ -98,7 +98,7 @@ class Plan:
 def add_targets(
     parser: argparse.ArgumentParser, *, keep: str, keep_help: str, needs_topic: bool = True
 ) -> argparse._MutuallyExclusiveGroup:
-    """Add the options that say which partitions are moved, where to, and whether really; return those of where to."""
+    """Add options for which partitions are moved, where to, and whether really; return those of where to."""
     parser.add_argument("--topic", required=needs_topic, help="the topic")
     a_partition = number("is not the number of a partition", most=_MAX_PARTITION)
     an_offset = number("is not an offset: 0 or more; see also --to-earliest and --to-latest", most=_MAX_OFFSET)
@@ -154,7 +154,7 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
         partitions = [p for p in partitions if p in stored]
         if args.partition or not partitions:
             raise CommandError(
-                f"the ledger has no row of {new[0]} for group {group_id!r}: say where it starts, --to-offset N"
+                f"the ledger has no row of {new[0]} for group {group_id!r}: pass --to-offset N, where it starts"
             )
     chosen: Mapping[Partition, int] = {}
     if target.kind == "committed" and cluster and found:
@@ -189,7 +189,7 @@ def refuse_outside(plan: Plan) -> None:
         if move.is_outside and move.log is not None:
             raise CommandError(
                 f"offset {move.result} of {move.partition} is outside its log, which has offsets {move.log.start} to "
-                f"{move.log.end}: choose another, or say --force"
+                f"{move.log.end}: choose another, or pass --force"
             )
 
 
@@ -313,14 +313,14 @@ def _partitions(
             raise CommandError(f"there is no {partition}: the topic has {count} partitions")
         if count is None and partition not in stored:
             raise CommandError(
-                f"the ledger has no row of {partition} for group {group_id!r}: say --bootstrap-servers and "
+                f"the ledger has no row of {partition} for group {group_id!r}: pass --bootstrap-servers and "
                 "--to-offset N to make it"
             )
     return chosen
 
 
 def _committed(cluster: CommandCluster, group_id: str, topic: str, found: Topic) -> dict[Partition, int]:
-    """Return what Kafka was told by others than this library; what we told it is where the ledger was, or is."""
+    """Return the offsets that others than this library have committed; ours are where the ledger was, or is."""
     others = cluster.foreign_members(group_id)
     if others:
         raise CommandError(

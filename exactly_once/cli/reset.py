@@ -10,7 +10,7 @@ from .servers import open_database
 
 _DESCRIPTION = """\
 Move the offsets of one topic of a group, or with --to-current only fence, release and un-halt its
-partitions. A dry run unless --execute is said; then everything happens in one transaction, is kept in
+partitions. A dry run unless --execute is given; then everything happens in one transaction, is kept in
 the audit table, and a row that somebody deleted is made again. A live owner is fenced: what it has not
 committed is rolled back, and it goes on from the new offset within seconds. Effects stay: moving
 back applies messages a second time, moving on leaves messages out. --to-committed is for going on after

@@ -1,4 +1,4 @@
-"""Servers: a command's connections to Postgres and Kafka, and what they say of partitions."""
+"""Servers: a command's connections to Postgres and Kafka, and what they report of partitions."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ from .servers import CommandCluster, Log, Stored, open_cluster, open_database, s
 _DESCRIPTION = """\
 Show each group, and each of its partitions in the ledger: the next offset to be applied, how far that is
 from the end of the log (in offsets, so gaps of compaction and transactions count), its owner, and when it
-last moved. What is wrong with a partition is said below it. All groups, unless --group-id is said. Without
+last moved. What is wrong with a partition is below the table. All groups, unless --group-id is given. Without
 --bootstrap-servers it shows what the database knows. Spark queries follow with what each wrote last;
-COUNTED is for those that count batches, not offsets. The last line says what makes every advance slower:
+COUNTED is for those that count batches, not offsets. The last line is about what makes every advance slower:
 dead rows of the ledger, and who holds the oldest snapshot, for which they must stay (of other roles only with
 pg_read_all_stats). In a terminal, long names are shortened in the middle."""
 _CHECK = """\
-say what needs an operator, one line each, and exit with 1 if anything does: a halted partition, an offset outside
-the log, a topic that is gone or was made again, a group without rows; and what --max-... say"""
+print what needs an operator, one line each, and exit with 1 if anything does: a halted partition, an offset outside
+the log, a topic that is gone or was made again, a group without rows; and what is above --max-..."""
 _HEADER = ("PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "ADVANCED")
 _OWNER, _PARTITION = _HEADER.index("OWNER"), _HEADER.index("PARTITION")
 _QUERY_HEADER = ("GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED", "WRITTEN", "COUNTED")
@@ -98,7 +98,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found; ``unreachable`` says why Kafka's part of it is missing."""
+    """What was found; ``unreachable`` is why Kafka's part of it is missing."""
 
     schema: str
     group_id: str | None
@@ -113,7 +113,7 @@ class Report:
 
     @property
     def nothing(self) -> str | None:
-        """What there is to say where the database knows nothing of what was asked for."""
+        """The message where the database has no rows of what was asked for."""
         if self.groups or self.queries:
             return None
         return f"the ledger has no rows{f' of group {self.group_id}' if self.group_id else ''}"
@@ -155,12 +155,12 @@ def run(args: argparse.Namespace) -> int:
     if args.watch is not None and args.json:
         raise UsageError("--watch is for people: leave out --json, or ask again and again")
     if not args.check and (args.max_lag is not None or args.max_dead_letters is not None):
-        raise UsageError("--max-lag and --max-dead-letters are limits of --check: say --check, too")
+        raise UsageError("--max-lag and --max-dead-letters are limits of --check: pass --check, too")
     if args.max_lag is not None:
         settings.required("bootstrap_servers")
     with open_database(settings) as session:
         kafka = _Kafka(settings)
-        while args.watch is not None:  # until somebody interrupts; a server that is away is said and waited for
+        while args.watch is not None:  # until somebody interrupts; an error is printed, and the server waited for
             try:
                 report = look(session, settings, kafka)
                 print(_CLEAR if sys.stdout.isatty() else "", end="")
@@ -290,7 +290,7 @@ def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
 
 
 def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
-    """Put rows beside their logs in this cluster, and say what does not fit."""
+    """Put rows beside their logs in this cluster, and name what does not fit."""
     ours = [row for row in rows if row.cluster_id in (None, cluster.cluster_id)]
     topics = cluster.topics(sorted({row.topic for row in ours}))
     there = {row.place for row in ours if row.topic in topics and row.partition < topics[row.topic].partitions}

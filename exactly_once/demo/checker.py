@@ -30,7 +30,7 @@ class Verdict:
     foreign: int
     """Effects of no message: it was taken back by its publisher."""
     wrong_balances: int
-    """Accounts that do not have what the messages in the topic say."""
+    """Accounts that do not have what the messages in the topic amount to."""
     balance: int
     """The sum over all accounts."""
 
@@ -54,7 +54,7 @@ def check(bootstrap_servers: str, conninfo: str, topic: str, schema: str) -> Ver
 def compare(records: Sequence[Record], effects: Sequence[Entry], balances: Mapping[tuple[int, int], int]) -> Verdict:
     """Compare messages with their effects, and with the balances by branch and number of the account.
 
-    The journal of the demo has no values: what a payment said is seen in the balances.
+    The journal of the demo has no values: what a payment was is seen in the balances.
     """
     expected: defaultdict[tuple[int, int], int] = defaultdict(lambda: OPENING_BALANCE)
     for record in records:

@@ -33,9 +33,9 @@ class Worker:
     def __init__(self, events: queue.Queue[tuple[Worker, Event]], module: str) -> None:
         self.number = 0
         self.partitions: dict[int, float] = {}
-        """Those that it has, as far as it has told, and since when."""
+        """Those that it has by its reports, and since when."""
         self.reports: list[str] = []
-        """What it has told, by name, in order."""
+        """The names of its reports, in order."""
         # Without a name: nothing of it stays, however the parent ends.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long-lived as the process)
         self._process = subprocess.Popen(
@@ -72,7 +72,7 @@ class Worker:
         return self._process.poll()
 
     def receive(self, event: Event) -> None:
-        """Take note of what it reports."""
+        """Record what it reports."""
         self.reports.append(event["event"])
         for partition in event.get("partitions", ()):
             self.partitions.pop(partition, None)

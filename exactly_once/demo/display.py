@@ -1,4 +1,4 @@
-"""Display: what a viewer sees. Live and in colour on a terminal, plain lines everywhere else; rich tells which."""
+"""Display: what a viewer sees. Live and in colour on a terminal, plain lines everywhere else."""
 
 from __future__ import annotations
 

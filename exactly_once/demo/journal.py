@@ -7,7 +7,7 @@ counter per topic, an effect that is not idempotent. A handler under test append
     unit.execute(journal.COUNT, (topic, len(unit.messages)))
 
 The counter is one row: transactions that count run one after the other, and a frozen one stops the others. A
-test in which that is not wanted leaves COUNT out and says so to `check`.
+test in which that is not wanted leaves COUNT out and passes ``counts=False`` to `check`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Verdict:
     lost: list[Identity]
     """In the topic, without an effect."""
     duplicated: dict[Identity, list[Entry]]
-    """With more than one effect: all of them, so that worker and transaction can be told."""
+    """With more than one effect: all of them, with their workers and transactions."""
     foreign: list[Entry]
     """Effects of no message of the topic: its producer aborted it, or retention has removed it."""
     altered: list[Identity]
@@ -181,7 +181,7 @@ def check(conninfo: str, bootstrap_servers: str, topic: str, *, counts: bool = T
 
 
 def plain_consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
-    """Make a consumer that is of no group with others, commits nothing and is told the ends of logs."""
+    """Make a consumer that is of no group with others, commits nothing and reports the ends of logs."""
     return Consumer(
         {
             "bootstrap.servers": bootstrap_servers,
@@ -190,14 +190,14 @@ def plain_consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
             "auto.offset.reset": "error",
             "enable.auto.commit": False,
             "enable.partition.eof": True,
-            "log_level": 2,  # a broker that is away is nothing to tell of
-            "fetch.wait.max.ms": 10,  # the end is told by an empty answer, which the broker would hold back
+            "log_level": 2,  # a broker that is away is no news
+            "fetch.wait.max.ms": 10,  # the end is known from an empty answer, which the broker would hold back
         }
     )
 
 
 def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict[int, int]:
-    """Return where each log ends; a read_committed consumer would be told where the first open transaction is."""
+    """Return where each log ends; a read_committed consumer gets the start of the first open transaction."""
     consumer = plain_consumer(bootstrap_servers, "read_uncommitted")
     try:
         metadata = consumer.list_topics(topic, timeout=timeout_seconds).topics[topic]
@@ -213,7 +213,7 @@ def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict
 
 
 def _read_to(consumer: Consumer, ends: Mapping[int, int], timeout_seconds: float) -> list[Record]:
-    """Read until the position of every partition has reached its end, as the end-of-partition events tell."""
+    """Read until the position of every partition has reached its end, by the end-of-partition events."""
     records: list[Record] = []
     missing = dict(ends)
     deadline = time.monotonic() + timeout_seconds

@@ -16,7 +16,7 @@ MOMENTS = {
     "advanced": "one step before COMMIT",
     "committed": "right after COMMIT",
     "positioned": "between two batches",
-    "mirrored": "after telling Kafka",
+    "mirrored": "after committing to Kafka",
 }
 """What a failpoint means, for people."""
 BETWEEN_COMMITS = "between its two commits"

@@ -97,7 +97,7 @@ def conclusion(results: Mapping[str, Result], *, seed: int) -> str:
         f"{exact.tally.crashes} crashes and {exact.tally.frozen} zombies"
     )
     if ordinary.is_cut_short:
-        end = f". The ordinary loop was cut short, waiting for {ordinary.tally.waited_for}: nothing is said of it."
+        end = f". The ordinary loop was cut short, waiting for {ordinary.tally.waited_for}: it shows nothing."
     elif ordinary.verdict.duplicated:
         end = f"; the ordinary loop applied {ordinary.verdict.duplicated:,} of them more than once."
     else:

@@ -57,7 +57,7 @@ class Tally:
     errors: int = 0
     """Workers that ended by themselves."""
     drained: bool = False
-    """Whether everything was applied and the workers stopped when they were told to."""
+    """Whether everything was applied and the workers stopped when they were asked to."""
     waited_for: str = ""
     """What it was cut short waiting for, if it was."""
     seconds: float = 0.0
@@ -172,11 +172,11 @@ class Trial:
         woken_at = time.monotonic()
         seconds = woken_at - struck_at
         log(f"worker {other.number} took over after {seconds:.1f} s; worker {number} wakes up, a zombie", style="cyan")
-        told = len(victim.reports)
+        before = len(victim.reports)
         victim.send(signal.SIGCONT)
         ends = {"fenced", "landed", "redelivered", "ended"}
-        self._until(lambda: not ends.isdisjoint(victim.reports[told:]), f"the outcome of the batch of {victim}")
-        end = next(report for report in victim.reports[told:] if report in ends)
+        self._until(lambda: not ends.isdisjoint(victim.reports[before:]), f"the outcome of the batch of {victim}")
+        end = next(report for report in victim.reports[before:] if report in ends)
         self.tally.fenced += end == "fenced"
         self.tally.landed += end == "landed"
         if end == "landed":

@@ -1,4 +1,4 @@
-"""Worker: what a process of a :class:`~.crew.Crew` is told, what it reports, and how it is injured.
+"""Worker: what a process of a :class:`~.crew.Crew` gets to do, what it reports, and how it is injured.
 
 It reads its order from the first line of standard input, then faults to arm, and reports in lines of
 JSON on standard output. When standard input ends, its parent is gone, and it goes too.

@@ -1,6 +1,6 @@
 """Run one server program and end it when the process that asked for it is gone.
 
-The parent starts this file with a pipe on standard input, writes one line of JSON that says what to run,
+The parent starts this file with a pipe on standard input, writes one line of JSON with what to run,
 reads the server's pid from standard output, and keeps the pipe open. A crash of the parent, ``kill -9``
 included, closes the pipe; that works on every Unix. Standard library only, and run by path, so that it starts
 in milliseconds.

@@ -114,7 +114,7 @@ class Progress:
 
     @contextlib.contextmanager
     def file(self, name: str, size: int) -> Iterator[Callable[[int], None]]:
-        """Count one file; its bytes are told to the function this yields."""
+        """Count one file; the function that this yields takes its bytes."""
         _log.debug("fetching %s, %d bytes", name, size)
 
         def add(count: int) -> None:

@@ -177,7 +177,7 @@ class Kafka:
                 except KafkaException:
                     return False
 
-        # A broker accepts connections before the controller has told it of the others.
+        # A broker accepts connections before it knows the others.
         for node in nodes:
             wait(node, partial(accepts, self._nodes[node].port))
         for node in nodes:

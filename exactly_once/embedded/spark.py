@@ -101,7 +101,7 @@ def session(
 
 
 def environment() -> dict[str, str]:
-    """Return what Spark's processes need to be told: which Java, which Python, and no address but 127.0.0.1.
+    """Return the variables that Spark's processes need: which Java, which Python, and no address but 127.0.0.1.
 
     Raises `MissingExtra` without pyspark, `DownloadError` if a Java is needed and cannot be had.
     """

@@ -1,4 +1,4 @@
-"""Order: what a worker of the soak is told to do, and the groups that they form."""
+"""Order: what a worker of the soak does, and the groups that they form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHORT_QUEUE = {"queued.min.messages": 100, "max.partition.fetch.bytes": 16_384}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order(worker.Order):
-    """What one process does until it ends; the next one in its place is told something else."""
+    """What one process does until it ends; the next one in its place gets another order."""
 
     group: str
     kafka: Mapping[str, Any]

@@ -22,10 +22,9 @@ from exactly_once.ledger.migrate import migrate
 
 from . import verdict
 from .nemesis import Nemesis
-from .observer import Anomaly, Observer
+from .observer import Anomaly, Observer, Place, Tail
 from .order import GROUPS, MEMBERS, PLACES, TOPICS, Order, draw
 from .source import Source
-from .tail import Place, Tail
 from .worker import create_tables
 
 CALM_SECONDS = 30.0

@@ -15,8 +15,7 @@ from psycopg import sql
 from exactly_once import __version__
 from exactly_once.demo.journal import Entry, Record, compare, scan
 
-from .observer import Anomaly
-from .tail import Place
+from .observer import Anomaly, Place
 from .worker import table
 
 KINDS = (
@@ -32,7 +31,7 @@ KINDS = (
     "ended",
 )
 """What can be wrong. ``ended``: a worker by itself; ``halted``: a partition; ``foreign``: the effect of no message."""
-_SHOWN = 5  # anomalies of one kind, group and partition that are written out: more of the same tell nothing
+_SHOWN = 5  # anomalies of one kind, group and partition that are written out: more of the same show nothing
 _LONGEST = 1_000  # characters of one of them; the whole of it was shown when it was found
 _SCAN_SECONDS = 180  # for reading one topic: minutes of messages on a machine that is busy
 _ENTRIES = 'SELECT topic, partition, "offset", number, worker, xid::text::bigint FROM {table} WHERE topic = %s'
@@ -91,11 +90,11 @@ def counts(anomalies: Sequence[Anomaly]) -> dict[str, int]:
 
 def shown(anomalies: Sequence[Anomaly]) -> list[str]:
     """Write out the first ones of each kind and place."""
-    told: dict[tuple[str, str], int] = {}
+    written: dict[tuple[str, str], int] = {}
     texts = []
     for anomaly in sorted(anomalies):
-        told[anomaly.kind, anomaly.where] = told.get((anomaly.kind, anomaly.where), 0) + 1
-        if told[anomaly.kind, anomaly.where] <= _SHOWN:
+        written[anomaly.kind, anomaly.where] = written.get((anomaly.kind, anomaly.where), 0) + 1
+        if written[anomaly.kind, anomaly.where] <= _SHOWN:
             text = str(anomaly)
             texts.append(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
     return texts

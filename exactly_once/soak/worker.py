@@ -1,4 +1,4 @@
-"""Worker: the process that applies messages in one of the library's ways, until it is told to stop."""
+"""Worker: the process that applies messages in one of the library's ways, until it is asked to stop."""
 
 from __future__ import annotations
 

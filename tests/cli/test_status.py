@@ -284,7 +284,7 @@ def test_a_check_without_its_servers_is_not_passed(command: Command, consumed: s
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--max-lag", "5"], "say --check"),
+        (["--max-lag", "5"], "pass --check"),
         (["--check", "--max-lag", "5"], "--bootstrap-servers"),
         (["--check", "--watch"], "not allowed with"),
         (["--check", "--max-lag", "-1"], "0 or more"),

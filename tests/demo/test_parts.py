@@ -185,7 +185,7 @@ def test_a_run_that_was_cut_short_is_never_tabulated_and_the_exit_code_says_so(d
     assert code == 3
     assert "2,198" not in said
     assert "2198" not in said
-    assert "The ordinary loop was cut short, waiting for a miracle: nothing is said of it." in said
+    assert "The ordinary loop was cut short, waiting for a miracle: it shows nothing." in said
     assert "luck" not in said
     assert re.search(r"^ *lost +0 +cut short$", said, re.MULTILINE)
     assert json.loads(said.splitlines()[-1])["at_least_once"] == {"cut_short": "a miracle", "seed": 7}
