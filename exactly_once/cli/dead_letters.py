@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "show" and not args.ids:
         raise UsageError("name the dead letters to show by their ids; `exactly-once dead-letters list` has them")
     if args.action == "drop" and not (args.ids or args.topic):
-        raise UsageError("name the dead letters to drop: by their ids, or by --topic")
+        raise UsageError("name the dead letters to drop: their ids, or --topic")
     handler = Named("--handler", args.handler) if args.action == "replay" else None
     with open_database(settings) as session:
         found = dead_letters.find(
@@ -97,11 +97,13 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"these dead letters are of several groups, and have one handler each: {', '.join(groups)}"
             )
+        # `list` and `show` have no such option.
         if not getattr(args, "execute", False):
             _show(args, found)
             return 0
         if handler is not None:
             return _replay(args, session, found, handler)
+        # All or none: what somebody else settles meanwhile is waited for, and left as it is then.
         with session.connection.transaction():
             settled = [dead_letters.settle(session.connection, x.id, "dropped", schema=session.schema) for x in found]
     dropped = [_document(letter) for letter in settled if letter is not None]

@@ -34,7 +34,7 @@ class Named:
             raise UsageError(f"{option} {name}: {error}") from error
         if not callable(found):
             raise UsageError(f"{option} {name}: {module} has no function {function}")
-        self._function: Callable[..., Any] = found
+        self._function: Callable[..., Any] = found  # not handed to another process, which loads its own
 
     def __repr__(self) -> str:
         return f"{self.option} {self.name}"

@@ -25,7 +25,7 @@ from .named import Named, NamedConnect
 from .problems import EXIT_CODES, UsageError
 
 _KEYS = ("bootstrap_servers", "group_id", "conninfo", "schema")
-_IN_FILE = (*_KEYS, "connect")
+_IN_FILE = (*_KEYS, "connect")  # a function has no place on a command line or in the environment
 _ENVIRONMENT = {key: f"EXACTLY_ONCE_{key.upper()}" for key in ("bootstrap_servers", "group_id", "conninfo")}
 _IN_KAFKA = {"bootstrap_servers": "bootstrap.servers", "group_id": "group.id"}
 # Settings of confluent-kafka that are functions: a file cannot hold one, and a command needs none of these.
@@ -87,6 +87,7 @@ class Settings:
 
     def admin(self) -> dict[str, Any]:
         """Return the settings of a Kafka client that only asks and logs nothing by itself."""
+        # librdkafka's own lines on stderr would stand between the command's one line and its reader.
         return {"log_level": 0, **admin_settings(self.kafka), "bootstrap.servers": self.required("bootstrap_servers")}
 
 

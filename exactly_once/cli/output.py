@@ -46,6 +46,7 @@ def ending(args: argparse.Namespace) -> str:
 
 def width() -> int | None:
     """Return how many columns a line may have; None where nobody counts them, as in a pipe."""
+    # COLUMNS is set by whoever pages or records the output of a pipe.
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return shutil.get_terminal_size().columns
     return None
@@ -62,6 +63,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, give
         spare = (width() or sys.maxsize) - sum(widths) - len(_GAP) * (len(widths) - 1)
         least = max(len(header[column]), _LEAST)
         widths[column] = max(min(widths[column], least), widths[column] + min(spare, 0))
+    # A column of offsets has "-" where there is none, so one number is enough.
     right = [any(isinstance(row[i], int) for row in rows) for i in range(len(header))]
     for line in lines:
         cells = [shortened(cell, size) for cell, size in zip(line, widths, strict=True)]
@@ -76,7 +78,7 @@ def shortened(text: str, size: int) -> str:
     """Leave out the middle of a text that is too long: names differ at their ends."""
     if len(text) <= size:
         return text
-    behind = (size - 1) // 2
+    behind = (size - 1) // 2  # one column is the ellipsis
     return f"{text[: size - 1 - behind]}…{text[len(text) - behind :]}"
 
 
@@ -105,10 +107,11 @@ def printable(value: object) -> str:
 
 
 def ago(seconds: float | None) -> str | None:
-    """Say how long ago something was, in its largest unit."""
+    """Return how long ago something was, in its largest unit."""
     if seconds is None:
         return None
     for size, name in _UNITS:
         if seconds >= size:
             return f"{seconds / size:.1f} {name} ago"
+    # Below 0 where the server's clock was set back.
     return f"{max(seconds, 0):.1f} s ago"

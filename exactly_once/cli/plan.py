@@ -198,6 +198,7 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str) -> Pla
 
     :raises CommandError: when rows went away meanwhile; nothing was changed then.
     """
+    # One array for each column: all rows are changed by one statement, in the order in which they were locked.
     keys: dict[str, Any] = {
         "group_id": plan.group_id,
         "cluster_id": plan.cluster_id,
@@ -218,6 +219,7 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str) -> Pla
                     "rows of the ledger were deleted at this very moment; nothing was changed, try again"
                 )
     except psycopg.OperationalError as error:
+        # With a state the server has answered, and has rolled back; without, COMMIT may be on its way.
         if error.sqlstate is not None:
             raise
         raise DatabaseUnreachable(
@@ -321,6 +323,7 @@ def _partitions(
 
 def _committed(cluster: CommandCluster, group_id: str, topic: str, found: Topic) -> dict[Partition, int]:
     """Return the offsets that others than this library have committed; ours are where the ledger was, or is."""
+    # They would go on committing, to where nobody looks any more.
     others = cluster.foreign_members(group_id)
     if others:
         raise CommandError(
@@ -344,6 +347,7 @@ def _time(text: str) -> Target:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in ISO 8601") from None
     if time.tzinfo is None:
         raise argparse.ArgumentTypeError(f"{text!r} has no zone: {text}+00:00, or {text}Z, is UTC")
+    # Kafka takes negative times for its marks of the ends of a log.
     if time < datetime.fromtimestamp(0, UTC):
         raise argparse.ArgumentTypeError(f"{text!r} is before 1970")
     return Target("time", time=time)

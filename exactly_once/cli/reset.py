@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.topic is None:
         raise UsageError("the following arguments are required: --topic")
     is_kept = args.target.kind == "current"
+    # An offset that is forced is compared with nothing, so it can be set while Kafka is away.
     is_blind = args.force and args.target.kind == "offset" and not settings.bootstrap_servers
     if not is_kept and not is_blind:
         settings.required("bootstrap_servers")

@@ -151,7 +151,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print the ledger beside the logs; once, again and again, or only what is wrong."""
     settings = options.settings(args)
-    settings.opener()
+    settings.opener()  # is refused here, before anything is asked
     if args.watch is not None and args.json:
         raise UsageError("--watch is for people: leave out --json, or ask again and again")
     if not args.check and (args.max_lag is not None or args.max_dead_letters is not None):
@@ -182,6 +182,7 @@ def run(args: argparse.Namespace) -> int:
             print(output.printable(trouble))  # one line each, however wide: it goes into a mail or a log
         if not troubles and report.unreachable is None:
             print("ok: " + ("; ".join(map(str, report.groups)) or _count(len(report.queries), "Spark query")))
+    # Behind what the database has: the exit code is that of a look that is not complete.
     if report.unreachable is not None:
         raise report.unreachable
     return 1 if troubles else 0
@@ -293,6 +294,7 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
     """Put rows beside their logs in this cluster, and name what does not fit."""
     ours = [row for row in rows if row.cluster_id in (None, cluster.cluster_id)]
     topics = cluster.topics(sorted({row.topic for row in ours}))
+    # The brokers refuse to be asked for partitions that are not there.
     there = {row.place for row in ours if row.topic in topics and row.partition < topics[row.topic].partitions}
     logs = cluster.logs(sorted(there))
     lines = []

@@ -57,6 +57,7 @@ def compare(records: Sequence[Record], effects: Sequence[Entry], balances: Mappi
     The journal of the demo has no values: what a payment was is seen in the balances.
     """
     expected: defaultdict[tuple[int, int], int] = defaultdict(lambda: OPENING_BALANCE)
+    # From the messages alone: nothing that a worker wrote is trusted.
     for record in records:
         for account, amount in changes(record.value):
             expected[record.partition, account] += amount

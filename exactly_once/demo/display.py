@@ -47,7 +47,7 @@ class Display:
         self._console.print(text)
 
     def progress(self, done: int, total: int) -> None:
-        self._progress.start()
+        self._progress.start()  # again and again: a title or a table takes the bar away
         self._progress.update(self._task, completed=done, total=total)
 
     def no_progress(self) -> None:

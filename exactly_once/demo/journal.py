@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import uuid4
@@ -107,7 +107,9 @@ class Verdict:
     def __str__(self) -> str:
         kinds = ("lost", "duplicated", "foreign", "altered")
         found = ", ".join(f"{len(getattr(self, kind))} {kind}" for kind in kinds)
-        firsts = [f"first {kind}: {_first(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        firsts = [f"first {kind}: {next(iter(getattr(self, kind)))}" for kind in kinds if getattr(self, kind)]
+        if self.duplicated:  # with its effects, whose workers and transactions tell how it came about
+            firsts.append(f"its effects: {next(iter(self.duplicated.values()))}")
         return "\n".join([f"{self.messages} messages, {found}, counter {self.counted}", *firsts])
 
 
@@ -146,12 +148,28 @@ def scan(bootstrap_servers: str, topic: str, timeout_seconds: float = 60) -> lis
     this one waits for it, and raises TimeoutError in the end.
     """
     ends = log_ends(bootstrap_servers, topic, timeout_seconds)
+    missing = dict(ends)
+    records: list[Record] = []
+    deadline = time.monotonic() + timeout_seconds
     consumer = plain_consumer(bootstrap_servers, "read_committed")
     try:
         consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in ends])
-        return sorted(_read_to(consumer, ends, timeout_seconds))
+        while missing:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"partitions not read to the end (an open transaction hides it?): {missing}")
+            for message in consumer.consume(10_000, timeout=0.1):
+                partition, offset, error = message.partition(), message.offset(), message.error()
+                assert partition is not None
+                assert offset is not None
+                if error is None:
+                    records.append(Record(topic, partition, offset, message.key(), message.value()))
+                elif error.code() != KafkaError._PARTITION_EOF:
+                    raise RuntimeError(f"scan of {topic}: {error}")
+                elif offset >= ends[partition]:  # not an end that a transaction shows while it is open
+                    missing.pop(partition, None)
     finally:
         consumer.close()
+    return sorted(records)
 
 
 def compare(records: Iterable[Record], effects: Iterable[Entry], counter: int | None) -> Verdict:
@@ -210,30 +228,3 @@ def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict
         return ends
     finally:
         consumer.close()
-
-
-def _read_to(consumer: Consumer, ends: Mapping[int, int], timeout_seconds: float) -> list[Record]:
-    """Read until the position of every partition has reached its end, by the end-of-partition events."""
-    records: list[Record] = []
-    missing = dict(ends)
-    deadline = time.monotonic() + timeout_seconds
-    while missing:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"partitions not read to the end (an open transaction hides it?): {missing}")
-        for message in consumer.consume(10_000, timeout=0.1):
-            partition, offset = message.partition(), message.offset()
-            topic, error = message.topic(), message.error()
-            if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                raise RuntimeError(f"scan of {topic}: {error}")
-            assert topic is not None
-            assert partition is not None
-            assert offset is not None
-            if error is None:
-                records.append(Record(topic, partition, offset, message.key(), message.value()))
-            elif offset >= ends[partition]:
-                missing.pop(partition, None)
-    return records
-
-
-def _first(found: Iterable[object]) -> object:
-    return next(iter(found.items() if isinstance(found, Mapping) else found))

@@ -30,6 +30,7 @@ class Result:
     def failures(self) -> list[str]:
         """What went wrong, in words; of a run that was cut short only what must not happen at any time."""
         tally, verdict = self.tally, self.verdict
+        # Wrong at any moment, however a run ended.
         never = {
             f"{verdict.duplicated:,} duplicated": verdict.duplicated,
             f"{verdict.foreign:,} effects of aborted messages": verdict.foreign,

@@ -52,6 +52,7 @@ class Injury:
         passes = iter(range(after))
 
         def action() -> None:
+            # Disarmed before it strikes: what is frozen goes on through the same failpoint.
             if next(passes, None) is not None:
                 return
             _failpoints.disarm()
@@ -76,14 +77,15 @@ def serve(work: Callable[[str, Injury], None]) -> None:
     injury = Injury()
 
     def listen() -> None:
-        """Arm what the parent asks for; end with the parent, whatever the main thread does."""
         for line in sys.stdin:
             fault = json.loads(line)
             if fault is None:
                 _failpoints.disarm()
             else:
                 injury.arm(**fault)
+        # The parent is gone: whatever the main thread does, nobody wants it.
         os.kill(os.getpid(), signal.SIGKILL)
 
+    # A daemon: it waits in a read that only the parent ends.
     threading.Thread(target=listen, daemon=True).start()
     work(line, injury)
