@@ -26,11 +26,11 @@ from .problems import CommandError, CommandParser, UsageError
 from .servers import open_database
 
 _DESCRIPTION = """\
-Messages that a handler could not apply and that were set aside in the transaction that skips them. They
+Messages that a handler could not apply and that were stored in the transaction that skips them. They
 stay until somebody replays or drops them. Of all groups, unless --group-id is given."""
 _REPLAY = """\
 Call a handler with dead letters in the order of the log, each in one transaction with its mark: a crash
-leaves a letter replayed with its effects, or dead without them. One that fails again stays dead; the rest
+leaves a dead letter replayed with its effects, or dead without them. One that fails again stays dead; the rest
 goes on, and the command exits with 1. A dry run unless --execute is given."""
 _HEADER = ("ID", "GROUP", "PARTITION", "OFFSET", "KEY", "DEAD SINCE", "TRIES", "STATUS", "ERROR")
 _GIVE = tuple(map(_HEADER.index, ("ERROR", "GROUP", "PARTITION", "KEY")))
@@ -43,7 +43,7 @@ _REPLAYED, _SETTLED = "replayed", "was settled by somebody else meanwhile"
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command's options and its own commands."""
     parser = subparsers.add_parser(
-        "dead-letters", help="list, show, replay or drop messages that were set aside", description=_DESCRIPTION
+        "dead-letters", help="list, show, replay or drop messages that could not be applied", description=_DESCRIPTION
     )
     actions = parser.add_subparsers(dest="action", metavar="action", required=True, parser_class=CommandParser)
     for action, text, more in (
