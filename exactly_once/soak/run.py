@@ -378,7 +378,9 @@ class Soak:
             source.paused = waiting > _MOST_WAITING
         for worker, asked_at in list(self._leaving.items()):
             if self._up - asked_at > _END_SECONDS and worker not in self._killed:
-                what = f"does not end {_END_SECONDS:g} s after SIGTERM\n{worker.last_words()}"
+                # Whether it has closed its consumer is in its reports alone.
+                last = f"its last reports {worker.reports[-3:]}\n{worker.last_words()}"
+                what = f"does not end {_END_SECONDS:g} s after SIGTERM, {last}"
                 self._found("wedged", f"worker {worker.number} ({self._orders[worker.number]})", what)
                 self._killed.add(worker)
                 worker.send(signal.SIGKILL)
