@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from . import options, plan, report
+from . import options, plan
 from .problems import CommandError
 from .servers import open_database
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             plan.refuse_outside(chosen)
         if args.execute:
             chosen = plan.execute(session, chosen, "adopt", reason=args.reason)
-    report.tell(chosen, args, _identity(chosen))
+    plan.show(chosen, args, _identity(chosen))
     return 0
 
 

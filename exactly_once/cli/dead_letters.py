@@ -10,6 +10,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_LOG_APPEND_TIME
+
 from exactly_once._model import Partition
 from exactly_once.consumer.replay import Replay
 from exactly_once.consumer.unit import Unit
@@ -24,185 +26,161 @@ from .problems import CommandError, CommandParser, UsageError
 from .servers import open_database
 
 _DESCRIPTION = """\
-Messages that a handler could not apply and that were set aside in the transaction that skips them. They
-stay until somebody replays or drops them. Of all groups, unless --group-id is said."""
+Messages that a handler could not apply and that were stored in the transaction that skips them. They
+stay until somebody replays or drops them. Of all groups, unless --group-id is given."""
 _REPLAY = """\
 Call a handler with dead letters in the order of the log, each in one transaction with its mark: a crash
-leaves a letter replayed with its effects, or dead without them. One that fails again stays dead; the rest
-goes on, and the command exits with 1. A dry run unless --execute is said."""
-_HEADER = ("ID", "GROUP", "PARTITION", "OFFSET", "DEAD SINCE", "TRIES", "STATUS", "ERROR")
-_GIVE = tuple(map(_HEADER.index, ("ERROR", "GROUP", "PARTITION")))
-_SHOWN_CHARACTERS = 60
+leaves a dead letter replayed with its effects, or dead without them. One that fails again stays dead; the rest
+goes on, and the command exits with 1. A dry run unless --execute is given."""
+_HEADER = ("ID", "GROUP", "PARTITION", "OFFSET", "KEY", "DEAD SINCE", "TRIES", "STATUS", "ERROR")
+_GIVE = tuple(map(_HEADER.index, ("ERROR", "GROUP", "PARTITION", "KEY")))
+_SHOWN_CHARACTERS = 60  # of an error or a key: the table is for finding a letter, `show` for reading it
+_LIST_LIMIT = 1000  # letters hold whole messages, and nobody reads more lines of a table
+_TIMESTAMPS = {TIMESTAMP_CREATE_TIME: "CreateTime", TIMESTAMP_LOG_APPEND_TIME: "LogAppendTime"}
 _REPLAYED, _SETTLED = "replayed", "was settled by somebody else meanwhile"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command's options and its own commands."""
     parser = subparsers.add_parser(
-        "dead-letters", help="list, show, replay or drop messages that were set aside", description=_DESCRIPTION
+        "dead-letters", help="list, show, replay or drop messages that could not be applied", description=_DESCRIPTION
     )
     actions = parser.add_subparsers(dest="action", metavar="action", required=True, parser_class=CommandParser)
-    listing = _add(actions, "list", "list dead letters")
-    listing.add_argument("--all", action="store_true", help="also those that were replayed or dropped")
-    listing.add_argument("--limit", type=int, default=1000, help="how many at most (%(default)s)")
-    _add(actions, "show", "show whole dead letters")
-    replaying = _add(actions, "replay", "call a handler with dead letters", _REPLAY)
-    replaying.add_argument(
-        "--handler", required=True, metavar="MODULE:FUNCTION", help="what is called with a unit, as by run()"
-    )
-    dropping = _add(actions, "drop", "take dead letters off the list without applying them")
-    for changing in (replaying, dropping):
-        changing.add_argument("--execute", action="store_true", help="do it; without this, only say what would be done")
+    for action, text, more in (
+        ("list", "list dead letters", None),
+        ("show", "show whole dead letters", None),
+        ("replay", "call a handler with dead letters", _REPLAY),
+        ("drop", "take dead letters off the list without applying them", None),
+    ):
+        one = actions.add_parser(action, help=text, description=more, epilog=options.EPILOG)
+        one.add_argument("ids", nargs="*", type=int, metavar="ID", help="only these")
+        one.add_argument("--topic", help="only of this topic")
+        one.add_argument("--partition", type=int, metavar="N", help="only of this partition")
+        options.add_common(one)
+        if action == "list":
+            one.add_argument("--all", action="store_true", help="also those that were replayed or dropped")
+            one.add_argument("--limit", type=int, default=_LIST_LIMIT, help="how many at most (%(default)s)")
+        elif action == "replay":
+            what = "what is called with a unit, as by run()"
+            one.add_argument("--handler", required=True, metavar="MODULE:FUNCTION", help=what)
+        if action in ("replay", "drop"):
+            options.add_execute(one)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the action says."""
+    """Find the letters that are meant, and do with them what the action says."""
     settings = options.settings(args)
     settings.opener()
-    actions = {"list": _list, "show": _show, "replay": _replay, "drop": _drop}
+    if args.action == "show" and not args.ids:
+        raise UsageError("name the dead letters to show by their ids; `exactly-once dead-letters list` has them")
+    if args.action == "drop" and not (args.ids or args.topic):
+        raise UsageError("name the dead letters to drop: their ids, or --topic")
+    handler = Named("--handler", args.handler) if args.action == "replay" else None
     with open_database(settings) as session:
-        return actions[args.action](args, session, settings)
-
-
-def _add(actions: argparse._SubParsersAction[CommandParser], name: str, help_: str, more: str = "") -> CommandParser:
-    parser = actions.add_parser(name, help=help_, description=more or None, epilog=options.EPILOG)
-    parser.add_argument("ids", nargs="*", type=int, metavar="ID", help="only these")
-    parser.add_argument("--topic", help="only of this topic")
-    parser.add_argument("--partition", type=int, metavar="N", help="only of this partition")
-    options.add_common(parser)
-    return parser
-
-
-def _find(args: argparse.Namespace, session: Session, settings: options.Settings) -> list[DeadLetter]:
-    """Return the letters that are meant.
-
-    :raises CommandError: when an id that was said is not among them.
-    """
-    found = dead_letters.find(
-        session.connection,
-        schema=session.schema,
-        group_id=settings.group_id,
-        topic=args.topic,
-        partition=args.partition,
-        ids=args.ids or None,
-        status=None if getattr(args, "all", False) or args.action == "show" else "dead",
-        limit=getattr(args, "limit", None),
-    )
-    missing = set(args.ids) - {letter.id for letter in found}
-    if missing:
-        raise CommandError(
-            f"there is no such dead letter: {', '.join(map(str, sorted(missing)))}; "
-            "`exactly-once dead-letters list --all` shows all, also those replayed or dropped"
+        found = dead_letters.find(
+            session.connection,
+            schema=session.schema,
+            group_id=settings.group_id,
+            topic=args.topic,
+            partition=args.partition,
+            ids=args.ids or None,
+            status=None if getattr(args, "all", False) or args.action == "show" else "dead",
+            limit=getattr(args, "limit", None),
         )
-    return found
-
-
-def _list(args: argparse.Namespace, session: Session, settings: options.Settings) -> int:
-    _print(args, _find(args, session, settings), "there are no dead letters")
+        if missing := set(args.ids) - {letter.id for letter in found}:
+            raise CommandError(
+                f"there is no such dead letter: {', '.join(map(str, sorted(missing)))}; "
+                "`exactly-once dead-letters list --all` shows all, also those replayed or dropped"
+            )
+        groups = sorted({letter.group_id for letter in found})
+        if handler is not None and len(groups) > 1 and not args.ids:
+            raise UsageError(
+                f"these dead letters are of several groups, and have one handler each: {', '.join(groups)}"
+            )
+        # `list` and `show` have no such option.
+        if not getattr(args, "execute", False):
+            _show(args, found)
+            return 0
+        if handler is not None:
+            return _replay(args, session, found, handler)
+        # All or none: what somebody else settles meanwhile is waited for, and left as it is then.
+        with session.connection.transaction():
+            settled = [dead_letters.settle(session.connection, x.id, "dropped", schema=session.schema) for x in found]
+    dropped = [_document(letter) for letter in settled if letter is not None]
+    note = f"{len(dropped)} of {len(found)} dropped"
+    output.show(args, {"dead_letters": dropped}, _HEADER, [], notes=[note])
     return 0
 
 
-def _show(args: argparse.Namespace, session: Session, settings: options.Settings) -> int:
-    if not args.ids:
-        raise UsageError("say the ids of the dead letters to show; `exactly-once dead-letters list` has them")
-    found = _find(args, session, settings)
-    if args.json:
-        output.print_json({"dead_letters": [_document(letter) for letter in found]})
-        return 0
+def _show(args: argparse.Namespace, found: list[DeadLetter]) -> None:
+    """Print letters: whole ones, or a table of them."""
+    documents = [_document(letter) for letter in found]
+    if args.action == "show" and not args.json:
+        for document in documents:
+            for name, value in document.items():
+                print(f"{name:15} {output.printable(value)}")
+            print()
+        return
+    cells: list[list[object]] = []
     for letter in found:
-        for name, value in _document(letter).items():
-            print(f"{name:15} {output.printable(value)}")
-        print()
-    return 0
+        error = f"{letter.error_class.rpartition('.')[2]}: {letter.error}"
+        key, error = (
+            text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+            for text in (_readable(letter.key) or "-", error)
+        )
+        place, age = Partition(letter.topic, letter.partition), output.ago(letter.dead_seconds_ago)
+        row = [letter.id, letter.group_id, place, letter.message_offset, key, age, letter.attempts, letter.status]
+        cells.append([*row, error])
+    title = [] if found else ["there are no dead letters"]
+    output.show(args, {"dead_letters": documents}, _HEADER, cells, title=title, give=_GIVE)
+    if args.action in ("replay", "drop"):
+        what = f"would be replayed by {args.handler}" if args.action == "replay" else "would be dropped"
+        print(f"dry run: {len(found)} {what}; --execute does it", file=sys.stderr)
 
 
-def _replay(args: argparse.Namespace, session: Session, settings: options.Settings) -> int:
-    handler = Named("--handler", args.handler)
-    found = _find(args, session, settings)
-    groups = sorted({letter.group_id for letter in found})
-    if len(groups) > 1 and not args.ids:
-        raise UsageError(f"these dead letters are of several groups, and have one handler each: {', '.join(groups)}")
-    if not args.execute:
-        return _dry(args, found, f"would be replayed by {args.handler}")
+def _replay(
+    args: argparse.Namespace, session: Session, found: list[DeadLetter], handler: Callable[[Unit], object]
+) -> int:
     replaying = Replay(session.connect, schema=session.schema)
     outcomes: list[dict[str, object]] = []
     try:
         for letter in found:
-            outcomes.append(_replay_one(replaying, letter, handler))
-            if not args.json:
-                print("  ".join(output.printable(value) for value in outcomes[-1].values()))
+            outcome: dict[str, object] = {"id": letter.id, "place": letter.place}
+            try:
+                outcome["outcome"] = _REPLAYED if replaying.replay(letter, handler) else _SETTLED
+            except ExactlyOnceError:
+                raise
+            except Exception as error:  # noqa: BLE001 - it is the handler's, and the letter is as dead as before
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                outcome |= {"outcome": "failed again", "error": text}
+            outcomes.append(outcome)
+            if not args.json:  # at once: a replay takes as long as its handler
+                print("  ".join(output.printable(value) for value in outcome.values()))
     finally:
         replaying.close()
-    if args.json:
-        output.print_json({"dead_letters": outcomes})
-    else:
-        print(f"{sum(each['outcome'] == _REPLAYED for each in outcomes)} of {len(found)} replayed")
+    note = f"{sum(each['outcome'] == _REPLAYED for each in outcomes)} of {len(found)} replayed"
+    output.show(args, {"dead_letters": outcomes}, _HEADER, [], notes=[note])
     return 1 if any("error" in each for each in outcomes) else 0
 
 
-def _replay_one(replaying: Replay, letter: DeadLetter, handler: Callable[[Unit], object]) -> dict[str, object]:
-    outcome: dict[str, object] = {"id": letter.id, "place": letter.place}
-    try:
-        return outcome | {"outcome": _REPLAYED if replaying.replay(letter, handler) else _SETTLED}
-    except ExactlyOnceError:
-        raise
-    except Exception as error:  # noqa: BLE001 - it is the handler's, and the letter is as dead as before
-        return outcome | {"outcome": "failed again", "error": " ".join(f"{type(error).__name__}: {error}".split())}
-
-
-def _drop(args: argparse.Namespace, session: Session, settings: options.Settings) -> int:
-    if not (args.ids or args.topic):
-        raise UsageError("say which dead letters to drop: their ids, or --topic")
-    found = _find(args, session, settings)
-    if not args.execute:
-        return _dry(args, found, "would be dropped")
-    with session.connection.transaction():
-        settled = [dead_letters.settle(session.connection, each.id, "dropped", schema=session.schema) for each in found]
-    if args.json:
-        output.print_json({"dead_letters": [_document(letter) for letter in settled if letter is not None]})
-    else:
-        print(f"{sum(letter is not None for letter in settled)} of {len(found)} dropped")
-    return 0
-
-
-def _dry(args: argparse.Namespace, found: list[DeadLetter], what: str) -> int:
-    _print(args, found, "there are no dead letters")
-    print(f"dry run: {len(found)} {what}; --execute does it", file=sys.stderr)
-    return 0
-
-
-def _print(args: argparse.Namespace, found: list[DeadLetter], nothing: str) -> None:
-    if args.json:
-        output.print_json({"dead_letters": [_document(letter) for letter in found]})
-    elif found:
-        output.print_table(_HEADER, [_cells(letter) for letter in found], give=_GIVE)
-    else:
-        print(nothing)
-
-
-def _cells(letter: DeadLetter) -> list[object]:
-    error = f"{letter.error_class.rpartition('.')[2]}: {letter.error}"
-    return [
-        letter.id,
-        letter.group_id,
-        Partition(letter.topic, letter.partition),
-        letter.message_offset,
-        output.ago((datetime.now(UTC) - letter.dead_at).total_seconds()),
-        letter.attempts,
-        letter.status,
-        error if len(error) <= _SHOWN_CHARACTERS else f"{error[:_SHOWN_CHARACTERS]}...",
-    ]
-
-
 def _document(letter: DeadLetter) -> dict[str, Any]:
-    headers = [] if letter.headers is None else [[name, _readable(value)] for name, value in letter.headers]
-    document = asdict(letter) | {"key": _readable(letter.key), "value": _readable(letter.value), "headers": headers}
-    del document["header_names"], document["header_values"]
+    """Return a letter for reading: text as text, the timestamp as a time, headers as pairs."""
+    kind = _TIMESTAMPS.get(letter.timestamp_type)
+    time = datetime.fromtimestamp(letter.timestamp_ms / 1000, UTC) if kind else None
+    document = asdict(letter) | {
+        "timestamp_type": kind,
+        "timestamp": time,
+        "key": _readable(letter.key),
+        "value": _readable(letter.value),
+        "headers": [[name, _readable(value)] for name, value in letter.headers or ()],
+    }
+    for raw in ("timestamp_ms", "header_names", "header_values", "dead_seconds_ago"):
+        del document[raw]
     return document
 
 
 def _readable(value: str | bytes | None) -> str | None:
-    """Give text as it is, and other bytes in base64 behind a prefix that says so."""
+    """Give text as it is, and other bytes in base64 behind a prefix."""
     if not isinstance(value, bytes):
         return value
     try:

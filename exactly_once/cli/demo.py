@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import shlex
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -17,10 +19,13 @@ import psycopg
 from exactly_once import embedded
 from exactly_once.demo import nemesis, result
 from exactly_once.demo.checker import check
-from exactly_once.demo.display import Display, open_display
+from exactly_once.demo.display import Display
 from exactly_once.demo.trial import Setting, Trial
 from exactly_once.ledger.migrate import migrate
 
+from .options import number
+
+# So many that there is work for each fault; a laptop applies them in less time than it is injured.
 _MESSAGES = 100_000
 _QUICK_MESSAGES = 20_000
 _TITLES = {
@@ -38,13 +43,13 @@ frozen: first with the library, then by an ordinary loop. Both are checked again
 exit codes:
   0    both ran to their ends, and with the library nothing was lost or doubled
   1    with the library something was
-  3    a run was cut short, on a machine that is too busy for instance: nothing is said of it"""
+  3    a run was cut short, on a machine that is too busy for instance: it shows nothing"""
 CUT_SHORT = 3
-"""The exit code of a run of which nothing is said."""
+"""The exit code of a run that shows nothing."""
+positive = number("must be a number above 0", least=1)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "demo", help="see it survive kill -9 and zombies, in about a minute", description=_DESCRIPTION
     )
@@ -56,32 +61,40 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the consumer, beside an ordinary loop (the default), or Spark's sink, beside foreachBatch with JDBC",
     )
     parser.add_argument("--messages", type=positive, metavar="N", help=f"how many payments ({_MESSAGES}) or orders")
-    parser.add_argument("--seed", type=int, metavar="N", help="repeat the payments and faults of another run")
+    add_seed(parser, "repeat the payments and faults of another run")
     parser.add_argument(
         "--quick", action="store_true", help=f"half the time: {_QUICK_MESSAGES} payments and fewer faults"
     )
-    parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
     parser.add_argument("--keep", action="store_true", help="leave the servers running until Ctrl-C")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the demo."""
-    # So that everything it started ends, too, when it is asked to end.
+def add_seed(parser: argparse.ArgumentParser, repeats: str) -> None:
+    """Add the options of a run that is drawn from a seed and ends in a verdict."""
+    parser.add_argument("--seed", type=int, metavar="N", help=repeats)
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
+
+
+@contextlib.contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Leave by an exception when this process is asked to end, so that everything it started ends, too."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        if args.what == "spark":
-            from exactly_once.cli import demo_spark  # noqa: PLC0415  (its extra is large)
-
-            return demo_spark.run(args)
-        return _demo(args)
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _demo(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run both sides on servers of their own, and print what that shows."""
+    if args.what == "spark":
+        from exactly_once.cli import demo_spark  # noqa: PLC0415  (its extra is large)
+
+        return demo_spark.run(args)
+    # Short enough to be typed again.
     seed = random.SystemRandom().randrange(10_000) if args.seed is None else args.seed
-    with open_display() as display:
-        display.say(f"starting Kafka and Postgres; --seed {seed} repeats the payments and faults")
+    results: dict[str, result.Result] = {}
+    with ending_on_sigterm(), Display() as display:
+        display.log(f"starting Kafka and Postgres; --seed {seed} repeats the payments and faults")
         with embedded.start() as servers:
             setting = Setting(
                 bootstrap_servers=servers.bootstrap_servers,
@@ -89,16 +102,29 @@ def _demo(args: argparse.Namespace) -> int:
                 seed=seed,
                 messages=args.messages or (_QUICK_MESSAGES if args.quick else _MESSAGES),
                 faults=nemesis.plan(seed, quick=args.quick),
+                # How long a frozen worker's partitions stay with it: what a viewer waits for.
                 session_ms=1_500 if args.quick else 3_000,
             )
-            results = _sides(setting, display)
+            for loop in _TITLES:
+                results[loop] = _side(loop, setting, display)
+                if results["exactly_once"].is_cut_short:
+                    break  # there is nothing to compare with
             if len(results) == len(_TITLES):
                 display.line("")
                 display.table(result.HEAD, result.rows(results), good=results["exactly_once"].is_exact)
             display.line(f"\n{result.conclusion(results, seed=seed)}")
             display.line("Next: the README does it with your own consumer; docs/guarantees.md says what is promised.")
             if args.keep:
-                _keep(setting, display)
+                command = shutil.which("exactly-once") or str(Path(sys.executable).with_name("exactly-once"))
+                display.line("\nThe servers stay until Ctrl-C. In another terminal:")
+                display.line(f"  export EXACTLY_ONCE_BOOTSTRAP_SERVERS={setting.bootstrap_servers}")
+                display.line(f"  export EXACTLY_ONCE_CONNINFO={shlex.quote(setting.conninfo)}")
+                display.line(f"  {command} status")
+                display.line(f"  {command} {_SINK}")
+                display.line(f"  psql {shlex.quote(setting.conninfo)} -c 'TABLE demo_exactly_once.journal LIMIT 10'")
+                with contextlib.suppress(KeyboardInterrupt):
+                    threading.Event().wait()
+                display.line("")
     if args.json:
         print(json.dumps(result.as_json(results, seed=seed)), flush=True)
     if results["exactly_once"].failures:
@@ -106,46 +132,12 @@ def _demo(args: argparse.Namespace) -> int:
     return CUT_SHORT if any(side.is_cut_short for side in results.values()) else 0
 
 
-def _sides(setting: Setting, display: Display) -> dict[str, result.Result]:
-    """Run both; what was cut short has nothing to be compared with."""
-    results = {}
-    for loop in _TITLES:
-        results[loop] = _side(loop, setting, display)
-        if loop == "exactly_once" and results[loop].is_cut_short:
-            break
-    return results
-
-
 def _side(loop: str, setting: Setting, display: Display) -> result.Result:
-    """Run one side, and check it."""
     display.title(_TITLES[loop])
     with psycopg.connect(setting.conninfo, autocommit=True) as connection:
         migrate(connection)
     trial = Trial(loop, setting, display)
     tally = trial.run()
-    display.say("checking it against the topic, read anew from its beginning")
+    display.log("checking it against the topic, read anew from its beginning")
     verdict = check(setting.bootstrap_servers, setting.conninfo, trial.topic, trial.schema)
     return result.Result(tally, verdict, setting.messages)
-
-
-def _keep(setting: Setting, display: Display) -> None:
-    """Wait for Ctrl-C."""
-    command = shutil.which("exactly-once") or str(Path(sys.executable).with_name("exactly-once"))
-    display.line("\nThe servers stay until Ctrl-C. In another terminal:")
-    display.line(f"  export EXACTLY_ONCE_BOOTSTRAP_SERVERS={setting.bootstrap_servers}")
-    display.line(f"  export EXACTLY_ONCE_CONNINFO={shlex.quote(setting.conninfo)}")
-    display.line(f"  {command} status")
-    display.line(f"  {command} {_SINK}")
-    display.line(f"  psql {shlex.quote(setting.conninfo)} -c 'TABLE demo_exactly_once.journal LIMIT 10'")
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        display.line("")
-
-
-def positive(text: str) -> int:
-    """Read a number that makes sense only above 0."""
-    number = int(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError("must be positive")
-    return number

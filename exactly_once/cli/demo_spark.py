@@ -10,10 +10,12 @@ import psycopg
 
 from exactly_once import embedded
 from exactly_once.demo import spark_trial
-from exactly_once.demo.display import open_display
+from exactly_once.demo.display import Display
 from exactly_once.demo.spark_driver import jdbc
 from exactly_once.embedded import spark
 from exactly_once.ledger.migrate import migrate
+
+from .demo import CUT_SHORT, ending_on_sigterm
 
 _ORDERS, _QUICK_ORDERS = 60_000, 20_000
 _TITLES = {
@@ -26,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Run both sides; return 0 when the sink lost and doubled nothing, 1 when it did, 3 for a run cut short."""
     seed = random.SystemRandom().randrange(10_000) if args.seed is None else args.seed
     results: dict[str, spark_trial.Result] = {}
-    with open_display() as display:
-        display.say(f"starting Kafka, Postgres and Spark; --seed {seed} repeats the orders and faults")
+    with ending_on_sigterm(), Display() as display:
+        display.log(f"starting Kafka, Postgres and Spark; --seed {seed} repeats the orders and faults")
         spark.java_home(), spark.kafka_source(), jdbc()  # fetched before anything waits for it
         with embedded.start() as servers:
             with psycopg.connect(servers.conninfo, autocommit=True) as connection:
@@ -50,5 +52,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(spark_trial.as_json(results, seed=seed)), flush=True)
     if exact.cut_short:
-        return 3
+        return CUT_SHORT
     return 0 if exact.is_exact else 1

@@ -12,7 +12,7 @@ from . import options, output
 from .problems import UsageError
 from .servers import open_database
 
-_ROLE = "exactly_once_worker"
+_ROLE = "exactly_once_worker"  # of the statements that --sql prints, where --role names no other
 _DESCRIPTION = """\
 Make the schema of the ledger or bring it up to date, in one transaction; safe to run from any number of
 deployments at once. With --role that role is granted what a consumer needs, and no more; it must exist.
@@ -22,7 +22,6 @@ _HEAD = "-- The schema of kafka-exactly-once, and what a role needs to consume w
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "migrate", help="make the schema or bring it up to date", description=_DESCRIPTION, epilog=options.EPILOG
     )
@@ -32,7 +31,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Migrate, or print how."""
     settings = options.settings(args)
     if args.role is not None and (not args.role or "\0" in args.role):
         raise UsageError("--role is not the name of a role")
@@ -43,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(text, end="")
         return 0
+    # The schema need not be there, or may be of an older version.
     with open_database(settings, check=False) as session:
         where = address(session.connection)
         # One transaction for both: grants given at the same time by two processes would collide.
@@ -50,17 +49,11 @@ def run(args: argparse.Namespace) -> int:
             ran = schemas.migrate(session.connection, settings.schema)
             if args.role is not None:
                 session.connection.execute(grants(settings.schema, args.role))
-    found = {"database": where, "schema": settings.schema, "version": schemas.VERSION, "migrations": ran}
-    if args.json:
-        output.print_json({**found, "role": args.role})
-        return 0
-    print(f"schema {settings.schema} in {where}: {_told(ran)}")
-    if args.role is not None:
-        print(f"role {args.role} may consume with it")
-    return 0
-
-
-def _told(ran: list[int]) -> str:
+    done = f"ran migration{'s' if len(ran) > 1 else ''} {', '.join(map(str, ran))}"
     if not ran:
-        return f"nothing to do, version {schemas.VERSION} is there"
-    return f"ran migration{'s' if len(ran) > 1 else ''} {', '.join(map(str, ran))}"
+        done = f"nothing to do, version {schemas.VERSION} is there"
+    notes = [f"schema {settings.schema} in {where}: {done}"]
+    notes += [] if args.role is None else [f"role {args.role} may consume with it"]
+    found = {"database": where, "schema": settings.schema, "version": schemas.VERSION, "migrations": ran}
+    output.show(args, {**found, "role": args.role}, (), (), notes=notes)
+    return 0

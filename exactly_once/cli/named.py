@@ -14,7 +14,7 @@ from .problems import CommandError, UsageError
 
 
 class Named:
-    """A function that is called by its name; it crosses to another process as that.
+    """A function that is called by its name; a process of the sink's crew is given the name and loads it again.
 
     Raises `UsageError` when the name is none, or names nothing that can be called.
     """
@@ -22,7 +22,19 @@ class Named:
     def __init__(self, option: str, name: str) -> None:
         self.option = option
         self.name = name
-        self._function = _load(option, name)
+        module, _, function = name.partition(":")
+        if not module or not function:
+            raise UsageError(f"{option} {name}: write it as package.module:function")
+        # As `python -m` does: what lies in the working directory can be named.
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            found = getattr(importlib.import_module(module), function, None)
+        except ModuleNotFoundError as error:
+            raise UsageError(f"{option} {name}: {error}") from error
+        if not callable(found):
+            raise UsageError(f"{option} {name}: {module} has no function {function}")
+        self._function: Callable[..., Any] = found  # not handed to another process, which loads its own
 
     def __repr__(self) -> str:
         return f"{self.option} {self.name}"
@@ -31,7 +43,6 @@ class Named:
         return type(self), (self.option, self.name)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it."""
         return self._function(*arguments)
 
 
@@ -47,20 +58,3 @@ class NamedConnect(Named):
         if isinstance(connection, psycopg.Connection):
             return connection
         raise CommandError(f"{self}: it must return a psycopg.Connection, and returned {type(connection).__name__}")
-
-
-def _load(option: str, name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise UsageError(f"{option} {name}: write it as package.module:function")
-    # As `python -m` does: what lies in the working directory can be named.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{option} {name}: {error}") from error
-    if not callable(found):
-        raise UsageError(f"{option} {name}: {module} has no function {function}")
-    loaded: Callable[..., Any] = found
-    return loaded

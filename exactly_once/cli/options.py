@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,12 @@ from .named import Named, NamedConnect
 from .problems import EXIT_CODES, UsageError
 
 _KEYS = ("bootstrap_servers", "group_id", "conninfo", "schema")
-_IN_FILE = (*_KEYS, "connect")
+_IN_FILE = (*_KEYS, "connect")  # a function has no place on a command line or in the environment
 _ENVIRONMENT = {key: f"EXACTLY_ONCE_{key.upper()}" for key in ("bootstrap_servers", "group_id", "conninfo")}
 _IN_KAFKA = {"bootstrap_servers": "bootstrap.servers", "group_id": "group.id"}
+# Settings of confluent-kafka that are functions: a file cannot hold one, and a command needs none of these.
 _CALLBACKS = ("error_cb", "stats_cb", "throttle_cb", "on_commit", "on_delivery", "partitioner_callback", "logger")
+# Too many rather than too few: a value that is hidden without need costs nothing.
 _SECRET_KEY = re.compile(r"password|passphrase|secret|token|jaas|oauthbearer\.config|key\.pem|private\.key")
 
 EPILOG = f"""\
@@ -56,7 +59,7 @@ class Settings:
     kafka: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
     more: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What the file says for this command alone."""
+    """The file's keys for this command alone."""
 
     def required(self, key: str) -> str:
         """Return a setting that the command cannot do without.
@@ -66,7 +69,9 @@ class Settings:
         value: str | None = getattr(self, key)
         if value:
             return value
-        raise UsageError(f"say --{key.replace('_', '-')}, or set {_ENVIRONMENT[key]}, or {key} in the file of --config")
+        raise UsageError(
+            f"pass --{key.replace('_', '-')}, or set {_ENVIRONMENT[key]}, or {key} in the file of --config"
+        )
 
     def opener(self) -> Callable[[], Connection]:
         """Return what opens connections to Postgres.
@@ -82,28 +87,41 @@ class Settings:
 
     def admin(self) -> dict[str, Any]:
         """Return the settings of a Kafka client that only asks and logs nothing by itself."""
+        # librdkafka's own lines on stderr would stand between the command's one line and its reader.
         return {"log_level": 0, **admin_settings(self.kafka), "bootstrap.servers": self.required("bootstrap_servers")}
 
 
 def add_common(parser: argparse.ArgumentParser, *, json: str = "print one JSON document") -> None:
-    """Add the options that every command takes; ``json`` is what the help says of ``--json``."""
+    """Add the options that every command takes; ``json`` is the help of ``--json``."""
     group = parser.add_argument_group("where")
-    group.add_argument(
-        "--bootstrap-servers", metavar="HOST:PORT,...", help=_help("Kafka's brokers", "bootstrap_servers")
-    )
+    brokers = _help("Kafka's brokers", "bootstrap_servers")
+    group.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help=brokers)
     group.add_argument("--group-id", metavar="GROUP", help=_help("the consumer group", "group_id"))
-    group.add_argument(
-        "--conninfo",
-        metavar="CONNINFO",
-        help=_help(
-            "connection string of Postgres; others can see a command line, so give a password elsewhere", "conninfo"
-        ),
-    )
+    database = "connection string of Postgres; others can see a command line, so give a password elsewhere"
+    group.add_argument("--conninfo", metavar="CONNINFO", help=_help(database, "conninfo"))
     group.add_argument("--schema", metavar="SCHEMA", help="schema of the ledger (exactly_once)")
     group.add_argument("--config", metavar="FILE.toml", type=Path, help="file with any of these, see below")
     look = parser.add_argument_group("how")
     look.add_argument("--json", action="store_true", help=json)
     look.add_argument("--debug", action="store_true", help="on an error print the traceback, too")
+
+
+def number(complaint: str, *, least: int = 0, most: int = sys.maxsize) -> Callable[[str], int]:
+    """Return a type of argparse: a whole number within bounds. ``complaint`` follows a text that is none."""
+
+    def read(text: str) -> int:
+        if not (text.isdecimal() and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text} {complaint}")
+        return int(text)
+
+    return read
+
+
+def add_execute(parser: argparse.ArgumentParser, *, does: str = "do it") -> None:
+    """Add the option without which a command that changes something is a dry run."""
+    parser.add_argument(
+        "--execute", action="store_true", help=f"{does}; without it the command only shows what it would do"
+    )
 
 
 def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
@@ -112,8 +130,17 @@ def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
     :raises UsageError: for a key that nobody knows, or a value of the wrong kind.
     """
     stored = _read(args.config, more) if args.config is not None else {}
-    kafka = _with_functions(undotted(stored.pop("kafka", {})))
-    found = {key: _first(key, args, stored, kafka) for key in _KEYS}
+    kafka = undotted(stored.pop("kafka", {}))
+    if misplaced := next((key for key in kafka if key in _CALLBACKS), None):
+        raise UsageError(f"--config: {misplaced} in [kafka] is a function of a program; a file can name oauth_cb only")
+    if "oauth_cb" in kafka:
+        kafka["oauth_cb"] = Named("oauth_cb", str(kafka["oauth_cb"]))
+    found: dict[str, str | None] = {}
+    for key in _KEYS:
+        environment = os.environ.get(_ENVIRONMENT.get(key, ""))
+        # In the order of precedence; an empty value counts as none, as an unset variable of a template does.
+        given = (getattr(args, key), environment, stored.get(key), kafka.get(_IN_KAFKA.get(key, "")))
+        found[key] = next((str(value) for value in given if value), None)
     connect = NamedConnect("connect", stored["connect"]) if "connect" in stored else None
     if connect is not None and "conninfo" in stored:
         raise UsageError(f"--config {args.config}: conninfo and connect are two ways to one database; give one")
@@ -127,6 +154,7 @@ def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
         secrets=_secrets(found["conninfo"], kafka),
         more={key: stored[key] for key in more if key in stored},
     )
+    # Before anything below can fail: from here on errors are shown without them.
     args.secrets = result.secrets
     try:
         check_schema_name(result.schema)
@@ -137,14 +165,6 @@ def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
 
 def _help(what: str, key: str) -> str:
     return f"{what} ({_ENVIRONMENT[key]})"
-
-
-def _first(key: str, args: argparse.Namespace, stored: Mapping[str, Any], kafka: Mapping[str, Any]) -> str | None:
-    environment = os.environ.get(_ENVIRONMENT.get(key, ""))
-    for value in (getattr(args, key), environment, stored.get(key), kafka.get(_IN_KAFKA.get(key, ""))):
-        if value:
-            return str(value)
-    return None
 
 
 def _read(path: Path, more: Sequence[str]) -> dict[str, Any]:
@@ -166,16 +186,6 @@ def _read(path: Path, more: Sequence[str]) -> dict[str, Any]:
         if key not in more and not isinstance(value, dict if key == "kafka" else str):
             raise UsageError(f"--config {path}: {key} must be a {'table' if key == 'kafka' else 'string'}")
     return stored
-
-
-def _with_functions(kafka: dict[str, Any]) -> dict[str, Any]:
-    """Put the function that makes tokens in the place of its name; others are no settings of a command."""
-    for key in kafka:
-        if key in _CALLBACKS:
-            raise UsageError(f"--config: {key} in [kafka] is a function of a program; a file can name oauth_cb only")
-    if "oauth_cb" in kafka:
-        kafka["oauth_cb"] = Named("oauth_cb", str(kafka["oauth_cb"]))
-    return kafka
 
 
 def undotted(table: Mapping[str, Any], prefix: str = "", *, where: str = "kafka") -> dict[str, Any]:

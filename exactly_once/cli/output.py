@@ -1,7 +1,8 @@
-"""Output: tables for people, one JSON document for programs."""
+"""Output: what was found or planned, as a table for people or as one JSON document for programs."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -12,13 +13,40 @@ from datetime import datetime
 from typing import Any
 
 _GAP = "  "
-_LEAST = 8
-"""So many characters of a name are always shown."""
+_LEAST = 8  # characters of a name that are always shown: with less, pods of one deployment look alike
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
+
+def show(
+    args: argparse.Namespace,
+    document: object,
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    title: Sequence[str] = (),
+    give: Sequence[int] = (),
+    notes: Sequence[str] = (),
+) -> None:
+    """Print ``document`` if ``--json`` was given; else title, table and notes."""
+    if args.json:
+        print_json(document)
+        return
+    for line in title:
+        print(line)
+    if rows:
+        print_table(header, rows, give=give)
+    for note in notes:
+        print_lines(note)
+
+
+def ending(args: argparse.Namespace) -> str:
+    """Return the last line of a plan: whether it was carried out."""
+    return "done" if args.execute else "dry run: nothing was changed; --execute does it"
 
 
 def width() -> int | None:
     """Return how many columns a line may have; None where nobody counts them, as in a pipe."""
+    # COLUMNS is set by whoever pages or records the output of a pipe.
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return shutil.get_terminal_size().columns
     return None
@@ -35,6 +63,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, give
         spare = (width() or sys.maxsize) - sum(widths) - len(_GAP) * (len(widths) - 1)
         least = max(len(header[column]), _LEAST)
         widths[column] = max(min(widths[column], least), widths[column] + min(spare, 0))
+    # A column of offsets has "-" where there is none, so one number is enough.
     right = [any(isinstance(row[i], int) for row in rows) for i in range(len(header))]
     for line in lines:
         cells = [shortened(cell, size) for cell, size in zip(line, widths, strict=True)]
@@ -49,7 +78,7 @@ def shortened(text: str, size: int) -> str:
     """Leave out the middle of a text that is too long: names differ at their ends."""
     if len(text) <= size:
         return text
-    behind = (size - 1) // 2
+    behind = (size - 1) // 2  # one column is the ellipsis
     return f"{text[: size - 1 - behind]}…{text[len(text) - behind :]}"
 
 
@@ -65,7 +94,11 @@ def print_lines(text: str, *, indent: str = "") -> None:
 
 def print_json(document: object) -> None:
     """Print one JSON document; times in ISO 8601."""
-    print(json.dumps(document, indent=2, default=_plain))
+
+    def plain(value: Any) -> str:
+        return value.isoformat() if isinstance(value, datetime) else str(value)
+
+    print(json.dumps(document, indent=2, default=plain))
 
 
 def printable(value: object) -> str:
@@ -74,14 +107,11 @@ def printable(value: object) -> str:
 
 
 def ago(seconds: float | None) -> str | None:
-    """Say how long ago something was, in its largest unit."""
+    """Return how long ago something was, in its largest unit."""
     if seconds is None:
         return None
     for size, name in _UNITS:
         if seconds >= size:
             return f"{seconds / size:.1f} {name} ago"
+    # Below 0 where the server's clock was set back.
     return f"{max(seconds, 0):.1f} s ago"
-
-
-def _plain(value: Any) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)

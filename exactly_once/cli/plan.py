@@ -1,9 +1,9 @@
-"""Plan: which offsets an operator moves, from where to where, and the one transaction that does it."""
+"""Plan: which offsets an operator moves, from where to where, what shows it, and the transaction that does it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -17,11 +17,14 @@ from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.session import Session, cursor_on
 from exactly_once.ledger.sql import query
 
-from .options import Settings
+from . import output
+from .options import Settings, add_execute, number
 from .problems import CommandError
 from .servers import CommandCluster, Log, Stored, open_cluster, stored_rows
 
-_MAX_OFFSET = 2**63 - 1
+_HEADER = ("PARTITION", "OLD OFFSET", "", "NEW OFFSET", "LOG START", "LOG END", "NOTE")
+_MAX_PARTITION = 2**31 - 1  # an int32 of Kafka's protocol
+_MAX_OFFSET = 2**63 - 1  # an int64
 
 
 class Target(NamedTuple):
@@ -52,7 +55,7 @@ class Move:
 
     @property
     def result(self) -> int | None:
-        """The offset afterwards, as far as can be told before."""
+        """The offset afterwards, as far as it is known before."""
         return self.old_offset if self.new_offset is None else self.new_offset
 
     @property
@@ -95,22 +98,29 @@ class Plan:
 def add_targets(
     parser: argparse.ArgumentParser, *, keep: str, keep_help: str, needs_topic: bool = True
 ) -> argparse._MutuallyExclusiveGroup:
-    """Add the options that say which partitions are moved, where to, and whether really; return those of where to."""
+    """Add options for which partitions are moved, where to, and whether really; return those of where to."""
     parser.add_argument("--topic", required=needs_topic, help="the topic")
+    a_partition = number("is not the number of a partition", most=_MAX_PARTITION)
+    an_offset = number("is not an offset: 0 or more; see also --to-earliest and --to-latest", most=_MAX_OFFSET)
     parser.add_argument(
-        "--partition", type=_partition, nargs="+", action="extend", metavar="N", help="only these of its partitions"
+        "--partition", type=a_partition, nargs="+", action="extend", metavar="N", help="only these of its partitions"
     )
     to = parser.add_mutually_exclusive_group(required=True)
-    for kind, text in (("earliest", "where the log starts"), ("latest", "where the log ends now")):
-        to.add_argument(f"--to-{kind}", dest="target", action="store_const", const=Target(kind), help=text)
+    committed = "what another consumer has committed to Kafka since; partitions where none did stay"
+    for option, kind, text in (
+        ("--to-earliest", "earliest", "where the log starts"),
+        ("--to-latest", "latest", "where the log ends now"),
+        ("--to-committed", "committed", committed),
+        (keep, "current", keep_help),
+    ):
+        to.add_argument(option, dest="target", action="store_const", const=Target(kind), help=text)
     to.add_argument(
-        "--to-committed",
+        "--to-offset",
         dest="target",
-        action="store_const",
-        const=Target("committed"),
-        help="what another consumer has committed to Kafka since; partitions where none did stay",
+        type=lambda text: Target("offset", offset=an_offset(text)),
+        metavar="N",
+        help="the first offset not yet applied",
     )
-    to.add_argument("--to-offset", dest="target", type=_offset, metavar="N", help="the first offset not yet applied")
     to.add_argument(
         "--to-time",
         dest="target",
@@ -118,11 +128,8 @@ def add_targets(
         metavar="ISO-8601",
         help="the first message not older than this, with a zone: 2026-01-31T12:00:00+01:00",
     )
-    to.add_argument(keep, dest="target", action="store_const", const=Target("current"), help=keep_help)
     parser.add_argument("--reason", default="no reason was given", help="kept in the audit table")
-    parser.add_argument(
-        "--execute", action="store_true", help="do it; without it the command only shows what it would do"
-    )
+    add_execute(parser)
     parser.add_argument("--force", action="store_true", help="allow offsets that are not in the log")
     return to
 
@@ -135,7 +142,11 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
     group_id, topic, target = settings.required("group_id"), args.topic, args.target
     stored = {row.place: row for row in stored_rows(session, group_id=group_id, topic=topic)}
     cluster = open_cluster(settings) if ask_kafka else None
-    found = _existing(cluster, topic, settings) if cluster else None
+    found = cluster.topics([topic]).get(topic) if cluster else None
+    if cluster and found is None:
+        raise CommandError(
+            f"there is no topic {topic!r} on {settings.bootstrap_servers}: look at --topic and the servers"
+        )
     partitions = _partitions(group_id, topic, args.partition, stored, found)
     new = [p for p in partitions if p not in stored]
     if new and target.kind == "current":
@@ -143,16 +154,27 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
         partitions = [p for p in partitions if p in stored]
         if args.partition or not partitions:
             raise CommandError(
-                f"the ledger has no row of {new[0]} for group {group_id!r}: say where it starts, --to-offset N"
+                f"the ledger has no row of {new[0]} for group {group_id!r}: pass --to-offset N, where it starts"
             )
-    committed = _committed(cluster, group_id, topic, found) if cluster and found and target.kind == "committed" else {}
-    if target.kind == "committed":
-        partitions = [p for p in partitions if p in committed]
+    chosen: Mapping[Partition, int] = {}
+    if target.kind == "committed" and cluster and found:
+        chosen = _committed(cluster, group_id, topic, found)
+        partitions = [p for p in partitions if p in chosen]
+    logs = cluster.logs(partitions) if cluster else {}
+    if target.kind == "offset" and target.offset is not None:
+        chosen = dict.fromkeys(partitions, target.offset)
+    elif target.kind == "earliest":
+        chosen = {p: log.start for p, log in logs.items()}
+    elif target.kind == "latest" and cluster:
+        # Where a reader of committed messages would stop; the log's end may lie behind an open transaction.
+        chosen = cluster.ends(partitions)
+    elif target.kind == "time" and cluster and target.time:
+        chosen = cluster.at(partitions, target.time)
     return Plan(
         group_id=group_id,
         topic=topic,
         target=target,
-        moves=_moves(partitions, target, stored, cluster, committed),
+        moves=[Move(partition=p, stored=stored.get(p), new_offset=chosen.get(p), log=logs.get(p)) for p in partitions],
         topic_id=found.topic_id if found else None,
         cluster_id=cluster.cluster_id if cluster else None,
     )
@@ -167,15 +189,16 @@ def refuse_outside(plan: Plan) -> None:
         if move.is_outside and move.log is not None:
             raise CommandError(
                 f"offset {move.result} of {move.partition} is outside its log, which has offsets {move.log.start} to "
-                f"{move.log.end}: choose another, or say --force"
+                f"{move.log.end}: choose another, or pass --force"
             )
 
 
-def execute(session: Session, plan: Plan, statement: str, *, reason: str, **parameters: Any) -> Plan:
+def execute(session: Session, plan: Plan, statement: str, *, reason: str) -> Plan:
     """Carry a plan out in one transaction; return it as it was done, with the offsets that were there.
 
     :raises CommandError: when rows went away meanwhile; nothing was changed then.
     """
+    # One array for each column: all rows are changed by one statement, in the order in which they were locked.
     keys: dict[str, Any] = {
         "group_id": plan.group_id,
         "cluster_id": plan.cluster_id,
@@ -184,7 +207,6 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str, **para
         "next_offsets": [m.new_offset for m in plan.moves],
         "topic_ids": [plan.topic_id] * len(plan.moves),
         "reason": reason,
-        **parameters,
     }
     try:
         with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
@@ -197,21 +219,77 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str, **para
                     "rows of the ledger were deleted at this very moment; nothing was changed, try again"
                 )
     except psycopg.OperationalError as error:
+        # With a state the server has answered, and has rolled back; without, COMMIT may be on its way.
         if error.sqlstate is not None:
             raise
         raise DatabaseUnreachable(
             f"the connection to Postgres was lost on the way: {error}; `exactly-once status` shows whether it was done"
         ) from error
-    return _done(plan, before)
+    moves = []
+    for move in plan.moves:
+        old, new = before[move.partition]
+        stored = replace(move.stored, next_offset=old) if move.stored else None
+        moves.append(replace(move, stored=stored, new_offset=new))
+    return replace(plan, moves=moves)
 
 
-def _existing(cluster: CommandCluster, topic: str, settings: Settings) -> Topic:
-    found = cluster.topics([topic]).get(topic)
-    if found is None:
-        raise CommandError(
-            f"there is no topic {topic!r} on {settings.bootstrap_servers}: look at --topic and the servers"
+def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None:
+    """Print a plan, or what was done; ``more`` are lines for people between title and table."""
+    rows = [move.stored for move in plan.moves if move.stored]
+    topic_ids = {row.topic_id for row in rows} | {plan.topic_id}
+    cluster_ids = {row.cluster_id for row in rows} | {plan.cluster_id}
+    # Where offsets before and after are of two logs, their difference counts nothing.
+    is_one_log = len(topic_ids - {None}) <= 1 and len(cluster_ids - {None}) <= 1
+    partitions, cells = [], []
+    for m in plan.moves:
+        row = m.stored
+        partitions.append(
+            {
+                "partition": m.partition.number,
+                "old_offset": m.old_offset,
+                "new_offset": m.result,
+                "again": m.again if is_one_log else None,
+                "left_out": m.left_out if is_one_log else None,
+                "log_start": m.log.start if m.log else None,
+                "log_end": m.log.end if m.log else None,
+                "is_new": row is None,
+                "owner": row.owner if row else None,
+                "halted": row.halted if row else None,
+                "old_topic_id": row.topic_id if row else None,
+                "old_cluster_id": row.cluster_id if row else None,
+            }
         )
-    return found
+        note = "new row" if row is None else None
+        if row is not None:
+            fences = f"fences {row.owner_kind} {row.owner}" if row.owned else None
+            goes_on = f"no longer halted: {row.halted}" if row.halted else None
+            note = "; ".join(filter(None, (fences, goes_on))) or None
+        cells.append([m.partition.number, m.old_offset, "->", m.result, *(m.log or (None, None)), note])
+    # An owner that lives goes on meanwhile, so a dry run counts for this moment.
+    again, left_out = sum(m.again for m in plan.moves), sum(m.left_out for m in plan.moves)
+    verb, other = ("come", "are left out") if args.execute else ("would come", "would be left out")
+    effects = [f"{again} {verb} again, their effects a second time"] if again else []
+    effects += [f"{left_out} {other}, without effects"] if left_out else []
+    effect = "no message comes again, none is left out"
+    if effects:
+        effect = f"messages: {'; '.join(effects)} (counted in offsets, so gaps of compaction and transactions count)"
+    output.show(
+        args,
+        {
+            "executed": args.execute,
+            "group_id": plan.group_id,
+            "topic": plan.topic,
+            "to": str(plan.target),
+            "topic_id": plan.topic_id,
+            "cluster_id": plan.cluster_id,
+            "partitions": partitions,
+        },
+        _HEADER,
+        cells,
+        title=[f"group {plan.group_id}, topic {plan.topic}, to {plan.target}", *more],
+        give=(_HEADER.index("NOTE"),),
+        notes=[*([effect] if is_one_log else []), output.ending(args)],
+    )
 
 
 def _partitions(
@@ -237,34 +315,15 @@ def _partitions(
             raise CommandError(f"there is no {partition}: the topic has {count} partitions")
         if count is None and partition not in stored:
             raise CommandError(
-                f"the ledger has no row of {partition} for group {group_id!r}: say --bootstrap-servers and "
+                f"the ledger has no row of {partition} for group {group_id!r}: pass --bootstrap-servers and "
                 "--to-offset N to make it"
             )
     return chosen
 
 
-def _moves(
-    partitions: list[Partition],
-    target: Target,
-    stored: dict[Partition, Stored],
-    cluster: CommandCluster | None,
-    committed: dict[Partition, int],
-) -> list[Move]:
-    logs = cluster.logs(partitions) if cluster else {}
-    chosen = dict(committed)
-    if target.kind == "offset" and target.offset is not None:
-        chosen = dict.fromkeys(partitions, target.offset)
-    elif target.kind == "earliest":
-        chosen = {p: log.start for p, log in logs.items()}
-    elif target.kind == "latest" and cluster:
-        chosen = cluster.ends(partitions)
-    elif target.kind == "time" and cluster and target.time:
-        chosen = cluster.at(partitions, target.time)
-    return [Move(partition=p, stored=stored.get(p), new_offset=chosen.get(p), log=logs.get(p)) for p in partitions]
-
-
 def _committed(cluster: CommandCluster, group_id: str, topic: str, found: Topic) -> dict[Partition, int]:
-    """Return what Kafka was told by others than this library; what we told it is where the ledger was, or is."""
+    """Return the offsets that others than this library have committed; ours are where the ledger was, or is."""
+    # They would go on committing, to where nobody looks any more.
     others = cluster.foreign_members(group_id)
     if others:
         raise CommandError(
@@ -281,27 +340,6 @@ def _committed(cluster: CommandCluster, group_id: str, topic: str, found: Topic)
     return committed
 
 
-def _done(plan: Plan, offsets: dict[Partition, tuple[int | None, int | None]]) -> Plan:
-    moves = []
-    for move in plan.moves:
-        old, new = offsets[move.partition]
-        stored = replace(move.stored, next_offset=old) if move.stored else None
-        moves.append(replace(move, stored=stored, new_offset=new))
-    return replace(plan, moves=moves)
-
-
-def _partition(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text} is not the number of a partition")
-    return int(text)
-
-
-def _offset(text: str) -> Target:
-    if not (text.isdecimal() and int(text) <= _MAX_OFFSET):
-        raise argparse.ArgumentTypeError(f"{text} is not an offset: 0 or more; see also --to-earliest and --to-latest")
-    return Target("offset", offset=int(text))
-
-
 def _time(text: str) -> Target:
     try:
         time = datetime.fromisoformat(text)
@@ -309,6 +347,7 @@ def _time(text: str) -> Target:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in ISO 8601") from None
     if time.tzinfo is None:
         raise argparse.ArgumentTypeError(f"{text!r} has no zone: {text}+00:00, or {text}Z, is UTC")
+    # Kafka takes negative times for its marks of the ends of a log.
     if time < datetime.fromtimestamp(0, UTC):
         raise argparse.ArgumentTypeError(f"{text!r} is before 1970")
     return Target("time", time=time)

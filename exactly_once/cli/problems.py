@@ -1,4 +1,4 @@
-"""Problems: what a command cannot do, told in one line that holds no secret. Imports the library when it must."""
+"""Problems: what a command cannot do, in one line that holds no secret. Imports the library when it must."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any, NoReturn
 EXIT_CODES = """\
 exit codes:
   0    done (a dry run too)
-  1    not done: stderr says in one line why and what mends it; status --check: something needs an operator
+  1    not done: stderr has one line about why and what mends it; status --check: something needs an operator
   2    the command line, an environment variable or the configuration file is wrong
   130  interrupted
   143  sink: the transaction in hand was given up, after --stop-seconds or a second SIGTERM; it comes again"""
 
+# By the name of the class: psycopg, which defines them, must not be imported here.
 _HINTS = {
     "InsufficientPrivilege": "`exactly-once migrate --sql --role NAME` prints the grants that a role needs",
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
-    "InvalidSchemaName": "run `exactly-once migrate`, or say --schema",
+    "InvalidSchemaName": "run `exactly-once migrate`, or pass --schema",
 }
 
 
@@ -27,7 +28,7 @@ class CommandError(Exception):
 
 
 class UsageError(CommandError):
-    """The command line, the environment and the configuration file do not say what is needed."""
+    """The command line, the environment and the configuration file lack something, or do not fit."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -57,12 +58,14 @@ def other_distribution() -> str | None:
 
 
 def one_line(error: BaseException, secrets: Iterable[str] = ()) -> str:
-    """Tell an error and what mends it in one line."""
-    # What a server says of a statement goes on for several lines: the statement itself, and where in it.
-    said = getattr(getattr(error, "diag", None), "message_primary", None)
-    text = " ".join((said or str(error)).split()) or type(error).__name__
+    """Return an error and what mends it, in one line."""
+    # What a server reports of a statement goes on for several lines: the statement itself, and where in it.
+    primary = getattr(getattr(error, "diag", None), "message_primary", None)
+    text = " ".join((primary or str(error)).split()) or type(error).__name__
     hint = _HINTS.get(type(error).__name__)
-    if not _is_ours(error):
+    # Worded for users by us, by the drivers, or by the system about a file; others are defects, named by their class.
+    is_worded = isinstance(error, (CommandError, ImportError, OSError))
+    if not is_worded and type(error).__module__.split(".")[0] not in ("exactly_once", "psycopg", "cimpl"):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
     return without_secrets(f"{text}; {hint}" if hint else text, secrets)
 
@@ -72,10 +75,3 @@ def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
     # Not before :func:`other_distribution` was asked: somebody else's package has no such module.
     hidden: str = importlib.import_module("exactly_once._redaction").without_secrets(text, secrets)
     return hidden
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Tell whether an error was worded for users: by us, by the drivers, or by the system about a file."""
-    if isinstance(error, (CommandError, ImportError, OSError)):
-        return True
-    return type(error).__module__.split(".")[0] in ("exactly_once", "psycopg", "cimpl")

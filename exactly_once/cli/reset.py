@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from . import batches, options, plan, report
+from . import batches, options, plan
 from .problems import CommandError, UsageError
 from .servers import open_database
 
 _DESCRIPTION = """\
 Move the offsets of one topic of a group, or with --to-current only fence, release and un-halt its
-partitions. A dry run unless --execute is said; then everything happens in one transaction, is kept in
+partitions. A dry run unless --execute is given; then everything happens in one transaction, is kept in
 the audit table, and a row that somebody deleted is made again. A live owner is fenced: what it has not
 committed is rolled back, and it goes on from the new offset within seconds. Effects stay: moving
 back applies messages a second time, moving on leaves messages out. --to-committed is for going on after
@@ -19,7 +19,6 @@ Spark query counts batches (ledger="batch-id"): it has no topics."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "reset", help="move the offsets of a topic, with fencing", description=_DESCRIPTION, epilog=options.EPILOG
     )
@@ -34,7 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show what would be moved, or move it."""
     settings = options.settings(args)
     settings.opener()
     settings.required("group_id")
@@ -43,27 +41,24 @@ def run(args: argparse.Namespace) -> int:
     if args.topic is None:
         raise UsageError("the following arguments are required: --topic")
     is_kept = args.target.kind == "current"
+    # An offset that is forced is compared with nothing, so it can be set while Kafka is away.
     is_blind = args.force and args.target.kind == "offset" and not settings.bootstrap_servers
     if not is_kept and not is_blind:
         settings.required("bootstrap_servers")
     with open_database(settings) as session:
         chosen = plan.make_plan(session, settings, args, ask_kafka=not is_kept and not is_blind)
-        _refuse_foreign(chosen)
+        # No consumer would take offsets for rows that belong to another topic or cluster.
+        for move in chosen.moves:
+            for what, now in (("topic_id", chosen.topic_id), ("cluster_id", chosen.cluster_id)):
+                stored = getattr(move.stored, what, None)
+                if None not in (stored, now) and stored != now:
+                    raise CommandError(
+                        f"{move.partition} of group {chosen.group_id!r} belongs to {what} {stored}, Kafka has {now} "
+                        f"now. If that is meant: exactly-once adopt --topic {chosen.topic} with the same --to-..."
+                    )
         if not args.force:
             plan.refuse_outside(chosen)
         if args.execute:
             chosen = plan.execute(session, chosen, "reset", reason=args.reason)
-    report.tell(chosen, args)
+    plan.show(chosen, args)
     return 0
-
-
-def _refuse_foreign(chosen: plan.Plan) -> None:
-    """Refuse offsets for rows that belong to another topic or cluster: no consumer would take them."""
-    for move in chosen.moves:
-        for what, now in (("topic_id", chosen.topic_id), ("cluster_id", chosen.cluster_id)):
-            stored = getattr(move.stored, what, None)
-            if None not in (stored, now) and stored != now:
-                raise CommandError(
-                    f"{move.partition} of group {chosen.group_id!r} belongs to {what} {stored}, Kafka has {now} now. "
-                    f"If that is meant: exactly-once adopt --topic {chosen.topic} with the same --to-..."
-                )

@@ -1,4 +1,4 @@
-"""Servers: a command's connections to Postgres and Kafka, and what they say of partitions."""
+"""Servers: a command's connections to Postgres and Kafka, and what they report of partitions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class Stored:
 
     @property
     def place(self) -> Partition:
-        """Which partition the row is about."""
         return Partition(self.topic, self.partition)
 
     @property
@@ -65,8 +64,8 @@ class CommandCluster(Cluster):
     """A cluster as commands ask it."""
 
     def topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Describe those of the topics that exist."""
         found = {}
+        # A topic that is gone is a problem of its rows, and is no reason to show nothing of the others.
         for name, future in self.ask(names).items():
             with contextlib.suppress(UnknownTopic):
                 found[name] = self.described(name, future)
@@ -83,6 +82,7 @@ def open_database(settings: Settings, *, check: bool = True) -> Iterator[Session
 
     :raises DatabaseUnreachable: naming host and port, or the function that was to connect.
     """
+    # Without rows of its own: workers must not take this session for an owner that they have fenced.
     session = Session(settings.opener(), schema=settings.schema, owns_rows=False)
     try:
         try:
@@ -104,6 +104,7 @@ def open_cluster(settings: Settings) -> CommandCluster:
     """
     try:
         cluster = CommandCluster(settings.admin())
+        # Asked first: an error of the connection is reported here, once, instead of by what is asked next.
         cluster.identify()
     except ConfigurationError as error:
         raise UsageError(str(error)) from None
@@ -113,5 +114,6 @@ def open_cluster(settings: Settings) -> CommandCluster:
 def stored_rows(session: Session, *, group_id: str | None, topic: str | None = None) -> list[Stored]:
     """Read rows of the ledger: a snapshot, for looking."""
     with session.connection.cursor(row_factory=class_row(Stored)) as cursor:
+        # Not prepared, as behind a pooler the next statement may run on another connection.
         cursor.execute(query("status", session.schema), {"group_id": group_id}, prepare=False)
         return [row for row in cursor if topic in (None, row.topic)]

@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
@@ -14,9 +13,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable, DatabaseUnreachable
-from exactly_once.kafka.admin import Topic
 from exactly_once.ledger.session import Session
 from exactly_once.ledger.sql import query
 
@@ -27,20 +24,21 @@ from .servers import CommandCluster, Log, Stored, open_cluster, open_database, s
 _DESCRIPTION = """\
 Show each group, and each of its partitions in the ledger: the next offset to be applied, how far that is
 from the end of the log (in offsets, so gaps of compaction and transactions count), its owner, and when it
-last moved. What is wrong with a partition is said below it. All groups, unless --group-id is said. Without
+last moved. What is wrong with a partition is below the table. All groups, unless --group-id is given. Without
 --bootstrap-servers it shows what the database knows. Spark queries follow with what each wrote last;
-COUNTED is for those that count batches, not offsets. The last line says what makes every advance slower:
+COUNTED is for those that count batches, not offsets. The last line is about what makes every advance slower:
 dead rows of the ledger, and who holds the oldest snapshot, for which they must stay (of other roles only with
 pg_read_all_stats). In a terminal, long names are shortened in the middle."""
 _CHECK = """\
-say what needs an operator, one line each, and exit with 1 if anything does: a halted partition, an offset outside
-the log, a topic that is gone or was made again, a group without rows; and what --max-... say"""
+print what needs an operator, one line each, and exit with 1 if anything does: a halted partition, an offset outside
+the log, a topic that is gone or was made again, a group without rows; and what is above --max-..."""
 _HEADER = ("PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "ADVANCED")
-_OWNER, _PARTITION = 4, 0
+_OWNER, _PARTITION = _HEADER.index("OWNER"), _HEADER.index("PARTITION")
 _QUERY_HEADER = ("GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED", "WRITTEN", "COUNTED")
-_WATCH_SECONDS = 2.0
-_CLEAR = "\x1b[H\x1b[2J"
-"""Moves the cursor of a terminal to the top and clears it."""
+_WATCH_SECONDS = 2.0  # a look costs the database a few milliseconds, and offsets move about once a second
+_WATCH_FROM, _WATCH_TO = 0.1, 86_400  # faster nobody reads; a day is longer than anybody means
+_SHORT_ID = 8  # characters of a process's id: nobody reads more of it
+_CLEAR = "\x1b[H\x1b[2J"  # moves the cursor of a terminal to the top and clears it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,6 @@ class Line:
 
     @property
     def complaint(self) -> str | None:
-        """What an operator must see to."""
         halted = f"halted: {self.stored.halted}" if self.stored.halted else None
         return "; ".join(filter(None, (halted, self.problem))) or None
 
@@ -81,7 +78,6 @@ class Group:
 
     @property
     def halted(self) -> int:
-        """How many partitions are halted."""
         return sum(line.stored.halted is not None for line in self.lines)
 
     @property
@@ -102,7 +98,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found; ``unreachable`` says why Kafka's part of it is missing."""
+    """What was found; ``unreachable`` is why Kafka's part of it is missing."""
 
     schema: str
     group_id: str | None
@@ -113,17 +109,26 @@ class Report:
 
     @property
     def lines(self) -> list[Line]:
-        """The partitions of all groups."""
         return [line for group in self.groups for line in group.lines]
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the database knows nothing of what was asked for."""
-        return not self.groups and not self.queries
+    def nothing(self) -> str | None:
+        """The message where the database has no rows of what was asked for."""
+        if self.groups or self.queries:
+            return None
+        return f"the ledger has no rows{f' of group {self.group_id}' if self.group_id else ''}"
+
+    @property
+    def halted_queries(self) -> list[str]:
+        """Which Spark queries that count batches are halted, and why."""
+        return [
+            f"group {each['group_id']}, Spark query {each['query_id']} halted: {each['halted']}"
+            for each in self.queries
+            if each["halted"]
+        ]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "status", help="show offsets, lag, owners and problems", description=_DESCRIPTION, epilog=options.EPILOG
     )
@@ -137,29 +142,47 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SECONDS",
         help=f"look again after so many seconds ({_WATCH_SECONDS:g}), until Ctrl-C",
     )
-    parser.add_argument("--max-lag", type=_limit, metavar="N", help="with --check: of any partition")
-    parser.add_argument("--max-dead-letters", type=_limit, metavar="N", help="with --check: of any group")
+    limit = options.number("is not a number: 0 or more")
+    parser.add_argument("--max-lag", type=limit, metavar="N", help="with --check: of any partition")
+    parser.add_argument("--max-dead-letters", type=limit, metavar="N", help="with --check: of any group")
     options.add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the ledger beside the logs; once, again and again, or only what is wrong."""
     settings = options.settings(args)
-    settings.opener()
-    _check_usage(args)
+    settings.opener()  # is refused here, before anything is asked
+    if args.watch is not None and args.json:
+        raise UsageError("--watch is for people: leave out --json, or ask again and again")
+    if not args.check and (args.max_lag is not None or args.max_dead_letters is not None):
+        raise UsageError("--max-lag and --max-dead-letters are limits of --check: pass --check, too")
     if args.max_lag is not None:
         settings.required("bootstrap_servers")
     with open_database(settings) as session:
-        if args.watch is not None:
-            _watch(session, settings, args)
-        report = look(session, settings, _Kafka(settings))
-    troubles = _troubles(report, args) if args.check else []
+        kafka = _Kafka(settings)
+        while args.watch is not None:  # until somebody interrupts; an error is printed, and the server waited for
+            try:
+                report = look(session, settings, kafka)
+                print(_CLEAR if sys.stdout.isatty() else "", end="")
+                _print(report)
+                if report.unreachable is not None:
+                    output.print_lines(one_line(report.unreachable, settings.secrets))
+            except (psycopg.OperationalError, DatabaseUnreachable) as error:
+                output.print_lines(one_line(error, settings.secrets))
+            print(flush=True)
+            time.sleep(args.watch)
+        report = look(session, settings, kafka)
+    troubles = _troubles(report, args) if args.check else None
     if args.json:
-        output.print_json(_document(report, troubles if args.check else None))
-    elif args.check:
-        _print_check(report, troubles)
-    else:
+        output.print_json(_document(report, troubles))
+    elif troubles is None:
         _print(report)
+    else:
+        for trouble in troubles:
+            print(output.printable(trouble))  # one line each, however wide: it goes into a mail or a log
+        if not troubles and report.unreachable is None:
+            print("ok: " + ("; ".join(map(str, report.groups)) or _count(len(report.queries), "Spark query")))
+    # Behind what the database has: the exit code is that of a look that is not complete.
     if report.unreachable is not None:
         raise report.unreachable
     return 1 if troubles else 0
@@ -183,9 +206,10 @@ class _Kafka:
 def look(session: Session, settings: options.Settings, kafka: _Kafka) -> Report:
     """Find out what the database and, if they answer, the brokers know."""
     rows = stored_rows(session, group_id=settings.group_id)
-    wanted = {"group_id": settings.group_id}
+    wanted = {"group_id": settings.group_id, "schema": session.schema}
     with session.connection.cursor(row_factory=dict_row) as cursor:
         queries = cursor.execute(query("spark_queries", session.schema), wanted, prepare=False).fetchall()
+        health = cursor.execute(query("ledger_health", session.schema), wanted, prepare=False).fetchone()
     dead = dict(session.connection.execute(query("dead_letters_by_group", session.schema), wanted, prepare=False))
     unreachable = None
     lines = [Line(row) for row in rows]
@@ -203,67 +227,54 @@ def look(session: Session, settings: options.Settings, kafka: _Kafka) -> Report:
         group_id=settings.group_id,
         groups=groups,
         queries=queries,
-        ledger=_ledger_health(session),
+        ledger=health or {},
         unreachable=unreachable,
     )
 
 
-def _watch(session: Session, settings: options.Settings, args: argparse.Namespace) -> None:
-    """Look until somebody interrupts; a server that is away is said and waited for."""
-    kafka = _Kafka(settings)
-    while True:
-        try:
-            report = look(session, settings, kafka)
-            print(_CLEAR if sys.stdout.isatty() else "", end="")
-            _print(report)
-            if report.unreachable is not None:
-                output.print_lines(one_line(report.unreachable, settings.secrets))
-        except (psycopg.OperationalError, DatabaseUnreachable) as error:
-            output.print_lines(one_line(error, settings.secrets))
-        print(flush=True)
-        time.sleep(args.watch)
-
-
 def _print(report: Report) -> None:
-    if report.is_empty:
-        print(_no_rows(report))
+    if report.nothing:
+        print(report.nothing)
     for number, group in enumerate(report.groups):
         if number:
             print()
-        _print_group(group)
+        output.print_lines(str(group))
+        cells: list[list[object]] = []
+        for line in group.lines:
+            row = line.stored
+            owner = "released" if row.owner_instance else None
+            if row.owned:
+                owner = row.owner_name or (row.owner_instance or "")[:_SHORT_ID]
+                owner += " (Spark)" if row.owner_kind == "spark" else ""
+            place = f"{'! ' if line.complaint else ''}{row.place}"
+            end = line.log.end if line.log else None
+            cells.append([place, row.next_offset, end, line.lag, owner, output.ago(row.advanced_seconds_ago)])
+        if cells:
+            output.print_table(_HEADER, cells, give=(_OWNER, _PARTITION))
+        for line in group.lines:
+            if line.complaint:
+                output.print_lines(f"{line.stored.place} {line.complaint}", indent="! ")
     if report.queries:
         if report.groups:
             print()
-        output.print_table(_QUERY_HEADER, [_query_cells(each) for each in report.queries], give=(1, 2, 0))
-    for complaint in _complaints(report.queries):
-        output.print_lines(complaint, indent="! ")
+        names = ("group_id", "query_id", "run_id", "batch_id", "rows", "dropped", "written", "counted_batch_id")
+        found = [each | {"written": output.ago(each["written_seconds_ago"])} for each in report.queries]
+        output.print_table(_QUERY_HEADER, [[each[name] for name in names] for each in found], give=(1, 2, 0))
+    for halted in report.halted_queries:
+        output.print_lines(halted, indent="! ")
     if report.lines:
         print()
-        output.print_lines(_told(report.ledger))
-
-
-def _print_group(group: Group) -> None:
-    output.print_lines(str(group))
-    if group.lines:
-        output.print_table(_HEADER, [_cells(line) for line in group.lines], give=(_OWNER, _PARTITION))
-    for line in group.lines:
-        if line.complaint:
-            output.print_lines(f"{line.stored.place} {line.complaint}", indent="! ")
-
-
-def _no_rows(report: Report) -> str:
-    return f"the ledger has no rows{f' of group {report.group_id}' if report.group_id else ''}"
-
-
-def _complaints(queries: list[dict[str, Any]]) -> list[str]:
-    """Say which Spark queries that count batches are halted."""
-    names = ((f"group {each['group_id']}, Spark query {each['query_id']}", each["halted"]) for each in queries)
-    return [f"{name} halted: {halted}" for name, halted in names if halted]
+        health = report.ledger
+        snapshot = "no snapshot is held"
+        if (held := health.get("snapshot_held_by")) is not None:
+            # Hidden from a role that may not see others' sessions.
+            since = output.ago(health["snapshot_seconds"]) or "unknown"
+            snapshot = f"oldest snapshot: {held}, since {since}, {health['snapshot_transactions']} transactions"
+        output.print_lines(f"ledger: {health.get('dead_rows')} dead rows, {health.get('bytes')} bytes; {snapshot}")
 
 
 def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
-    """Return what needs an operator, in words."""
-    found = [_no_rows(report)] if report.is_empty else []
+    found = [report.nothing] if report.nothing else []
     max_lag = math.inf if args.max_lag is None else args.max_lag
     max_dead_letters = math.inf if args.max_dead_letters is None else args.max_dead_letters
     for group in report.groups:
@@ -276,137 +287,63 @@ def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
         if group.dead_letters > max_dead_letters:
             dead = _count(group.dead_letters, "dead letter")
             found.append(f"group {group.group_id}: {dead}, above {max_dead_letters}")
-    return found + _complaints(report.queries)
-
-
-def _print_check(report: Report, troubles: Iterable[str]) -> None:
-    for trouble in troubles:
-        print(output.printable(trouble))  # one line each, however wide: it goes into a mail or a log
-    if not troubles and report.unreachable is None:
-        print("ok: " + ("; ".join(map(str, report.groups)) or _count(len(report.queries), "Spark query")))
-
-
-def _ledger_health(session: Session) -> dict[str, Any]:
-    """Ask the server's statistics what makes advances slow."""
-    with session.connection.cursor(row_factory=dict_row) as cursor:
-        statement = query("ledger_health", session.schema)
-        return cursor.execute(statement, {"schema": session.schema}, prepare=False).fetchone() or {}
-
-
-def _told(health: Mapping[str, Any]) -> str:
-    """Tell it in one line; some of it is hidden from a role that may not see others' sessions."""
-    snapshot = "no snapshot is held"
-    if (held := health.get("snapshot_held_by")) is not None:
-        since = output.ago(health["snapshot_seconds"]) or "unknown"
-        snapshot = f"oldest snapshot: {held}, since {since}, {health['snapshot_transactions']} transactions"
-    return output.printable(f"ledger: {health.get('dead_rows')} dead rows, {health.get('bytes')} bytes; {snapshot}")
+    return found + report.halted_queries
 
 
 def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
-    """Ask Kafka for the logs of all rows that belong to this cluster."""
+    """Put rows beside their logs in this cluster, and name what does not fit."""
     ours = [row for row in rows if row.cluster_id in (None, cluster.cluster_id)]
     topics = cluster.topics(sorted({row.topic for row in ours}))
+    # The brokers refuse to be asked for partitions that are not there.
     there = {row.place for row in ours if row.topic in topics and row.partition < topics[row.topic].partitions}
     logs = cluster.logs(sorted(there))
-    return [_line(row, cluster, topics, logs) for row in rows]
-
-
-def _line(row: Stored, cluster: CommandCluster, topics: Mapping[str, Topic], logs: Mapping[Partition, Log]) -> Line:
-    """Put a row beside its log, unless it is another topic's or cluster's."""
-    if row.cluster_id not in (None, cluster.cluster_id):
-        return Line(row, None, f"belongs to cluster {row.cluster_id}")
-    topic = topics.get(row.topic)
-    if topic is None:
-        return Line(row, None, "the topic is gone")
-    if None not in (row.topic_id, topic.topic_id) and row.topic_id != topic.topic_id:
-        return Line(row, None, "the topic was deleted and made again")
-    log = logs.get(row.place)
-    if log is None:
-        return Line(row, None, "the topic has no such partition")
-    return Line(row, log, _out_of_range(row, log))
-
-
-def _out_of_range(row: Stored, log: Log) -> str | None:
-    if row.next_offset is None:
-        return None
-    if row.next_offset < log.start:
-        return f"below the log start {log.start}"
-    return "beyond the log end" if row.next_offset > log.end else None
+    lines = []
+    for row in rows:
+        topic, log = topics.get(row.topic), logs.get(row.place)
+        problem = None
+        if row.cluster_id not in (None, cluster.cluster_id):
+            # A topic of that name may be here as well: its log is another one.
+            log, problem = None, f"belongs to cluster {row.cluster_id}"
+        elif topic is None:
+            problem = "the topic is gone"
+        elif None not in (row.topic_id, topic.topic_id) and row.topic_id != topic.topic_id:
+            log, problem = None, "the topic was deleted and made again"
+        elif log is None:
+            problem = "the topic has no such partition"
+        elif row.next_offset is not None and row.next_offset < log.start:
+            problem = f"below the log start {log.start}"
+        elif row.next_offset is not None and row.next_offset > log.end:
+            problem = "beyond the log end"
+        lines.append(Line(row, log, problem))
+    return lines
 
 
 def _document(report: Report, troubles: list[str] | None) -> dict[str, Any]:
-    document = {
+    sums = ("group_id", "lag", "halted", "problems", "dead_letters")
+    return {
         "schema": report.schema,
         "groups": [
-            {
-                "group_id": group.group_id,
-                "partitions": len(group.lines),
-                "lag": group.lag,
-                "halted": group.halted,
-                "problems": group.problems,
-                "dead_letters": group.dead_letters,
-            }
-            for group in report.groups
+            {**{name: getattr(group, name) for name in sums}, "partitions": len(group.lines)} for group in report.groups
         ],
-        "partitions": [_partition_document(line) for line in report.lines],
+        "partitions": [
+            {
+                **asdict(line.stored),
+                "owner": line.stored.owner,
+                "log_start": line.log.start if line.log else None,
+                "log_end": line.log.end if line.log else None,
+                "lag": line.lag,
+                "problem": line.problem,
+            }
+            for line in report.lines
+        ],
         "queries": report.queries,
         "ledger": report.ledger,
+        **({} if troubles is None else {"troubles": troubles}),
     }
-    return document if troubles is None else {**document, "troubles": troubles}
-
-
-def _partition_document(line: Line) -> dict[str, Any]:
-    return {
-        **asdict(line.stored),
-        "owner": line.stored.owner,
-        "log_start": line.log.start if line.log else None,
-        "log_end": line.log.end if line.log else None,
-        "lag": line.lag,
-        "problem": line.problem,
-    }
-
-
-def _query_cells(found: dict[str, Any]) -> list[object]:
-    written = output.ago(found["written_seconds_ago"])
-    names = ("group_id", "query_id", "run_id", "batch_id", "rows", "dropped")
-    return [*(found[name] for name in names), written, found["counted_batch_id"]]
-
-
-def _cells(line: Line) -> list[object]:
-    row = line.stored
-    return [
-        f"{'! ' if line.complaint else ''}{row.place}",
-        row.next_offset,
-        line.log.end if line.log else None,
-        line.lag,
-        _owner(row),
-        output.ago(row.advanced_seconds_ago),
-    ]
-
-
-def _owner(row: Stored) -> str | None:
-    """Name the owner in few characters: of an id the first eight, as nobody reads more of it."""
-    if not row.owned:
-        return "released" if row.owner_instance else None
-    name = row.owner_name or (row.owner_instance or "")[:8]
-    return f"{name} (Spark)" if row.owner_kind == "spark" else name
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 'S' if what.isupper() else 's'}"
-
-
-def _check_usage(args: argparse.Namespace) -> None:
-    if args.watch is not None and args.json:
-        raise UsageError("--watch is for people: leave out --json, or ask again and again")
-    if not args.check and (args.max_lag is not None or args.max_dead_letters is not None):
-        raise UsageError("--max-lag and --max-dead-letters are limits of --check: say --check, too")
-
-
-def _limit(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a number: 0 or more")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -414,6 +351,6 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0.1 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 86400")
+    if not _WATCH_FROM <= seconds <= _WATCH_TO:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from {_WATCH_FROM} to {_WATCH_TO}")
     return seconds

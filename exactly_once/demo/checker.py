@@ -5,18 +5,16 @@ The topic is read anew, from its beginning, by a consumer of its own; the ledger
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psycopg
 from psycopg import sql
 
-from .journal import scan
+from . import journal
+from .journal import Entry, Record
 from .payments import ACCOUNTS, BRANCHES, OPENING_BALANCE, changes
-
-Place = tuple[int, int]
-"""Partition and offset of a message; or branch and number of an account."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,7 @@ class Verdict:
     foreign: int
     """Effects of no message: it was taken back by its publisher."""
     wrong_balances: int
-    """Accounts that do not have what the messages in the topic say."""
+    """Accounts that do not have what the messages in the topic amount to."""
     balance: int
     """The sum over all accounts."""
 
@@ -43,32 +41,32 @@ TOTAL = BRANCHES * ACCOUNTS * OPENING_BALANCE
 
 def check(bootstrap_servers: str, conninfo: str, topic: str, schema: str) -> Verdict:
     """Scan the topic and compare it with the journal and the accounts."""
-    messages = {(record.partition, record.offset): record.value for record in scan(bootstrap_servers, topic)}
-    return compare(messages, *_effects(conninfo, schema))
+    records = journal.scan(bootstrap_servers, topic)
+    name = sql.Identifier(schema)
+    with psycopg.connect(conninfo) as connection:
+        entries = sql.SQL('SELECT partition, "offset", worker, xid::text::bigint FROM {}.journal').format(name)
+        effects = [Entry(topic, n, offset, None, who, xid) for n, offset, who, xid in connection.execute(entries)]
+        accounts = connection.execute(sql.SQL("SELECT branch, id, balance FROM {}.account").format(name))
+        balances = {(branch, number): balance for branch, number, balance in accounts}
+    return compare(records, effects, balances)
 
 
-def compare(
-    messages: Mapping[Place, bytes | None], journal: Mapping[Place, int], balances: Mapping[Place, int]
-) -> Verdict:
-    """Compare messages with how often each took effect, and with the balances."""
-    expected: defaultdict[Place, int] = defaultdict(lambda: OPENING_BALANCE)
-    for (branch, _), value in messages.items():
-        for account, amount in changes(value):
-            expected[branch, account] += amount
+def compare(records: Sequence[Record], effects: Sequence[Entry], balances: Mapping[tuple[int, int], int]) -> Verdict:
+    """Compare messages with their effects, and with the balances by branch and number of the account.
+
+    The journal of the demo has no values: what a payment was is seen in the balances.
+    """
+    expected: defaultdict[tuple[int, int], int] = defaultdict(lambda: OPENING_BALANCE)
+    # From the messages alone: nothing that a worker wrote is trusted.
+    for record in records:
+        for account, amount in changes(record.value):
+            expected[record.partition, account] += amount
+    found = journal.compare(records, effects, None)
     return Verdict(
-        messages=len(messages),
-        lost=sum(place not in journal for place in messages),
-        duplicated=sum(times > 1 for times in journal.values()),
-        foreign=sum(place not in messages for place in journal),
+        messages=found.messages,
+        lost=len(found.lost),
+        duplicated=len(found.duplicated),
+        foreign=len({effect.identity for effect in found.foreign}),
         wrong_balances=sum(balance != expected[account] for account, balance in balances.items()),
         balance=sum(balances.values()),
     )
-
-
-def _effects(conninfo: str, schema: str) -> tuple[Counter[Place], dict[Place, int]]:
-    name = sql.Identifier(schema)
-    with psycopg.connect(conninfo) as connection:
-        journal = connection.execute(sql.SQL('SELECT partition, "offset" FROM {}.journal').format(name))
-        times: Counter[Place] = Counter((partition, offset) for partition, offset in journal)
-        accounts = connection.execute(sql.SQL("SELECT branch, id, balance FROM {}.account").format(name))
-        return times, {(branch, number): balance for branch, number, balance in accounts}

@@ -16,23 +16,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Self
 
 from exactly_once.embedded.process import is_frozen
 
+from .worker import Order
+
 Event = Mapping[str, Any]
-
-
-class Order(Protocol):
-    """What a worker is told to do."""
-
-    @property
-    def number(self) -> int:
-        """Whose place the worker takes."""
-
-    def to_line(self) -> str:
-        """Write it as one line."""
+_LAST_WORDS = 15  # lines: a traceback of ours is about as long
 
 
 class Worker:
@@ -41,10 +33,9 @@ class Worker:
     def __init__(self, events: queue.Queue[tuple[Worker, Event]], module: str) -> None:
         self.number = 0
         self.partitions: dict[int, float] = {}
-        """Those that it has, as far as it has told, and since when."""
+        """Those that it has by its reports, and since when."""
         self.reports: list[str] = []
-        """What it has told, by name, in order."""
-        self._events = events
+        """The names of its reports, in order."""
         # Without a name: nothing of it stays, however the parent ends.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long-lived as the process)
         self._process = subprocess.Popen(
@@ -56,7 +47,16 @@ class Worker:
             bufsize=1,
             process_group=0,
         )
-        threading.Thread(target=self._read, daemon=True).start()
+
+        def read() -> None:
+            assert self._process.stdout is not None
+            with self._process.stdout as lines:
+                for line in lines:
+                    events.put((self, json.loads(line)))
+            self._process.wait()
+            events.put((self, {"event": "ended"}))
+
+        threading.Thread(target=read, daemon=True).start()
 
     def __repr__(self) -> str:
         return f"<Worker {self.number} pid={self._process.pid}>"
@@ -71,8 +71,8 @@ class Worker:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
-    def heard(self, event: Event) -> None:
-        """Take note of what it reports."""
+    def receive(self, event: Event) -> None:
+        """Record what it reports."""
         self.reports.append(event["event"])
         for partition in event.get("partitions", ()):
             self.partitions.pop(partition, None)
@@ -84,7 +84,6 @@ class Worker:
         return all(self.partitions.get(partition, 0.0) > moment for partition in partitions)
 
     def begin(self, order: Order) -> None:
-        """Give it its order."""
         self.number = order.number
         self._write(order.to_line())
 
@@ -93,11 +92,9 @@ class Worker:
         self._write(json.dumps({"kind": kind, "at": at, "after": after}))
 
     def disarm(self) -> None:
-        """Take back what was armed."""
         self._write("null")
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
         if self.status is None:
             os.kill(self._process.pid, number)
 
@@ -113,7 +110,7 @@ class Worker:
     def last_words(self) -> str:
         """Return the end of what it wrote on standard error."""
         self._log.seek(0)
-        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-15:])
+        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-_LAST_WORDS:])
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -121,23 +118,15 @@ class Worker:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                self._events.put((self, json.loads(line)))
-        self._process.wait()
-        self._events.put((self, {"event": "ended"}))
-
 
 class Crew:
     """The workers of one side, by number. Leaving the ``with`` statement ends every process."""
 
-    def __init__(self, orders: Mapping[int, Order], module: str = "exactly_once.demo.worker") -> None:
-        self._orders = orders
+    def __init__(self, orders: Mapping[int, Order], module: str) -> None:
+        self._orders = orders  # the owner's: it may put another order in a place before it starts a worker there
         self._module = module
-        self._processes: list[Worker] = []
-        self._spares: list[Worker] = []
+        self._processes: list[Worker] = []  # all that were started and not dismissed
+        self._spares: list[Worker] = []  # those of them that wait for an order
         self.events: queue.Queue[tuple[Worker, Event]] = queue.Queue()
         self.workers: dict[int, Worker] = {}
 
@@ -164,6 +153,13 @@ class Crew:
         self.warm_up()
         return worker
 
+    def received(self, seconds: float) -> Iterator[tuple[Worker, Event]]:
+        """Yield what workers report, after waiting for the first report for so long."""
+        with contextlib.suppress(queue.Empty):
+            yield self.events.get(timeout=seconds)
+            while True:
+                yield self.events.get_nowait()
+
     def dismiss(self, worker: Worker) -> None:
         """End a process, if it has not ended, and give back what it holds; its place may have been taken."""
         worker.end()
@@ -172,5 +168,4 @@ class Crew:
             del self.workers[worker.number]
 
     def other(self, worker: Worker) -> Worker:
-        """Return the other worker of two."""
         return next(each for each in self.workers.values() if each is not worker)

@@ -7,14 +7,14 @@ counter per topic, an effect that is not idempotent. A handler under test append
     unit.execute(journal.COUNT, (topic, len(unit.messages)))
 
 The counter is one row: transactions that count run one after the other, and a frozen one stops the others. A
-test in which that is not wanted leaves COUNT out and says so to `check`.
+test in which that is not wanted leaves COUNT out and passes ``counts=False`` to `check`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import uuid4
@@ -62,7 +62,6 @@ class Record(NamedTuple):
 
     @property
     def identity(self) -> Identity:
-        """Where it stands."""
         return Identity(self.topic, self.partition, self.offset)
 
 
@@ -78,7 +77,6 @@ class Entry(NamedTuple):
 
     @property
     def identity(self) -> Identity:
-        """The message whose effect it is."""
         return Identity(self.topic, self.partition, self.offset)
 
 
@@ -91,7 +89,7 @@ class Verdict:
     lost: list[Identity]
     """In the topic, without an effect."""
     duplicated: dict[Identity, list[Entry]]
-    """With more than one effect: all of them, so that worker and transaction can be told."""
+    """With more than one effect: all of them, with their workers and transactions."""
     foreign: list[Entry]
     """Effects of no message of the topic: its producer aborted it, or retention has removed it."""
     altered: list[Identity]
@@ -109,7 +107,9 @@ class Verdict:
     def __str__(self) -> str:
         kinds = ("lost", "duplicated", "foreign", "altered")
         found = ", ".join(f"{len(getattr(self, kind))} {kind}" for kind in kinds)
-        firsts = [f"first {kind}: {_first(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        firsts = [f"first {kind}: {next(iter(getattr(self, kind)))}" for kind in kinds if getattr(self, kind)]
+        if self.duplicated:  # with its effects, whose workers and transactions tell how it came about
+            firsts.append(f"its effects: {next(iter(self.duplicated.values()))}")
         return "\n".join([f"{self.messages} messages, {found}, counter {self.counted}", *firsts])
 
 
@@ -126,7 +126,6 @@ def entry(message: Message, worker: str) -> tuple[str | None, int | None, int | 
 
 
 def entries(conninfo: str, topic: str) -> list[Entry]:
-    """Return the journal of a topic, by partition and offset."""
     query = """
         SELECT topic, partition, "offset", value, worker, xid::text::bigint FROM journal.entries
         WHERE topic = %s ORDER BY partition, "offset", xid
@@ -136,7 +135,6 @@ def entries(conninfo: str, topic: str) -> list[Entry]:
 
 
 def counted(conninfo: str, topic: str) -> int:
-    """Return the counter of a topic."""
     with psycopg.connect(conninfo) as connection:
         row = connection.execute("SELECT total FROM journal.counter WHERE topic = %s", (topic,)).fetchone()
     return row[0] if row else 0
@@ -150,12 +148,28 @@ def scan(bootstrap_servers: str, topic: str, timeout_seconds: float = 60) -> lis
     this one waits for it, and raises TimeoutError in the end.
     """
     ends = log_ends(bootstrap_servers, topic, timeout_seconds)
-    consumer = _consumer(bootstrap_servers, "read_committed")
+    missing = dict(ends)
+    records: list[Record] = []
+    deadline = time.monotonic() + timeout_seconds
+    consumer = plain_consumer(bootstrap_servers, "read_committed")
     try:
         consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in ends])
-        return sorted(_read_to(consumer, ends, timeout_seconds))
+        while missing:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"partitions not read to the end (an open transaction hides it?): {missing}")
+            for message in consumer.consume(10_000, timeout=0.1):
+                partition, offset, error = message.partition(), message.offset(), message.error()
+                assert partition is not None
+                assert offset is not None
+                if error is None:
+                    records.append(Record(topic, partition, offset, message.key(), message.value()))
+                elif error.code() != KafkaError._PARTITION_EOF:
+                    raise RuntimeError(f"scan of {topic}: {error}")
+                elif offset >= ends[partition]:  # not an end that a transaction shows while it is open
+                    missing.pop(partition, None)
     finally:
         consumer.close()
+    return sorted(records)
 
 
 def compare(records: Iterable[Record], effects: Iterable[Entry], counter: int | None) -> Verdict:
@@ -184,7 +198,8 @@ def check(conninfo: str, bootstrap_servers: str, topic: str, *, counts: bool = T
     return compare(scan(bootstrap_servers, topic), entries(conninfo, topic), counter)
 
 
-def _consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
+def plain_consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
+    """Make a consumer that is of no group with others, commits nothing and reports the ends of logs."""
     return Consumer(
         {
             "bootstrap.servers": bootstrap_servers,
@@ -193,15 +208,15 @@ def _consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
             "auto.offset.reset": "error",
             "enable.auto.commit": False,
             "enable.partition.eof": True,
-            "log_level": 2,  # a broker that is away is nothing to tell of
-            "fetch.wait.max.ms": 10,  # the end is told by an empty answer, which the broker would hold back
+            "log_level": 2,  # a broker that is away is no news
+            "fetch.wait.max.ms": 10,  # the end is known from an empty answer, which the broker would hold back
         }
     )
 
 
 def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict[int, int]:
-    """Return where each log ends; a read_committed consumer would be told where the first open transaction is."""
-    consumer = _consumer(bootstrap_servers, "read_uncommitted")
+    """Return where each log ends; a read_committed consumer gets the start of the first open transaction."""
+    consumer = plain_consumer(bootstrap_servers, "read_uncommitted")
     try:
         metadata = consumer.list_topics(topic, timeout=timeout_seconds).topics[topic]
         if metadata.error is not None:
@@ -213,30 +228,3 @@ def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict
         return ends
     finally:
         consumer.close()
-
-
-def _read_to(consumer: Consumer, ends: Mapping[int, int], timeout_seconds: float) -> list[Record]:
-    """Read until the position of every partition has reached its end, as the end-of-partition events tell."""
-    records: list[Record] = []
-    missing = dict(ends)
-    deadline = time.monotonic() + timeout_seconds
-    while missing:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"partitions not read to the end (an open transaction hides it?): {missing}")
-        for message in consumer.consume(10_000, timeout=0.1):
-            partition, offset = message.partition(), message.offset()
-            topic, error = message.topic(), message.error()
-            if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                raise RuntimeError(f"scan of {topic}: {error}")
-            assert topic is not None
-            assert partition is not None
-            assert offset is not None
-            if error is None:
-                records.append(Record(topic, partition, offset, message.key(), message.value()))
-            elif offset >= ends[partition]:
-                missing.pop(partition, None)
-    return records
-
-
-def _first(found: Iterable[object]) -> object:
-    return next(iter(found.items() if isinstance(found, Mapping) else found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import psycopg
@@ -13,9 +14,42 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 from exactly_once import ExactlyOnceConsumer, Fenced, Redelivered
 from exactly_once._failpoints import failpoint
 
-from . import payments
-from .injury import Injury, report
-from .order import Order
+from . import payments, worker
+from .worker import Injury, report, serve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order(worker.Order):
+    """Where the servers are, what to read and where to write; the same for both loops."""
+
+    loop: str
+    bootstrap_servers: str
+    conninfo: str
+    topic: str
+    group_id: str
+    schema: str
+    max_messages: int
+    session_ms: int
+
+    @property
+    def name(self) -> str:
+        """The name of the worker, the same for each process that takes its place."""
+        return f"worker-{self.number}"
+
+    @property
+    def kafka(self) -> dict[str, Any]:
+        return {
+            "bootstrap.servers": self.bootstrap_servers,
+            "group.id": self.group_id,
+            # A process started in place of a killed one goes on at once, without a rebalance.
+            "group.instance.id": self.name,
+            "partition.assignment.strategy": "range",
+            "session.timeout.ms": self.session_ms,
+            "heartbeat.interval.ms": self.session_ms // 10,  # at most a third; more often finds a rebalance sooner
+            "max.poll.interval.ms": 30_000,  # a worker stops for no longer, but for a frozen one, whose session ends
+            "isolation.level": "read_committed",
+            "fetch.wait.max.ms": 50,  # the default of 500 would show as a pause of the bar
+        }
 
 
 def exactly_once(order: Order, injury: Injury) -> None:
@@ -65,18 +99,14 @@ def at_least_once(order: Order, injury: Injury) -> None:
                     failpoint(moment)
             _landed(injury)
             failpoint("committed")
-            _commit_kafka(client)
+            try:
+                client.commit(asynchronous=False)
+            except KafkaException as error:
+                # Somebody else has the partitions. The effects are stored, and will be stored again.
+                report("refused", why=str(error))
+            failpoint("mirrored")
     client.close()
     report("stopped")
-
-
-def _commit_kafka(client: Consumer) -> None:
-    try:
-        client.commit(asynchronous=False)
-    except KafkaException as error:
-        # Somebody else has the partitions. The effects are stored, and will be stored again.
-        report("refused", why=str(error))
-    failpoint("mirrored")
 
 
 def _landed(injury: Injury) -> None:
@@ -88,3 +118,16 @@ def _landed(injury: Injury) -> None:
 
 def _telling(event: str) -> Callable[[Any, list[TopicPartition]], None]:
     return lambda _, partitions: report(event, partitions=[tp.partition for tp in partitions])
+
+
+def main() -> None:
+
+    def apply_payments(line: str, injury: Injury) -> None:
+        order = Order.from_line(line)
+        {"exactly_once": exactly_once, "at_least_once": at_least_once}[order.loop](order, injury)
+
+    serve(apply_payments)
+
+
+if __name__ == "__main__":
+    main()

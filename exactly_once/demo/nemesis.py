@@ -16,13 +16,15 @@ MOMENTS = {
     "advanced": "one step before COMMIT",
     "committed": "right after COMMIT",
     "positioned": "between two batches",
-    "mirrored": "after telling Kafka",
+    "mirrored": "after committing to Kafka",
 }
 """What a failpoint means, for people."""
 BETWEEN_COMMITS = "between its two commits"
 """What ``committed`` means for the ordinary loop."""
 
+# Where a frozen worker has something to do as a zombie.
 _WITH_BATCH = ("polled", "begun", "handled", "guarded", "advanced")
+# Passed about once a second: waiting for a later pass would only take time.
 _ONCE_IN_A_WHILE = ("positioned", "mirrored")
 
 

@@ -22,8 +22,8 @@ BRANCHES = 6
 ACCOUNTS = 100
 """In each branch."""
 OPENING_BALANCE = 1_000
-_REGRETTED = 5
-"""Payments of a Kafka transaction that is aborted: they are in the log and must take no effect."""
+_REGRETTED = 5  # payments of a transaction that is aborted: they are in the log and must take no effect
+_SECONDS = 30  # longer than a broker on a busy machine takes to answer
 
 _CREATE = """
     CREATE SCHEMA {schema};
@@ -65,11 +65,9 @@ def create_tables(connection: psycopg.Connection[Any], schema: str) -> None:
     connection.execute(statement)
 
 
-def create_topic(bootstrap_servers: str, topic: str) -> None:
-    """Make the topic: a partition for each branch."""
+def create_topic(bootstrap_servers: str, topic: str, partitions: int = BRANCHES, replicas: int = 1) -> None:
     with AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2}) as admin:
-        for future in admin.create_topics([NewTopic(topic, BRANCHES, 1)]).values():
-            future.result(30)
+        admin.create_topics([NewTopic(topic, partitions, replicas)])[topic].result(_SECONDS)
 
 
 def apply(connection: psycopg.Connection[Any], schema: str, messages: Sequence[Message], worker: str) -> None:
@@ -103,8 +101,8 @@ class Publisher:
         self._producer = Producer(
             {"bootstrap.servers": bootstrap_servers, "transactional.id": topic, "linger.ms": 5, "log_level": 2}
         )
-        self._producer.init_transactions(30)
-        self._delivered: dict[int, int] = {}
+        self._producer.init_transactions(_SECONDS)
+        self._delivered: dict[int, int] = {}  # by partition the last offset of the transaction under way
         self.published = 0
         self.last: dict[int, int] = {}
         """For each partition the offset of the last payment that counts."""
@@ -112,24 +110,25 @@ class Publisher:
     def publish(self, count: int) -> None:
         """Publish ``count`` payments, after a few that are taken back."""
         self._send(_REGRETTED)
-        self._producer.abort_transaction(30)
+        self._producer.abort_transaction(_SECONDS)
         self._send(count)
-        self._producer.commit_transaction(30)
+        self._producer.commit_transaction(_SECONDS)
         self.last |= self._delivered
         self.published += count
 
     def _send(self, count: int) -> None:
         self._delivered = {}
+
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            if error is None:
+                self._delivered[message.partition() or 0] = message.offset() or 0
+
         self._producer.begin_transaction()
         for _ in range(count):
             branch = self._random.randrange(BRANCHES)
             payer, payee = self._random.sample(range(ACCOUNTS), 2)
             value = json.dumps({"from": payer, "to": payee, "amount": self._random.randint(1, 50)})
-            self._producer.produce(self._topic, value, str(payer), partition=branch, on_delivery=self._on_delivery)
+            self._producer.produce(self._topic, value, str(payer), partition=branch, on_delivery=delivered)
             self._producer.poll(0)
         # In the log before the transaction ends, also if it ends by an abort.
-        self._producer.flush(30)
-
-    def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
-        if error is None:
-            self._delivered[message.partition() or 0] = message.offset() or 0
+        self._producer.flush(_SECONDS)

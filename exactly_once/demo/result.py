@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .checker import TOTAL, Verdict
@@ -30,6 +30,7 @@ class Result:
     def failures(self) -> list[str]:
         """What went wrong, in words; of a run that was cut short only what must not happen at any time."""
         tally, verdict = self.tally, self.verdict
+        # Wrong at any moment, however a run ended.
         never = {
             f"{verdict.duplicated:,} duplicated": verdict.duplicated,
             f"{verdict.foreign:,} effects of aborted messages": verdict.foreign,
@@ -50,34 +51,16 @@ class Result:
         """Whether every message took effect once, in a run that came to its end."""
         return not self.failures and not self.is_cut_short
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the side's part of the JSON."""
-        tally, verdict = self.tally, self.verdict
-        return {
-            "messages": verdict.messages,
-            "crashes": tally.crashes,
-            "frozen": tally.frozen,
-            "fenced": tally.fenced,
-            "landed": tally.landed,
-            "lost": verdict.lost,
-            "duplicated": verdict.duplicated,
-            "foreign": verdict.foreign,
-            "wrong_balances": verdict.wrong_balances,
-            "balance": verdict.balance,
-            "expected_balance": TOTAL,
-            "errors": tally.errors,
-            "drained": tally.drained,
-            "seconds": tally.seconds,
-        }
-
 
 def as_json(results: Mapping[str, Result], *, seed: int) -> dict[str, Any]:
-    """Return everything, for programs."""
-    sides = {
-        loop: {**({"cut_short": side.tally.waited_for} if side.is_cut_short else side.as_dict()), "seed": seed}
-        for loop, side in results.items()
-    }
-    return {**sides, "seed": seed, "ok": results["exactly_once"].is_exact}
+    document: dict[str, Any] = {"seed": seed, "ok": results["exactly_once"].is_exact}
+    for loop, side in results.items():
+        figures: dict[str, Any] = {"cut_short": side.tally.waited_for}
+        if not side.is_cut_short:
+            figures = asdict(side.tally) | asdict(side.verdict) | {"expected_balance": TOTAL}
+            del figures["waited_for"]
+        document[loop] = figures | {"seed": seed}
+    return document
 
 
 def rows(results: Mapping[str, Result]) -> list[Row]:
@@ -101,7 +84,6 @@ def rows(results: Mapping[str, Result]) -> list[Row]:
 
 
 def conclusion(results: Mapping[str, Result], *, seed: int) -> str:
-    """Say what was shown."""
     exact = results["exactly_once"]
     if exact.failures:
         return f"FAILED: {', '.join(exact.failures)}. That must not happen; please report it with --seed {seed}."
@@ -116,7 +98,7 @@ def conclusion(results: Mapping[str, Result], *, seed: int) -> str:
         f"{exact.tally.crashes} crashes and {exact.tally.frozen} zombies"
     )
     if ordinary.is_cut_short:
-        end = f". The ordinary loop was cut short, waiting for {ordinary.tally.waited_for}: nothing is said of it."
+        end = f". The ordinary loop was cut short, waiting for {ordinary.tally.waited_for}: it shows nothing."
     elif ordinary.verdict.duplicated:
         end = f"; the ordinary loop applied {ordinary.verdict.duplicated:,} of them more than once."
     else:

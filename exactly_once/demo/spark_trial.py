@@ -182,7 +182,7 @@ class SparkTrial:
             self._until(lambda driver: driver.reached >= self._published, "the last orders")
         except Stuck as trouble:
             self.result.cut_short = str(trouble)
-            self._display.say(f"gave up waiting for {trouble}", style="bold red")
+            self._display.log(f"gave up waiting for {trouble}", style="bold red")
             self._display.line("".join((self._directory / "log").read_text().splitlines(keepends=True)[-20:]))
         finally:
             if self._driver is not None:
@@ -211,7 +211,7 @@ class SparkTrial:
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it may end by itself in this moment
                 self._driver.workers()[-1].kill()
                 self.result.workers_killed += 1
-            self._display.say("a Python worker killed (-9); Spark tries its task again", style="red")
+            self._display.log("a Python worker killed (-9); Spark tries its task again", style="red")
             return
         killed_at = time.monotonic()
         assert self._driver is not None
@@ -224,7 +224,7 @@ class SparkTrial:
             self.result.checkpoints_deleted += 1
             what += ", its checkpoint deleted"
         self._until(lambda driver: driver.reached > 0, "the next driver's first batch")
-        self._display.say(f"{what}; the next one is at work after {time.monotonic() - killed_at:.1f} s", style="red")
+        self._display.log(f"{what}; the next one is at work after {time.monotonic() - killed_at:.1f} s", style="red")
 
     def _until(self, condition: Callable[[Driver], bool], what: str) -> None:
         """Wait until something is true of the driver; start one where there is none, as a supervisor does.
@@ -241,14 +241,14 @@ class SparkTrial:
                 raise Stuck(what)
             if self._driver.has_ended:
                 self.result.errors += 1
-                self._display.say("the driver ended by itself; the next one starts", style="bold red")
+                self._display.log("the driver ended by itself; the next one starts", style="bold red")
                 self._driver.kill()
                 self._driver = None
 
     def _compare(self) -> None:
         """Compare the table with the topic, read anew; the ledger is not looked at."""
         self._display.no_progress()
-        self._display.say("checking it against the topic, read anew from its beginning")
+        self._display.log("checking it against the topic, read anew from its beginning")
         messages = {(r.partition, r.offset) for r in scan(self._setting.bootstrap_servers, self._topic)}
         with psycopg.connect(self._setting.conninfo) as connection:
             name = sql.Identifier(self._schema)

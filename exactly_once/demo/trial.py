@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,16 +14,14 @@ from psycopg import sql
 from . import payments
 from .crew import Crew, Event, Worker
 from .display import Display
+from .loops import Order
 from .nemesis import BETWEEN_COMMITS, MOMENTS, Fault
-from .order import Order
 
 WORKERS = (1, 2)
-_LOOK_SECONDS = 0.25
-_PATIENCE_SECONDS = 180.0
-"""How long nothing may happen at all: a machine that is busy enough takes a minute to start a process."""
-_IDLE_SECONDS = 1.5
-"""Longer than any failpoint stays unpassed while there is work."""
-_MOST_ERRORS = 5
+_LOOK_SECONDS = 0.25  # the bar moves to the eye, and counting the journal costs a few milliseconds
+_PATIENCE_SECONDS = 180.0  # nothing may happen for so long: a busy machine takes a minute to start a process
+_IDLE_SECONDS = 1.5  # longer than any failpoint stays unpassed while there is work
+_MOST_ERRORS = 5  # workers that may end by themselves before there is no point in going on
 
 
 class Stuck(Exception):
@@ -61,7 +57,7 @@ class Tally:
     errors: int = 0
     """Workers that ended by themselves."""
     drained: bool = False
-    """Whether everything was applied and the workers stopped when they were told to."""
+    """Whether everything was applied and the workers stopped when they were asked to."""
     waited_for: str = ""
     """What it was cut short waiting for, if it was."""
     seconds: float = 0.0
@@ -73,68 +69,72 @@ class Trial:
     def __init__(self, loop: str, setting: Setting, display: Display) -> None:
         self.topic = f"payments-{loop.replace('_', '-')}"
         self.schema = f"demo_{loop}"
-        self.group_id = self.topic
         self.tally = Tally()
         self._loop = loop
         self._setting = setting
         self._display = display
-        self._crew = Crew({number: self._order(number) for number in WORKERS})
+        orders = {
+            number: Order(
+                loop=loop,
+                number=number,
+                bootstrap_servers=setting.bootstrap_servers,
+                conninfo=setting.conninfo,
+                topic=self.topic,
+                group_id=self.topic,
+                schema=self.schema,
+                max_messages=setting.max_messages,
+                session_ms=setting.session_ms,
+            )
+            for number in WORKERS
+        }
+        self._crew = Crew(orders, "exactly_once.demo.loops")
+        # Both are made by `run`.
         self._publisher: payments.Publisher
         self._connection: psycopg.Connection[Any]
         self._faults_left = len(setting.faults)
-        self._stopping = False
+        self._stopping = False  # whether workers that end were asked to
+        # What the journal showed last, and when: how many payments, and the last offset of each partition.
         self._looked_at = 0.0
         self._applied = 0
         self._reached: dict[int, int] = {}
-        self._moved_at = time.monotonic()
-        """When the journal last grew, or had more to come."""
-        self._alive_at = time.monotonic()
-        """When anything happened last: a worker said something, or the journal grew."""
+        self._moved_at = time.monotonic()  # when the journal last grew, or had more to come
+        self._alive_at = time.monotonic()  # when anything happened last: a worker's report, or the journal grew
 
     def run(self) -> Tally:
         """Inflict every fault, publish every payment, wait until all is applied, stop the workers."""
         began_at = time.monotonic()
-        with psycopg.connect(self._setting.conninfo, autocommit=True) as self._connection, self._crew:
+        setting, workers = self._setting, self._crew.workers
+        with psycopg.connect(setting.conninfo, autocommit=True) as self._connection, self._crew:
             try:
-                self._prepare()
-                for fault in self._setting.faults:
+                for _ in WORKERS:
+                    self._crew.warm_up()
+                payments.create_topic(setting.bootstrap_servers, self.topic)
+                payments.create_tables(self._connection, self.schema)
+                for number in WORKERS:
+                    self._crew.start(number)
+                self._publisher = payments.Publisher(setting.bootstrap_servers, self.topic, seed=setting.seed)
+                self._until(self._all_have_some, "the workers to share the topic")
+                self._display.log(f"two workers are ready; {setting.messages:,} payments come in while faults strike")
+                for fault in setting.faults:
                     self._publish()
                     self._faults_left -= 1
                     self._inflict(fault)
-                self._drain()
-                self._stop()
+                self._publish()
+                self._display.log("no more faults; applying what is left")
+                while not self._is_drained():
+                    self._listen()
+                    self._be_patient("the last payments to be applied", self._moved_at)
+                self._stopping = True
+                for worker in workers.values():
+                    worker.send(signal.SIGTERM)
+                self._until(lambda: all("ended" in w.reports for w in workers.values()), "the workers to stop")
                 self.tally.drained = True
             except Stuck as trouble:
                 self.tally.waited_for = str(trouble)
-                self._display.say(f"gave up waiting for {trouble}", style="bold red")
+                self._display.log(f"gave up waiting for {trouble}", style="bold red")
         self._display.no_progress()
         self.tally.seconds = round(time.monotonic() - began_at, 1)
         return self.tally
-
-    def _order(self, number: int) -> Order:
-        setting = self._setting
-        return Order(
-            loop=self._loop,
-            number=number,
-            bootstrap_servers=setting.bootstrap_servers,
-            conninfo=setting.conninfo,
-            topic=self.topic,
-            group_id=self.group_id,
-            schema=self.schema,
-            max_messages=setting.max_messages,
-            session_ms=setting.session_ms,
-        )
-
-    def _prepare(self) -> None:
-        for _ in WORKERS:
-            self._crew.warm_up()
-        payments.create_topic(self._setting.bootstrap_servers, self.topic)
-        payments.create_tables(self._connection, self.schema)
-        for number in WORKERS:
-            self._crew.start(number)
-        self._publisher = payments.Publisher(self._setting.bootstrap_servers, self.topic, seed=self._setting.seed)
-        self._until(self._all_have_some, "the workers to share the topic")
-        self._display.say(f"two workers are ready; {self._setting.messages:,} payments come in while faults strike")
 
     def _publish(self) -> bool:
         """Let the next portion come in, an equal share for each fault to come; return whether there was one."""
@@ -144,50 +144,46 @@ class Trial:
             self._moved_at = time.monotonic()
         return left > 0
 
-    # Faults.
-
     def _inflict(self, fault: Fault) -> None:
-        victim = self._crew.workers[fault.victim]
+        """Injure a worker at its failpoint, and wait until another does its work."""
+        crew, log = self._crew, self._display.log
+        number, victim = fault.victim, crew.workers[fault.victim]
         victim.arm(fault.kind, fault.at, fault.after)
         sign = "dying" if fault.kind == "kill" else "frozen"
         if not self._until(lambda: sign in victim.reports, f"{victim} to pass {fault.at}", feeding=True):
             victim.disarm()
-            self._display.say(f"worker {fault.victim} ran out of payments before it passed {fault.at!r}")
-        elif fault.kind == "kill":
-            self._replace(victim, fault.at)
-        else:
-            self._freeze(victim, fault.at)
-
-    def _replace(self, victim: Worker, at: str) -> None:
-        """Wait until a new process does the work of a killed one."""
-        moment = BETWEEN_COMMITS if (at, self._loop) == ("committed", "at_least_once") else MOMENTS[at]
-        killed_at = time.monotonic()
-        self._until(lambda: self._crew.workers[victim.number] is not victim, f"the end of {victim}")
-        self._until(lambda: bool(self._crew.workers[victim.number].partitions), f"a successor of {victim}")
-        seconds = time.monotonic() - killed_at
-        self._display.say(
-            f"worker {victim.number} killed (-9) {moment} ({at}); replaced in {seconds:.1f} s", style="red"
-        )
-
-    def _freeze(self, victim: Worker, at: str) -> None:
-        """Let the other worker take a frozen one's partitions, wake it up and see what its batch does."""
-        frozen_at = time.monotonic()
+            log(f"worker {number} ran out of payments before it passed {fault.at!r}")
+            return
+        struck_at = time.monotonic()
+        if fault.kind == "kill":
+            is_between = (fault.at, self._loop) == ("committed", "at_least_once")
+            moment = BETWEEN_COMMITS if is_between else MOMENTS[fault.at]
+            self._until(lambda: crew.workers[number] is not victim, f"the end of {victim}")
+            self._until(lambda: bool(crew.workers[number].partitions), f"a successor of {victim}")
+            seconds = time.monotonic() - struck_at
+            log(f"worker {number} killed (-9) {moment} ({fault.at}); replaced in {seconds:.1f} s", style="red")
+            return
+        # The other worker takes a frozen one's partitions; then it is woken up, and its batch shows what it does.
         self.tally.frozen += 1
-        self._display.say(f"worker {victim.number} frozen (SIGSTOP) {MOMENTS[at]} ({at})", style="cyan")
+        log(f"worker {number} frozen (SIGSTOP) {MOMENTS[fault.at]} ({fault.at})", style="cyan")
         self._until(lambda: victim.is_frozen, f"{victim} to stand still")
-        held = list(victim.partitions)
-        self._until(lambda: self._crew.other(victim).has_since(held, frozen_at), f"a successor of frozen {victim}")
+        held, other = list(victim.partitions), crew.other(victim)
+        self._until(lambda: crew.other(victim).has_since(held, struck_at), f"a successor of frozen {victim}")
         woken_at = time.monotonic()
-        self._display.say(
-            f"worker {self._crew.other(victim).number} took over after {woken_at - frozen_at:.1f} s; "
-            f"worker {victim.number} wakes up, a zombie",
-            style="cyan",
-        )
-        told = len(victim.reports)
+        seconds = woken_at - struck_at
+        log(f"worker {other.number} took over after {seconds:.1f} s; worker {number} wakes up, a zombie", style="cyan")
+        before = len(victim.reports)
         victim.send(signal.SIGCONT)
         ends = {"fenced", "landed", "redelivered", "ended"}
-        self._until(lambda: not ends.isdisjoint(victim.reports[told:]), f"the fate of the batch of {victim}")
-        self._judge(victim, next(report for report in victim.reports[told:] if report in ends))
+        self._until(lambda: not ends.isdisjoint(victim.reports[before:]), f"the outcome of the batch of {victim}")
+        end = next(report for report in victim.reports[before:] if report in ends)
+        self.tally.fenced += end == "fenced"
+        self.tally.landed += end == "landed"
+        if end == "landed":
+            log(f"worker {number} stored its batch, and so does its successor", style="red")
+        else:
+            why = "was fenced" if end == "fenced" else "lost its transaction"
+            log(f"worker {number} {why}, its batch rolled back", style="green")
         # Its old partitions count no more: both must have been given some since.
         self._until(lambda: self._all_have_some(since=woken_at), "both workers to work again")
 
@@ -195,33 +191,8 @@ class Trial:
         workers = self._crew.workers.values()
         return all(any(moment > since for moment in worker.partitions.values()) for worker in workers)
 
-    def _judge(self, zombie: Worker, end: str) -> None:
-        if end == "fenced":
-            self.tally.fenced += 1
-            self._display.say(f"worker {zombie.number} was fenced, its batch rolled back", style="green")
-        elif end == "landed":
-            self.tally.landed += 1
-            self._display.say(f"worker {zombie.number} stored its batch, and so does its successor", style="red")
-        else:
-            self._display.say(f"worker {zombie.number} lost its transaction, its batch rolled back", style="green")
-
-    # The end.
-
-    def _drain(self) -> None:
-        """Publish what is left, and wait until the last payment of every partition is applied."""
-        self._publish()
-        self._display.say("no more faults; applying what is left")
-        while not self._is_drained():
-            self._listen()
-            self._be_patient("the last payments to be applied", self._moved_at)
-
-    def _stop(self) -> None:
-        self._stopping = True
-        for worker in self._crew.workers.values():
-            worker.send(signal.SIGTERM)
-        self._until(lambda: all("ended" in w.reports for w in self._crew.workers.values()), "the workers to stop")
-
-    # Listening and looking.
+    def _is_drained(self) -> bool:
+        return all(self._reached.get(p, -1) >= last for p, last in self._publisher.last.items())
 
     def _until(self, condition: Callable[[], bool], what: str, *, feeding: bool = False) -> bool:
         """Listen until ``condition`` holds. With ``feeding``, workers get more work when they have none.
@@ -232,7 +203,8 @@ class Trial:
         while not condition():
             self._listen()
             self._be_patient(what, max(began_at, self._alive_at))
-            if feeding and self._is_idle() and not self._publish():
+            is_idle = feeding and self._is_drained() and time.monotonic() - self._moved_at > _IDLE_SECONDS
+            if is_idle and not self._publish():
                 return False
         return True
 
@@ -246,35 +218,10 @@ class Trial:
 
     def _listen(self) -> None:
         """Take in what workers report, waiting for a moment; look how far they are."""
-        with contextlib.suppress(queue.Empty):
-            self._take(*self._crew.events.get(timeout=_LOOK_SECONDS / 5))
-            while True:
-                self._take(*self._crew.events.get_nowait())
-        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
-            self._look()
-
-    def _take(self, worker: Worker, event: Event) -> None:
-        self._alive_at = time.monotonic()
-        worker.heard(event)
-        if event["event"] != "ended":
+        for worker, event in self._crew.received(_LOOK_SECONDS / 5):
+            self._take(worker, event)
+        if time.monotonic() - self._looked_at <= _LOOK_SECONDS:
             return
-        if "dying" in worker.reports:
-            self.tally.crashes += 1
-        elif worker.status or not self._stopping:
-            self._complain(worker)
-        if not self._stopping:
-            self._crew.start(worker.number)
-
-    def _complain(self, worker: Worker) -> None:
-        """Tell of a worker that ended by an error of its own."""
-        self.tally.errors += 1
-        self._display.say(f"worker {worker.number} ended by itself ({worker.status}):", style="bold red")
-        self._display.line(worker.last_words())
-        if self.tally.errors > _MOST_ERRORS:
-            raise Stuck("workers to stay alive")
-
-    def _look(self) -> None:
-        """Learn from the journal how far the workers are."""
         statement = 'SELECT partition, count(*), max("offset") FROM {}.journal GROUP BY partition'
         rows = self._connection.execute(sql.SQL(statement).format(sql.Identifier(self.schema))).fetchall()
         applied = sum(count for _, count, _ in rows)
@@ -282,11 +229,23 @@ class Trial:
             self._moved_at = self._alive_at = time.monotonic()
         self._applied = applied
         self._reached = {partition: last for partition, _, last in rows}
+        # A payment that took effect twice counts twice in the journal, and the bar has an end.
         self._display.progress(min(applied, self._setting.messages), self._setting.messages)
         self._looked_at = time.monotonic()
 
-    def _is_idle(self) -> bool:
-        return self._is_drained() and time.monotonic() - self._moved_at > _IDLE_SECONDS
-
-    def _is_drained(self) -> bool:
-        return all(self._reached.get(p, -1) >= last for p, last in self._publisher.last.items())
+    def _take(self, worker: Worker, event: Event) -> None:
+        """Note what a worker reports; count one that ended, and replace it."""
+        self._alive_at = time.monotonic()
+        worker.receive(event)
+        if event["event"] != "ended":
+            return
+        if "dying" in worker.reports:
+            self.tally.crashes += 1
+        elif worker.status or not self._stopping:
+            self.tally.errors += 1
+            self._display.log(f"worker {worker.number} ended by itself ({worker.status}):", style="bold red")
+            self._display.line(worker.last_words())
+            if self.tally.errors > _MOST_ERRORS:
+                raise Stuck("workers to stay alive")
+        if not self._stopping:
+            self._crew.start(worker.number)

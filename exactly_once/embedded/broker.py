@@ -16,12 +16,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import tenacity
 
 from .errors import StartError, package_directory
 from .jars import KAFKA_VERSION, Progress, classpath, kafka_home, locked
@@ -75,6 +75,8 @@ RESERVED = frozenset(
         "process.roles",
     }
 )
+_RECORDING_SECONDS = 60  # for a broker that comes up without an archive, and records
+_WRITING_SECONDS = 120  # the archive is written, and its classes are linked, when the broker ends
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,28 @@ def prepare() -> None:
         return
     with locked(checkpoint):
         if not checkpoint.exists():
-            _make_checkpoint(checkpoint)
-        if not archive.exists():
-            _make_archive(archive)
+            with _scratch_node() as node:
+                _write_properties(node, _properties(node, [node]))
+                words = ("kafka.tools.StorageTool", "format", "-t", new_cluster_id(), "-c")
+                command = _java(*words, str(node.directory / "server.properties"))
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise StartError(f"Kafka {KAFKA_VERSION} could not format a directory:\n{done.stdout}{done.stderr}")
+                _keep(node.directory / "data" / "bootstrap.checkpoint", checkpoint)
+        if archive.exists():
+            return
+        # A broker is run once to record its classes. Without success an empty file is kept: brokers start slower, and
+        # it is not tried again.
+        with Progress(f"Apache Kafka {KAFKA_VERSION}: preparing a faster start, once"), _scratch_node() as node:
+            write_files(node, [node], {}, new_cluster_id())
+            recorded = node.directory / "classes.aot"
+            process = run(node, remove=node.directory, options=[f"-XX:AOTCacheOutput={recorded}"])
+            deadline = time.monotonic() + _RECORDING_SECONDS
+            with contextlib.suppress(StartError):
+                process.come_up("Kafka", partial(accepts, node.port), deadline=deadline, poll_seconds=0.05)
+            process.end(signal.SIGTERM, timeout_seconds=_WRITING_SECONDS)
+            recorded.touch()
+            _keep(recorded, archive)
 
 
 def write_files(node: Node, nodes: Sequence[Node], properties: Mapping[str, str], cluster_id: str) -> None:
@@ -194,37 +215,6 @@ def _archive() -> Path:
 def _scratch_node() -> Iterator[Node]:
     with tempfile.TemporaryDirectory(prefix="kafka-exactly-once-") as temporary:
         yield Node(1, free_port(), free_port(), Path(temporary))
-
-
-def _make_checkpoint(checkpoint: Path) -> None:
-    with _scratch_node() as node:
-        _write_properties(node, _properties(node, [node]))
-        words = ("kafka.tools.StorageTool", "format", "-t", new_cluster_id(), "-c")
-        command = _java(*words, str(node.directory / "server.properties"))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise StartError(f"Kafka {KAFKA_VERSION} could not format a directory:\n{done.stdout}{done.stderr}")
-        _keep(node.directory / "data" / "bootstrap.checkpoint", checkpoint)
-
-
-def _make_archive(archive: Path) -> None:
-    """Run a broker once to record its classes.
-
-    Without success an empty file is kept: brokers start slower, and it is not tried again.
-    """
-    with Progress(f"Apache Kafka {KAFKA_VERSION}: preparing a faster start, once"), _scratch_node() as node:
-        write_files(node, [node], {}, new_cluster_id())
-        recorded = node.directory / "classes.aot"
-        process = run(node, remove=node.directory, options=[f"-XX:AOTCacheOutput={recorded}"])
-        with contextlib.suppress(tenacity.RetryError):
-            tenacity.Retrying(
-                retry=tenacity.retry_if_result(lambda up: not up and process.is_running()),
-                stop=tenacity.stop_after_delay(60),
-                wait=tenacity.wait_fixed(0.05),
-            )(accepts, node.port)
-        process.end(signal.SIGTERM, timeout_seconds=120)
-        recorded.touch()
-        _keep(recorded, archive)
 
 
 def _keep(made: Path, path: Path) -> None:

@@ -10,7 +10,9 @@ EmbeddedError
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 class EmbeddedError(Exception):
@@ -31,6 +33,13 @@ class DownloadError(EmbeddedError):
 
 class StartError(EmbeddedError):
     """Report that a server did not come up, with the tail of its log."""
+
+
+def check_texts(what: str, given: Mapping[Any, Any]) -> None:
+    """Raise `OptionError` unless all names and values are text: 1 and True are written in more than one way."""
+    for name, value in given.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise OptionError(f"{what} must map str to str, not {name!r} to {value!r}")
 
 
 def package_directory(package: str) -> Path:

@@ -33,10 +33,28 @@ def fetched(coordinates: str, name: str, title: str) -> Path:
     Raises `DownloadError` if they cannot be had, `MissingExtra` if the resolver is not installed.
     """
     home = cache_directory() / name
-    if not home.is_dir():
-        with locked(home):
-            if not home.is_dir():
-                _fetch(coordinates, home, title)
+    if home.is_dir():
+        return home
+    with locked(home):
+        if home.is_dir():  # by another process, meanwhile
+            return home
+        package_directory("jgo")
+        with Progress(f"{title}: fetching its jars, once") as progress:
+            try:
+                for attempt in tenacity.Retrying(
+                    stop=tenacity.stop_after_attempt(3), wait=tenacity.wait_fixed(1), reraise=True
+                ):
+                    # A fresh directory for each attempt and one rename at the end: a broken download is never taken
+                    # for a jar. It is not the user's Maven repository: POMs without their jars, left there, break
+                    # other resolvers.
+                    with attempt, tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
+                        complete = Path(temporary, "complete")
+                        complete.mkdir()
+                        for jar in _resolve(coordinates, Path(temporary), progress):
+                            shutil.move(jar.resolve(), complete / jar.name)
+                        complete.rename(home)
+            except Exception as error:
+                raise DownloadError(f"the jars of {title} could not be fetched: {error}") from error
     return home
 
 
@@ -62,27 +80,6 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(coordinates: str, home: Path, title: str) -> None:
-    package_directory("jgo")
-    with Progress(f"{title}: fetching its jars, once") as progress:
-        try:
-            _fetch_with_retries(coordinates, home, progress)
-        except Exception as error:
-            raise DownloadError(f"the jars of {title} could not be fetched: {error}") from error
-
-
-@tenacity.retry(stop=tenacity.stop_after_attempt(3), wait=tenacity.wait_fixed(1), reraise=True)
-def _fetch_with_retries(coordinates: str, home: Path, progress: Progress) -> None:
-    # A fresh directory for each attempt and one rename at the end: a broken download is never taken for a
-    # jar. It is not the user's Maven repository: POMs without their jars, left there, break other resolvers.
-    with tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
-        complete = Path(temporary, "complete")
-        complete.mkdir()
-        for jar in _resolve(coordinates, Path(temporary), progress):
-            shutil.move(jar.resolve(), complete / jar.name)
-        complete.rename(home)
-
-
 def _resolve(coordinates: str, directory: Path, progress: Progress) -> list[Path]:
     from jgo.env import EnvironmentBuilder, LinkStrategy  # noqa: PLC0415  (an extra brings it)
     from jgo.maven import MavenContext, PythonResolver  # noqa: PLC0415
@@ -90,7 +87,7 @@ def _resolve(coordinates: str, directory: Path, progress: Progress) -> list[Path
     context = MavenContext(
         resolver=PythonResolver(progress_callback=progress.file),
         repo_cache=directory / "maven",
-        timeout=30,
+        timeout=30,  # seconds for one answer; the jars are large, the connection is not always good
     )
     builder = EnvironmentBuilder(context, cache_dir=directory / "jgo", link_strategy=LinkStrategy.COPY)
     return list(builder.from_endpoint(coordinates).all_jars)
@@ -117,17 +114,18 @@ class Progress:
 
     @contextlib.contextmanager
     def file(self, name: str, size: int) -> Iterator[Callable[[int], None]]:
-        """Count one file; its bytes are told to the function this yields."""
+        """Count one file; the function that this yields takes its bytes."""
         _log.debug("fetching %s, %d bytes", name, size)
-        yield self._add
-        self._jars += name.endswith(".jar")
 
-    def _add(self, count: int) -> None:
-        before = self._bytes
-        self._bytes += count
-        # A line for each megabyte is often enough for the eye.
-        if self._is_live and before >> 20 != self._bytes >> 20:
-            self._show("")
+        def add(count: int) -> None:
+            before = self._bytes
+            self._bytes += count
+            # A line for each megabyte is often enough for the eye.
+            if self._is_live and before >> 20 != self._bytes >> 20:
+                self._show("")
+
+        yield add
+        self._jars += name.endswith(".jar")
 
     def _show(self, end: str) -> None:
         start = "\r" if self._is_live else ""

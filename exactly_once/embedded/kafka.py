@@ -6,21 +6,22 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from . import broker
-from .errors import EmbeddedError, OptionError, StartError
+from .errors import EmbeddedError, OptionError, check_texts
 from .jars import KAFKA_VERSION
 from .ports import accepts, free_port
 from .process import ServerProcess
 
-_START_SECONDS = 60.0
-_STOP_SECONDS = 20.0
+_START_SECONDS = 60.0  # three seconds on an idle machine
+_STOP_SECONDS = 20.0  # for handing over partitions; after it a broker is killed
 _POLL_SECONDS = 0.02
 
 
@@ -45,9 +46,12 @@ class Kafka:
         if brokers not in (1, 3):
             raise OptionError(f"brokers must be 1 or 3, not {brokers!r}")
         self._properties = dict(properties or {})
-        _check(self._properties)
+        check_texts("properties", self._properties)
+        if reserved := sorted(broker.RESERVED & self._properties.keys()):
+            raise OptionError(f"the property {reserved[0]} is chosen here and cannot be given")
         self._brokers = brokers
         self._given_directory = None if directory is None else Path(directory).absolute()
+        # From the first start until `close`; ports and data stay while brokers stop and start.
         self._directory: Path | None = None
         self._nodes: dict[int, broker.Node] = {}
         self._processes: dict[int, ServerProcess] = {}
@@ -87,7 +91,16 @@ class Kafka:
 
     def start(self, *, wait: bool = True) -> Self:
         """Start the brokers that do not run; with *wait*, return when all are up."""
-        self._place()
+        if not self._nodes:
+            broker.prepare()
+            self._directory = self._given_directory or Path(tempfile.mkdtemp(prefix="exactly-once-kafka-"))
+            for number in range(1, self._brokers + 1):
+                place = self._directory / f"node-{number}"
+                self._nodes[number] = broker.Node(number, free_port(), free_port(), place)
+            nodes = list(self._nodes.values())
+            cluster_id = broker.cluster_id_of(nodes[0]) or broker.new_cluster_id()
+            for each in nodes:
+                broker.write_files(each, nodes, self._properties, cluster_id)
         try:
             for node in self._nodes:
                 self._launch(node)
@@ -145,19 +158,6 @@ class Kafka:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._directory, self._nodes, self._processes = None, {}, {}
 
-    def _place(self) -> None:
-        if self._nodes:
-            return
-        broker.prepare()
-        self._directory = self._given_directory or Path(tempfile.mkdtemp(prefix="exactly-once-kafka-"))
-        for number in range(1, self._brokers + 1):
-            place = self._directory / f"node-{number}"
-            self._nodes[number] = broker.Node(number, free_port(), free_port(), place)
-        nodes = list(self._nodes.values())
-        cluster_id = broker.cluster_id_of(nodes[0]) or broker.new_cluster_id()
-        for node in nodes:
-            broker.write_files(node, nodes, self._properties, cluster_id)
-
     def _launch(self, node: int) -> None:
         if not self.is_running(node):
             remove = self._directory if self._given_directory is None else None
@@ -165,31 +165,23 @@ class Kafka:
 
     def _wait_for(self, nodes: list[int], timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
-        for node in nodes:
-            while not accepts(self._nodes[node].port):
-                self._check_alive(node, deadline)
-                time.sleep(_POLL_SECONDS)
-        for node in nodes:
-            while not set(nodes) <= self._known_to(node):
-                self._check_alive(node, deadline)
-                time.sleep(_POLL_SECONDS)
 
-    def _known_to(self, node: int) -> set[int]:
-        with AdminClient({"bootstrap.servers": f"127.0.0.1:{self._nodes[node].port}", "log_level": 0}) as client:
-            try:
-                return set(client.list_topics(timeout=2).brokers)
-            except KafkaException:
-                return set()
+        def wait(node: int, is_up: Callable[[], bool]) -> None:
+            name = f"Kafka broker {node}"
+            self._processes[node].come_up(name, is_up, deadline=deadline, poll_seconds=_POLL_SECONDS)
 
-    def _check_alive(self, node: int, deadline: float) -> None:
-        process = self._processes[node]
-        if not process.is_running():
-            problem = "ended while it started"
-        elif time.monotonic() > deadline:
-            problem = "did not come up in time"
-        else:
-            return
-        raise StartError(f"Kafka broker {node} {problem}; the end of {process.log}:\n{process.log_tail()}")
+        def knows_all(port: int) -> bool:
+            with AdminClient({"bootstrap.servers": f"127.0.0.1:{port}", "log_level": 0}) as client:
+                try:
+                    return set(nodes) <= client.list_topics(timeout=2).brokers.keys()
+                except KafkaException:
+                    return False
+
+        # A broker accepts connections before it knows the others.
+        for node in nodes:
+            wait(node, partial(accepts, self._nodes[node].port))
+        for node in nodes:
+            wait(node, partial(knows_all, self._nodes[node].port))
 
     def _node(self, node: int) -> broker.Node:
         if node not in self._nodes:
@@ -199,11 +191,3 @@ class Kafka:
     def _process(self, node: int) -> ServerProcess:
         self._node(node)
         return self._processes[node]
-
-
-def _check(properties: Mapping[Any, Any]) -> None:
-    for name, value in properties.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise OptionError(f"properties must map str to str, not {name!r} to {value!r}")
-        if name in broker.RESERVED:
-            raise OptionError(f"the property {name} is chosen here and cannot be given")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 
@@ -10,15 +11,21 @@ from .errors import EmbeddedError
 # Below the range Linux and macOS use for outgoing connections: while a server is stopped, a client that
 # retries could otherwise be given the server's own port as its source and connect to itself.
 _CANDIDATES = range(20_000, 32_000)
+_TRIES = 200  # on a machine on which so many in a row are taken, something else is wrong
 # Not the module's functions: a test runner that seeds them would make parallel runs choose alike.
 _random = random.SystemRandom()
-_given: set[int] = set()
+_given: set[int] = set()  # by this process: its servers are not up yet, or stopped and to come back
 
 
 def free_port() -> int:
     """Choose a port of 127.0.0.1 that nobody listens on and that was not given before."""
-    for port in _random.sample(_CANDIDATES, 200):
-        if port not in _given and _can_bind(port):
+    for port in _random.sample(_CANDIDATES, _TRIES):
+        if port in _given:
+            continue
+        with socket.socket() as candidate, contextlib.suppress(OSError):
+            # As servers do: a connection of the last one that lingers keeps nobody from listening.
+            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            candidate.bind(("127.0.0.1", port))
             _given.add(port)
             return port
     raise EmbeddedError(f"no free port between {_CANDIDATES.start} and {_CANDIDATES.stop} on 127.0.0.1")
@@ -30,14 +37,4 @@ def accepts(port: int) -> bool:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:
         return False
-    return True
-
-
-def _can_bind(port: int) -> bool:
-    with socket.socket() as candidate:
-        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            candidate.bind(("127.0.0.1", port))
-        except OSError:
-            return False
     return True

@@ -10,15 +10,15 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from . import programs
-from .errors import EmbeddedError, OptionError, StartError
+from .errors import EmbeddedError, OptionError, check_texts
 from .ports import accepts, free_port
 from .process import ServerProcess, freeze
 
-_START_SECONDS = 60.0
-_STOP_SECONDS = 30.0
+_START_SECONDS = 60.0  # less than a second on an idle machine, longer where it recovers
+_STOP_SECONDS = 30.0  # for a checkpoint; after it the server is killed
 _POLL_SECONDS = 0.01
 _RESERVED = frozenset({"data_directory", "listen_addresses", "port", "unix_socket_directories"})
 _MODES = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
@@ -42,12 +42,17 @@ class Postgres:
         settings: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = dict(settings or {})
-        _check(self._settings)
+        check_texts("settings", self._settings)
+        for name in self._settings:
+            if not re.fullmatch(r"\w+(\.\w+)?", name):
+                raise OptionError(f"{name!r} is no name of a Postgres setting")
+            if name in _RESERVED:
+                raise OptionError(f"the setting {name} is chosen here and cannot be given")
         self._given_directory = None if directory is None else Path(directory).absolute()
-        self._directory: Path | None = None
-        self._port: int | None = None
-        self._process: ServerProcess | None = None
-        self._paused: list[int] = []
+        self._directory: Path | None = None  # from when it is first asked for until `close`
+        self._port: int | None = None  # from the first start on
+        self._process: ServerProcess | None = None  # also when it has ended
+        self._paused: list[int] = []  # processes, the postmaster first
 
     def __repr__(self) -> str:
         state = "running" if self.is_running() else "stopped"
@@ -106,13 +111,37 @@ class Postgres:
         """Start the server and return when it takes connections."""
         if self.is_running():
             return self
-        self._place()
+        place, data = self._place(), self.data_directory
         self._port = self._port or free_port()
+        own = {"listen_addresses": "127.0.0.1", "port": str(self.port), "unix_socket_directories": ""}
+        settings = {
+            name: value.replace("\\", "\\\\").replace("'", "''") for name, value in (self._settings | own).items()
+        }
+        user, group = programs.account()
         try:
-            if not (self.data_directory / "PG_VERSION").exists():
-                self._initdb()
-            self._configure()
-            self._launch()
+            if not (data / "PG_VERSION").exists():
+                locale = ("--encoding=UTF8", "--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8")
+                # What a fresh directory loses when the machine crashes now is made again: it need not be synced.
+                options = ("--username=postgres", "--auth=trust", "--no-sync", *locale)
+                programs.hand_over(place)
+                programs.run([self.binary("initdb"), "-D", data, *options], place)
+            (data / _CONFIGURATION).write_text("".join(f"{name} = '{text}'\n" for name, text in settings.items()))
+            main, include = data / "postgresql.conf", f"include = '{_CONFIGURATION}'\n"
+            if include not in main.read_text():
+                with main.open("a") as file:
+                    file.write(include)
+            # A base backup was perhaps made by root.
+            programs.hand_over(place)
+            self._process = ServerProcess(
+                [self.binary("postgres"), "-D", data],
+                log=self.log,
+                end_signal=signal.SIGQUIT,  # nobody will read what is lost by that
+                user=user,
+                group=group,
+                remove=place if self._given_directory is None else None,
+            )
+            deadline = time.monotonic() + _START_SECONDS
+            self._process.come_up("Postgres", self._is_ready, deadline=deadline, poll_seconds=_POLL_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -175,67 +204,17 @@ class Postgres:
             programs.check_reach(self._directory)
         return self._directory
 
-    def _initdb(self) -> None:
-        locale = ["--encoding=UTF8", "--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8"]
-        # What a fresh directory loses when the machine crashes now is made again: it need not be synced.
-        options = ["--username=postgres", "--auth=trust", "--no-sync", *locale]
-        programs.hand_over(self._place())
-        programs.run([self.binary("initdb"), "-D", self.data_directory, *options], self._place())
-
-    def _configure(self) -> None:
-        own = {"listen_addresses": "127.0.0.1", "port": str(self.port), "unix_socket_directories": ""}
-        lines = [f"{name} = '{_quoted(value)}'\n" for name, value in (self._settings | own).items()]
-        (self.data_directory / _CONFIGURATION).write_text("".join(lines))
-        main = self.data_directory / "postgresql.conf"
-        include = f"include = '{_CONFIGURATION}'\n"
-        if include not in main.read_text():
-            with main.open("a") as file:
-                file.write(include)
-        # A base backup was perhaps made by root.
-        programs.hand_over(self._place())
-
-    def _launch(self) -> None:
-        user, group = programs.account()
-        self._process = ServerProcess(
-            [self.binary("postgres"), "-D", self.data_directory],
-            log=self.log,
-            end_signal=signal.SIGQUIT,
-            user=user,
-            group=group,
-            remove=self._place() if self._given_directory is None else None,
-        )
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._is_ready():
-            if not self._process.is_running():
-                raise StartError(f"Postgres ended while it started; the end of its log:\n{self._process.log_tail()}")
-            if time.monotonic() > deadline:
-                raise StartError(f"Postgres did not come up in time; the end of its log:\n{self._process.log_tail()}")
-            time.sleep(_POLL_SECONDS)
-
     def _is_ready(self) -> bool:
         # Line 1 of this file is the pid, line 8 the state; an old file may lie there after a crash.
         try:
             lines = (self.data_directory / "postmaster.pid").read_text().splitlines()
         except FileNotFoundError:
             return False
-        is_ready = len(lines) >= 8 and lines[0] == str(self.pid) and lines[7].strip() in {"ready", "standby"}
-        return is_ready and accepts(self.port)
+        # Not `pid`, which is refused for a server that has just ended.
+        is_ours = self._process is not None and lines[:1] == [str(self._process.pid)]
+        return is_ours and len(lines) >= 8 and lines[7].strip() in {"ready", "standby"} and accepts(self.port)
 
     def _running(self) -> ServerProcess:
         if self._process is None or not self._process.is_running():
             raise EmbeddedError("Postgres is not running")
         return self._process
-
-
-def _check(settings: Mapping[Any, Any]) -> None:
-    for name, value in settings.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise OptionError(f"settings must map str to str, not {name!r} to {value!r}")
-        if not re.fullmatch(r"\w+(\.\w+)?", name):
-            raise OptionError(f"{name!r} is no name of a Postgres setting")
-        if name in _RESERVED:
-            raise OptionError(f"the setting {name} is chosen here and cannot be given")
-
-
-def _quoted(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("'", "''")

@@ -9,16 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .errors import EmbeddedError, StartError
 
 _GUARD = Path(__file__).with_name("guard.py")
 
-_FREEZE_SECONDS = 10.0
-"""A thread stops when it next leaves the kernel: at once, unless it waits for a disk."""
-_POLL_SECONDS = 0.002
+_FREEZE_SECONDS = 10.0  # a thread stops when it next leaves the kernel: at once, unless it waits for a disk
+_POLL_SECONDS = 0.002  # it takes about as long
 
 
 class ServerProcess:
@@ -50,8 +49,27 @@ class ServerProcess:
             "remove": None if remove is None else str(remove),
             "user": user,
         }
-        self._guard = _start_guard(log)
-        self.pid = self._give(order)
+        # By path, isolated and without site: "-m" would import the whole package first.
+        with log.open("ab") as errors:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", _GUARD],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        assert self._guard.stdin is not None
+        assert self._guard.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.write(json.dumps(order).encode() + b"\n")
+            self._guard.stdin.flush()
+        pid = self._guard.stdout.readline()
+        self._guard.stdout.close()
+        if not pid:
+            self._guard.wait()
+            self._close()
+            raise StartError(f"the server could not be run; the end of {self.log}:\n{self.log_tail()}")
+        self.pid = int(pid)
 
     def __repr__(self) -> str:
         state = "running" if self.is_running() else "ended"
@@ -91,19 +109,18 @@ class ServerProcess:
             return f"(no log: {error})"
         return "\n".join(text.splitlines()[-lines:])
 
-    def _give(self, order: dict[str, object]) -> int:
-        assert self._guard.stdin is not None
-        assert self._guard.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.write(json.dumps(order).encode() + b"\n")
-            self._guard.stdin.flush()
-        answer = self._guard.stdout.readline()
-        self._guard.stdout.close()
-        if not answer:
-            self._guard.wait()
-            self._close()
-            raise StartError(f"the server could not be run; the end of {self.log}:\n{self.log_tail()}")
-        return int(answer)
+    def come_up(self, name: str, is_up: Callable[[], bool], *, deadline: float, poll_seconds: float) -> None:
+        """Wait until the server is up, till ``deadline`` by the monotonic clock.
+
+        Raises `StartError`, with the tail of the log, if it ended or takes longer.
+        """
+        while not is_up():
+            problem = None if time.monotonic() <= deadline else "did not come up in time"
+            if not self.is_running():
+                problem = "ended while it started"
+            if problem is not None:
+                raise StartError(f"{name} {problem}; the end of {self.log}:\n{self.log_tail()}")
+            time.sleep(poll_seconds)
 
     def _close(self) -> None:
         assert self._guard.stdin is not None
@@ -132,31 +149,15 @@ def is_frozen(pid: int) -> bool:
     may still answer a request.
     """
     if Path("/proc/self/task").exists():
-        return _states(pid) <= set("TtZX")
+        # psutil knows the state of the first thread only; the others may still run when that one stands.
+        states = set[str]()
+        for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                states.add(thread.read_text(errors="replace").rpartition(")")[2].split()[0])
+        return states <= set("TtZX")  # stopped, stopped by a tracer, a zombie, dead
     import psutil  # noqa: PLC0415  (an extra brings it)
 
     try:
         return psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
     except psutil.NoSuchProcess:
         return True
-
-
-def _states(pid: int) -> set[str]:
-    # psutil knows the state of the first thread only; the others may still run when that one stands.
-    states = set[str]()
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            states.add(thread.read_text(errors="replace").rpartition(")")[2].split()[0])
-    return states
-
-
-def _start_guard(log: Path) -> subprocess.Popen[bytes]:
-    # By path, isolated and without site: "-m" would import the whole package first.
-    with log.open("ab") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-        )

@@ -38,7 +38,9 @@ class Fault:
     """One armed fault: it strikes at the first statement that matches, on whichever connection, once."""
 
     def __init__(self, match: Match, *, after: bool, holds: bool, close_client: bool) -> None:
-        self._matches = _predicate(match)
+        if isinstance(match, str):
+            match = re.compile(match, re.IGNORECASE)
+        self._matches = match.search if isinstance(match, re.Pattern) else match
         self._released = threading.Event()
         self.after = after
         self.holds = holds
@@ -64,16 +66,6 @@ class Fault:
         """Let go of what is held: the statement goes to the server, or the answer to the client."""
         self._released.set()
 
-    def _strikes(self, sql: str) -> bool:
-        if not self._matches(sql):
-            return False
-        self.sql = sql
-        return True
-
-    def _answer(self, status: str) -> None:
-        self.transaction_status = status
-        self.answered.set()
-
 
 class PostgresProxy:
     """Stands before the Postgres of a URI; `with PostgresProxy(uri) as proxy: connect(proxy.conninfo)`.
@@ -93,16 +85,28 @@ class PostgresProxy:
         self.round_trips = 0
         """How many times clients asked for an answer (Query and Sync messages; a pipeline counts once)."""
         self._record = record
-        self._lock = threading.Lock()
-        self._armed: list[Fault] = []
-        self._links: set[_Link] = set()
-        self._knocking: list[socket.socket] = []
-        self._mode = "forward"
+        self._lock = threading.Lock()  # over all below, and the counts above: every connection has threads of its own
+        self._armed: list[Fault] = []  # those that have not struck
+        self._links: set[_Link] = set()  # connections that are served; each takes itself out when it is closed
+        self._knocking: list[socket.socket] = []  # clients that came during a black hole
+        self._mode = "forward"  # what becomes of a new client: forward, swallow, refuse, or closed at the end
 
     def __enter__(self) -> PostgresProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(target=self._accept, name="proxy-accept", daemon=True)
+
+        def accept() -> None:
+            while self._mode != "closed":
+                client, _ = self._listener.accept()
+                with self._lock:
+                    if self._mode == "forward":
+                        self._serve(client)
+                    elif self._mode == "swallow":
+                        self._knocking.append(client)
+                    else:
+                        client.close()
+
+        self._acceptor = threading.Thread(target=accept, name="proxy-accept", daemon=True)
         self._acceptor.start()
         return self
 
@@ -187,27 +191,10 @@ class PostgresProxy:
             self._armed.append(fault)
         return fault
 
-    def _accept(self) -> None:
-        while True:
-            client, _ = self._listener.accept()
-            with self._lock:
-                if self._mode == "forward":
-                    self._serve(client)
-                elif self._mode == "swallow":
-                    self._knocking.append(client)
-                else:
-                    client.close()
-                if self._mode == "closed":
-                    return
-
     def _serve(self, client: socket.socket) -> None:
         link = _Link(self, client)
         self._links.add(link)
         link.thread.start()
-
-    def _forget(self, link: _Link) -> None:
-        with self._lock:
-            self._links.discard(link)
 
     def _note(self, sql: str | None, *, asks: bool) -> None:
         with self._lock:
@@ -219,7 +206,8 @@ class PostgresProxy:
         """Take the first armed fault that strikes at `sql`."""
         with self._lock:
             for fault in self._armed:
-                if fault._strikes(sql):
+                if fault._matches(sql):
+                    fault.sql = sql
                     self._armed.remove(fault)
                     return fault
         return None
@@ -229,17 +217,17 @@ class _Link:
     """One client's connection and its upstream."""
 
     def __init__(self, proxy: PostgresProxy, client: socket.socket) -> None:
-        self.dark = False
+        self.dark = False  # set by a black hole, for good: nothing is handed on, nothing is closed
         self.thread = threading.Thread(target=self._run, name="proxy-client", daemon=True)
         self._proxy = proxy
         self._client = client
         self._upstream = socket.socket()
-        self._prepared: dict[bytes, str] = {}
+        self._prepared: dict[bytes, str] = {}  # SQL by the name of the prepared statement
         self._asked = 1  # the startup packet is answered by a ReadyForQuery, too
         self._answered = 0
         self._awaited: dict[int, Fault] = {}  # by the number of the answer, counted in ReadyForQuery
-        self._holding: set[Fault] = set()
-        self._is_cut = False
+        self._holding: set[Fault] = set()  # faults that keep one of the two threads waiting
+        self._is_cut = False  # by a fault, by `cut_all`, or because one side has closed
 
     def cut(self) -> None:
         """Close both sides; the link's threads then end and give the sockets back."""
@@ -252,7 +240,18 @@ class _Link:
     def _run(self) -> None:
         server = threading.Thread(target=self._from_server, name="proxy-server", daemon=True)
         try:
-            self._connect()
+            while True:
+                head = _exactly(self._client, 8)  # length and code
+                packet = head + _exactly(self._client, int.from_bytes(head[:4], "big") - len(head))
+                if int.from_bytes(head[4:], "big") not in (_SSL_REQUEST, _GSS_REQUEST):
+                    break
+                self._client.sendall(b"N")  # encryption is declined: it would blind the proxy
+            self._upstream.connect(self._proxy.upstream)
+            if self._is_cut:  # before there was a connection to shut down
+                raise ConnectionAbortedError
+            for side in (self._client, self._upstream):
+                side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._upstream.sendall(packet)
             server.start()
             self._from_client()
         except OSError:
@@ -261,31 +260,39 @@ class _Link:
             server.join()
         self._client.close()
         self._upstream.close()
-        self._proxy._forget(self)
-
-    def _connect(self) -> None:
-        startup = _startup_packet(self._client)
-        self._upstream.connect(self._proxy.upstream)
-        if self._is_cut:  # before there was a connection to shut down
-            raise ConnectionAbortedError
-        for side in (self._client, self._upstream):
-            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._upstream.sendall(startup)
+        with self._proxy._lock:
+            self._proxy._links.discard(self)
 
     def _from_client(self) -> None:
+        """Hand on what the client sends, until a fault strikes that ends it, or the client does."""
         stream = _Messages(self._client)
         out = bytearray()
         for message in stream:
-            fault = self._fault_at(message)
+            sql = self._note(message)
+            fault = None if sql is None else self._proxy._fault_at(sql)
             if fault is not None and not fault.after:
                 self._to_server(out)
                 if not fault.holds:
-                    self._cut_by(fault)
+                    self.cut()
+                    fault.fired.set()
                     return
-                out += self._hold(fault, message, stream)
+                # Until release the statement is kept with all of its messages: the client may be closed at once.
+                held, last = bytearray(message), message
+                while last[0] not in _ENDS_GROUP:
+                    last = next(stream, b"")
+                    if not last:  # the client died in the middle of it
+                        raise ConnectionAbortedError
+                    self._note(last)
+                    held += last
+                self._awaited[self._asked] = fault
+                if fault.close_client:
+                    _shut(self._client)
+                self._wait_for_release(fault)
+                out += held
             else:
                 if fault is not None:
-                    self._awaited[self._number_of_answer(message)] = fault
+                    is_counted = message[0] in _ENDS_GROUP  # by `_note`; else the end of its group is to come
+                    self._awaited[self._asked if is_counted else self._asked + 1] = fault
                 out += message
             if not stream.has_more:
                 self._to_server(out)
@@ -293,51 +300,28 @@ class _Link:
         if not self.dark:
             _shut(self._upstream, socket.SHUT_WR)
 
-    def _fault_at(self, message: bytes) -> Fault | None:
-        sql = self._note(message)
-        return None if sql is None else self._proxy._fault_at(sql)
-
     def _note(self, message: bytes) -> str | None:
-        """Count the message if it asks for an answer; return the statement that it runs, if any."""
+        """Count the message if it asks for an answer; return the statement that it runs, if any.
+
+        A Query runs its text, an unnamed Parse what it parses, a Bind what has its name.
+        """
+        kind, body, sql = message[:1], message[_HEAD_BYTES:], None
+        if kind == b"Q":
+            sql = body[:-1].decode(errors="replace")
+        elif kind == b"P":
+            name, parsed, _ = body.split(b"\0", 2)
+            text = self._prepared[name] = parsed.decode(errors="replace")
+            sql = None if name else text
+        elif kind == b"B":
+            _, name, _ = body.split(b"\0", 2)
+            sql = self._prepared.get(name) if name else None
         asks = message[0] in _ENDS_GROUP
-        sql = self._statement_run_by(message)
         self._asked += asks
         self._proxy._note(sql, asks=asks)
         return sql
 
-    def _statement_run_by(self, message: bytes) -> str | None:
-        """Tell the statement: a Query runs its text, an unnamed Parse what it parses, a Bind what has its name."""
-        kind, body = message[:1], message[_HEAD_BYTES:]
-        if kind == b"Q":
-            return _text(body[:-1])
-        if kind == b"P":
-            name, sql, _ = body.split(b"\0", 2)
-            self._prepared[name] = _text(sql)
-            return None if name else _text(sql)
-        if kind == b"B":
-            _, name, _ = body.split(b"\0", 2)
-            return self._prepared.get(name) if name else None
-        return None
-
-    def _number_of_answer(self, message: bytes) -> int:
-        return self._asked if message[0] in _ENDS_GROUP else self._asked + 1
-
-    def _hold(self, fault: Fault, message: bytes, stream: _Messages) -> bytes:
-        """Keep the statement until release, with all of its messages: the client may be closed at once."""
-        held = bytearray(message)
-        while message[0] not in _ENDS_GROUP:
-            message = next(stream, b"")
-            if not message:  # the client died in the middle of it
-                raise ConnectionAbortedError
-            self._note(message)
-            held += message
-        self._awaited[self._asked] = fault
-        if fault.close_client:
-            _shut(self._client)
-        self._wait_for_release(fault)
-        return bytes(held)
-
     def _from_server(self) -> None:
+        """Hand on what the server sends; a fault after its statement keeps that answer back, or loses it."""
         stream = _Messages(self._upstream)
         out, withheld = bytearray(), bytearray()
         for message in stream:
@@ -346,27 +330,22 @@ class _Link:
                 withheld += message
             else:
                 out += message
-            if message[:1] == b"Z":
+            if message[:1] == b"Z":  # ReadyForQuery, with the status of the transaction
                 self._answered += 1
                 if fault is not None:
                     self._to_client(out)
-                    self._answer_arrived(fault, status=chr(message[_HEAD_BYTES]))
+                    fault.transaction_status = chr(message[_HEAD_BYTES])
+                    fault.answered.set()
+                    if fault.after and fault.holds:
+                        self._wait_for_release(fault)
+                    elif fault.after:
+                        self.cut()
+                        fault.fired.set()
                     out, withheld = withheld, bytearray()
             if not stream.has_more:
                 self._to_client(out)
         if not self.dark:
             self.cut()
-
-    def _answer_arrived(self, fault: Fault, status: str) -> None:
-        fault._answer(status)
-        if fault.after and fault.holds:
-            self._wait_for_release(fault)
-        elif fault.after:
-            self._cut_by(fault)
-
-    def _cut_by(self, fault: Fault) -> None:
-        self.cut()
-        fault.fired.set()
 
     def _wait_for_release(self, fault: Fault) -> None:
         self._holding.add(fault)
@@ -417,16 +396,6 @@ class _Messages:
         return 1 + int.from_bytes(self._buffer[1:_HEAD_BYTES], "big")  # the length does not count the type byte
 
 
-def _startup_packet(client: socket.socket) -> bytes:
-    """Read the client's first packet; requests for encryption are declined, for they would blind the proxy."""
-    while True:
-        head = _exactly(client, 8)
-        packet = head + _exactly(client, int.from_bytes(head[:4], "big") - len(head))
-        if int.from_bytes(head[4:], "big") not in (_SSL_REQUEST, _GSS_REQUEST):
-            return packet
-        client.sendall(b"N")
-
-
 def _exactly(side: socket.socket, size: int) -> bytes:
     received = b""
     while len(received) < size:
@@ -447,13 +416,3 @@ def _receive(side: socket.socket, size: int) -> bytes:
 def _shut(side: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     with suppress(OSError):  # not connected, or no longer
         side.shutdown(how)
-
-
-def _text(sql: bytes) -> str:
-    return sql.decode(errors="replace")
-
-
-def _predicate(match: Match) -> Callable[[str], object]:
-    if isinstance(match, str):
-        match = re.compile(match, re.IGNORECASE)
-    return match.search if isinstance(match, re.Pattern) else match

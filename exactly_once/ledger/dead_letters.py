@@ -74,6 +74,8 @@ class DeadLetter:
     status: Status
     settled_at: datetime | None
     settled_by: str | None
+    dead_seconds_ago: float
+    """By the clock of the server, when the row was read."""
 
     @property
     def place(self) -> str:
@@ -101,7 +103,8 @@ class DeadLetter:
         )
 
 
-COLUMNS = sql.SQL(", ").join(sql.Identifier(field.name) for field in fields(DeadLetter))
+# Of the table; what the server computes comes last, and the statements write it out.
+COLUMNS = sql.SQL(", ").join(sql.Identifier(field.name) for field in fields(DeadLetter)[:-1])
 
 
 def store(

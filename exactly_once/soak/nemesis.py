@@ -31,7 +31,6 @@ class Nemesis:
         self._left: list[str] = []
 
     def next_kind(self) -> str:
-        """Draw a kind of fault."""
         if not self._left:
             self._left = [kind for kind, times in sorted(DECK.items()) for _ in range(times)]
             self.chance.shuffle(self._left)

@@ -1,28 +1,86 @@
-"""Observer: takes snapshots of ledger and effects while the soak runs, and says where they disagree."""
+"""Observer: what is true while the soak runs. It follows the logs, and compares ledger and effects with them."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import psycopg
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 from psycopg import sql
 
-from .tail import Place, Tail
+from exactly_once.demo.journal import plain_consumer
+
 from .worker import table
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[str, int]
+"""Topic and partition."""
 
 _LEDGER = "SELECT group_id, topic, partition, coalesce(next_offset, 0), owner_epoch, halted FROM exactly_once.ledger"
 _EFFECTS = """
     SELECT e.topic, e.partition, e."offset"
-    FROM unnest(%s::text[], %s::int[], %s::bigint[]) AS s(topic, partition, settled),
+    FROM unnest(%s::text[], %s::int[], %s::bigint[]) AS s(topic, partition, compared),
          LATERAL (SELECT * FROM {table} e
-                  WHERE e.topic = s.topic AND e.partition = s.partition AND e."offset" >= s.settled) e
+                  WHERE e.topic = s.topic AND e.partition = s.partition AND e."offset" >= s.compared) e
 """
-_PAUSE_SECONDS = 1.0
+_PAUSE_SECONDS = 1.0  # between two snapshots: partitions move several times meanwhile
+
+
+class Tail(threading.Thread):
+    """Follows the logs, committed messages only. Offsets up to `upto` are complete."""
+
+    def __init__(self, bootstrap_servers: str, topics: Mapping[str, int]) -> None:
+        super().__init__(name="tail", daemon=True)
+        self.places: list[Place] = [(topic, number) for topic, count in topics.items() for number in range(count)]
+        self._offsets: dict[Place, list[int]] = {place: [] for place in self.places}
+        self._upto: dict[Place, int] = dict.fromkeys(self.places, 0)
+        self._stopping = threading.Event()
+        self._consumer = plain_consumer(bootstrap_servers, "read_committed")
+
+    def run(self) -> None:
+        self._consumer.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for topic, number in self.places])
+        while not self._stopping.is_set():
+            for message in self._consumer.consume(1000, 0.2):
+                error = message.error()
+                place = (message.topic() or "", message.partition() or 0)
+                offset = message.offset() or 0
+                if error is None:
+                    self._offsets[place].append(offset)
+                    self._upto[place] = offset + 1
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    self._upto[place] = max(self._upto[place], offset)
+                else:
+                    logger.info("tail: %s", error)
+        self._consumer.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join()
+
+    def upto(self, place: Place) -> int:
+        return self._upto[place]
+
+    def between(self, place: Place, first: int, end: int) -> list[int]:
+        """Return the offsets of messages from ``first`` on and below ``end``."""
+        offsets = self._offsets[place]
+        return offsets[bisect_left(offsets, first) : bisect_left(offsets, end)]
+
+    def last(self, place: Place) -> int:
+        """Return the offset of the last message, -1 without one."""
+        offsets = self._offsets[place]
+        return offsets[-1] if offsets else -1
+
+    @property
+    def messages(self) -> int:
+        return sum(map(len, self._offsets.values()))
 
 
 class Anomaly(NamedTuple):
@@ -49,12 +107,12 @@ class View:
     """One partition of one group, as the last snapshot had it."""
 
     row: Row = field(default_factory=lambda: Row(0, 0))
-    settled: int = 0
+    compared: int = 0
     """Below this offset everything was compared."""
 
 
 def judge(view: View, row: Row, effects: Sequence[int], known: Sequence[int], upto: int) -> Iterator[tuple[str, str]]:
-    """Compare one snapshot of one partition with the log, from ``view.settled`` on; yield kinds and what is wrong.
+    """Compare one snapshot of one partition with the log, from ``view.compared`` on; yield kinds and what is wrong.
 
     ``known`` has the offsets of the messages that count, complete below ``upto``.
     """
@@ -90,7 +148,6 @@ class Observer(threading.Thread):
         self.anomalies: set[Anomaly] = set()
 
     def run(self) -> None:
-        """Look until it is stopped."""
         while not self._stopping.wait(_PAUSE_SECONDS):
             with contextlib.suppress(psycopg.OperationalError), psycopg.connect(self._conninfo) as connection:
                 connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
@@ -99,36 +156,31 @@ class Observer(threading.Thread):
                     self._look(connection)
 
     def stop(self) -> None:
-        """End it."""
         self._stopping.set()
         self.join()
 
     def _look(self, connection: psycopg.Connection[Any]) -> None:
         """Take one snapshot of everything, then judge."""
+        places = self._tail.places
+        effects: dict[tuple[str, Place], list[int]] = {}
         with connection.transaction():
             ledger = connection.execute(_LEDGER).fetchall()
-            effects = {group: self._effects(connection, group) for group in self._groups}
-        for group, topic, partition, *row in ledger:
-            self._compare(group, (topic, partition), Row(*row), effects[group].get((topic, partition), []))
+            for group in self._groups:
+                compared = [self.views[group, place].compared for place in places]
+                parameters = ([topic for topic, _ in places], [number for _, number in places], compared)
+                rows = connection.execute(sql.SQL(_EFFECTS).format(table=table(group)), parameters)
+                for topic, partition, offset in rows:
+                    effects.setdefault((group, (topic, partition)), []).append(offset)
+        for group, topic, partition, *columns in ledger:
+            place, row = (topic, partition), Row(*columns)
+            view, seen = self.views[group, place], effects.get((group, place), [])
+            # First how far it is complete, then what is there: the tail goes on meanwhile.
+            upto = self._tail.upto(place)
+            known = self._tail.between(place, view.compared, max(upto, row.next_offset))
+            where = f"group {group}, {topic} [{partition}]"
+            if row.halted:
+                self.anomalies.add(Anomaly("halted", where, row.halted))
+            self.anomalies |= {Anomaly(kind, where, what) for kind, what in judge(view, row, seen, known, upto)}
+            view.compared = max(view.compared, min(upto, row.next_offset))
+            view.row = row
         self.snapshots += 1
-
-    def _effects(self, connection: psycopg.Connection[Any], group: str) -> dict[Place, list[int]]:
-        places = self._tail.places
-        settled = [self.views[group, place].settled for place in places]
-        parameters = ([topic for topic, _ in places], [number for _, number in places], settled)
-        found: dict[Place, list[int]] = {}
-        for topic, partition, offset in connection.execute(sql.SQL(_EFFECTS).format(table=table(group)), parameters):
-            found.setdefault((topic, partition), []).append(offset)
-        return found
-
-    def _compare(self, group: str, place: Place, row: Row, effects: list[int]) -> None:
-        view = self.views[group, place]
-        # First how far it is complete, then what is there: the tail goes on meanwhile.
-        upto = self._tail.upto(place)
-        known = self._tail.between(place, view.settled, max(upto, row.next_offset))
-        where = f"group {group}, {place[0]} [{place[1]}]"
-        if row.halted:
-            self.anomalies.add(Anomaly("halted", where, row.halted))
-        self.anomalies |= {Anomaly(kind, where, what) for kind, what in judge(view, row, effects, known, upto)}
-        view.settled = max(view.settled, min(upto, row.next_offset))
-        view.row = row

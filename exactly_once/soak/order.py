@@ -1,12 +1,13 @@
-"""Order: what a worker of the soak is told to do, and the groups that they form."""
+"""Order: what a worker of the soak does, and the groups that they form."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
+
+from exactly_once.demo import worker
 
 SCHEMA = "soak"
 TOPICS = {"soak-transactions": 6, "soak-singles": 3}
@@ -21,7 +22,7 @@ GROUPS: Mapping[str, Mapping[str, Any]] = {
 MEMBERS = {"eager": 2, "cooperative": 2, "consumer": 2, "sink": 1}
 """How many members a group has when nothing is wrong; one more joins and leaves."""
 PLACES = 10
-"""Numbers of workers for each group."""
+"""Numbers of workers for each group; more than may be there at a time, as those that leave take a while."""
 
 # A frozen owner is ended after this long; with less, a busy machine would look like one.
 _MAX_UNIT_SECONDS = 8.0
@@ -34,10 +35,9 @@ _SHORT_QUEUE = {"queued.min.messages": 100, "max.partition.fetch.bytes": 16_384}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """One life of a worker."""
+class Order(worker.Order):
+    """What one process does until it ends; the next one in its place gets another order."""
 
-    number: int
     group: str
     kafka: Mapping[str, Any]
     conninfo: str
@@ -49,18 +49,8 @@ class Order:
     """Options of the consumer."""
     seed: str
 
-    @classmethod
-    def from_line(cls, line: str) -> Self:
-        """Read an order."""
-        return cls(**json.loads(line))
-
-    def to_line(self) -> str:
-        """Write an order."""
-        return json.dumps(asdict(self))
-
     @property
     def name(self) -> str:
-        """The name of the member."""
         return f"{self.group}-{self.number % PLACES}"
 
     def __str__(self) -> str:
@@ -68,7 +58,6 @@ class Order:
 
     @property
     def topics(self) -> Sequence[str]:
-        """What it reads."""
         return list(TOPICS)
 
 
@@ -82,29 +71,28 @@ def draw(number: int, bootstrap_servers: str, conninfo: str, chance: random.Rand
     }
     if not is_sink:
         options |= {"max_unit_seconds": _MAX_UNIT_SECONDS, "startup_seconds": _STARTUP_SECONDS}
+    kafka = {
+        "bootstrap.servers": bootstrap_servers,
+        "group.id": group,
+        "isolation.level": "read_committed",
+        "fetch.wait.max.ms": 50,  # an answer that is held back would make every unit a late one
+        "max.poll.interval.ms": 20_000,  # longer than a unit may take, shorter than what counts as a standstill
+        **GROUPS[group],
+    }
+    if kafka.get("group.protocol") != "consumer":  # there the broker decides
+        # The shortest that busy machines bear: groups must get over what strikes every second.
+        kafka |= {"session.timeout.ms": 6_000, "heartbeat.interval.ms": 500}
+    if number % PLACES == 0:  # static membership, next to members without
+        kafka["group.instance.id"] = f"{group}-{number}"
+    if options["max_messages"] == 1:
+        kafka |= _SHORT_QUEUE
     return Order(
         number=number,
         group=group,
-        kafka=_kafka(group, number, bootstrap_servers) | (_SHORT_QUEUE if options["max_messages"] == 1 else {}),
+        kafka=kafka,
         conninfo=conninfo,
         mode="sink" if is_sink else chance.choice(("loop", "run", "thread")),
         write=chance.choice(("execute", "defer", "copy")),
         options=options,
         seed=str(chance.random()),
     )
-
-
-def _kafka(group: str, number: int, bootstrap_servers: str) -> dict[str, Any]:
-    settings = {
-        "bootstrap.servers": bootstrap_servers,
-        "group.id": group,
-        "isolation.level": "read_committed",
-        "fetch.wait.max.ms": 50,
-        "max.poll.interval.ms": 20_000,
-        **GROUPS[group],
-    }
-    if settings.get("group.protocol") != "consumer":  # there the broker decides
-        settings |= {"session.timeout.ms": 6_000, "heartbeat.interval.ms": 500}
-    if number % PLACES == 0:  # static membership, next to members without
-        settings["group.instance.id"] = f"{group}-{number}"
-    return settings

@@ -8,28 +8,16 @@ import random
 import threading
 
 from confluent_kafka import KafkaException, Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 
 logger = logging.getLogger(__name__)
 
+# The shares of transactions; one that is left open hides what is behind it until the next producer ends it.
 _ABORTED = 0.15
 _LEFT_OPEN = 0.03
-"""The shares of transactions; one that is left open hides what is behind it until the next producer ends it."""
-_LARGEST = 120
-"""Messages in a transaction."""
-_PAUSE_SECONDS = 0.4
-"""The longest pause between two rounds."""
-_SECONDS = 30.0
-"""How long one answer of the brokers is waited for; longer than one takes to come back."""
-
-
-def create_topics(bootstrap_servers: str, topics: dict[str, int], *, replicas: int) -> None:
-    """Make the topics."""
-    with AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2}) as admin:
-        new = [NewTopic(topic, partitions, replicas) for topic, partitions in topics.items()]
-        for future in admin.create_topics(new).values():
-            future.result(_SECONDS)
+_LARGEST = 120  # messages in a transaction: less than the largest unit, so that a unit may hold several
+_SINGLES = (1, 1, 1, 2, 15)  # messages of a round without a transaction
+_PAUSE_SECONDS = 0.4  # the longest pause between two rounds
+_SECONDS = 30.0  # for one answer of the brokers; longer than one takes to come back
 
 
 class Source(threading.Thread):
@@ -40,7 +28,7 @@ class Source(threading.Thread):
     ) -> None:
         super().__init__(name=f"source of {topic}", daemon=True)
         self.paused = False
-        """Set by whoever thinks that enough is waiting."""
+        """Set by the soak while enough is waiting to be applied."""
         self.published = 0
         """How many were sent by transactions that were committed, or one by one."""
         self.aborted = 0
@@ -48,17 +36,18 @@ class Source(threading.Thread):
         self._topic = topic
         self._partitions = partitions
         self._chance = random.Random(f"source {topic} {seed}")  # noqa: S311  (to be repeated, not to be secret)
-        self._number = 0
+        self._number = 0  # of the last message that was sent, counted by no server
         self._stopping = threading.Event()
+        self._is_transactional = is_transactional
         self._settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 5, "log_level": 0}
         if is_transactional:
+            # A broker ends one that is left open after this, if no other producer does.
             self._settings |= {"transactional.id": topic, "transaction.timeout.ms": 15_000}
         else:
             self._settings |= {"enable.idempotence": True}
-        self._round = self._transaction if is_transactional else self._singles
 
     def stop(self) -> None:
-        """Ask it to end after the present round."""
+        """End it; it need not wait for what it does now."""
         self._stopping.set()
 
     def run(self) -> None:
@@ -68,28 +57,31 @@ class Source(threading.Thread):
             try:
                 # Once more after the stop: a new producer ends what the last one may have left open.
                 is_over = self._stopping.is_set()
-                self._serve()
+                producer = Producer(self._settings)
+                if self._is_transactional:
+                    producer.init_transactions(_SECONDS)
+                is_open = False
+                while not self._stopping.is_set() and not is_open:
+                    is_open = not self.paused and not self._publish(producer)
+                    self._stopping.wait(self._chance.uniform(0, _PAUSE_SECONDS))
             except (KafkaException, BufferError) as error:
                 # What became of the last round is nobody's business: the log is what counts.
                 logger.info("%s: %s; another producer goes on", self.name, error)
                 is_over = False
                 self._stopping.wait(_PAUSE_SECONDS)
 
-    def _serve(self) -> None:
-        producer = Producer(self._settings)
-        if self._round == self._transaction:
-            producer.init_transactions(_SECONDS)
-        while not self._stopping.is_set():
-            if not self.paused and not self._round(producer):
-                return
-            self._stopping.wait(self._chance.uniform(0, _PAUSE_SECONDS))
-
-    def _transaction(self, producer: Producer) -> bool:
-        """Publish one transaction; return False when it was left open."""
-        count = self._chance.randint(1, _LARGEST)
-        producer.begin_transaction()
-        self._send(producer, count)
-        end = self._chance.random()
+    def _publish(self, producer: Producer) -> bool:
+        """Publish one transaction, or a few messages without; return False when the transaction was left open."""
+        count = self._chance.randint(1, _LARGEST) if self._is_transactional else self._chance.choice(_SINGLES)
+        if self._is_transactional:
+            producer.begin_transaction()
+        for _ in range(count):
+            self._number += 1
+            value = json.dumps({"number": self._number})
+            producer.produce(self._topic, value, partition=self._chance.randrange(self._partitions))
+        # In the log before the transaction ends, also if it ends by an abort.
+        producer.flush(_SECONDS)
+        end = self._chance.random() if self._is_transactional else 1.0
         if end < _LEFT_OPEN:
             self.left_open += 1
             self._stopping.wait(self._chance.uniform(0, 3))
@@ -97,21 +89,8 @@ class Source(threading.Thread):
         if end < _LEFT_OPEN + _ABORTED:
             producer.abort_transaction(_SECONDS)
             self.aborted += 1
-        else:
+            return True
+        if self._is_transactional:
             producer.commit_transaction(_SECONDS)
-            self.published += count
-        return True
-
-    def _singles(self, producer: Producer) -> bool:
-        count = self._chance.choice((1, 1, 1, 2, 15))
-        self._send(producer, count)
         self.published += count
         return True
-
-    def _send(self, producer: Producer, count: int) -> None:
-        for _ in range(count):
-            self._number += 1
-            value = json.dumps({"number": self._number})
-            producer.produce(self._topic, value, partition=self._chance.randrange(self._partitions))
-        # In the log before the transaction ends, also if it ends by an abort.
-        producer.flush(_SECONDS)

@@ -15,8 +15,7 @@ from psycopg import sql
 from exactly_once import __version__
 from exactly_once.demo.journal import Entry, Record, compare, scan
 
-from .observer import Anomaly
-from .tail import Place
+from .observer import Anomaly, Place
 from .worker import table
 
 KINDS = (
@@ -32,10 +31,9 @@ KINDS = (
     "ended",
 )
 """What can be wrong. ``ended``: a worker by itself; ``halted``: a partition; ``foreign``: the effect of no message."""
-_SHOWN = 5
-"""Anomalies of one kind, group and topic that are told one by one."""
-_LONGEST = 1_000
-"""Characters of one of them; the whole of it was told when it was found."""
+_SHOWN = 5  # anomalies of one kind, group and partition that are written out: more of the same show nothing
+_LONGEST = 1_000  # characters of one of them; the whole of it was shown when it was found
+_SCAN_SECONDS = 180  # for reading one topic: minutes of messages on a machine that is busy
 _ENTRIES = 'SELECT topic, partition, "offset", number, worker, xid::text::bigint FROM {table} WHERE topic = %s'
 _BACKWARD = """
     SELECT topic, partition, "offset", before FROM (
@@ -54,7 +52,10 @@ def check(
     anomalies: list[Anomaly] = []
     with psycopg.connect(conninfo) as connection:
         for topic in topics:
-            records = [r._replace(value=_number(r.value)) for r in scan(bootstrap_servers, topic, 180)]
+            found = scan(bootstrap_servers, topic, _SCAN_SECONDS)
+            # As the tables have it: the number alone.
+            numbers = [str(json.loads(record.value or b"{}").get("number")).encode() for record in found]
+            records = [record._replace(value=number) for record, number in zip(found, numbers, strict=True)]
             messages += len(records)
             for group in groups:
                 anomalies += _compare(connection, group, topic, records, is_drained=is_drained)
@@ -83,29 +84,23 @@ def _compare(
             yield Anomaly(kind, f"group {group}, {place.topic} [{place.partition}]", f"offset {place.offset}")
 
 
-def _number(value: bytes | None) -> bytes:
-    return str(json.loads(value or b"{}").get("number")).encode()
-
-
 def counts(anomalies: Sequence[Anomaly]) -> dict[str, int]:
-    """Count the anomalies of each kind, those that are none as well."""
     return {kind: sum(anomaly.kind == kind for anomaly in anomalies) for kind in KINDS}
 
 
 def shown(anomalies: Sequence[Anomaly]) -> list[str]:
     """Write out the first ones of each kind and place."""
-    told: dict[tuple[str, str], int] = {}
+    written: dict[tuple[str, str], int] = {}
     texts = []
     for anomaly in sorted(anomalies):
-        told[anomaly.kind, anomaly.where] = told.get((anomaly.kind, anomaly.where), 0) + 1
-        if told[anomaly.kind, anomaly.where] <= _SHOWN:
+        written[anomaly.kind, anomaly.where] = written.get((anomaly.kind, anomaly.where), 0) + 1
+        if written[anomaly.kind, anomaly.where] <= _SHOWN:
             text = str(anomaly)
             texts.append(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
     return texts
 
 
 def versions(*, postgres: str, kafka: str) -> Mapping[str, str]:
-    """Name what the soak was run with."""
     return {
         "kafka-exactly-once": __version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Worker: the process that applies messages in one of the library's ways, until it is told to stop."""
+"""Worker: the process that applies messages in one of the library's ways, until it is asked to stop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from psycopg import sql
 from exactly_once import ExactlyOnceConsumer, Fenced, InstanceFenced, Redelivered, Unit
 from exactly_once.cli.sink_flows import Flow, Run
 from exactly_once.cli.sink_worker import Task, work
-from exactly_once.demo.injury import Injury, report
-from exactly_once.demo.worker import serve
+from exactly_once.demo.worker import Injury, report, serve
 
 from .order import SCHEMA, Order
 
@@ -29,9 +28,8 @@ _CREATE = """
     CREATE INDEX ON {table} (topic, partition, "offset");
 """
 _APPEND = 'INSERT INTO {table} (topic, partition, "offset", number, worker) VALUES (%s, %s, %s, %s, %s)'
-_SLOW_UNITS = 0.01
-"""The share of units that take a moment: long enough for others to join and leave meanwhile."""
-_SLOW_SECONDS = 0.5
+_SLOW_UNITS = 0.01  # the share of units that take a moment
+_SLOW_SECONDS = 0.5  # long enough for others to join and leave meanwhile
 
 
 def table(group: str) -> sql.Identifier:
@@ -40,27 +38,26 @@ def table(group: str) -> sql.Identifier:
 
 
 def create_tables(connection: psycopg.Connection[Any], groups: Sequence[str]) -> None:
-    """Make an empty table for each group."""
     connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(SCHEMA)))
     for group in groups:
         connection.execute(sql.SQL(_CREATE).format(table=table(group)))
 
 
 def main() -> None:
-    """Wait for the order and carry it out."""
-    serve(_work)
 
+    def obey(line: str, _: Injury) -> None:
+        try:
+            _apply(Order.from_line(line))
+        except InstanceFenced as error:
+            # Met shortly after a kill of the coordinator, which may not have stored yet who has the id. A supervisor
+            # would start another process, and so does the soak.
+            report("instance fenced", why=str(error))
 
-def _work(line: str, _: Injury) -> None:
-    try:
-        _apply(Order.from_line(line))
-    except InstanceFenced as error:
-        # Met shortly after a kill of the coordinator, which may not have stored yet who has the id. A supervisor would
-        # start another process, and so does the soak.
-        report("instance fenced", why=str(error))
+    serve(obey)
 
 
 def _apply(order: Order) -> None:
+    """Apply messages as the order says, until this process is asked to end."""
     if order.mode == "sink":
         flow = Flow(
             topics=tuple(order.topics),
@@ -83,27 +80,23 @@ def _apply(order: Order) -> None:
         order.kafka, conninfo=order.conninfo, start="earliest", name=order.name, application="soak", **order.options
     ) as consumer:
         handler = _handler(order)
-        if order.mode == "loop":
+        if order.mode == "loop":  # `run` has handlers of its own
             signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
         consumer.subscribe(list(order.topics))
-        if order.mode == "loop":
-            _loop(consumer, handler)
-        else:
+        if order.mode != "loop":
             consumer.run(handler, in_thread=order.mode == "thread")
+        else:
+            units = consumer.units()
+            is_over = False
+            while not is_over:
+                try:
+                    for unit in units:
+                        with unit:
+                            handler(unit)
+                    is_over = True
+                except Redelivered as error:  # nobody's fault: the loop goes on, as the documentation says
+                    report("fenced" if isinstance(error, Fenced) else "redelivered", why=str(error))
         report("stopped", counters=str(consumer.counters))
-
-
-def _loop(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], None]) -> None:
-    """Go on after everything that is nobody's fault, as the documentation says."""
-    units = consumer.units()
-    while True:
-        try:
-            for unit in units:
-                with unit:
-                    handler(unit)
-            return
-        except Redelivered as error:
-            report("fenced" if isinstance(error, Fenced) else "redelivered", why=str(error))
 
 
 def _handler(order: Order) -> Callable[[Unit], None]:

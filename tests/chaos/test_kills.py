@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from exactly_once import _failpoints
+from exactly_once.demo.journal import Identity
 from tests.chaos.conftest import MakeCrew
-from tests.support.journal import Identity
 from tests.support.topics import create_topic, produce
 from tests.support.worker import Crew
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from exactly_once import Fenced
+from exactly_once.embedded.proxy import PostgresProxy
 from tests.chaos.conftest import MakeCrew
 from tests.conftest import PROTOCOLS, MakeConsumer
-from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import Crew, drain, record, turn_until

@@ -12,10 +12,10 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import ClusterChanged, Fenced, TopicRecreated
+from exactly_once.demo.journal import scan
 from exactly_once.embedded import Kafka
 from tests.cli.conftest import PARTITIONS, Command, audit, ledger, offsets, read_to_end, suggested
 from tests.conftest import MakeConsumer
-from tests.support.journal import scan
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,12 @@ def test_list_shows_what_is_dead_in_the_order_of_the_log(letters: Command, dead:
     shown = letters("list")
     assert shown.code == 0
     header, *lines = shown.out.splitlines()
-    assert header.split()[:4] == ["ID", "GROUP", "PARTITION", "OFFSET"]
-    found = [re.match(r"\s*(\d+)  \S+  \S+\[(\d+)\]\s+(\d+)  ", line) for line in lines]
-    assert [tuple(map(int, each.groups())) for each in found if each] == [(dead[p], *p) for p in DEAD]
+    assert header.split()[:5] == ["ID", "GROUP", "PARTITION", "OFFSET", "KEY"]
+    found = [re.match(r"\s*(\d+)  \S+  \S+\[(\d+)\]\s+(\d+)  (\d+)  ", line) for line in lines]
+    keys = [letter["key"] for letter in letters("list", "--json").json["dead_letters"]]
+    assert [tuple(map(int, e.groups())) for e in found if e] == [
+        (dead[p], *p, int(key)) for p, key in zip(DEAD, keys, strict=True)
+    ]
     assert all("ValueError: no payment: b'" in line for line in lines)
     assert "\x1b" not in shown.out
 
@@ -146,8 +150,10 @@ def test_show_tells_everything(letters: Command, dead: Dead, name: str) -> None:
         "error": "no payment: b'7' \x1b[31m",
         "status": "dead",
         "settled_at": None,
+        "timestamp_type": "CreateTime",
     }
     assert expected.items() <= document.items()
+    assert datetime.fromisoformat(document["timestamp"]).tzinfo is not None, "the message's, in no zone but a named one"
     text = letters("show", dead[1, 3]).out
     assert "message_offset  3" in text
     assert "no payment: b'7'" in text

@@ -13,9 +13,9 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from exactly_once.cli.output import ago
+from exactly_once.embedded.proxy import PostgresProxy
 from tests.cli.conftest import Command, read_to_end
 from tests.conftest import MakeConsumer
-from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 
@@ -284,7 +284,7 @@ def test_a_check_without_its_servers_is_not_passed(command: Command, consumed: s
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--max-lag", "5"], "say --check"),
+        (["--max-lag", "5"], "pass --check"),
         (["--check", "--max-lag", "5"], "--bootstrap-servers"),
         (["--check", "--watch"], "not allowed with"),
         (["--check", "--max-lag", "-1"], "0 or more"),

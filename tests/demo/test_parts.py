@@ -23,36 +23,38 @@ from exactly_once._failpoints import OF_A_UNIT
 from exactly_once.cli import main
 from exactly_once.demo import nemesis, payments
 from exactly_once.demo.checker import TOTAL, Verdict, check, compare
-from exactly_once.demo.display import Display, open_display
+from exactly_once.demo.display import Display
+from exactly_once.demo.journal import Entry, Record
 from exactly_once.demo.result import HEAD, Result, as_json, conclusion, rows
 from exactly_once.demo.trial import Setting, Stuck, Tally, Trial
 
 PAYMENT = b'{"from": 1, "to": 2, "amount": 30}'
-PLACE = (0, 7)
+SENT = [Record("payments", 0, 7, b"1", PAYMENT)]
+APPLIED = [Entry("payments", 0, 7, None, "worker-1", 700)]
 PAID = {(0, 1): 970, (0, 2): 1030, (0, 3): 1000}
 EXACT = Verdict(messages=10, lost=0, duplicated=0, foreign=0, wrong_balances=0, balance=TOTAL)
 CALM = Tally(crashes=8, frozen=2, fenced=2, drained=True)
 
 
 def test_comparison_of_one_effect_for_each_message_finds_nothing_wrong() -> None:
-    verdict = compare({PLACE: PAYMENT}, {PLACE: 1}, PAID)
+    verdict = compare(SENT, APPLIED, PAID)
     assert (verdict.messages, verdict.lost, verdict.duplicated, verdict.foreign) == (1, 0, 0, 0)
     assert verdict.wrong_balances == 0
     assert verdict.balance == 3000
 
 
 def test_comparison_counts_a_message_without_effect_as_lost() -> None:
-    verdict = compare({PLACE: PAYMENT}, {}, dict.fromkeys(PAID, 1000))
+    verdict = compare(SENT, [], dict.fromkeys(PAID, 1000))
     assert (verdict.lost, verdict.duplicated, verdict.wrong_balances) == (1, 0, 2)
 
 
 def test_comparison_counts_a_message_with_two_effects_as_duplicated() -> None:
-    verdict = compare({PLACE: PAYMENT}, {PLACE: 2}, {(0, 1): 940, (0, 2): 1060, (0, 3): 1000})
+    verdict = compare(SENT, APPLIED * 2, {(0, 1): 940, (0, 2): 1060, (0, 3): 1000})
     assert (verdict.lost, verdict.duplicated, verdict.wrong_balances) == (0, 1, 2)
 
 
 def test_comparison_sees_an_effect_of_a_message_that_was_taken_back() -> None:
-    assert compare({}, {PLACE: 1}, {}).foreign == 1
+    assert compare([], APPLIED, {}).foreign == 1
 
 
 def test_check_scans_what_was_published_and_not_what_was_aborted(
@@ -183,7 +185,7 @@ def test_a_run_that_was_cut_short_is_never_tabulated_and_the_exit_code_says_so(d
     assert code == 3
     assert "2,198" not in said
     assert "2198" not in said
-    assert "The ordinary loop was cut short, waiting for a miracle: nothing is said of it." in said
+    assert "The ordinary loop was cut short, waiting for a miracle: it shows nothing." in said
     assert "luck" not in said
     assert re.search(r"^ *lost +0 +cut short$", said, re.MULTILINE)
     assert json.loads(said.splitlines()[-1])["at_least_once"] == {"cut_short": "a miracle", "seed": 7}
@@ -245,14 +247,22 @@ def test_table_in_plain_text_is_aligned() -> None:
 
 
 def test_display_without_a_terminal_is_plain() -> None:
-    assert type(open_display(io.StringIO())) is Display
+    """No colours, no bar, no markup, no line broken at a width that nobody sees."""
+    out = io.StringIO()
+    with Display(out) as display:
+        display.title("title")
+        display.log(f"[bold]:smile: {'long ' * 40}end", style="red")
+        display.progress(1, 2)
+    title, said = out.getvalue().strip().splitlines()
+    assert title == "title"
+    assert re.fullmatch(rf" *\d+\.\ds  \[bold\]:smile: {'long ' * 40}end", said)
 
 
 _ON_A_TERMINAL = """
-from exactly_once.demo.display import open_display
-with open_display() as display:
+from exactly_once.demo.display import Display
+with Display() as display:
     display.title("title")
-    display.say("something happens", style="red")
+    display.log("something happens", style="red")
     display.progress(1, 2)
     display.table(("a", "b", "c"), [("d", "1", "2")], good=False)
 """

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from exactly_once.demo import journal
 from exactly_once.publish import DedupProducer, FilterUnavailable, MemcachedSlots, SharedSlotFilter, Undelivered
-from tests.support import journal
 from tests.support.docker import Stack
 from tests.support.topics import create_topic
 

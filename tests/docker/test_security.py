@@ -25,10 +25,10 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
 from exactly_once.cli import main
+from exactly_once.demo import journal
 from exactly_once.ledger import migrate
 from exactly_once.ledger.sql import grants
 from tests.docker import certificates
-from tests.support import journal
 from tests.support.docker import ROOT, Stack, local_image, stack
 from tests.support.topics import create_topic, produce
 from tests.support.worker import Crew

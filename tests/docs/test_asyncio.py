@@ -14,8 +14,8 @@ import psycopg
 import pytest
 
 from exactly_once import PoisonMessage, Unit
+from exactly_once.demo import journal
 from tests.conftest import MakeConsumer
-from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.worker import ensure_journal, record
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from exactly_once import ExactlyOnceConsumer
+from exactly_once.embedded.proxy import PostgresProxy
 from tests.conftest import MakeConsumer
 from tests.integration.scene import Scene
-from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.worker import ensure_journal
 

@@ -13,8 +13,8 @@ import psycopg
 from confluent_kafka import Producer
 
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, _failpoints
-from tests.support import journal
-from tests.support.proxy import PostgresProxy
+from exactly_once.demo import journal
+from exactly_once.embedded.proxy import PostgresProxy
 from tests.support.worker import drain, record
 
 

@@ -20,8 +20,8 @@ from exactly_once import (
     SchemaTooOld,
     UnknownTopic,
 )
+from exactly_once.embedded.proxy import PostgresProxy
 from tests.conftest import MakeConsumer
-from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic
 
 SECRET = "correct-horse-battery-staple"

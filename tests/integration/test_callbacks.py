@@ -12,8 +12,8 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from exactly_once import ExactlyOnceConsumer
+from exactly_once.demo import journal
 from tests.conftest import MakeConsumer
-from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.worker import drain, ensure_journal
 

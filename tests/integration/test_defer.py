@@ -35,11 +35,11 @@ from exactly_once import (
     Unit,
     UnitNotFinished,
 )
+from exactly_once.demo import journal
 from exactly_once.testing import message
 from exactly_once.testing import unit as trial
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, armed, interrupt, offsets, text
-from tests.support import journal
 from tests.support.worker import record
 
 Break = Callable[[Unit], object]

@@ -28,13 +28,13 @@ from exactly_once import (
 )
 from exactly_once.consumer import commit
 from exactly_once.consumer.unit import Stage
+from exactly_once.demo import journal
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.sql import query
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, interrupt, offsets
-from tests.support import journal
 from tests.support.waiting import until
 from tests.support.worker import record
 

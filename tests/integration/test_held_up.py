@@ -10,11 +10,11 @@ import psycopg
 import pytest
 
 from exactly_once.consumer import maintenance
+from exactly_once.demo import journal
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import apply, backend_of
-from tests.support import journal
 from tests.support.topics import produce
 from tests.support.waiting import until
 from tests.support.worker import record

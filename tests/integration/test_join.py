@@ -27,12 +27,12 @@ from exactly_once import (
     UnitNotFinished,
 )
 from exactly_once.consumer.units import Units
+from exactly_once.demo import journal
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.sql import grants
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
-from tests.support import journal
 from tests.support.waiting import until
 from tests.support.worker import ROOT, record
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from confluent_kafka import Producer, TopicPartition
 
+from exactly_once.demo import journal
 from tests.conftest import MakeConsumer
-from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal

@@ -15,9 +15,9 @@ from exactly_once import (
     TopicRecreated,
 )
 from exactly_once.consumer.options import Isolation
+from exactly_once.embedded.proxy import COMMIT
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, offsets
-from tests.support.proxy import COMMIT
 from tests.support.worker import record
 
 

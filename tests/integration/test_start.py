@@ -20,10 +20,10 @@ from exactly_once import (
     Units,
     UnknownTopic,
 )
+from exactly_once.demo import journal
 from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.ledger.rows import Ledger
 from tests.conftest import MakeConsumer
-from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import Crew, drain, ensure_journal, record

@@ -16,10 +16,10 @@ from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import ConfigurationError, ExactlyOnceConsumer, Unit, WrongThreadOrProcess
+from exactly_once.demo import journal
+from exactly_once.embedded.proxy import PostgresProxy
 from tests.conftest import MakeConsumer
-from tests.support import journal
 from tests.support.interrupts import Interrupt, Interrupter
-from tests.support.proxy import PostgresProxy
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import FAILED, Crew, drain, ensure_journal, record

@@ -11,10 +11,10 @@ import psycopg
 import pytest
 
 from exactly_once import ConfigurationError, Redelivered, Unit, UnitNotFinished, UnitTooSlow
+from exactly_once.demo import journal
+from exactly_once.embedded.proxy import Fault
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, collect, offsets
-from tests.support import journal
-from tests.support.proxy import Fault
 from tests.support.topics import produce
 from tests.support.waiting import until
 from tests.support.worker import record

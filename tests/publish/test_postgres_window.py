@@ -17,6 +17,7 @@ import psycopg
 import pytest
 
 from exactly_once import ConfigurationError
+from exactly_once.embedded.proxy import PostgresProxy
 from exactly_once.ledger.sql import grants
 from exactly_once.publish import (
     DeadOwner,
@@ -33,7 +34,6 @@ from exactly_once.publish import (
 from exactly_once.publish.cache import ConfirmedKeys
 from exactly_once.publish.keys import encoded
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
-from tests.support.proxy import PostgresProxy
 from tests.support.waiting import until
 
 NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE

@@ -16,6 +16,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from exactly_once import ConfigurationError
+from exactly_once.demo.journal import scan
 from exactly_once.publish import (
     ChainFilter,
     DedupProducer,
@@ -34,7 +35,6 @@ from exactly_once.publish import (
     WindowFilter,
 )
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
-from tests.support.journal import scan
 from tests.support.topics import create_topic
 from tests.support.waiting import until
 

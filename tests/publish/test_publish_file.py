@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.journal import scan
+from exactly_once.demo.journal import scan
 from tests.support.seeds import seeds
 from tests.support.topics import create_topic
 

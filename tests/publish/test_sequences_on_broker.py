@@ -13,6 +13,7 @@ from confluent_kafka.admin import AdminClient
 
 from exactly_once import ConfigurationError
 from exactly_once._model import Partition
+from exactly_once.demo.journal import scan
 from exactly_once.publish import (
     DedupProducer,
     KeyRefused,
@@ -34,7 +35,6 @@ from exactly_once.publish.headers import Sent, with_sequence
 from exactly_once.publish.recovery import SequenceLog, Walk
 from exactly_once.publish.snapshot import pack, unpack
 from exactly_once.publish.tail import describe, ends_of, read_tail
-from tests.support.journal import scan
 from tests.support.topics import create_topic, delete_topic
 
 Make = Callable[..., DedupProducer]

@@ -10,13 +10,13 @@ import psycopg
 import pytest
 
 from exactly_once import ConfigurationError
+from exactly_once.embedded.proxy import PostgresProxy
 from exactly_once.ledger.migrate import migrate
 from exactly_once.publish import DedupProducer, FilterUnavailable, PostgresWindow, ProducerFenced, ShardedWindow, State
 from exactly_once.publish.keys import encoded
 from exactly_once.publish.shards import shard_of
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
-from tests.support.proxy import PostgresProxy
 
 NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
 MakeShard = Callable[..., PostgresWindow]

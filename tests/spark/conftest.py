@@ -63,7 +63,7 @@ def spark(needs_spark: None) -> Iterator[SparkSession]:
 @pytest.fixture(scope="session")
 def journaled(conninfo: str) -> str:
     """A Postgres with our schema and an empty journal."""
-    from tests.support import journal  # noqa: PLC0415
+    from exactly_once.demo import journal  # noqa: PLC0415
 
     journal.create(conninfo)
     return conninfo

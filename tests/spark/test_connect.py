@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from exactly_once.demo import journal
 from exactly_once.embedded.ports import free_port
-from tests.support import journal
 from tests.support.require import lacking, skip_unless
 from tests.support.spark import Driver
 from tests.support.topics import create_topic, produce

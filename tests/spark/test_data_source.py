@@ -11,8 +11,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from exactly_once.embedded.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from tests.spark.scene import Scene
-from tests.support.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from tests.support.spark import read_topic
 
 if TYPE_CHECKING:

@@ -57,7 +57,8 @@ def test_an_installed_java_is_taken_if_it_runs_spark(
 
 @pytest.mark.usefixtures("needs_spark")
 def test_the_java_that_is_fetched_takes_what_spark_says_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_spark, "_installed_java", lambda: None)
+    monkeypatch.setenv("JAVA_HOME", "")
+    monkeypatch.setenv("PATH", "")
     java = embedded_spark.java_home() / "bin" / "java"
     command = [
         str(java),

@@ -12,6 +12,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 
 from exactly_once.embedded import Postgres
+from exactly_once.embedded.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from exactly_once.errors import Fenced, OwnedByConsumer, SchemaTooOld
 from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.session import tag_of
@@ -19,7 +20,6 @@ from exactly_once.writer import TableError
 from spark_sink import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost, staging
 from tests.spark.attempts import Place
 from tests.spark.staged import Run, Target, rows
-from tests.support.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 
 Looking = psycopg.Connection[tuple[Any, ...]]
 

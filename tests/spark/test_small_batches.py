@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+from exactly_once.embedded.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from tests.spark.scene import Scene
-from tests.support.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from tests.support.spark import drain, read_topic
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ KNOWN = [3, 4, 6, 7]
 
 
 def kinds(effects: list[int], *, stands_at: int, upto: int = 8, was: Row | None = None) -> list[str]:
-    view = View(row=was or Row(3, 1), settled=3)
+    view = View(row=was or Row(3, 1), compared=3)
     return [kind for kind, _ in judge(view, Row(stands_at, 1), effects, KNOWN, upto)]
 
 

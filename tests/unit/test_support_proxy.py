@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import psycopg
 import pytest
 
+from exactly_once.embedded.proxy import COMMIT, PostgresProxy
 from tests.support.pgbouncer import PgBouncer, pgbouncer_missing
-from tests.support.proxy import COMMIT, PostgresProxy
 from tests.support.require import skip_unless
 from tests.support.waiting import until
 

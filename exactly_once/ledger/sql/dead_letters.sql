@@ -32,7 +32,8 @@ SELECT (SELECT coalesce(max(length), 0) FROM run),
 
 -- name: list_dead_letters
 -- Dead letters in the order of the log; of one group, topic, status or some ids, if asked.
-SELECT {columns} FROM {schema}.dead_letter
+SELECT {columns}, extract(epoch FROM clock_timestamp() - dead_at)::float8
+FROM {schema}.dead_letter
 WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
   AND (%(topic)s::text IS NULL OR topic = %(topic)s)
   AND (%(partition)s::int IS NULL OR partition = %(partition)s)
@@ -45,7 +46,7 @@ LIMIT %(limit)s
 -- Take a dead letter off the list; another transaction that does the same waits here and finds nothing.
 UPDATE {schema}.dead_letter SET status = %(status)s, settled_at = clock_timestamp(), settled_by = session_user
 WHERE id = %(id)s AND status = 'dead'
-RETURNING {columns}
+RETURNING {columns}, extract(epoch FROM clock_timestamp() - dead_at)::float8
 
 -- name: dead_letters_by_group
 -- How many messages of each group wait for an operator; other groups have no row.
