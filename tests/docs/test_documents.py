@@ -230,7 +230,7 @@ def test_command_works(
             # The tests are run by this very command, the demo by its own tests.
             usage = subprocess.run([sys.executable, "run.py"], cwd=ROOT, capture_output=True, text=True, check=False)
             assert f"run.py {words[2]}" in usage.stderr
-        case [".venv/bin/exactly-once", "sink", *_] | ["exactly-once", "soak", *_]:
+        case [".venv/bin/exactly-once", "sink", *_] | ["exactly-once", "soak" | "verify", *_]:
             pass  # run by tests/demo on the servers that it is for, and by tests/cli for a few seconds
         case ["spin" | "gcc" | "./pan", *_]:
             # tests/model runs them with other bounds.
