@@ -72,6 +72,8 @@ class Group:
     group_id: str
     lines: list[Line] = field(default_factory=list)
     dead_letters: int = 0
+    claims: dict[str, Any] | None = None
+    """The window of claimed keys, of a group that has claimed any."""
 
     @property
     def lag(self) -> int | None:
@@ -186,6 +188,9 @@ def look(session: Session, settings: options.Settings, kafka: _Kafka) -> Report:
     wanted = {"group_id": settings.group_id}
     with session.connection.cursor(row_factory=dict_row) as cursor:
         queries = cursor.execute(query("spark_queries", session.schema), wanted, prepare=False).fetchall()
+    with session.connection.cursor(row_factory=dict_row) as cursor:
+        found = cursor.execute(query("claim_windows", session.schema), wanted, prepare=False).fetchall()
+    claims = {window.pop("group_id"): window for window in found}
     dead = dict(session.connection.execute(query("dead_letters_by_group", session.schema), wanted, prepare=False))
     unreachable = None
     lines = [Line(row) for row in rows]
@@ -195,8 +200,8 @@ def look(session: Session, settings: options.Settings, kafka: _Kafka) -> Report:
         unreachable = error  # what the database knows is shown all the same
     of_group = {name: list(found) for name, found in groupby(lines, lambda line: line.stored.group_id)}
     groups = [
-        Group(group_id=name, lines=of_group.get(name, []), dead_letters=dead.get(name, 0))
-        for name in sorted(of_group.keys() | dead.keys())
+        Group(group_id=name, lines=of_group.get(name, []), dead_letters=dead.get(name, 0), claims=claims.get(name))
+        for name in sorted(of_group.keys() | dead.keys() | claims.keys())
     ]
     return Report(
         schema=settings.schema,
@@ -249,6 +254,18 @@ def _print_group(group: Group) -> None:
     for line in group.lines:
         if line.complaint:
             output.print_lines(f"{line.stored.place} {line.complaint}", indent="! ")
+    if group.claims is not None:
+        output.print_lines(_told_claims(**group.claims))
+
+
+def _told_claims(*, seconds: float | None, turns: int, turned_seconds_ago: float, keys: int, bytes: int) -> str:  # noqa: A002 - names of columns
+    size = f"claims: about {keys} keys, {bytes} bytes"
+    if seconds is None:
+        return f"{size}; held for ever"
+    since = output.ago(turned_seconds_ago)
+    return (
+        f"{size}; held for {seconds:g} s at least, the window {'turned' if turns else 'began'} {since} (turn {turns})"
+    )
 
 
 def _no_rows(report: Report) -> str:
@@ -345,6 +362,7 @@ def _document(report: Report, troubles: list[str] | None) -> dict[str, Any]:
                 "halted": group.halted,
                 "problems": group.problems,
                 "dead_letters": group.dead_letters,
+                "claims": group.claims,
             }
             for group in report.groups
         ],

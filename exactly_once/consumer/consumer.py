@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -44,6 +45,7 @@ from exactly_once.metrics.health import Health
 from exactly_once.metrics.table import Metrics
 
 from .buffer import Delivery
+from .claims import ClaimsWindow
 from .commit import Counters, Settlement
 from .fetch import Linger, fetch
 from .handler_thread import HandlerThread
@@ -131,6 +133,9 @@ class ExactlyOnceConsumer:
     another one applied messages of the group before, a warning says so. Its default is the handler's name under
     :meth:`run`, else what the names of members have in common, or the program's file.
 
+    ``claims_window``, a timedelta or seconds, is for how long keys that units claim are held at least; at most twice as
+    long. Give all members of a group the same: the last one to start decides. Without it keys are held for ever.
+
     What librdkafka logs goes to the logger ``exactly_once.kafka``, each line once; ``logger`` in ``kafka``
     names another.
 
@@ -151,6 +156,7 @@ class ExactlyOnceConsumer:
         max_bytes: int = 64 * 1024 * 1024,
         linger_seconds: float = 0.0,
         max_unit_seconds: float | None = None,
+        claims_window: timedelta | float | None = None,
         startup_seconds: float = 30.0,
         wait_for_topics: bool = False,
         stop_on_bad_partition: bool = False,
@@ -172,6 +178,7 @@ class ExactlyOnceConsumer:
             max_bytes=max_bytes,
             linger_seconds=linger_seconds,
             max_unit_seconds=max_unit_seconds,
+            claims_window=claims_window,
             startup_seconds=startup_seconds,
             wait_for_topics=wait_for_topics,
             stop_on_bad_partition=stop_on_bad_partition,
@@ -256,6 +263,7 @@ class ExactlyOnceConsumer:
             upkeep=self._upkeep,
             cluster=self._cluster,
         )
+        self._claims = ClaimsWindow(session, group_id=options.group_id, seconds=options.claims_window)
         self._read_only = ReadOnlyGuard(
             session,
             group_id=options.group_id,
@@ -579,6 +587,7 @@ class ExactlyOnceConsumer:
         try:
             with naming_grants(self._options.schema):
                 self._upkeep.step(self._client)
+                self._claims.turn()
         except psycopg.errors.ReadOnlySqlTransaction:
             self._read_only.met()
             raise
