@@ -98,7 +98,7 @@ def test_no_transaction_of_the_library_is_bound_by_the_role(scene: Scene, *, is_
 def test_nulls_in_arrays_are_nulls_whatever_the_role_says(scene: Scene, *, joins: bool) -> None:
     """A leader epoch, the value of a header, what a handler has in a list: all go to the server in arrays."""
     legacy = make_conninfo(scene.proxy.conninfo, options="-c array_nulls=off")
-    headers = [("empty", None), ("full", b"x")]
+    headers: list[tuple[str, str | bytes | None]] = [("empty", None), ("full", b"x")]
     producer = Producer({"bootstrap.servers": scene.bootstrap_servers})
     producer.produce(scene.topic, b"poison", partition=0, headers=headers)
     assert producer.flush(30) == 0
