@@ -69,6 +69,8 @@ CLOSE_SECONDS = 8.0
 """How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`."""
 _GOODBYE_SECONDS = 2.0
 _REOPEN_SECONDS = 1.0
+TWIN_SECONDS = 60.0
+"""A second fence by the instance id within this time is another process: of two that run, one is told by then."""
 _FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
 _ONE_ASSIGNOR = (
     "All members of a group need a common partition.assignment.strategy and the same group.protocol; "
@@ -198,6 +200,10 @@ class ExactlyOnceConsumer:
         self._stopping = Stop()
         self._closed = False
         self._must_reopen = False
+        self._fence: str | None = None
+        """What the client said when it was fenced by its instance id, until it is opened anew."""
+        self._fenced_at = -math.inf
+        """When it was the last time, on the monotonic clock."""
         self._idled_at = 0.0
         """Until when the client was polled with partitions paused, on the monotonic clock."""
         self._closing: list[deque[Callable[[], object]]] | None = None
@@ -633,8 +639,7 @@ class ExactlyOnceConsumer:
         elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
             self._must_reopen = True
         elif code == _FATAL and _text(KafkaError.FENCED_INSTANCE_ID) in text:
-            instance = self._kafka.get("group.instance.id")
-            self._assignment.failures.append(InstanceFenced(f"{text}; group.instance.id={instance!r}"))
+            self._fence, self._must_reopen = text, True
         elif code in _FATAL_CODES:
             told = [f"{error.name()}: {text}", *(m for c, m in _FATAL_CODES.items() if m and _text(c) in text)]
             self._assignment.failures.append(ClientFailed(". ".join(told)))
@@ -651,14 +656,37 @@ class ExactlyOnceConsumer:
         text = "Kafka client: %s: %s%s; repetitions are logged at DEBUG"
         logger.log(level, text, error.name(), error.str(), place, extra=self._about("client_said"))
 
+    def _look_into_fence(self) -> None:
+        """Go on where the client may have fenced itself.
+
+        One that hears nothing of its coordinator for a session time-out forgets its member id. A commit that waits in
+        it then goes out without that, which brokers take for another process of the same instance id.
+
+        :raises InstanceFenced: when another process has our rows, or it is the second time in a short while.
+        """
+        if self._fence is None:
+            return
+        now = time.monotonic()
+        if now - self._fenced_at < TWIN_SECONDS or self._is_replaced():
+            raise InstanceFenced(f"{self._fence}; group.instance.id={self._kafka.get('group.instance.id')!r}")
+        self._fence, self._fenced_at = None, now
+
+    def _is_replaced(self) -> bool:
+        """Look whether another process owns rows of ours by now."""
+        try:
+            rows = self._ledger.look(list(self._ownership.holdings))
+        except psycopg.Error:
+            return False  # the next fence tells
+        return any(row.owner_token is not None and row.owner_instance != self._session.instance for row in rows)
+
     def _reopen_client(self) -> None:
         """Join anew: under ``group.protocol=consumer`` a static member keeps its place until it expires."""
+        self._look_into_fence()
         instance = self._kafka.get("group.instance.id")
-        extra = self._about("joining_again")
-        logger.warning(
-            "group.instance.id=%r is still taken by an earlier process; joining again", instance, extra=extra
-        )
+        text = "group.instance.id=%r is taken, by an earlier process or by what this one was before; joining again"
+        logger.warning(text, instance, extra=self._about("joining_again"))
         self._client.close()
+        self._mirror.forget(tuple(self._ownership.holdings))
         self._ownership.revoked(list(self._ownership.holdings))
         self._delivery.discard()
         self._assignment.fetching.clear()

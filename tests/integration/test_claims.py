@@ -24,7 +24,7 @@ from exactly_once.ledger.sql import grants
 from exactly_once.testing import message
 from exactly_once.testing import unit as trial
 from tests.integration.conftest import MakeScene
-from tests.integration.scene import Scene
+from tests.integration.scene import Scene, actions
 from tests.support.seeds import first_seed
 from tests.support.waiting import until
 from tests.support.worker import Crew, record, turn_until
@@ -354,10 +354,6 @@ def test_consumer_turns_its_window_between_units(
         (before,) = scene.query(turns)
     turn_until(consumer, lambda: scene.query(turns) > [before], 20, "the turn that was postponed")
     assert actions(caplog).count("claims_window_changed") == 1
-
-
-def actions(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [getattr(record, "action", "") for record in caplog.records]
 
 
 def test_without_a_window_keys_stay_whoever_turns(scene: Scene, db: Db) -> None:

@@ -57,3 +57,14 @@ def test_an_error_of_the_whole_or_of_one_partition_proves_nothing(code: int, *, 
         mirror.on_commit(KafkaError(code), sent)
     assert mirror.prove(client, {}) == set()
     assert not mirror.is_proving
+
+
+def test_nothing_is_committed_by_a_client_that_has_lost_its_session() -> None:
+    """A static member that commits without its id is told that another process has fenced it."""
+    mirror, client = Mirror(group_id="g"), Mock()
+    client.memberid.return_value = ""
+    mirror.applied(P, 5, None)
+    mirror.send(client, owned=[P], at_once=True)
+    assert mirror.prove(client, OFFSETS) == set()
+    client.commit.assert_not_called()
+    assert mirror.is_idle
