@@ -63,5 +63,5 @@ def test_member_whose_rows_another_owns_does_not_join_anew(
         "owner_instance = gen_random_uuid() WHERE group_id = %s"
     )
     with pytest.raises(InstanceFenced):
-        next(iter(member))
+        next(member.units(idle_seconds=5))
     assert "joining_again" not in actions(caplog)
