@@ -16,7 +16,19 @@ from types import ModuleType
 
 from .problems import EXIT_CODES, CommandParser, UsageError, one_line, other_distribution, without_secrets
 
-COMMANDS = ("migrate", "status", "reset", "adopt", "hand-over", "dead-letters", "publish", "sink", "demo", "soak", "verify")
+COMMANDS = (
+    "migrate",
+    "status",
+    "reset",
+    "adopt",
+    "hand-over",
+    "dead-letters",
+    "publish",
+    "sink",
+    "demo",
+    "soak",
+    "verify",
+)
 _NEED_EXTRA = ("demo", "soak", "verify")
 _DEMO_EXTRA = "pip install 'kafka-exactly-once[demo]'"
 

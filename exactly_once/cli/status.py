@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
@@ -69,6 +70,8 @@ class Group:
     group_id: str
     lines: list[Line] = field(default_factory=list)
     dead_letters: int = 0
+    claims: dict[str, Any] | None = None
+    """The window of claimed keys, of a group that has claimed any."""
 
     @property
     def lag(self) -> int | None:
@@ -210,6 +213,8 @@ def look(session: Session, settings: options.Settings, kafka: _Kafka) -> Report:
     with session.connection.cursor(row_factory=dict_row) as cursor:
         queries = cursor.execute(query("spark_queries", session.schema), wanted, prepare=False).fetchall()
         health = cursor.execute(query("ledger_health", session.schema), wanted, prepare=False).fetchone()
+        windows = cursor.execute(query("claim_windows", session.schema), wanted, prepare=False).fetchall()
+    claims = {window.pop("group_id"): window for window in windows}
     dead = dict(session.connection.execute(query("dead_letters_by_group", session.schema), wanted, prepare=False))
     unreachable = None
     lines = [Line(row) for row in rows]
@@ -219,8 +224,8 @@ def look(session: Session, settings: options.Settings, kafka: _Kafka) -> Report:
         unreachable = error  # what the database knows is shown all the same
     of_group = {name: list(found) for name, found in groupby(lines, lambda line: line.stored.group_id)}
     groups = [
-        Group(group_id=name, lines=of_group.get(name, []), dead_letters=dead.get(name, 0))
-        for name in sorted(of_group.keys() | dead.keys())
+        Group(group_id=name, lines=of_group.get(name, []), dead_letters=dead.get(name, 0), claims=claims.get(name))
+        for name in sorted(of_group.keys() | dead.keys() | claims.keys())
     ]
     return Report(
         schema=settings.schema,
@@ -254,6 +259,8 @@ def _print(report: Report) -> None:
         for line in group.lines:
             if line.complaint:
                 output.print_lines(f"{line.stored.place} {line.complaint}", indent="! ")
+        if group.claims is not None:
+            output.print_lines(_claims_text(group.claims))
     if report.queries:
         if report.groups:
             print()
@@ -271,6 +278,14 @@ def _print(report: Report) -> None:
             since = output.ago(health["snapshot_seconds"]) or "unknown"
             snapshot = f"oldest snapshot: {held}, since {since}, {health['snapshot_transactions']} transactions"
         output.print_lines(f"ledger: {health.get('dead_rows')} dead rows, {health.get('bytes')} bytes; {snapshot}")
+
+
+def _claims_text(claims: Mapping[str, Any]) -> str:
+    size = f"claims: about {claims['keys']} keys, {claims['bytes']} bytes"
+    if claims["seconds"] is None:
+        return f"{size}; held for ever"
+    turned, since = "turned" if claims["turns"] else "began", output.ago(claims["turned_seconds_ago"])
+    return f"{size}; held for {claims['seconds']:g} s at least, the window {turned} {since} (turn {claims['turns']})"
 
 
 def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
@@ -319,7 +334,7 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
 
 
 def _document(report: Report, troubles: list[str] | None) -> dict[str, Any]:
-    sums = ("group_id", "lag", "halted", "problems", "dead_letters")
+    sums = ("group_id", "lag", "halted", "problems", "dead_letters", "claims")
     return {
         "schema": report.schema,
         "groups": [

@@ -226,7 +226,7 @@ class CommitProtocol:
         unit.work.roll_back()
         self._count(unit, error, lost=lost)
         # A unit whose statement ends the whole server, each time, is to be judged when the server is back.
-        asking = retry_for(_BACK_SECONDS if self._is_suspect(unit) else 0)
+        asking = retry_for(_BACK_SECONDS if self._patience.is_out else 0)
         status = LOST
         unclear: TransactionOutcomeUnknown | None = None
         try:
@@ -334,7 +334,8 @@ class CommitProtocol:
         if is_ours or unit.is_taken or classify(error, connection_lost=lost) not in _NOBODYS:
             return
         batch = tuple((a.partition, a.expected, a.next_offset) for a in unit.advances)
-        self._patience.failed(batch, time.monotonic())
+        by_statement = is_by_statement(error, connection_lost=lost)
+        self._patience.failed(batch, time.monotonic(), by_statement=by_statement)
 
     def _give_back(self, unit: Unit) -> None:
         self.counters.redelivered += 1
@@ -488,7 +489,7 @@ class CommitProtocol:
         """Tell whether a unit has failed often enough, or is a part of one that has and can be cut further."""
         several = len(unit.messages) > 1
         is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
-        return self._patience.is_out or (several and is_part)
+        return self._patience.is_handlers or (several and is_part)
 
     def _blame(self, unit: Unit, error: Exception, fault: Fault, *, lost: bool) -> Fault:
         """End what would go on for ever: say whose fault it is that these messages failed so often.
@@ -510,12 +511,12 @@ class CommitProtocol:
         elif patience.is_out and several:
             self.limit = max(1, len(unit.messages) // 2)  # perhaps there is less to collide with, or to hold
         if fault is Fault.HANDLER:
-            if patience.tries == TRIES:
+            if patience.by_statement == TRIES:
                 text = (
                     "%r failed %s times in a row while the database server answers, so its statements are at fault: %s"
                 )
                 extra = self._about("tried_enough", several=unit.advances)
-                logger.warning(text, unit, patience.tries, str(error).strip(), extra=extra)
+                logger.warning(text, unit, TRIES, str(error).strip(), extra=extra)
             self._suspects = {a.partition: a.next_offset for a in unit.advances} if several else self._suspects
             self._troubles = 0
         return fault

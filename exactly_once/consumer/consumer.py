@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -49,6 +50,7 @@ from exactly_once.metrics.health import Health
 from exactly_once.metrics.table import Metrics
 
 from .buffer import FetchBuffer
+from .claims import ClaimsWindow
 from .closing import Closing
 from .commit import CommitProtocol, Counters
 from .fetch import Linger, fetch
@@ -79,6 +81,8 @@ _GOODBYE_SECONDS = 2.0
 """How long the last offsets may take to be committed to Kafka: nothing depends on it but a dashboard."""
 _REOPEN_SECONDS = 1.0
 """How long to wait before joining again under a ``group.instance.id`` that is taken: it expires after many seconds."""
+TWIN_SECONDS = 60.0
+"""A second fence by the instance id within this time is another process: of two that run, one is told by then."""
 _FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
 _ONE_ASSIGNOR = (
     "All members of a group need a common partition.assignment.strategy and the same group.protocol; "
@@ -143,6 +147,9 @@ class ExactlyOnceConsumer:
     another one applied messages of the group before, a warning says so. Its default is the handler's name under
     :meth:`run`, else what the names of members have in common, or the program's file.
 
+    ``claims_window``, a timedelta or seconds, is for how long keys that units claim are held at least; at most twice as
+    long. Give all members of a group the same: the last one to start decides. Without it keys are held for ever.
+
     What librdkafka logs goes to the logger ``exactly_once.kafka``, each line once; ``logger`` in ``kafka``
     names another.
 
@@ -165,6 +172,7 @@ class ExactlyOnceConsumer:
         max_bytes: int = 64 * 1024 * 1024,
         linger_seconds: float = 0.0,
         max_unit_seconds: float | None = None,
+        claims_window: timedelta | float | None = None,
         startup_seconds: float = 30.0,
         wait_for_topics: bool = False,
         stop_on_bad_partition: bool = False,
@@ -186,6 +194,7 @@ class ExactlyOnceConsumer:
             max_bytes=max_bytes,
             linger_seconds=linger_seconds,
             max_unit_seconds=max_unit_seconds,
+            claims_window=claims_window,
             startup_seconds=startup_seconds,
             wait_for_topics=wait_for_topics,
             stop_on_bad_partition=stop_on_bad_partition,
@@ -210,6 +219,10 @@ class ExactlyOnceConsumer:
         """Why the client can do nothing but be replaced; empty while it can."""
         self._closing_client: Closing | None = None
         """The end of the present client, where it was begun."""
+        self._fence: str | None = None
+        """What the client said when it was fenced by its instance id, until it is opened anew."""
+        self._fenced_at = -math.inf
+        """When it was the last time, on the monotonic clock."""
         self._idled_at = 0.0
         """Until when the client was polled with partitions paused, on the monotonic clock."""
         self._closing: list[deque[Callable[[], object]]] | None = None
@@ -276,6 +289,7 @@ class ExactlyOnceConsumer:
             maintenance=self._maintenance,
             cluster=self._cluster,
         )
+        self._claims = ClaimsWindow(session, group_id=options.group_id, seconds=options.claims_window)
         self._read_only = ReadOnlyGuard(
             session,
             group_id=options.group_id,
@@ -586,6 +600,7 @@ class ExactlyOnceConsumer:
             try:
                 with naming_grants(self._options.schema):
                     self._maintenance.run_once(self._client)
+                    self._claims.turn()
             except psycopg.errors.ReadOnlySqlTransaction:
                 self._read_only.met()
                 raise
@@ -626,6 +641,7 @@ class ExactlyOnceConsumer:
         error = message.error()
         assert error is not None
         code, text = error.code(), error.str()
+        instance = self._kafka.get("group.instance.id")
         if code == KafkaError._PARTITION_EOF:
             partition = Partition(str(message.topic()), message.partition() or 0)
             self._ownership.reached_end(partition, message.offset() or 0, time.monotonic())
@@ -634,12 +650,11 @@ class ExactlyOnceConsumer:
         elif code in _UNREADABLE and message.topic() is not None:
             self._maintenance.unreadable(message)
         elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
-            instance = self._kafka.get("group.instance.id")
             # Under group.protocol=consumer a static member keeps its place until it expires.
             self._must_reopen = f"group.instance.id={instance!r} is still taken by an earlier process"
         elif code == _FATAL and _text(KafkaError.FENCED_INSTANCE_ID) in text:
-            instance = self._kafka.get("group.instance.id")
-            self._assignment.failures.append(InstanceFenced(f"{text}; group.instance.id={instance!r}"))
+            self._fence = text
+            self._must_reopen = f"group.instance.id={instance!r} is taken, perhaps by what this member was before"
         elif code in _FATAL_CODES:
             texts = [f"{error.name()}: {text}", *(m for c, m in _FATAL_CODES.items() if m and _text(c) in text)]
             self._assignment.failures.append(ClientFailed(". ".join(texts)))
@@ -666,8 +681,32 @@ class ExactlyOnceConsumer:
         self._must_reopen = f"the Kafka client left {_SILENT_CHECKS} commits without an answer, and brokers answer"
         return True
 
+    def _look_into_fence(self) -> None:
+        """Go on where the client may have fenced itself.
+
+        One that hears nothing of its coordinator for a session time-out forgets its member id. A commit that waits in
+        it then goes out without that, which brokers take for another process of the same instance id.
+
+        :raises InstanceFenced: when another process has our rows, or it is the second time in a short while.
+        """
+        if self._fence is None:
+            return
+        now = time.monotonic()
+        if now - self._fenced_at < TWIN_SECONDS or self._is_replaced():
+            raise InstanceFenced(f"{self._fence}; group.instance.id={self._kafka.get('group.instance.id')!r}")
+        self._fence, self._fenced_at = None, now
+
+    def _is_replaced(self) -> bool:
+        """Look whether another process owns rows of ours by now."""
+        try:
+            rows = self._ledger.look(list(self._ownership.states))
+        except psycopg.Error:
+            return False  # the next fence tells
+        return any(row.owner_token is not None and row.owner_instance != self._session.instance for row in rows)
+
     def _reopen_client(self) -> None:
         """Join anew, with another client."""
+        self._look_into_fence()
         logger.warning("%s; joining again", self._must_reopen, extra=self._about("joining_again"))
         self._close_client()
         self._ownership.revoked(list(self._ownership.states))

@@ -117,6 +117,8 @@ class KafkaOffsets:
             logger.info("Kafka did not take the mirrored offsets: %s", errors[0], extra=extra)
 
     def _commit(self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]], metadata: str) -> bool:
+        if not client.memberid():
+            return False  # it has lost its session; a broker takes a static member without its id for another process
         positions = [
             TopicPartition(p.topic, p.number, offset, metadata=metadata)
             if epoch is None

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -47,6 +47,8 @@ class Options:
     max_bytes: int
     linger_seconds: float
     max_unit_seconds: float
+    claims_window: float | None
+    """In seconds."""
     startup_seconds: float
     stop_on_bad_partition: bool
     take_over: bool
@@ -63,6 +65,7 @@ def check_options(
     conninfo: str | None,
     connect: Callable[[], Connection] | None,
     max_unit_seconds: float | None,
+    claims_window: timedelta | float | None,
     **rest: Any,
 ) -> Options:
     """Check the options against each other and against the client's settings.
@@ -76,6 +79,7 @@ def check_options(
         connect=connect or connector(conninfo or ""),
         database=server_of(conninfo or "") if connect is None else "the server that connect= connects to",
         max_unit_seconds=_unit_seconds(kafka, max_unit_seconds),
+        claims_window=_window_seconds(claims_window),
         **rest,
     )
     _check_choice("on_out_of_range", options.on_out_of_range, get_args(RangePolicy))
@@ -167,6 +171,15 @@ def _unit_seconds(kafka: Mapping[str, Any], given: float | None) -> float:
             "Kafka takes the partitions away from a member that is silent for longer"
         )
     return seconds
+
+
+def _window_seconds(given: timedelta | float | None) -> float | None:
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if seconds is not None and (isinstance(seconds, bool) or not 0 < seconds < math.inf):
+        raise ConfigurationError(
+            f"claims_window={given!r} must be a timedelta or seconds, above 0 and finite; None holds keys for ever"
+        )
+    return None if seconds is None else float(seconds)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

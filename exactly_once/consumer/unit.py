@@ -16,7 +16,7 @@ from psycopg import sql
 from exactly_once._failpoints import failpoint
 from exactly_once._model import Advance
 from exactly_once.errors import ConfigurationError, UnitNotFinished, WrongThreadOrProcess
-from exactly_once.ledger import dead_letters
+from exactly_once.ledger import claims, dead_letters
 from exactly_once.ledger.outcome import Fault
 from exactly_once.ledger.session import Connection, lend, take_back
 from exactly_once.ledger.transaction import UnitOfWork
@@ -226,6 +226,27 @@ class Unit:
             self.work.connection.execute(query, params)
         else:
             self.work.defer(query, params)
+
+    def claim(self, key: claims.Key) -> bool:
+        """Claim the key of an event in the transaction; return False where a unit of the group has it already.
+
+        Of events with the same key, at whatever offset, partition or topic of the group, one gets True: the first whose
+        unit commits. While another unit with it is open this waits for its end. What comes again after a rollback
+        gets True again. ``b"1"``, ``"1"`` and ``1`` are three keys. Keys are held for ever, or as long as the
+        consumer's ``claims_window`` says.
+
+        :raises TypeError: for what is no bytes, str, int or UUID.
+        :raises ValueError: for an empty key.
+        :raises UnitNotFinished: outside of the ``with`` block.
+        """
+        return self.claim_many((key,))[0]
+
+    def claim_many(self, keys: Iterable[claims.Key]) -> list[bool]:
+        """Claim several keys as :meth:`claim` does, in one statement; return an answer for each, in order.
+
+        Of equal keys among them the first can get True. Raises as :meth:`claim`, and nothing is claimed then.
+        """
+        return claims.claim(self._flushed(), keys, schema=self.work.schema, group_id=self.work.group_id)
 
     def dead_letter(self, message: Message, error: BaseException | str) -> None:
         """Set a message of this unit aside, in the transaction: it counts as applied once the unit commits.

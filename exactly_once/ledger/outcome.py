@@ -37,12 +37,10 @@ class Fault(Enum):
 
 
 TRIES = 5
-"""How often in a row one batch may fail by what looks like the server's state, before the handler is at fault.
-
-The waits between them double up to seconds, so a server that restarts takes one or two of these.
-"""
+"""How often in a row one batch may fail by what looks like the server's state and can be a statement's doing, before
+the handler is at fault; and by what is nobody's, before its units become smaller."""
 PATIENCE_SECONDS = 600.0
-"""For how long the same batches may fail by conflicts, or by a server that is there and refuses."""
+"""For how long the same batches may fail by conflicts, lost connections, or a server that is there and refuses."""
 _GAP_SECONDS = 30.0
 """What one failure takes of it at most: the server may have been away since the one before."""
 
@@ -106,35 +104,48 @@ class Patience:
     def __init__(self) -> None:
         self.tries = 0
         """How often this batch has failed in a row."""
+        self.by_statement = 0
+        """How often of these by what may be a statement's own doing."""
         self._batch: Hashable = None
         self._seconds = 0.0
         self._last: float | None = None
 
     @property
     def is_out(self) -> bool:
-        """Whether the batch has been tried often enough."""
+        """Whether the batch has been tried often enough as it is."""
         return self.tries >= TRIES
+
+    @property
+    def is_handlers(self) -> bool:
+        """Whether the handler is at fault by now."""
+        return self.by_statement >= TRIES
 
     @property
     def is_overdue(self) -> bool:
         """Whether nothing was committed for so long that somebody must look."""
         return self._seconds > PATIENCE_SECONDS
 
-    def failed(self, batch: Hashable, now: float) -> None:
+    def failed(self, batch: Hashable, now: float, *, by_statement: bool) -> None:
         """Take note that a batch has failed once more."""
-        self.tries = self.tries + 1 if batch == self._batch else 1
+        if batch != self._batch:
+            self.tries = self.by_statement = 0
+        self.tries += 1
+        self.by_statement += by_statement
         self._seconds += 0.0 if self._last is None else min(now - self._last, _GAP_SECONDS)
         self._batch, self._last = batch, now
 
     def committed(self) -> None:
         """Take note that something was committed."""
-        self.tries, self._batch, self._seconds, self._last = 0, None, 0.0, None
+        self.tries, self.by_statement, self._batch, self._seconds, self._last = 0, 0, None, 0.0, None
 
 
 def is_by_statement(error: BaseException, *, connection_lost: bool) -> bool:
-    """Tell whether an environment's error may be a statement's own doing: it ended its own backend, say."""
+    """Tell whether an environment's error may be a statement's own doing.
+
+    A lost connection never counts: of a hundred that are cut none may have been the message's fault.
+    """
     driver = driver_error(error)
-    return connection_lost or (driver is not None and (driver.sqlstate or "").startswith(_BY_STATEMENT))
+    return not connection_lost and driver is not None and (driver.sqlstate or "").startswith(_BY_STATEMENT)
 
 
 def is_mistaken(error: BaseException) -> bool:

@@ -102,6 +102,24 @@ def test_frozen_static_member_stores_nothing_once_its_successor_works(
     crew.assert_exact(counts=False)
 
 
+def test_of_two_processes_under_one_instance_id_one_is_told_and_the_other_works(
+    make_crew: MakeCrew, bootstrap_servers: str
+) -> None:
+    topic = create_topic(bootstrap_servers, 2)
+    crew = make_crew(topic)
+    twins = [start(crew, "a")]
+    until_owned(crew, *twins)
+    twins.append(start(crew, "a"))
+    produce(bootstrap_servers, topic, MESSAGES, 2)
+    until(lambda: any(twin.count("failed", error="InstanceFenced") for twin in twins), 60, "one of them to be told")
+    crew.until_applied(MESSAGES)
+    (left,) = [twin for twin in twins if not twin.count("failed")]
+    produce(bootstrap_servers, topic, MESSAGES, 2, start=MESSAGES)
+    crew.until_applied(2 * MESSAGES)
+    crew.end_well(left)
+    crew.assert_exact(counts=False)
+
+
 def test_new_protocol_refuses_the_successor_of_a_killed_worker_until_its_session_has_ended(
     make_crew: MakeCrew, bootstrap_servers: str
 ) -> None:

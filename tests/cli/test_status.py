@@ -14,6 +14,7 @@ from confluent_kafka.admin import AdminClient
 
 from exactly_once.cli.output import ago
 from exactly_once.embedded.proxy import PostgresProxy
+from exactly_once.ledger.claims import claim
 from tests.cli.conftest import Command, read_to_end
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
@@ -34,7 +35,7 @@ def test_the_document_has_stable_keys_and_the_lag_by_position(
     result = operate("status", "--json")
     assert (result.code, result.err) == (0, "")
     assert set(result.json) == {"schema", "groups", "partitions", "queries", "ledger"}
-    sums = {"partitions": 2, "lag": 3, "halted": 0, "problems": 0, "dead_letters": 0}
+    sums = {"partitions": 2, "lag": 3, "halted": 0, "problems": 0, "dead_letters": 0, "claims": None}
     assert result.json["groups"] == [{"group_id": name, **sums}]
     assert all(set(p) == KEYS for p in result.partitions)
     found = [(p["group_id"], p["partition"], p["next_offset"], p["log_end"], p["lag"]) for p in result.partitions]
@@ -93,6 +94,26 @@ def test_without_a_group_it_shows_all_of_them(
     assert {name, f"{name}-other"} <= {p["group_id"] for p in result.partitions}
     (unstarted,) = [p for p in result.partitions if p["group_id"] == f"{name}-other"]
     assert (unstarted["next_offset"], unstarted["log_end"], unstarted["lag"]) == (None, 10, None)
+
+
+def test_claims_are_shown_with_their_window(operate: Command, consumed: str, conninfo: str, db: Db, name: str) -> None:
+    def keep(seconds: float) -> None:
+        db.execute("SELECT exactly_once.claim_keep(%s, %s)", (name, seconds))
+
+    with psycopg.connect(conninfo) as connection:
+        claim(connection, range(30), schema="exactly_once", group_id=name)
+    until(
+        lambda: operate("status", "--json").json["groups"][0]["claims"]["keys"] == 30, 20, "the server to have counted"
+    )
+    text = operate("status").out
+    assert "claims: about 30 keys, " in text
+    assert "; held for ever" in text
+    keep(1e-9)
+    db.execute("SELECT exactly_once.claim_turn(%s)", (name,))
+    keep(7200)
+    assert "; held for 7200 s at least, the window turned " in " ".join(operate("status").out.split())
+    (group,) = operate("status", "--json").json["groups"]
+    assert (group["claims"]["seconds"], group["claims"]["turns"], group["claims"]["keys"]) == (7200, 1, 30)
 
 
 def test_an_unknown_group_is_said_to_have_no_rows(operate: Command, name: str) -> None:

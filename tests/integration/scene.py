@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psycopg
+import pytest
 from confluent_kafka import Producer
 
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, _failpoints
@@ -84,6 +85,11 @@ def text(statement: str) -> bytes:
 def offsets(unit: Unit) -> list[int]:
     """The offsets of a unit's messages."""
     return [message.offset() or 0 for message in unit.messages]
+
+
+def actions(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What happened, by the names that log records give it."""
+    return [getattr(record, "action", "") for record in caplog.records]
 
 
 def apply(unit: Unit) -> None:

@@ -58,8 +58,8 @@ def stubborn_loop(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], objec
     loop(consumer, handler, ValueError)
 
 
-def in_thread(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], object]) -> None:
-    run(consumer, handler, in_thread=True)
+def in_thread(consumer: ExactlyOnceConsumer, handler: Callable[[Unit], object], **options: Any) -> None:
+    run(consumer, handler, in_thread=True, **options)
 
 
 def letters(scene: Scene) -> list[DeadLetter]:
@@ -269,7 +269,6 @@ STATEMENTS = {
     "26000": "EXECUTE was_never_prepared",
     "58P01": "COPY journal.entries FROM '/is/not/there'",
     "53400": RAISE.format("53400"),
-    "its own backend ended": "SELECT pg_terminate_backend(pg_backend_pid())",
 }
 
 
@@ -295,6 +294,36 @@ def test_a_statement_that_can_never_succeed_ends_the_documented_loop(scene: Scen
     assert not isinstance(raised.value, Redelivered)
     assert len(calls) == TRIES
     assert scene.applied() == []
+
+
+@pytest.mark.parametrize("form", [run, in_thread])
+def test_message_is_not_to_blame_for_connections_that_are_cut_under_it(scene: Scene, form: Callable[..., None]) -> None:
+    """More often than any batch or message is tried for other reasons; each of the first units meets it."""
+    cuts = list(range(4 * TRIES))
+
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        if cuts and offsets(unit)[0] <= 3 <= offsets(unit)[-1]:
+            cuts.pop()
+            scene.query(f"SELECT pg_terminate_backend({unit.connection.info.backend_pid})")
+            unit.execute("SELECT 1")
+
+    form(scene.consumer(), handler, on_poison="dead-letter")
+    assert not cuts
+    assert dead(scene) == []
+    scene.assert_exact()
+
+
+def test_statement_that_ends_its_own_backend_stops_the_service_in_the_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell it from an administrator who ends backends; what comes before it is applied."""
+    monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 0.5)
+    handler = failing("SELECT pg_terminate_backend(pg_backend_pid())", 3)
+    with pytest.raises(NoProgress, match=r"nothing could be committed for .*1 messages, .* 3\.\.3"):
+        run(scene.consumer(), handler, on_poison="dead-letter")
+    assert dead(scene) == []
+    assert scene.applied() == [0, 1, 2]
 
 
 def test_poison_names_the_error_of_the_statement(scene: Scene) -> None:

@@ -1,18 +1,20 @@
-"""Time-outs that a DBA sets for the role bound what handlers execute, and nothing of what the library does itself."""
+"""Settings of a role: time-outs bound what handlers execute, and nothing of what the library does itself."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import psycopg
 import pytest
+from confluent_kafka import Producer
 from psycopg.conninfo import make_conninfo
 
 from exactly_once import Unit, UnitTooSlow
 from exactly_once.consumer import maintenance
 from exactly_once.ledger.session import Session, connector
 from tests.integration.conftest import MakeScene
-from tests.integration.scene import Scene, apply
+from tests.integration.scene import Scene, apply, text
 from tests.support.topics import produce
 from tests.support.waiting import until
 from tests.support.worker import record
@@ -90,3 +92,34 @@ def test_no_transaction_of_the_library_is_bound_by_the_role(scene: Scene, *, is_
         query = "SELECT name, setting FROM pg_settings WHERE name IN ('statement_timeout', 'transaction_timeout')"
         assert {setting for _, setting in connection.execute(query)} == {"0"}
     session.close()
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_nulls_in_arrays_are_nulls_whatever_the_role_says(scene: Scene, *, joins: bool) -> None:
+    """A leader epoch, the value of a header, what a handler has in a list: all go to the server in arrays."""
+    legacy = make_conninfo(scene.proxy.conninfo, options="-c array_nulls=off")
+    headers: list[tuple[str, str | bytes | None]] = [("empty", None), ("full", b"x")]
+    producer = Producer({"bootstrap.servers": scene.bootstrap_servers})
+    producer.produce(scene.topic, b"poison", partition=0, headers=headers)
+    assert producer.flush(30) == 0
+    values = scene.table("value text[]")
+
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        for message in unit.messages:
+            if message.value() == b"poison":
+                unit.dead_letter(message, "poison")
+        unit.execute(text(f"INSERT INTO {values} VALUES (%s)"), (["a", None],))
+
+    with psycopg.connect(legacy) as own:
+        consumer = scene.consumer(conninfo=legacy, max_messages=100)
+        for unit in consumer.units(until_end=True):
+            unit.advances = [replace(advance, leader_epoch=None) for advance in unit.advances]
+            with unit.join(own) if joins else unit:
+                handler(unit)
+            own.commit()
+    scene.assert_exact()
+    assert scene.ledger("leader_epoch") == [None]
+    assert set(map(str, scene.query(f"SELECT value FROM {values}"))) == {"(['a', None],)"}
+    letters = "SELECT header_names, header_values FROM exactly_once.dead_letter WHERE group_id = %s"
+    assert scene.query(letters) == [(["empty", "full"], [None, b"x"])]

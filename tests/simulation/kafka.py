@@ -196,6 +196,9 @@ class Client:
         generation = 1 if self in self._world.group.members else -1
         return b"CGMDv2:" + generation.to_bytes(4, sys.byteorder, signed=True)
 
+    def memberid(self) -> str:
+        return "a member"
+
     def commit(self, *, offsets: list[TopicPartition], asynchronous: bool) -> None:
         refused = not self._world.group.is_member(self)
         error = KafkaError(KafkaError.UNKNOWN_MEMBER_ID) if refused else None

@@ -139,10 +139,7 @@ class Member:
             except (Killed, Violation):
                 raise
             except psycopg.OperationalError as error:
-                # A connection that is lost in every try, while the server answers, is the handler's doing in the end.
-                if not self.consumer._commits._patience.is_out:
-                    raise Violation(f"{self.name} was blamed too early: {error!r}") from error
-                self.world.note(self.name, "blamed")
+                raise Violation(f"{self.name} was blamed for a connection that was lost: {error!r}") from error
             except BaseException as error:
                 raise Violation(f"{self.name} broke: {error!r}") from error
         self.consumer.close()

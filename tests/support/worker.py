@@ -264,7 +264,8 @@ class Crew:
 
         The configuration: conninfo, options (of the consumer), mode ("loop", the default, or "run"), until_end,
         idle_seconds, stop_seconds, in_thread, revoke_seconds, counts, handler_seconds (for units of at
-        least slow_from_partitions partitions), poison (offsets that the handler cannot apply), failpoint =
+        least slow_from_partitions partitions), claims_into (a table for
+        values that no message had before), poison (offsets that the handler cannot apply), failpoint =
         [name, action, pass]; the name may be [name, after], and then passes are counted from the first pass of the
         other.
         """
@@ -388,6 +389,10 @@ def _handler(config: Mapping[str, Any]) -> Callable[[Unit], None]:
     def handle(unit: Unit) -> None:
         emit("handling", count=len(unit.messages), partitions=len(unit.advances), attempt=unit.attempt)
         record(unit, str(config["name"]), counts=config.get("counts", True))
+        if (table := config.get("claims_into")) is not None:
+            values = [message.value() or b"" for message in unit.messages]
+            first = [(value,) for value, free in zip(values, unit.claim_many(values), strict=True) if free]
+            unit.executemany(f"INSERT INTO {table} VALUES (%s)".encode(), first)
         is_slow = len(unit.advances) >= config.get("slow_from_partitions", 1)
         # In the meantime messages of all partitions come together.
         time.sleep(config.get("handler_seconds", 0) if is_slow else 0.3)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,14 @@ REST: dict[str, Any] = {
 
 
 def checked(kafka: dict[str, Any] | None = None, /, **changed: Any) -> Options:
-    given = {"conninfo": "dbname=x", "connect": None, "max_unit_seconds": None, **REST, **changed}
+    given = {
+        "conninfo": "dbname=x",
+        "connect": None,
+        "max_unit_seconds": None,
+        "claims_window": None,
+        **REST,
+        **changed,
+    }
     return check_options(KAFKA | (kafka or {}), **given)
 
 
@@ -390,6 +398,17 @@ def test_consumer_in_asyncio_says_what_to_do_instead() -> None:
 )
 def test_program_is_named_by_its_handler_or_its_members(handler: Any, name: str | None, application: str) -> None:
     assert application_of(handler, name) == application
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(timedelta(days=2), 172_800.0), (60, 60.0), (0.5, 0.5), (None, None)])
+def test_window_of_claims_is_a_timedelta_or_seconds(given: Any, seconds: float | None) -> None:
+    assert checked(claims_window=given).claims_window == seconds
+
+
+@pytest.mark.parametrize("given", [0, -1, timedelta(0), math.inf, math.nan, True])
+def test_window_of_claims_that_would_hold_nothing_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="claims_window="):
+        checked(claims_window=given)
 
 
 def test_program_without_names_is_its_file(monkeypatch: pytest.MonkeyPatch) -> None:

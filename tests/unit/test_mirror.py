@@ -71,3 +71,14 @@ def test_offsets_are_committed_once_and_of_what_is_owned_only() -> None:
     assert (sent.topic, sent.partition, sent.offset, sent.leader_epoch) == ("t", 0, 5, 2)
     kafka_offsets.send(client, states, at_once=True)
     assert client.commit.call_count == 1
+
+
+def test_nothing_is_committed_by_a_client_that_has_lost_its_session() -> None:
+    """A static member that commits without its id is told that another process has fenced it."""
+    kafka_offsets, client = KafkaOffsets(group_id="g"), Mock()
+    client.memberid.return_value = ""
+    states = {P: PartitionState(phase=Phase.OWNED, next_offset=5, is_to_mirror=True)}
+    kafka_offsets.send(client, states, at_once=True)
+    assert kafka_offsets.check_membership(client, OFFSETS) == set()
+    client.commit.assert_not_called()
+    assert kafka_offsets.is_idle

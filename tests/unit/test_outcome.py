@@ -147,29 +147,41 @@ def test_what_a_statement_can_do_to_its_own_session_is_told_from_a_server_that_i
         assert is_by_statement(server_error(state), connection_lost=False)
     for state in ("53100", "57P03", "08006", "58030"):
         assert not is_by_statement(server_error(state), connection_lost=False)
-    assert is_by_statement(psycopg.OperationalError("server closed the connection"), connection_lost=True)
+    for error in (psycopg.OperationalError("server closed the connection"), server_error("58P01")):
+        assert not is_by_statement(error, connection_lost=True)
 
 
 def test_patience_counts_the_tries_of_one_batch_until_something_is_committed() -> None:
     patience = Patience()
     for _ in range(TRIES - 1):
-        patience.failed("a", 0.0)
+        patience.failed("a", 0.0, by_statement=True)
     assert not patience.is_out
-    patience.failed("b", 0.0)
+    patience.failed("b", 0.0, by_statement=True)
     assert not patience.is_out, "another batch"
     for _ in range(TRIES):
-        patience.failed("a", 0.0)
-    tried = patience.is_out, patience.tries
+        patience.failed("a", 0.0, by_statement=True)
+    tried = patience.is_out, patience.is_handlers, patience.tries
     patience.committed()
-    patience.failed("a", 0.0)
-    assert (*tried, patience.tries) == (True, TRIES, 1)
+    patience.failed("a", 0.0, by_statement=True)
+    assert (*tried, patience.tries) == (True, True, TRIES, 1)
+
+
+def test_what_no_statement_can_have_done_does_not_count_against_the_handler() -> None:
+    patience = Patience()
+    for _ in range(3 * TRIES):
+        patience.failed("a", 0.0, by_statement=False)
+    for _ in range(TRIES - 1):
+        patience.failed("a", 0.0, by_statement=True)
+        assert (patience.is_out, patience.is_handlers) == (True, False)
+    patience.failed("a", 0.0, by_statement=True)
+    assert patience.is_handlers
 
 
 def test_the_hours_that_a_server_was_away_do_not_end_the_patience() -> None:
     patience = Patience()
     for hour in range(12):
-        patience.failed("a", hour * 3600.0)
+        patience.failed("a", hour * 3600.0, by_statement=False)
     assert not patience.is_overdue
     for second in range(0, int(PATIENCE_SECONDS) + 60, 5):
-        patience.failed(second, 50_000.0 + second)
+        patience.failed(second, 50_000.0 + second, by_statement=False)
     assert patience.is_overdue, "whatever the batches are"

@@ -21,7 +21,7 @@ PACKAGE = Path(exactly_once.__file__).parent
 FILES = [f for f in files("exactly_once.ledger.sql").iterdir() if f.name.endswith(".sql") and f.name != "grants.sql"]
 TEXT = "\n".join(f.read_text("utf-8") for f in FILES)
 NAMES = re.findall(r"^-- name: (\w+)$", TEXT, re.MULTILINE)
-PLACEHOLDER = re.compile(r"(?<!%)%(?!%)(?:\((\w+)\)(s)|(.?))")
+PLACEHOLDER = re.compile(r"(?<!%)%(?!%)(?:\((\w+)\)([sb])|(.?))")
 
 
 def test_every_name_line_is_read_and_no_name_is_given_twice() -> None:
@@ -55,9 +55,9 @@ def test_every_query_composes_and_names_all_its_parameters() -> None:
         f"{name}: %{kind or other}"
         for name, text in texts.items()
         for named, kind, other in PLACEHOLDER.findall(text)
-        if not (named and kind == "s")
+        if not (named and kind)
     ]
-    nothing(unnamed, "only %(name)s, and %% for %")
+    nothing(unnamed, "only %(name)s or %(name)b, and %% for %")
 
 
 def test_every_query_touches_only_the_schema_it_is_given() -> None:

@@ -11,3 +11,4 @@ GRANT SELECT, INSERT, UPDATE, DELETE ON {schema}.publish_key TO {role};
 GRANT SELECT, INSERT, UPDATE ON {schema}.spark_batch, {schema}.spark_query, {schema}.spark_target TO {role};
 GRANT SELECT, INSERT, UPDATE, DELETE ON {schema}.spark_run, {schema}.spark_stage TO {role};
 GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role};
+GRANT SELECT ON {schema}.claim_window TO {role};

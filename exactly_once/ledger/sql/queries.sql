@@ -13,10 +13,11 @@
     || ' ' || coalesce(pg_last_wal_replay_lsn()::text, ''))
 
 -- name: begin
--- Open a unit of work or a change of the ledger: who we are, and by what the server knows it.
+-- Open a unit of work or a change of the ledger: who we are, and by what the server knows it. Where a role has array_nulls
+-- off, a null in an array that psycopg sends would be the text NULL.
 BEGIN ISOLATION LEVEL {isolation};
 SET LOCAL application_name = {tag};
-SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}
+SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation} FROM set_config('array_nulls', 'on', true)
 
 -- name: join
 -- Take a transaction that somebody else opened for a unit of work, and learn what BEGIN would have told. What it took
@@ -24,7 +25,7 @@ SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}
 SELECT set_config('application_name', {tag} || CASE WHEN {owns_rows} THEN coalesce(nullif(
     least({may_take}::float8 + ceil(extract(epoch FROM clock_timestamp() - now())), 10000), 10000)::int::text,
     'inf') ELSE '-' END, true);
-SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}
+SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation} FROM set_config('array_nulls', 'on', true)
 
 -- name: begin_ledger
 -- Open a short transaction that only touches the ledger; the server ends it where its process froze inside.
@@ -37,7 +38,7 @@ SET LOCAL statement_timeout = 0;
 SET LOCAL idle_in_transaction_session_timeout = '10s';
 SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', true) END;
-SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean
+SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean FROM set_config('array_nulls', 'on', true)
 
 -- name: begin_not_durable
 -- Open the same for what may be lost, and for what only locks rows to look at them: neither waits for the disk.
@@ -49,7 +50,7 @@ SET LOCAL idle_in_transaction_session_timeout = '10s';
 SET LOCAL synchronous_commit = off;
 SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', true) END;
-SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean
+SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean FROM set_config('array_nulls', 'on', true)
 
 -- name: xact_status
 -- What became of a transaction; null when the server no longer knows. One statement, so that the incarnation of the server and
