@@ -54,7 +54,6 @@ class _Watched:
 
     pid: int
     partitions: Sequence[Partition] = ()
-    acquires: bool = False
     taken: Sequence[tuple[Partition, UUID]] = ()
     connection: Connection | None = None
     may_take: float | None = None
@@ -107,7 +106,7 @@ class Watcher:
     @contextlib.contextmanager
     def acquiring(self, pid: int, partitions: Sequence[Partition]) -> Iterator[None]:
         """Watch backend ``pid`` while it takes the rows of ``partitions`` from their owners."""
-        self._watch(_Watched(pid, partitions=partitions, acquires=True))
+        self._watch(_Watched(pid, partitions=partitions))
         try:
             yield
         finally:
@@ -194,7 +193,6 @@ class Watcher:
     def _end_blockers(self, watched: _Watched) -> None:
         parameters = self._parameters | {
             "pid": watched.pid,
-            "acquires": watched.acquires,
             "topics": [p.topic for p in watched.partitions],
             "partitions": [p.number for p in watched.partitions],
             "taken_topics": [p.topic for p, _ in watched.taken],

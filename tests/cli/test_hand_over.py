@@ -158,7 +158,8 @@ def test_status_shows_what_spark_queries_wrote_last(operate: Command, consumed: 
 
 
 def test_status_shows_a_group_that_counts_batches_and_has_no_offsets(operate: Command, db: Db, name: str) -> None:
-    db.execute("INSERT INTO exactly_once.spark_batch (group_id, query_id, batch_id) VALUES (%s, 'q', 3)", (name,))
+    insert = "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset) VALUES (%s, 'query:q', 0, 4)"
+    db.execute(insert, (name,))
     assert operate("status", "--json").json["queries"][0]["counted_batch_id"] == 3
     assert "no rows" not in operate("status").out
     assert operate("status", "--check").code == 0
@@ -166,7 +167,8 @@ def test_status_shows_a_group_that_counts_batches_and_has_no_offsets(operate: Co
 
 def test_a_query_that_is_halted_is_seen(operate: Command, db: Db, name: str) -> None:
     db.execute(
-        "INSERT INTO exactly_once.spark_batch (group_id, query_id, batch_id, halted) VALUES (%s, 'q', 3, 'why')",
+        "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset, halted) "
+        "VALUES (%s, 'query:q', 0, 4, 'why')",
         (name,),
     )
     assert operate("status").out.endswith(f"\n! group {name}, Spark query q halted: why\n")

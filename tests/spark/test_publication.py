@@ -158,8 +158,9 @@ def test_a_database_without_our_schema_is_told_from_any_other_error(target: Targ
 
 def test_of_a_thousand_runs_the_latest_are_remembered(target: Target, db: Looking) -> None:
     make = """
-        INSERT INTO exactly_once.spark_run (group_id, run_id, batch_id, registered_at)
-        SELECT %s, gen_random_uuid(), 0, clock_timestamp() - n * interval '1 minute' FROM generate_series(1, 1000) AS n
+        INSERT INTO exactly_once.spark_run (group_id, run_id, held, registered_at)
+        SELECT %s, gen_random_uuid(), '[]', clock_timestamp() - n * interval '1 minute'
+        FROM generate_series(1, 1000) AS n
     """
     db.execute(make, (target.name,))
     run = Run(target)
@@ -182,7 +183,7 @@ def test_tasks_that_register_at_the_same_time_are_one_run(target: Target, db: Lo
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(register, range(6)))
-    look = "SELECT owner_epoch FROM exactly_once.spark_batch WHERE group_id = %s"
+    look = "SELECT owner_epoch FROM exactly_once.ledger WHERE group_id = %s"
     assert db.execute(look, (target.name,)).fetchall() == [(1,)]
     run.write(run.rows(0, range(2)))
 
