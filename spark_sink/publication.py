@@ -32,7 +32,7 @@ from .offset_filter import PLACES, OffsetFilter, naming
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
 from .owners import Owners, patiently, query_row, rotates_at
-from .ranges import Range, behind, looked_through, refuse_older, shares, way_out
+from .ranges import Range, looked_through, one_batch, refuse_older, shares
 from .registry import BATCH_JOB, RunBatch, from_json, ledger_of, session_of, to_json, watching
 from .run import starter_of
 from .staging import ChunkRef, ObservedRange, Staged, fetch, in_order, placed, unstage
@@ -105,9 +105,7 @@ class StagedCommit:
         batch_id = found if is_job else batch.batch_id
         if published is not None and (is_job or batch_id < published):
             return []  # done by a call whose answer was lost
-        if found < batch_id or (published is not None and found != batch_id):
-            way = way_out(self._query, batch_id, options.group_id)
-            raise behind(self._query, found, batch_id, group_id=options.group_id, mend=way)
+        is_new = bool(shares(one_batch(self._query, batch_id), {self._query: found}, group_id=options.group_id))
         if not is_job:
             self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
         known = self._fit(schema, is_first=published is None)
@@ -118,7 +116,7 @@ class StagedCommit:
         advances: list[Advance] = []
         if options.ledger == "offsets":
             advances = self._write_offsets(staged)
-        elif found == batch_id:
+        elif is_new:
             self._write_counted(staged)
         else:
             counted = self._run("spark_fingerprint", query_id=self._name(), batch_id=found - 1)

@@ -34,6 +34,11 @@ class Share:
     end: int
 
 
+def one_batch(row: Partition, batch_id: int) -> list[Range]:
+    """Return what a batch covers of the row of its query's batch ids."""
+    return [Range(partition=row, start=batch_id, end=batch_id + 1)]
+
+
 def shares(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str) -> list[Share]:
     """Return what is still to be written; partitions that the ledger has at or above their end are left out.
 
@@ -50,13 +55,8 @@ def shares(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, gr
                 f"exactly-once adopt --topic {given.partition.topic}"
             )
         if given.start is not None and next_offset < given.start:
-            raise behind(
-                given.partition,
-                next_offset,
-                given.start,
-                group_id=group_id,
-                mend=way_out(given.partition, given.start, group_id),
-            )
+            way = way_out(given.partition, given.start, group_id)
+            raise behind(given.partition, next_offset, given.start, group_id=group_id, mend=way)
         if next_offset < given.end:
             todo.append(Share(partition=given.partition, write_from=next_offset, end=given.end))
     return todo

@@ -35,7 +35,7 @@ from .offset_filter import OFFSET
 from .offset_log import OffsetLog, reader
 from .options import Options
 from .owners import Owners, patiently, query_row
-from .ranges import Range, Share, over_skipped, refuse_older, shares
+from .ranges import Range, Share, one_batch, over_skipped, refuse_older, shares
 from .report import BatchReport
 from .stream_query import StreamQuery, check_plan, refuse_kept_rows
 
@@ -168,7 +168,7 @@ class Run:
         mark = self._log.mark(self._options.group_id)
         if self._counts:
             row = self._take_query()
-            ranges = [Range(partition=row, start=batch_id, end=batch_id + 1)]
+            ranges = one_batch(row, batch_id)
             written = {} if mark is None else {row: mark.batch_id + 1}
         else:
             ranges = self._log.ranges(batch_id)
