@@ -28,7 +28,7 @@ from exactly_once.ledger.start import Starter, refuse_halted
 
 from .errors import LedgerBehindCheckpoint, QueryChanged
 from .options import Options
-from .ranges import Range, Share, behind
+from .ranges import Range, RemainingRange, behind
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,8 @@ class Owners:
         self._hold(taken[row])
         return taken[row].next_offset or 0
 
-    def finish(self, todo: Sequence[Share], reached: Mapping[Partition, int], *, batch_id: int = 0) -> None:
-        """Move partitions to the ends of their shares, after the tasks have written all that there was.
+    def finish(self, todo: Sequence[RemainingRange], reached: Mapping[Partition, int], *, batch_id: int = 0) -> None:
+        """Move partitions to the ends of their remaining, after the tasks have written all that there was.
 
         ``reached`` is where they say that they have moved them; a partition without rows is where the driver found it.
 

@@ -32,7 +32,7 @@ from .offset_filter import PLACES, OffsetFilter, naming
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
 from .owners import Owners, patiently, query_row, rotates_at
-from .ranges import Range, looked_through, one_batch, refuse_older, shares
+from .ranges import Range, looked_through, one_batch, refuse_older, remaining
 from .registry import BATCH_JOB, RunBatch, from_json, ledger_of, session_of, to_json, watching
 from .run import starter_of
 from .staging import ChunkRef, ObservedRange, Staged, fetch, in_order, placed, unstage
@@ -105,7 +105,7 @@ class StagedCommit:
         batch_id = found if is_job else batch.batch_id
         if published is not None and (is_job or batch_id < published):
             return []  # done by a call whose answer was lost
-        is_new = bool(shares(one_batch(self._query, batch_id), {self._query: found}, group_id=options.group_id))
+        is_new = bool(remaining(one_batch(self._query, batch_id), {self._query: found}, group_id=options.group_id))
         if not is_job:
             self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
         known = self._fit(schema, is_first=published is None)
@@ -179,7 +179,7 @@ class StagedCommit:
         next_offsets = self._owners.take(ranges, batch_id=self._batch.batch_id)
         moves = {
             share.partition: (share.write_from, share.end)
-            for share in shares(ranges, next_offsets, group_id=self._options.group_id)
+            for share in remaining(ranges, next_offsets, group_id=self._options.group_id)
         }
         if moves:
             offsets = OffsetFilter(next_offsets, {r.partition: r for r in ranges})

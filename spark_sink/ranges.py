@@ -26,7 +26,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RemainingRange:
     """A part of a batch that is still to be written: of one partition, from ``write_from`` up to ``end``."""
 
     partition: Partition
@@ -39,7 +39,7 @@ def one_batch(row: Partition, batch_id: int) -> list[Range]:
     return [Range(partition=row, start=batch_id, end=batch_id + 1)]
 
 
-def shares(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str) -> list[Share]:
+def remaining(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str) -> list[RemainingRange]:
     """Return what is still to be written; partitions that the ledger has at or above their end are left out.
 
     :raises LedgerBehindCheckpoint: when the ledger stands below the start of a range.
@@ -58,7 +58,7 @@ def shares(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, gr
             way = way_out(given.partition, given.start, group_id)
             raise behind(given.partition, next_offset, given.start, group_id=group_id, mend=way)
         if next_offset < given.end:
-            todo.append(Share(partition=given.partition, write_from=next_offset, end=given.end))
+            todo.append(RemainingRange(partition=given.partition, write_from=next_offset, end=given.end))
     return todo
 
 

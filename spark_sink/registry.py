@@ -25,7 +25,7 @@ from exactly_once.ledger.stale_owners import Watcher
 
 from .options import Options
 from .owners import BatchGrant, Owners, patiently, query_row
-from .ranges import one_batch, shares
+from .ranges import one_batch, remaining
 
 BATCH_JOB = "batch job"
 """What stands for the id of a query where there is none."""
@@ -84,7 +84,7 @@ def _register(options: Options, batch: RunBatch) -> None:
                 # With offsets a query may have written elsewhere before: they tell what is missing.
                 first = 0 if options.ledger == "batch-id" else batch.batch_id
                 found = owners.take_query(connection, pid, batch.query_id, watcher, first=first)
-                shares(one_batch(row, batch.batch_id), {row: found}, group_id=options.group_id)
+                remaining(one_batch(row, batch.batch_id), {row: found}, group_id=options.group_id)
                 held = json.dumps(to_json(owners.held, {}))
                 cursor.execute(query("spark_hold", options.schema), {**parameters, "held": held}, prepare=False)
                 cursor.execute(query("spark_forget", options.schema), parameters, prepare=False)

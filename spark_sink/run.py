@@ -35,7 +35,7 @@ from .offset_filter import OFFSET
 from .offset_log import OffsetLog, reader
 from .options import Options
 from .owners import Owners, patiently, query_row
-from .ranges import Range, Share, one_batch, over_skipped, refuse_older, shares
+from .ranges import Range, RemainingRange, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
 from .stream_query import StreamQuery, check_plan, refuse_kept_rows
 
@@ -179,7 +179,7 @@ class Run:
                 self._tell_of_earlier_batches(new, batch_id)
         next_offsets = self._patiently(self._owners.take, ranges, batch_id=batch_id)
         ranges = over_skipped(ranges, next_offsets, written)
-        todo = shares(ranges, next_offsets, group_id=self._options.group_id)
+        todo = remaining(ranges, next_offsets, group_id=self._options.group_id)
         if not todo and self._counts:
             self._patiently(self._refuse_older, next_offsets[row], batch_id)
             _run_through(frame)
@@ -238,7 +238,7 @@ class Run:
         )
         self._known = self._known._replace(is_known_query=True)
 
-    def _is_small(self, todo: list[Share]) -> bool:
+    def _is_small(self, todo: list[RemainingRange]) -> bool:
         """Tell whether the driver may collect the rows: they are few, and by the batch before not large."""
         offsets = _count(todo)
         return (
@@ -329,7 +329,7 @@ def _offset_log(options: Options, query: StreamQuery | None, spark: SparkSession
     return log
 
 
-def _count(todo: list[Share]) -> int:
+def _count(todo: list[RemainingRange]) -> int:
     return sum(share.end - share.write_from for share in todo)
 
 

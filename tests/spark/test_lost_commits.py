@@ -16,7 +16,7 @@ from exactly_once import _failpoints
 from exactly_once._model import Partition
 from spark_sink import LedgerBehindCheckpoint
 from spark_sink.attempt import Work
-from spark_sink.ranges import shares
+from spark_sink.ranges import remaining
 from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target
 from tests.support.standby import primary_and_standby
@@ -70,7 +70,7 @@ class Driver:
         """Do what follows behind the tasks."""
         found = {p: held.found for p, held in self.owners.held.items()}
         reached = {Partition(topic, number): offset for topic, number, offset in self.result["reached"]}
-        self.owners.finish(shares(self.ranges, found, group_id=self.place.name), reached)
+        self.owners.finish(remaining(self.ranges, found, group_id=self.place.name), reached)
 
     def write(self, offsets: range) -> None:
         """Do all of it."""

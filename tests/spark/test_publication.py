@@ -385,3 +385,31 @@ def test_batch_ids_count_one_query_without_gap(target: Target) -> None:
     with pytest.raises(Fenced):
         first.write(first.rows(0, [9]), batch_id=2)
     assert target.offsets() == [(0, 1), (0, 2)]
+
+
+def test_with_offsets_an_older_checkpoint_takes_batch_ids_back_and_no_rows(target: Target, db: Looking) -> None:
+    """Old numbers mean new rows then; the same query may count batches instead from there on."""
+    first = Run(target)
+    for batch_id in range(3):
+        first.write(first.rows(0, range(5 * batch_id, 5 * batch_id + 5)), batch_id=batch_id)
+    older = Run(target)
+    older.write(older.rows(0, range(5, 20)), batch_id=1)
+    assert target.offsets() == [(0, n) for n in range(20)]
+    with pytest.raises(Fenced):
+        first.write(first.rows(0, range(15, 20)), batch_id=3)
+    with pytest.raises(LedgerBehindCheckpoint, match="--to-batch 2"):
+        older.write(older.rows(0, range(25, 30)), batch_id=3)
+    counting = Run(target, ledger="batch-id")
+    counting.write(counting.rows(0, range(20, 25)), batch_id=2)
+    look = "SELECT next_offset FROM exactly_once.ledger WHERE group_id = %s AND topic = 'query:query'"
+    assert db.execute(look, (target.name,)).fetchall() == [(3,)]
+    assert target.offsets() == [(0, n) for n in range(25)]
+
+
+def test_a_run_of_which_the_database_knows_nothing_any_more_is_fenced(target: Target, db: Looking) -> None:
+    run = Run(target)
+    staged = run.stage(run.rows(0, range(5)))
+    db.execute("DELETE FROM exactly_once.spark_run WHERE group_id = %s", (target.name,))
+    with pytest.raises(Fenced, match="does not know this run"):
+        run.publish(staged)
+    assert target.written() == []
