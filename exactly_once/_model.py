@@ -19,6 +19,9 @@ by the key, so an advance would cost more and more. A rotation costs about two a
 measure it, and 256 versions are few.
 """
 
+QUERY = "query:"
+"""How the topic begins of a row that has the next batch id of a Spark query: Kafka allows no colon in a name."""
+
 OwnerKind = Literal["consumer", "spark"]
 StartPolicy = Literal["earliest", "latest", "committed"] | datetime
 RangePolicy = Literal["fail", "earliest", "latest"]
@@ -32,6 +35,11 @@ class Partition(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.topic}[{self.number}]"
+
+    @property
+    def counts_batches(self) -> bool:
+        """Whether the row of that name has batch ids of a Spark query in place of offsets."""
+        return self.topic.startswith(QUERY)
 
 
 class Sent(Enum):

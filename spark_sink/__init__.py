@@ -9,10 +9,11 @@ Module map: :mod:`.sink` is what Spark calls, on the driver. :mod:`.stream_query
 and refuses plans that cannot be exact. :mod:`.offset_log` reads which offsets a batch covers and
 :mod:`.ranges` compares them with the ledger; :mod:`.owners` acquires rows of the ledger, once a run; :mod:`.frame`
 checks columns. In the tasks :mod:`.by_batch` and :mod:`.by_partition` write, each through an :mod:`.attempt`, and
-:mod:`.screen` looks at every row's offset. :mod:`.batch_ledger` counts batch ids for aggregations.
+:mod:`.offset_filter` looks at every row's offset.
 
-:mod:`.data_source` is the other way, ``format("exactly_once_postgres")``: tasks put rows into :mod:`.staging`, behind
-the :mod:`.fence`, and a :mod:`.publication` writes what Spark has counted. :mod:`.source_options` reads its options.
+:mod:`.data_source` is the other way, ``format("exactly_once_postgres")``: tasks put rows into :mod:`.staging`, after
+the run :mod:`.registry` knows the run, and a :mod:`.publication` writes what Spark has counted. :mod:`.source_options`
+reads its options.
 """
 
 from __future__ import annotations

@@ -29,11 +29,10 @@ from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
 
-from .batch_ledger import BatchIdLedger, Counted
+from .offset_filter import naming
 from .options import Options
-from .owners import Holding, held_rows, patiently, rotates_at
-from .ranges import Range, behind
-from .screen import naming
+from .owners import BatchGrant, checked_rows, patiently, rotates_at
+from .ranges import Range
 from .unit import SinkUnit
 
 REPORT = "report string"
@@ -50,12 +49,13 @@ class Work:
     options: Options
     batch_id: int
     instance: UUID
-    holdings: tuple[Holding, ...]
+    grants: tuple[BatchGrant, ...]
     ranges: Mapping[Partition, Range]
+    """What the batch covers: of partitions, or of batch ids its own."""
     columns: tuple[str, ...]
     """The columns that are written; a task sees more."""
-    counted: Counted | None = None
-    """What is counted in place of offsets."""
+    report: Mapping[str, Any] | None = None
+    """What is written down of a batch in its transaction; None leaves it to the driver."""
     rows_a_copy: int = field(default_factory=lambda: ROWS)
 
 
@@ -91,11 +91,7 @@ class Attempt:
         options = work.options
         self._own = Session(connector(options.conninfo), schema=options.schema, instance=work.instance)
         self.session = session or self._own
-        self.ledger = (
-            Ledger(self.session, group_id=options.group_id, owner_kind="spark")
-            if work.counted is None
-            else BatchIdLedger(self.session, group_id=options.group_id, counted=work.counted)
-        )
+        self.ledger = Ledger(self.session, group_id=options.group_id, owner_kind="spark")
         self.unit = UnitOfWork(self.ledger)
         self.result = Result()
         self._writer = writer or writer_of(options)
@@ -127,17 +123,8 @@ class Attempt:
         :raises Fenced: when another run owns a partition.
         :raises LedgerBehindCheckpoint: when a failover has lost what the driver had found. Token and epoch survive one.
         """
-        rows = patiently(self.work.options)(held_rows, self.ledger, self.work.holdings)
-        standing = {partition: row.next_offset or 0 for partition, row in rows.items()}
-        for held in self.work.holdings:
-            if standing[held.partition] < held.found:
-                raise behind(held.partition, standing[held.partition], held.found, group_id=self.ledger.group_id)
-        return standing
-
-    def is_counted(self) -> bool:
-        """Return whether the batch has been counted by now; raises as the ledger of batch ids does."""
-        assert isinstance(self.ledger, BatchIdLedger)
-        return patiently(self.work.options)(self.ledger.check)
+        rows = patiently(self.work.options)(checked_rows, self.ledger, self.work.grants)
+        return {partition: row.next_offset or 0 for partition, row in rows.items()}
 
     def begin(self) -> None:
         """Open the transaction."""
@@ -167,8 +154,12 @@ class Attempt:
         :raises AlreadyApplied: when another attempt has landed a part; the next attempt writes the rest.
         """
         self._call_also(moves)
-        held = [holding for holding in self.work.holdings if holding.partition in moves]
-        advances = [holding.advance(*moves[holding.partition], rotates=self._rotates) for holding in held]
+        grants = [each for each in self.work.grants if each.partition in moves]
+        advances = [each.advance(*moves[each.partition], rotates=self._rotates) for each in grants]
+        if self.work.report is not None:
+            report = {**self.work.report, "row_count": self.result.rows, "dropped": 0}
+            # With the COMMIT: another attempt must not wait here for one that stands still.
+            self.unit.defer(query("spark_report", self.session.schema), report)
         began_at = time.monotonic()
         try:
             self.unit.commit(advances)
@@ -200,17 +191,11 @@ class Attempt:
 
     def _judge(self, moves: Mapping[Partition, tuple[int, int]], error: psycopg.Error) -> None:
         """Tell an attempt that came second from one that is a zombie's."""
-        landed: dict[Partition, int] = {}
-        if isinstance(self.ledger, BatchIdLedger):
-            self.is_counted()
-        else:
-            standing = self.standing()
-            landed = {p: standing[p] for p in moves}
-            if any(landed[p] < end for p, (_, end) in moves.items()):
-                told = ", ".join(f"{partition} {offset}" for partition, offset in landed.items())
-                raise AlreadyApplied(
-                    f"another attempt of this task has moved the ledger meanwhile, to {told}"
-                ) from error
+        standing = self.standing()
+        landed = {p: standing[p] for p in moves}
+        if any(landed[p] < end for p, (_, end) in moves.items()):
+            told = ", ".join(f"{partition} {offset}" for partition, offset in landed.items())
+            raise AlreadyApplied(f"another attempt of this task has moved the ledger meanwhile, to {told}") from error
         self.result = Result(dropped=self.result.dropped + self.result.rows)
         self.reached(landed)
 
@@ -219,7 +204,7 @@ class Attempt:
         if not self._may_have_committed or self.unit.outcome() != "committed":
             return
         reason = "also= ended the transaction with a COMMIT of its own: rows are stored, the ledger was not moved"
-        self.ledger.halt([held.advance(0, 0) for held in self.work.holdings], reason=reason)
+        self.ledger.halt([each.advance(0, 0) for each in self.work.grants], reason=reason)
         raise HandlerCommitted(f"{reason}; nothing goes on until an operator has looked") from error
 
 

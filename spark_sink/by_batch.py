@@ -25,9 +25,8 @@ from exactly_once.ledger.session import Session
 from exactly_once.writer import TableWriter
 
 from .attempt import Attempt, Result, Work, tables
-from .batch_ledger import BatchIdLedger
 from .errors import IncompleteInput
-from .screen import OFFSET, RESERVED, Screen
+from .offset_filter import OFFSET, RESERVED, OffsetFilter
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -59,10 +58,7 @@ class BatchTask(NamedTuple):
         first = next(stream, None)
         rows = itertools.chain([] if first is None else [first], stream)
         with Attempt(self.work) as attempt:
-            if isinstance(attempt.ledger, BatchIdLedger):
-                self._write_counted(attempt, up_to_mark(rows))
-            else:
-                self._write(attempt, up_to_mark(rows), attempt.standing())
+            self._write(attempt, up_to_mark(rows), attempt.standing())
         yield attempt.result.as_batch()
 
     def write_here(
@@ -81,21 +77,15 @@ class BatchTask(NamedTuple):
         if not moves:
             attempt.reached(standing)  # an earlier attempt has landed, and its answer was lost
             return
+        options = self.work.options
         # What transaction="partition" would refuse in a large batch, it refuses in a small one.
-        screen = Screen(standing, self.work.ranges, strictly=self.work.options.transaction == "partition")
+        strictly = options.transaction == "partition"
+        offsets = OffsetFilter(standing, self.work.ranges, strictly=strictly) if options.ledger == "offsets" else None
         attempt.begin()
         for table in rows:
-            attempt.write(screen.keep(table))
-        attempt.result.dropped = screen.dropped
+            attempt.write(table if offsets is None else offsets.keep(table))
+        attempt.result.dropped = 0 if offsets is None else offsets.dropped
         attempt.commit(moves)
-
-    def _write_counted(self, attempt: Attempt, rows: Iterable[pa.Table]) -> None:
-        if attempt.is_counted():
-            return
-        attempt.begin()
-        for table in rows:
-            attempt.write(table)
-        attempt.commit({})
 
 
 def up_to_mark(stream: Iterable[pa.Table]) -> Iterator[pa.Table]:

@@ -21,7 +21,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from exactly_once._model import Partition
 
 from .attempt import Attempt, Work, tables
-from .screen import OFFSET, PARTITION, TOPIC, Screen
+from .offset_filter import OFFSET, PARTITION, TOPIC, OffsetFilter
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -97,14 +97,14 @@ class PartitionTask(NamedTuple):
 
     def _write(self, attempt: Attempt, rows: Iterable[pa.Table]) -> None:
         standing = attempt.standing()
-        screen = Screen(standing, self.work.ranges, strictly=True)
+        offsets = OffsetFilter(standing, self.work.ranges, strictly=True)
         attempt.begin()
         for table in rows:
-            attempt.write(screen.keep(table))
-        attempt.result.dropped = screen.dropped
-        moves = {p: (standing[p], last + 1) for p, last in screen.last.items() if last >= standing[p]}
+            attempt.write(offsets.keep(table))
+        attempt.result.dropped = offsets.dropped
+        moves = {p: (standing[p], last + 1) for p, last in offsets.last.items() if last >= standing[p]}
         if moves:
             attempt.commit(moves)
         else:
             attempt.unit.roll_back()  # an earlier attempt has landed, and its answer was lost
-            attempt.reached({partition: standing[partition] for partition in screen.last})
+            attempt.reached({partition: standing[partition] for partition in offsets.last})

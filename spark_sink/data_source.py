@@ -6,7 +6,7 @@
 A writer is made on the driver for every batch and sent to its tasks, which call ``write``; ``commit`` is called on the
 driver, for a stream on another writer that Spark makes for it, in a process without a session. ``abort`` does nothing:
 it may be called while tasks still write, and after a ``commit`` of which nobody knows what became. See
-:mod:`.staging`, :mod:`.fence` and :mod:`.publication` for what happens in each.
+:mod:`.staging`, :mod:`.registry` and :mod:`.publication` for what happens in each.
 
 Both writers take Arrow batches. Spark 4.1 has a stream writer for that; Spark 4.0 has only one for batch jobs, and
 asks a stream's writer whether it is one of these.
@@ -27,10 +27,10 @@ from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSource
 
 from exactly_once.errors import ConfigurationError
 
-from .fence import BATCH_JOB, Origin, register
 from .frame import check_places
 from .options import Options
 from .publication import publish
+from .registry import BATCH_JOB, RunBatch, register
 from .source_options import check_source_options
 from .staging import Staged, reap, stage
 
@@ -84,7 +84,7 @@ class JobWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Stage the rows of one task."""
-        return _write(self._options, Origin(run_id=self._run_id, query_id=BATCH_JOB, batch_id=0), iterator)
+        return _write(self._options, RunBatch(run_id=self._run_id, query_id=BATCH_JOB, batch_id=0), iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Publish the attempts that count, and give the rows of the ledger back."""
@@ -101,12 +101,12 @@ class StreamWriter(StreamBase):
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         """Stage the rows of one task."""
         local = _context().getLocalProperty
-        origin = Origin(
+        batch = RunBatch(
             run_id=UUID(local("spark.jobGroup.id")),
             query_id=str(local("sql.streaming.queryId")),
             batch_id=int(local("streaming.sql.batchId") or 0),
         )
-        return _write(self._options, origin, iterator)
+        return _write(self._options, batch, iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Publish the attempts that count.
@@ -132,13 +132,13 @@ def _checked(given: Mapping[str, str], schema: StructType, *, overwrite: bool) -
     return options, schema
 
 
-def _write(options: Options, origin: Origin, batches: Iterator[pa.RecordBatch]) -> Message:
+def _write(options: Options, batch: RunBatch, batches: Iterator[pa.RecordBatch]) -> Message:
     """Register the run and stage rows; the first task registers also where no task has rows."""
     batches = (batch for batch in batches if batch.num_rows)
     first = next(batches, None)
     if first is not None or _context().partitionId() == 0:
-        register(options, origin)
-    return Message(stage(options, origin, itertools.chain([] if first is None else [first], batches)))
+        register(options, batch)
+    return Message(stage(options, batch, itertools.chain([] if first is None else [first], batches)))
 
 
 def _commit(
@@ -146,7 +146,7 @@ def _commit(
 ) -> None:
     staged = [message.staged for message in messages if isinstance(message, Message)]
     publish(options, schema, staged, releases=releases)
-    if releases or staged[0].origin.batch_id % _REAP_EVERY == 0:
+    if releases or staged[0].batch.batch_id % _REAP_EVERY == 0:
         reap(options)
 
 

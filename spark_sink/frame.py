@@ -9,8 +9,8 @@ from exactly_once.writer import Column, Table
 from exactly_once.writer.codecs import name_of
 
 from .errors import FrameError
+from .offset_filter import PLACES, RESERVED
 from .options import Options
-from .screen import PLACES, RESERVED
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

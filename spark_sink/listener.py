@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pyspark.sql.streaming.listener import StreamingQueryListener
@@ -9,14 +10,12 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 if TYPE_CHECKING:
     from pyspark.sql.streaming.listener import QueryProgressEvent, QueryStartedEvent, QueryTerminatedEvent
 
-    from .sink import PostgresSink
-
 
 class ReleaseListener(StreamingQueryListener):
-    """Hears that a query has ended."""
+    """Calls with the run id of each query that has ended."""
 
-    def __init__(self, sink: PostgresSink) -> None:
-        self._sink = sink
+    def __init__(self, ended: Callable[[str], None]) -> None:
+        self._ended = ended
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
         """Nothing: rows are acquired by the first batch."""
@@ -26,4 +25,4 @@ class ReleaseListener(StreamingQueryListener):
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802 - Spark's name
         """Release what the ended run owned."""
-        self._sink.ended(str(event.runId))
+        self._ended(str(event.runId))

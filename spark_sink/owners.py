@@ -1,7 +1,8 @@
 """Owners: the rows of the ledger that one run of a query owns. Runs on the driver.
 
-Each partition is acquired once a run, when it first appears, and never again: whoever takes it later has fenced this
-run. A Spark run fences an earlier one; rows that a plain consumer has not released are refused.
+Rows are partitions, or one for the batch ids of the query: a batch id means the same rows only within one query id,
+which the checkpoint keeps. Each is acquired once a run, when it first appears, and never again: whoever takes it later
+has fenced this run. A Spark run fences an earlier one; rows that a plain consumer has not released are refused.
 """
 
 from __future__ import annotations
@@ -10,35 +11,38 @@ import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from uuid import UUID
 
 import psycopg
 import tenacity
 
 from exactly_once._log import about
-from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row
-from exactly_once.errors import Fenced
+from exactly_once._model import QUERY, ROTATE_EVERY, Advance, Partition, Row
+from exactly_once.errors import Fenced, PartitionHalted
+from exactly_once.ledger.conflict import Conflict, Grant, check
 from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.rows import Ledger, row_missing
+from exactly_once.ledger.session import Connection, cursor_on
+from exactly_once.ledger.sql import query
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.start import StartOffsets, refuse_halted
 
-from .errors import LedgerBehindCheckpoint
+from .errors import LedgerBehindCheckpoint, QueryChanged
 from .options import Options
-from .ranges import Range, Share, behind
+from .ranges import Range, RemainingRange, behind
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """What an owner shows to the ledger when it moves a row."""
+class BatchGrant:
+    """What a batch shows to the ledger when it moves a row: one of offsets, or one of batch ids."""
 
     partition: Partition
-    token: UUID
-    epoch: int
-    topic_id: str | None
+    grant: Grant
+    topic_id: str | None = None
     found: int = 0
-    """Where the driver found the row when it took it for a batch. No attempt starts below that, whatever it reads."""
+    """Where the driver found the row when it took it for a batch, or has left it since. No attempt starts below that,
+    whatever it reads."""
     generation: int = 0
     """The row's at that moment. Tasks leave it as it is."""
 
@@ -46,8 +50,8 @@ class Holding:
         """Return the move of this row that a transaction asks for."""
         return Advance(
             partition=self.partition,
-            token=self.token,
-            epoch=self.epoch,
+            token=self.grant.token,
+            epoch=self.grant.epoch,
             topic_id=self.topic_id,
             expected=expected,
             next_offset=next_offset,
@@ -57,17 +61,26 @@ class Holding:
         )
 
 
-class Owners:
-    """Acquires partitions as they appear, and reads where they stand."""
+def query_row(query_id: str) -> Partition:
+    """Return the name of the row whose offset is the next batch id of a query."""
+    return Partition(f"{QUERY}{query_id}", 0)
 
-    def __init__(self, ledger: Ledger, *, starter: StartOffsets | None) -> None:
+
+class Owners:
+    """Acquires rows as they appear, and reads where they stand.
+
+    ``counts`` is for a group whose batch ids stand in place of offsets.
+    """
+
+    def __init__(self, ledger: Ledger, *, starter: StartOffsets | None, counts: bool = False) -> None:
         self._ledger = ledger
         self._starter = starter
-        self.held: dict[Partition, Holding] = {}
+        self._counts = counts
+        self.held: dict[Partition, BatchGrant] = {}
         self.checks_topics = starter is not None
 
-    def take(self, ranges: Sequence[Range], *, batch_id: int) -> dict[Partition, Row]:
-        """Own every partition of the ranges; return their rows as they stand now.
+    def take(self, ranges: Sequence[Range], *, batch_id: int) -> dict[Partition, int]:
+        """Own every partition of the ranges; return where their rows stand now.
 
         :raises OwnedByConsumer: when a plain consumer has not released one.
         :raises Fenced: when somebody has taken one from this run.
@@ -77,14 +90,53 @@ class Owners:
         if new:
             self._register(new, batch_id)
             self._acquire({r.partition: r for r in new})
-        rows = held_rows(self._ledger, [self.held[r.partition] for r in ranges])
+        return self.find([r.partition for r in ranges])
+
+    def find(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """Return where rows of ours stand now, and remember that no attempt may start below it.
+
+        :raises Fenced: when somebody has taken one from this run.
+        :raises LedgerBehindCheckpoint: when one is below where this run has left it.
+        """
+        rows = checked_rows(self._ledger, [self.held[partition] for partition in partitions])
         for partition, row in rows.items():
             found = row.next_offset or 0
             self.held[partition] = replace(self.held[partition], found=found, generation=row.generation)
-        return rows
+        return {partition: row.next_offset or 0 for partition, row in rows.items()}
 
-    def finish(self, todo: Sequence[Share], reached: Mapping[Partition, int], *, batch_id: int = 0) -> None:
-        """Move partitions to the ends of their shares, after the tasks have written all that there was.
+    def take_query(
+        self, connection: Connection, pid: int, query_id: str, watcher: StaleBackendTerminator, *, first: int
+    ) -> int:
+        """Own the row of a query's batch ids, in the transaction that is open there; return its next batch id.
+
+        A row that is made begins at ``first``. Where the group has batch ids of other queries, their owners are fenced.
+
+        :raises QueryChanged: when batches of another one were counted in place of offsets.
+        """
+        row, ledger = query_row(query_id), self._ledger.inside(connection)
+        parameters = {"group_id": ledger.group_id, "topic": row.topic}
+        cursor = cursor_on(connection)
+        with watcher.acquiring(pid, [row]):
+            cursor.execute(query("register_lock", ledger.session.schema), parameters, prepare=False)
+            cursor.execute(query("spark_others", ledger.session.schema), parameters, prepare=False)
+            others = [Partition(topic, 0) for (topic,) in cursor.fetchall()]
+            existing, ever_existed = ledger.known([row.topic])
+            if ever_existed - existing:
+                raise row_missing(ledger.group_id, row)
+            ledger.register({row: first}, cluster_id=None, topic_ids={})
+            taken = {found.partition: found for found in ledger.acquire([row, *others])}
+        for other in others:
+            if self._counts and taken[other].next_offset:
+                raise QueryChanged(
+                    f"group {ledger.group_id!r} counts the batches of {other.topic}, this is {row.topic}: its "
+                    "checkpoint is another one, so the same batch id means other rows. Either start the query with the "
+                    "checkpoint that belongs to the group, or start anew: empty the table and choose another group_id"
+                )
+        self._hold(taken[row])
+        return taken[row].next_offset or 0
+
+    def finish(self, todo: Sequence[RemainingRange], reached: Mapping[Partition, int], *, batch_id: int = 0) -> None:
+        """Move partitions to the ends of their remaining, after the tasks have written all that there was.
 
         ``reached`` is where they say that they have moved them; a partition without rows is where the driver found it.
 
@@ -96,12 +148,14 @@ class Owners:
         advances = [self.held[s.partition].advance(known[s.partition], s.end, rotates=rotates) for s in todo]
         moved = self._ledger.finish(advances)
         left = [self.held[share.partition] for share in todo if share.partition not in moved]
-        for partition, row in held_rows(self._ledger, left).items() if left else ():
+        for partition, row in checked_rows(self._ledger, left).items() if left else ():
             raise behind(partition, row.next_offset, known[partition], group_id=self._ledger.group_id)
+        for share in todo:
+            self.held[share.partition] = replace(self.held[share.partition], found=share.end)
 
     def release(self, ledger: Ledger) -> None:
         """Give all rows back over a connection of the caller's; best effort."""
-        held = [(h.partition, h.token) for h in self.held.values()]
+        held = [(h.partition, h.grant.token) for h in self.held.values()]
         with contextlib.suppress(psycopg.Error):
             ledger.release(held)
             logger.info("released %s partitions", len(held), extra=about("released", group=ledger.group_id))
@@ -144,13 +198,16 @@ class Owners:
         if new and self._ledger.start(new) != {row.partition for row in new}:
             raise Fenced(f"another owner has acquired {new[0].partition} and others before they were started")
         for row in rows:
-            assert row.owner_token is not None
-            self.held[row.partition] = Holding(
-                partition=row.partition, token=row.owner_token, epoch=row.owner_epoch, topic_id=row.topic_id
-            )
+            self._hold(row)
+
+    def _hold(self, row: Row) -> None:
+        _refuse_halted(self._ledger.group_id, row)
+        assert row.owner_token is not None
+        grant = Grant(row.owner_token, row.owner_epoch)
+        self.held[row.partition] = BatchGrant(partition=row.partition, grant=grant, topic_id=row.topic_id)
 
     def _checked(self, row: Row) -> Row:
-        refuse_halted(self._ledger.group_id, row)
+        _refuse_halted(self._ledger.group_id, row)
         return row if self._starter is None else self._starter.identified(row)
 
 
@@ -164,25 +221,43 @@ def rotates_at(batch_id: int) -> bool:
     return batch_id % ROTATE_EVERY == 0
 
 
-def held_rows(ledger: Ledger, holdings: Sequence[Holding]) -> dict[Partition, Row]:
-    """Read rows under lock, and see whether they still are their owner's.
+def checked_rows(ledger: Ledger, held: Sequence[BatchGrant]) -> dict[Partition, Row]:
+    """Read rows under lock, and compare them with what their owner expects of them.
 
     :raises Fenced: naming who has them now.
+    :raises LedgerBehindCheckpoint: when one is below where the driver had found it. Token and epoch survive a failover.
     :raises PartitionHalted: when an attempt has found that ``also`` commits by itself.
     """
-    rows = {row.partition: row for row in ledger.read(sorted(h.partition for h in holdings))}
-    for held in holdings:
-        row = rows.get(held.partition)
+    rows = {row.partition: row for row in ledger.read(sorted(each.partition for each in held))}
+    for each in held:
+        row = rows.get(each.partition)
+        if row is not None:
+            _refuse_halted(ledger.group_id, row)
+        verdict = check(row, each.grant, each.found, each.topic_id)
         if row is None:
-            raise row_missing(ledger.group_id, held.partition)
-        refuse_halted(ledger.group_id, row)
-        if (row.owner_token, row.owner_epoch) != (held.token, held.epoch):
+            raise row_missing(ledger.group_id, each.partition)
+        if verdict is Conflict.REWOUND:
+            raise behind(each.partition, row.next_offset, each.found, group_id=ledger.group_id)
+        if verdict not in (Conflict.OK, Conflict.AHEAD):
             owner = f"{row.owner_kind} {row.owner_name or row.owner_instance}" if row.owner_token else "an operator"
             raise Fenced(
-                f"{held.partition} of group {ledger.group_id!r} was acquired with owner epoch {held.epoch}; {owner} "
-                f"has taken it since (owner epoch {row.owner_epoch}), so this run must not write any more"
+                f"{each.partition} of group {ledger.group_id!r} was acquired with owner epoch {each.grant.epoch}; "
+                f"{owner} has taken it since (owner epoch {row.owner_epoch}), so this run must not write any more"
             )
     return rows
+
+
+def _refuse_halted(group_id: str, row: Row) -> None:
+    if row.halted is None or not row.partition.counts_batches:
+        refuse_halted(group_id, row)
+        return
+    batch_id = row.next_offset or 0
+    reset = f"exactly-once reset --group-id {group_id} --to-batch"
+    raise PartitionHalted(
+        f"group {group_id!r} is halted behind batch {batch_id - 1}: {row.halted}. Look whether the rows of batch "
+        f"{batch_id} are in the table. If they are there and right: {reset} {batch_id}; if they are not, or "
+        f"once you have taken them out: {reset} {batch_id - 1}"
+    )
 
 
 def _unknown(group_id: str, given: Range, batch_id: int) -> LedgerBehindCheckpoint:

@@ -11,35 +11,31 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from exactly_once._log import about
 from exactly_once._model import Advance, Partition
-from exactly_once.ledger.rows import Ledger
-from exactly_once.ledger.session import Session, cursor_on
+from exactly_once.errors import Fenced
+from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
 
-from . import batch_ledger
 from .attempt import writer_of
-from .batch_ledger import BatchIdLedger
 from .claim import Claim, claim, refuse_lost_state
 from .errors import RowsOutOfOrder
-from .fence import BATCH_JOB, Origin, not_next, session_of, watching
 from .frame import check_key, columns_of
+from .offset_filter import PLACES, OffsetFilter, naming
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
-from .owners import Holding, Owners, patiently, rotates_at
-from .ranges import Range, looked_through, shares
+from .owners import Owners, patiently, query_row, rotates_at
+from .ranges import Range, looked_through, one_batch, refuse_older, remaining
+from .registry import BATCH_JOB, RunBatch, from_json, ledger_of, session_of, to_json, watching
 from .run import starter_of
-from .screen import PLACES, Screen, naming
-from .staging import Place, Span, Staged, fetch, in_order, placed, unstage
+from .staging import ChunkRef, ObservedRange, Staged, fetch, in_order, placed, unstage
 from .stream_query import refuse_kept_rows
 
 if TYPE_CHECKING:
@@ -61,16 +57,10 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
 
 
 def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool) -> None:
-    origin = staged[0].origin
-    session = session_of(options, origin)
-    watcher = watching(options, origin, session)
-    ledger = Ledger(
-        session,
-        group_id=options.group_id,
-        owner_kind="spark",
-        owner_name=options.name or f"query {origin.query_id}",
-        take_over=options.take_over,
-    )
+    batch = staged[0].batch
+    session = session_of(options, batch)
+    watcher = watching(options, batch, session)
+    ledger = ledger_of(options, batch, session)
     unit = UnitOfWork(ledger)
     starter = None
     try:
@@ -78,13 +68,12 @@ def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, 
         assert unit.begun is not None
         watcher.watch(unit.begun.pid)
         ledger = ledger.inside(unit.connection)
-        starter = starter_of(options, ledger)
-        publication = Publication(options, origin, session, Owners(ledger, starter=starter), unit)
-        advances = publication.write(schema, staged)
-        unit.commit(advances)
+        starter = starter_of(options, ledger) if options.ledger == "offsets" else None
+        commit = StagedCommit(options, batch, Owners(ledger, starter=starter), unit.connection)
+        unit.commit(commit.write(schema, staged))
         watcher.clear()
         if releases:
-            publication.release()
+            commit.release()
     finally:
         if starter is not None:
             starter.close()
@@ -92,15 +81,15 @@ def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, 
         session.close()
 
 
-class Publication:
-    """The transaction of one batch, from its fence to the moves of the ledger."""
+class StagedCommit:
+    """The transaction of one batch, from what its run remembers to the moves of the ledger."""
 
-    def __init__(self, options: Options, origin: Origin, session: Session, owners: Owners, unit: UnitOfWork) -> None:
+    def __init__(self, options: Options, batch: RunBatch, owners: Owners, connection: Connection) -> None:
         self._options = options
-        self._origin = origin
-        self._session = session
-        self._unit = unit
+        self._batch = batch
+        self._connection = connection
         self._owners = owners
+        self._query = query_row(batch.query_id)
         self._ended: dict[Partition, int] = {}
         self._log: OffsetLog | None = None
         self._writer: TableWriter = writer_of(options)
@@ -110,43 +99,56 @@ class Publication:
 
     def write(self, schema: StructType, staged: Sequence[Staged]) -> list[Advance]:
         """Do everything but the COMMIT; return the moves that it must make."""
-        options, origin = self._options, self._origin
-        counted = batch_ledger.owned(
-            self._unit.connection, options.schema, group_id=options.group_id, token=origin.run_id
-        )
-        published, is_first = self._recall()
-        if published >= origin.batch_id:
+        options, batch = self._options, self._batch
+        is_job = batch.query_id == BATCH_JOB
+        found, published = self._recall()
+        batch_id = found if is_job else batch.batch_id
+        if published is not None and (is_job or batch_id < published):
             return []  # done by a call whose answer was lost
-        if published != origin.batch_id - 1:
-            raise not_next(options, published, origin.batch_id)
-        if origin.query_id != BATCH_JOB:
-            self._log = on_disk(options.checkpoint_location, origin.query_id, warns=is_first)
-        known = self._fit(schema, is_first=is_first)
+        is_new = bool(remaining(one_batch(self._query, batch_id), {self._query: found}, group_id=options.group_id))
+        if not is_job:
+            self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
+        known = self._fit(schema, is_first=published is None)
         if known.is_known_query and options.job_id is not None and options.mode != "replace":
             self._skip_job()
             return []
+        fingerprint = None if self._log is None else self._log.fingerprint(batch_id)
         advances: list[Advance] = []
         if options.ledger == "offsets":
             advances = self._write_offsets(staged)
-        elif origin.query_id == BATCH_JOB:
-            self._write_counted(staged, counted, counted.batch_id + 1)
-        elif not batch_ledger.is_replay(counted, origin.batch_id, self._fingerprint(), group_id=options.group_id):
-            self._write_counted(staged, counted, origin.batch_id)
-        self._remember()
-        unstage(self._unit.connection, options, origin)
-        self._tell()
-        return advances
+        elif is_new:
+            self._write_counted(staged)
+        else:
+            counted = self._run("spark_fingerprint", query_id=self._name(), batch_id=found - 1)
+            prints = counted[0][0] if counted else None, fingerprint
+            refuse_older(found, batch_id, prints, group_id=options.group_id)
+        # Where offsets tell what was written, an older copy of the checkpoint takes the batch ids back.
+        self._ended[self._query] = batch_id + 1
+        held = to_json(self._owners.held, self._ended)
+        self._run("spark_hold", held=json.dumps(held))
+        unstage(self._connection, options, batch)
+        self._run(
+            "spark_report",
+            query_id=self._name(),
+            batch_id=batch_id,
+            name=options.name,
+            row_count=self._rows,
+            dropped=self._dropped,
+            fingerprint=fingerprint,
+        )
+        rotates = rotates_at(batch.batch_id)
+        return [self._owners.held[self._query].advance(found, batch_id + 1, rotates=rotates), *advances]
 
     def release(self) -> None:
         """Give the rows of the ledger back, after the COMMIT."""
-        session = session_of(self._options, self._origin)
+        session = session_of(self._options, self._batch)
         try:
-            self._owners.release(Ledger(session, group_id=self._options.group_id, owner_kind="spark"))
+            self._owners.release(ledger_of(self._options, self._batch, session))
         finally:
             session.close()
 
     def _fit(self, schema: StructType, *, is_first: bool) -> Claim:
-        connection, options = self._unit.connection, self._options
+        connection, options = self._connection, self._options
         table = self._writer.table(connection)
         known = Claim(is_known_query=not is_first, has_others=False)
         if is_first:
@@ -160,10 +162,10 @@ class Publication:
 
     def _name(self) -> str:
         """Return what this query is called in the database; a batch job by its own name, as it has no checkpoint."""
-        return f"job {self._options.job_id}" if self._options.job_id is not None else self._origin.query_id
+        return f"job {self._options.job_id}" if self._options.job_id is not None else self._batch.query_id
 
     def _skip_job(self) -> None:
-        unstage(self._unit.connection, self._options, self._origin)
+        unstage(self._connection, self._options, self._batch)
         logger.warning(
             "job %r of group %r had been written before, so nothing of it is written now; another jobId, or none, "
             "writes it",
@@ -172,23 +174,20 @@ class Publication:
             extra=about("job_skipped", group=self._options.group_id),
         )
 
-    # With offsets.
-
     def _write_offsets(self, staged: Sequence[Staged]) -> list[Advance]:
         ranges = self._ranges(staged)
-        rows = self._owners.take(ranges, batch_id=self._origin.batch_id)
-        next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
+        next_offsets = self._owners.take(ranges, batch_id=self._batch.batch_id)
         moves = {
             share.partition: (share.write_from, share.end)
-            for share in shares(ranges, next_offsets, group_id=self._options.group_id)
+            for share in remaining(ranges, next_offsets, group_id=self._options.group_id)
         }
         if moves:
-            screen = Screen(next_offsets, {r.partition: r for r in ranges})
+            offsets = OffsetFilter(next_offsets, {r.partition: r for r in ranges})
             for table in self._sorted(staged):
-                self._store(screen.keep(table))
-            self._dropped = screen.dropped
+                self._store(offsets.keep(table))
+            self._dropped = offsets.dropped
         self._ended |= {r.partition: r.end for r in ranges}
-        rotates = rotates_at(self._origin.batch_id)
+        rotates = rotates_at(self._batch.batch_id)
         return [self._owners.held[p].advance(*move, rotates=rotates) for p, move in moves.items()]
 
     def _ranges(self, staged: Sequence[Staged]) -> list[Range]:
@@ -196,7 +195,7 @@ class Publication:
         if self._log is not None:
             refuse_kept_rows(self._log.keeps_rows())
             with contextlib.suppress(NotKafka):
-                return self._log.ranges(self._origin.batch_id)
+                return self._log.ranges(self._batch.batch_id)
         spans = (span for s in staged for chunk in s.chunks for span in chunk.spans)
         return looked_through(_merged(spans, self._ended), self._ended)
 
@@ -209,94 +208,61 @@ class Publication:
         else:
             yield pa.concat_tables(tables).sort_by([(place, "ascending") for place in PLACES])
 
-    def _recall(self) -> tuple[int, bool]:
-        """Read what this run has acquired in earlier batches; return the batch before this, and if it was another's."""
-        ((batch_id, held),) = self._run("spark_held")
-        for each in held or ():
-            partition = Partition(each["topic"], each["partition"])
-            self._owners.held[partition] = Holding(
-                partition=partition, token=UUID(each["token"]), epoch=each["epoch"], topic_id=each["topic_id"]
+    def _recall(self) -> tuple[int, int | None]:
+        """Read what this run has acquired; return the query's next batch id, and the one that this run has left there.
+
+        :raises Fenced: when another run has taken the query's row, or nothing is known of this one.
+        """
+        (found,) = self._run("spark_held") or ([None],)
+        self._owners.held, self._ended = from_json(found[0] or [])
+        if self._query not in self._owners.held:
+            raise Fenced(
+                f"the database of group {self._options.group_id!r} does not know this run any more: it was set back, "
+                "or a thousand runs came since. Start the query again"
             )
-            if each["ended"] is not None:
-                self._ended[partition] = each["ended"]
-        if held is None:
-            parameters = {"query_id": self._origin.query_id, "batch_id": self._origin.batch_id}
-            for topic, number, ended in self._run("spark_ended_before", **parameters):
+        next_batch = self._owners.find([self._query])[self._query]
+        published = self._ended.get(self._query)
+        if published is None:
+            for topic, number, ended in self._run(
+                "spark_ended_before", query_id=self._name(), batch_id=self._batch.batch_id
+            ):
                 self._ended[Partition(topic, number)] = ended
-        return int(batch_id), held is None
+        return next_batch, published
 
-    def _remember(self) -> None:
-        held = [
-            {
-                "topic": partition.topic,
-                "partition": partition.number,
-                "token": str(holding.token),
-                "epoch": holding.epoch,
-                "topic_id": holding.topic_id,
-                "ended": self._ended.get(partition),
-            }
-            for partition, holding in self._owners.held.items()
-        ]
-        self._run("spark_hold", batch_id=self._origin.batch_id, held=json.dumps(held))
-
-    # With batch ids.
-
-    def _write_counted(self, staged: Sequence[Staged], counted: batch_ledger.Counted, batch_id: int) -> None:
-        options, unit = self._options, self._unit
-        if options.mode == "replace":
-            table = self._writer.table(unit.connection).identifier
-            unit.connection.execute(query("spark_empty", "", table=table), prepare=False)
+    def _write_counted(self, staged: Sequence[Staged]) -> None:
+        if self._options.mode == "replace":
+            table = self._writer.table(self._connection).identifier
+            self._connection.execute(query("spark_empty", "", table=table), prepare=False)
         for s in staged:
             for number, chunk in enumerate(s.chunks):
-                self._store(self._fetch(Place(s.attempt, number, chunk)))
-        now = replace(counted, batch_id=batch_id, fingerprint=self._fingerprint())
-        ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=now)
-        assert unit.begun is not None
-        ledger.advance(unit.connection, [], xid=unit.begun.xid, commit=False)
+                self._store(self._fetch(ChunkRef(s.attempt, number, chunk)))
 
-    # Both.
-
-    def _fetch(self, place: Place) -> pa.Table:
-        return fetch(self._unit.connection, self._options.schema, place)
-
-    def _fingerprint(self) -> str | None:
-        return None if self._log is None else self._log.fingerprint(self._origin.batch_id)
+    def _fetch(self, place: ChunkRef) -> pa.Table:
+        return fetch(self._connection, self._options.schema, place)
 
     def _store(self, rows: pa.Table) -> None:
         if rows.num_rows:
             with naming(rows):
-                write_arrow(self._writer, self._unit.connection, rows.select(self._columns))
+                write_arrow(self._writer, self._connection, rows.select(self._columns))
             self._rows += rows.num_rows
-
-    def _tell(self) -> None:
-        """Write down what was done, for `exactly-once status`."""
-        self._run(
-            "spark_report",
-            query_id=self._name(),
-            run_id=str(self._origin.run_id),
-            batch_id=self._origin.batch_id,
-            name=self._options.name,
-            row_count=self._rows,
-            dropped=self._dropped,
-        )
 
     def _run(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
         values: Mapping[str, Any] = {
             "group_id": self._options.group_id,
-            "run_id": self._origin.run_id,
+            "run_id": self._batch.run_id,
             **parameters,
         }
-        cursor = cursor_on(self._unit.connection)
+        cursor = cursor_on(self._connection)
         cursor.execute(query(name, self._options.schema), values, prepare=False)
         return cursor.fetchall() if cursor.description is not None else []
 
 
-def _merged(spans: Iterable[Span], ended: Mapping[Partition, int]) -> list[Span]:
+def _merged(spans: Iterable[ObservedRange], ended: Mapping[Partition, int]) -> list[ObservedRange]:
     """Make one span of all that are of one partition; those that lack something stay as they are.
 
     :raises RowsOutOfOrder: for rows from in front of where this run's earlier batch has ended.
     """
-    merged: dict[tuple[str | None, int | None], Span] = {}
+    merged: dict[tuple[str | None, int | None], ObservedRange] = {}
     for topic, number, lowest, highest in spans:
         if topic is None or number is None or lowest is None or highest is None:
             return [(topic, number, lowest, highest)]

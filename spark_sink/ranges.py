@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from exactly_once._model import Partition
 from exactly_once.errors import TopicRecreated
 
-from .errors import LedgerBehindCheckpoint, RowsOutOfOrder
+from .errors import LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RemainingRange:
     """A part of a batch that is still to be written: of one partition, from ``write_from`` up to ``end``."""
 
     partition: Partition
@@ -34,7 +34,12 @@ class Share:
     end: int
 
 
-def shares(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str) -> list[Share]:
+def one_batch(row: Partition, batch_id: int) -> list[Range]:
+    """Return what a batch covers of the row of its query's batch ids."""
+    return [Range(partition=row, start=batch_id, end=batch_id + 1)]
+
+
+def remaining(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str) -> list[RemainingRange]:
     """Return what is still to be written; partitions that the ledger has at or above their end are left out.
 
     :raises LedgerBehindCheckpoint: when the ledger stands below the start of a range.
@@ -50,16 +55,26 @@ def shares(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, gr
                 f"exactly-once adopt --topic {given.partition.topic}"
             )
         if given.start is not None and next_offset < given.start:
-            partition = given.partition
-            mend = (
-                "To read them again start the query with a new checkpoint and startingOffsets from the ledger; to "
-                f"leave them out: exactly-once reset --topic {partition.topic} --partition {partition.number} "
-                f"--to-offset {given.start}"
-            )
-            raise behind(partition, next_offset, given.start, group_id=group_id, mend=mend)
+            way = way_out(given.partition, given.start, group_id)
+            raise behind(given.partition, next_offset, given.start, group_id=group_id, mend=way)
         if next_offset < given.end:
-            todo.append(Share(partition=given.partition, write_from=next_offset, end=given.end))
+            todo.append(RemainingRange(partition=given.partition, write_from=next_offset, end=given.end))
     return todo
+
+
+def way_out(partition: Partition, start: int, group_id: str) -> str:
+    """Tell what to do about what is missing in front of a batch."""
+    if partition.counts_batches:
+        return (
+            "Where nothing of the batches between is missing in the table: "
+            f"exactly-once reset --group-id {group_id} --to-batch {start - 1}. Else start with a new checkpoint: with "
+            "startingOffsets from the ledger; or, where it counts only batches, with another group_id and an empty "
+            "table"
+        )
+    return (
+        "To read them again start the query with a new checkpoint and startingOffsets from the ledger; to leave them "
+        f"out: exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset {start}"
+    )
 
 
 START_AGAIN = (
@@ -72,11 +87,30 @@ def behind(
     partition: Partition, next_offset: int | None, known: int, *, group_id: str, mend: str = START_AGAIN
 ) -> LedgerBehindCheckpoint:
     """Describe a row that is below where it is known to have stood."""
+    if partition.counts_batches:
+        return LedgerBehindCheckpoint(
+            f"group {group_id!r}: the ledger has counted batch {(next_offset or 0) - 1}, Spark goes on with batch "
+            f"{known}: the database was set back, or the query has not written through this sink before. {mend}"
+        )
     return LedgerBehindCheckpoint(
         f"{partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the query goes on at {known}, "
         f"so {known - (next_offset or 0)} offsets would be lost. The database was set back (a failover that lost "
         f"commits, a restore) or the ledger was reset. {mend}"
     )
+
+
+def refuse_older(next_batch: int, batch_id: int, fingerprints: tuple[str | None, str | None], *, group_id: str) -> None:
+    """See that a batch below the next one is a replay of the last, by digests of what was counted and of what is now.
+
+    :raises QueryChanged: when the checkpoint is an older copy, so that old numbers mean new rows.
+    """
+    counted, now = fingerprints
+    if batch_id < next_batch - 1 or (None not in fingerprints and counted != now):
+        raise QueryChanged(
+            f"group {group_id!r}: the ledger has counted batch {next_batch - 1}, Spark comes with another batch "
+            f"{batch_id}: the checkpoint is an older copy. Restore the newest one; or empty the table and start with a "
+            "new checkpoint and another group_id"
+        )
 
 
 def over_skipped(

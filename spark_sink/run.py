@@ -25,20 +25,18 @@ from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.start import StartOffsets
 from exactly_once.writer import Table
 
-from . import batch_ledger
 from .attempt import REPORT, Result, Work, read_results, writer_of
-from .batch_ledger import BatchIdLedger, Counted, lost_batches
 from .by_batch import BatchTask, to_one_task
 from .by_partition import PartitionTask, to_tasks
 from .claim import Claim, claim, refuse_lost_state
 from .errors import RowsOutOfOrder
 from .frame import check_key, fit
+from .offset_filter import OFFSET
 from .offset_log import OffsetLog, reader
 from .options import Options
-from .owners import Owners, patiently
-from .ranges import Range, Share, over_skipped, shares
+from .owners import Owners, patiently, query_row
+from .ranges import Range, RemainingRange, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
-from .screen import OFFSET
 from .stream_query import StreamQuery, check_plan, refuse_kept_rows
 
 if TYPE_CHECKING:
@@ -83,12 +81,12 @@ class Run:
             instance=self._session.instance,
         )
         ledger = self._ledger()
-        starter = starter_of(options, ledger)
-        self._owners = Owners(ledger, starter=starter)
+        self._counts = options.ledger == "batch-id"
+        starter = None if self._counts else starter_of(options, ledger)
+        self._owners = Owners(ledger, starter=starter, counts=self._counts)
         # Queries end without telling their sink.
         self.close = weakref.finalize(self, _end, self._session, starter)
         check(self._session.connection, options.schema)
-        self._counted: Counted | None = None
         self._writer = writer_of(options)
         self._table: tuple[Table, tuple[str, ...]] | None = None
         self._bytes_an_offset = 0.0
@@ -99,9 +97,8 @@ class Run:
         """Write a batch, or find that it was written."""
         began_at = time.monotonic()
         prepared, columns = self._fit(frame)
-        write = self._write_offsets if self._options.ledger == "offsets" else self._write_counted
-        result = write(prepared, columns, batch_id)
-        ends = self._log.ends(batch_id) if self._options.ledger == "offsets" else {}
+        result = self._write(prepared, columns, batch_id)
+        ends = {} if self._counts else self._log.ends(batch_id)
         self._log.note(self._options.group_id, batch_id, ends)
         report = BatchReport(
             group_id=self._options.group_id,
@@ -112,7 +109,8 @@ class Run:
             batch_seconds=time.monotonic() - began_at,
             **({} if result is None else result.as_dict()),
         )
-        self._tell(report)
+        if not self._counts:  # or it was written down in the transaction of the batch
+            self._tell(report)
         return report
 
     def release(self) -> None:
@@ -120,10 +118,6 @@ class Run:
         session = Session(connector(self._options.conninfo), schema=self._options.schema)
         try:
             self._owners.release(Ledger(session, group_id=self._options.group_id, owner_kind="spark"))
-            if self._counted is not None:
-                batch_ledger.release(session, group_id=self._options.group_id, token=self._counted.token)
-        except psycopg.Error:
-            return  # best effort: whoever comes next can take over
         finally:
             session.close()
 
@@ -170,20 +164,26 @@ class Run:
             refuse_kept_rows(self._log.keeps_rows())
         return self._log.operators()
 
-    # With offsets.
-
-    def _write_offsets(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
-        ranges = self._log.ranges(batch_id)
+    def _write(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
         mark = self._log.mark(self._options.group_id)
-        written = mark.offsets if mark is not None else {}
-        if new := [r for r in ranges if r.partition not in written and r.partition not in self._owners.held]:
-            # Nothing of theirs was written from this checkpoint, so nothing can be missing: the ledger begins here.
-            self._patiently(self._owners.take, new, batch_id=0)
-            self._tell_of_earlier_batches(new, batch_id)
-        rows = self._patiently(self._owners.take, ranges, batch_id=batch_id)
-        next_offsets = {p: row.next_offset or 0 for p, row in rows.items()}
+        if self._counts:
+            row = self._take_query()
+            ranges = one_batch(row, batch_id)
+            written = {} if mark is None else {row: mark.batch_id + 1}
+        else:
+            ranges = self._log.ranges(batch_id)
+            written = {} if mark is None else mark.offsets
+            if new := [r for r in ranges if r.partition not in written and r.partition not in self._owners.held]:
+                # Nothing of theirs was written from this checkpoint, so nothing can be missing: the ledger begins here.
+                self._patiently(self._owners.take, new, batch_id=0)
+                self._tell_of_earlier_batches(new, batch_id)
+        next_offsets = self._patiently(self._owners.take, ranges, batch_id=batch_id)
         ranges = over_skipped(ranges, next_offsets, written)
-        todo = shares(ranges, next_offsets, group_id=self._options.group_id)
+        todo = remaining(ranges, next_offsets, group_id=self._options.group_id)
+        if not todo and self._counts:
+            self._patiently(self._refuse_older, next_offsets[row], batch_id)
+            _run_through(frame)
+            return None
         if not todo and any(r.first < r.end for r in ranges):
             self._tell_of_new_checkpoint(ranges)
             if self._log.has_state():
@@ -238,53 +238,55 @@ class Run:
         )
         self._known = self._known._replace(is_known_query=True)
 
-    def _is_small(self, todo: list[Share]) -> bool:
+    def _is_small(self, todo: list[RemainingRange]) -> bool:
         """Tell whether the driver may collect the rows: they are few, and by the batch before not large."""
         offsets = _count(todo)
-        return offsets <= self._options.small_batch and offsets * self._bytes_an_offset <= SMALL_BYTES
-
-    # With batch ids.
-
-    def _write_counted(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
-        options = self._options
-        assert self.ids.query_id is not None
-        if self._counted is None:
-            self._counted = self._patiently(
-                batch_ledger.acquire,
-                self._session,
-                group_id=options.group_id,
-                query_id=self.ids.query_id,
-                name=self._name,
-            )
-        fingerprint = self._log.fingerprint(batch_id)
-        mark = self._log.mark(options.group_id)
-        # The ledger has all that was written: the user's function has returned without a call for those between.
-        skips = mark is not None and mark.batch_id <= self._counted.batch_id < batch_id - 1
-        if not skips and batch_ledger.is_replay(self._counted, batch_id, fingerprint, group_id=options.group_id):
-            _run_through(frame)
-            return None
-        previous = self._counted.batch_id
-        counted = replace(
-            self._counted, batch_id=batch_id, skips_from=previous if skips else None, fingerprint=fingerprint
+        return (
+            not self._counts and offsets <= self._options.small_batch and offsets * self._bytes_an_offset <= SMALL_BYTES
         )
-        result = self._act(frame, replace(self._work(columns, batch_id, ranges={}), counted=counted), ())
-        ledger = BatchIdLedger(self._session, group_id=options.group_id, counted=counted)
-        if not self._patiently(ledger.check):
-            raise lost_batches(options.group_id, previous, batch_id + 1)
-        self._counted = counted
-        return result
 
-    # Both.
+    def _take_query(self) -> Partition:
+        """Own the row of this query's batch ids, once."""
+        assert self.ids.query_id is not None
+        row = query_row(self.ids.query_id)
+        if row not in self._owners.held:
+            self._patiently(self._acquire_query, self.ids.query_id)
+        return row
+
+    def _acquire_query(self, query_id: str) -> None:
+        with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
+            self._owners.take_query(connection, pid, query_id, self._watcher, first=0)
+
+    def _refuse_older(self, next_batch: int, batch_id: int) -> None:
+        """See that a batch that was counted is the one that was written."""
+        options, now = self._options, self._log.fingerprint(batch_id)
+        parameters = {"group_id": options.group_id, "query_id": self.ids.query_id, "batch_id": next_batch - 1}
+        with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+            cursor = cursor_on(connection)
+            cursor.execute(query("spark_fingerprint", options.schema), parameters, prepare=False)
+            (counted,) = cursor.fetchone() or (None,)
+        refuse_older(next_batch, batch_id, (counted, now), group_id=options.group_id)
 
     def _work(self, columns: tuple[str, ...], batch_id: int, *, ranges: dict[Partition, Range]) -> Work:
         return Work(
             options=replace(self._options, on_report=None, kafka=None),
             batch_id=batch_id,
             instance=self._session.instance,
-            holdings=tuple(self._owners.held[p] for p in ranges),
+            grants=tuple(self._owners.held[p] for p in ranges),
             ranges=ranges,
             columns=columns,
+            report=self._report(batch_id, fingerprint=self._log.fingerprint(batch_id)) if self._counts else None,
         )
+
+    def _report(self, batch_id: int, **rest: Any) -> dict[str, Any]:
+        return {
+            "group_id": self._options.group_id,
+            "query_id": self.ids.query_id or "",
+            "run_id": self.ids.run_id or "",
+            "batch_id": batch_id,
+            "name": self._options.name,
+            **rest,
+        }
 
     def _act(self, frame: DataFrame, work: Work, partitions: Sequence[Partition]) -> Result:
         """Have the tasks write: the only action on the frame."""
@@ -298,15 +300,7 @@ class Run:
 
     def _tell(self, report: BatchReport) -> None:
         """Write down what was done, for `exactly-once status`; nothing rests on it."""
-        parameters = {
-            "group_id": report.group_id,
-            "query_id": report.query_id or "",
-            "run_id": report.run_id or "",
-            "batch_id": report.batch_id,
-            "name": self._options.name,
-            "row_count": report.rows,
-            "dropped": report.dropped,
-        }
+        parameters = self._report(report.batch_id, row_count=report.rows, dropped=report.dropped, fingerprint=None)
         with (
             suppress(psycopg.Error),
             self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS, is_durable=False) as (connection, _),
@@ -335,7 +329,7 @@ def _offset_log(options: Options, query: StreamQuery | None, spark: SparkSession
     return log
 
 
-def _count(todo: list[Share]) -> int:
+def _count(todo: list[RemainingRange]) -> int:
     return sum(share.end - share.write_from for share in todo)
 
 

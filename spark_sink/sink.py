@@ -151,7 +151,7 @@ class PostgresSink:
         """Return a listener for ``spark.streams.addListener`` that releases when the query has ended."""
         from .listener import ReleaseListener  # noqa: PLC0415 - pyspark need not be there to make a sink
 
-        return ReleaseListener(self)
+        return ReleaseListener(self.ended)
 
     def ended(self, run_id: str) -> None:
         """Release if the run that has ended is the one that this sink has written for."""

@@ -25,14 +25,14 @@ from exactly_once.ledger.session import Connection, Session, connector, cursor_o
 from exactly_once.ledger.sql import query
 
 from .errors import StageLost
-from .fence import Origin
+from .offset_filter import PLACES, spans
 from .options import Options
-from .screen import PLACES, spans
+from .registry import RunBatch
 
 CHUNK_BYTES = 8 << 20
 """About how much is staged at a time, and held in memory where it is published."""
 
-Span = tuple[str | None, int | None, int | None, int | None]
+ObservedRange = tuple[str | None, int | None, int | None, int | None]
 """Topic, partition, lowest and highest offset; None where a row lacks one."""
 
 
@@ -40,19 +40,19 @@ class Chunk(NamedTuple):
     """What the driver must know of rows without reading them."""
 
     row_count: int
-    spans: tuple[Span, ...]
+    spans: tuple[ObservedRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
     """What an attempt returns."""
 
-    origin: Origin
+    batch: RunBatch
     attempt: UUID
     chunks: tuple[Chunk, ...]
 
 
-class Place(NamedTuple):
+class ChunkRef(NamedTuple):
     """Where a chunk lies."""
 
     attempt: UUID
@@ -60,7 +60,7 @@ class Place(NamedTuple):
     chunk: Chunk
 
 
-def stage(options: Options, origin: Origin, batches: Iterable[pa.RecordBatch]) -> Staged:
+def stage(options: Options, batch: RunBatch, batches: Iterable[pa.RecordBatch]) -> Staged:
     """Stage the rows of one attempt."""
     attempt = uuid4()
     chunks = []
@@ -73,16 +73,16 @@ def stage(options: Options, origin: Origin, batches: Iterable[pa.RecordBatch]) -
                 "attempt": attempt,
                 "number": number,
                 "group_id": options.group_id,
-                "run_id": origin.run_id,
-                "batch_id": origin.batch_id,
+                "run_id": batch.run_id,
+                "batch_id": batch.batch_id,
                 "chunk": _encode(rows),
             }
             cursor_on(connection).execute(query("spark_put", options.schema), parameters, prepare=False)
             chunks.append(Chunk(rows.num_rows, _spans(options, rows)))
-    return Staged(origin, attempt, tuple(chunks))
+    return Staged(batch, attempt, tuple(chunks))
 
 
-def fetch(connection: Connection, schema: str, place: Place) -> pa.Table:
+def fetch(connection: Connection, schema: str, place: ChunkRef) -> pa.Table:
     """Read staged rows.
 
     :raises StageLost: when they are not there, or not all of them.
@@ -99,12 +99,12 @@ def fetch(connection: Connection, schema: str, place: Place) -> pa.Table:
     return rows
 
 
-def in_order(staged: Sequence[Staged]) -> tuple[list[Place], bool]:
+def in_order(staged: Sequence[Staged]) -> tuple[list[ChunkRef], bool]:
     """Sort chunks by where their rows come from; tell whether that puts all rows in order.
 
     Rows within a chunk are sorted. Where chunks overlap, or have rows of several partitions, it does not.
     """
-    places = [Place(s.attempt, number, chunk) for s in staged for number, chunk in enumerate(s.chunks)]
+    places = [ChunkRef(s.attempt, number, chunk) for s in staged for number, chunk in enumerate(s.chunks)]
     if any(len(place.chunk.spans) != 1 for place in places):
         return places, False
     places.sort(key=lambda place: place.chunk.spans[0])
@@ -117,15 +117,15 @@ def in_order(staged: Sequence[Staged]) -> tuple[list[Place], bool]:
 
 
 def placed(options: Options, rows: pa.Table) -> pa.Table:
-    """Add the columns that say where rows come from, under the names that the screen knows."""
+    """Add the columns that say where rows come from, under the names that the filter of offsets knows."""
     for name, place, kind in zip(options.place_columns, PLACES, (pa.string(), pa.int32(), pa.int64()), strict=True):
         rows = rows.append_column(place, rows.column(name).cast(kind))
     return rows
 
 
-def unstage(connection: Connection, options: Options, origin: Origin) -> None:
+def unstage(connection: Connection, options: Options, batch: RunBatch) -> None:
     """Delete what the run has staged up to this batch, in the transaction that publishes it."""
-    parameters = {"group_id": options.group_id, "run_id": origin.run_id, "batch_id": origin.batch_id}
+    parameters = {"group_id": options.group_id, "run_id": batch.run_id, "batch_id": batch.batch_id}
     cursor_on(connection).execute(query("spark_unstage", options.schema), parameters, prepare=False)
 
 
@@ -152,7 +152,7 @@ def _in_chunks(options: Options, batches: Iterable[pa.RecordBatch]) -> Iterator[
         yield from (rows.slice(start, size) for start in range(0, rows.num_rows, size))
 
 
-def _spans(options: Options, rows: pa.Table) -> tuple[Span, ...]:
+def _spans(options: Options, rows: pa.Table) -> tuple[ObservedRange, ...]:
     if options.ledger != "offsets":
         return ()
     return tuple((*partition, first, last) for partition, first, last in spans(placed(options, rows)))

@@ -1,20 +1,17 @@
-"""Batches: ``exactly-once reset --to-batch``, for groups whose Spark query counts batches instead of offsets."""
+"""Batches: ``exactly-once reset --to-batch``, for the rows of the ledger that have batch ids of a Spark query."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from psycopg.rows import dict_row
-
-from exactly_once.ledger.rows import LOCK_SECONDS
-from exactly_once.ledger.sql import query
+from exactly_once._model import QUERY
+from exactly_once.ledger.session import Session
 
 from . import output
 from .options import Settings
-from .plan import Target
+from .plan import Move, Plan, Target, execute
 from .problems import CommandError, UsageError
-from .servers import open_database
+from .servers import Stored, open_database, stored_rows
 
 KIND = "batch"
 _MAX_BATCH = 2**63 - 2
@@ -34,37 +31,50 @@ def add_target(to: argparse._MutuallyExclusiveGroup) -> None:
 def reset(settings: Settings, args: argparse.Namespace) -> int:
     """Show which batch would count as the last one, or say so; fence the query, un-halt its group.
 
-    :raises CommandError: when the group counts no batches.
+    :raises CommandError: when the group counts no batches, or those of several queries.
     """
-    if args.topic is not None or args.partition is not None:
-        raise UsageError("--to-batch is about a group without topics: leave out --topic and --partition")
-    wanted = {"group_id": settings.required("group_id"), "batch_id": args.target.offset, "reason": args.reason}
-    with (
-        open_database(settings) as session,
-        session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _),
-        connection.cursor(row_factory=dict_row) as cursor,
-    ):
-        before = cursor.execute(query("spark_counted", session.schema), wanted, prepare=False).fetchone()
-        if before is None:
-            raise CommandError(
-                f"group {wanted['group_id']!r} counts no batches: look at --group-id; offsets have --to-offset"
-            )
+    if args.partition is not None or (args.topic is not None and not args.topic.startswith(QUERY)):
+        raise UsageError(f"--to-batch is about queries: leave out --partition, and --topic unless it is {QUERY}ID")
+    group_id, offset = settings.required("group_id"), args.target.offset + 1
+    with open_database(settings) as session:
+        stored = _stored(session, group_id, args.topic)
+        move = Move(partition=stored.place, stored=stored, new_offset=offset, log=None)
+        plan = Plan(
+            group_id=group_id,
+            topic=stored.topic,
+            target=args.target,
+            moves=[move],
+            topic_id=stored.topic_id,
+            cluster_id=stored.cluster_id,
+        )
         if args.execute:
-            cursor.execute(query("spark_reset", session.schema), wanted, prepare=False)
-    _tell(before, args, wanted["group_id"])
+            plan = execute(session, plan, "reset", reason=args.reason)
+    _tell(stored, plan, args)
     return 0
 
 
-def _tell(before: dict[str, Any], args: argparse.Namespace, group_id: str) -> None:
-    owner = before["owner_name"] if before["owner_token"] is not None else None
-    old, new = before["batch_id"], args.target.offset
+def _stored(session: Session, group_id: str, topic: str | None) -> Stored:
+    """Return the row that is meant: where there are several, that of the query which has counted a batch."""
+    rows = stored_rows(session, group_id=group_id, topic=topic, counts_batches=True)
+    counted = [row for row in rows if row.next_offset or row.halted] or rows
+    if not counted:
+        raise CommandError(f"group {group_id!r} counts no batches: look at --group-id; offsets have --to-offset")
+    if len(counted) > 1:
+        names = " or ".join(f"--topic {row.topic}" for row in counted)
+        raise CommandError(f"group {group_id!r} counts the batches of several queries: say {names}")
+    return counted[0]
+
+
+def _tell(stored: Stored, plan: Plan, args: argparse.Namespace) -> None:
+    query_id, owner = stored.topic.removeprefix(QUERY), stored.owner
+    old, new = (plan.moves[0].old_offset or 0) - 1, args.target.offset
     if args.json:
-        document = {"executed": args.execute, "group_id": group_id, "query_id": before["query_id"]}
-        output.print_json(document | {"old_batch": old, "new_batch": new, "owner": owner, "halted": before["halted"]})
+        document = {"executed": args.execute, "group_id": plan.group_id, "query_id": query_id}
+        output.print_json(document | {"old_batch": old, "new_batch": new, "owner": owner, "halted": stored.halted})
         return
-    print(f"group {group_id}, query {before['query_id']}, to {args.target}")
+    print(f"group {plan.group_id}, query {query_id}, to {args.target}")
     fences = f"fences {owner}" if owner else None
-    goes_on = f"no longer halted: {before['halted']}" if before["halted"] else None
+    goes_on = f"no longer halted: {stored.halted}" if stored.halted else None
     note = "; ".join(filter(None, (fences, goes_on))) or None
     output.print_table(("OLD BATCH", "", "NEW BATCH", "NOTE"), [(old, "->", new, note)])
     print("done" if args.execute else "dry run: nothing was changed; --execute does it")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from exactly_once._model import QUERY
+
 from . import batches, options, plan
 from .problems import CommandError, UsageError
 from .servers import open_database
@@ -14,8 +16,8 @@ partitions. A dry run unless --execute is given; then everything happens in one 
 the audit table, and a row that somebody deleted is made again. A live owner is fenced: what it has not
 committed is rolled back, and it goes on from the new offset within seconds. Effects stay: moving
 back applies messages a second time, moving on leaves messages out. --to-committed is for going on after
-an ordinary consumer has worked for the group. --to-batch is for a group whose
-Spark query counts batches (ledger="batch-id"): it has no topics."""
+an ordinary consumer has worked for the group. --to-batch is for a Spark
+query whose batches the ledger counts (ledger="batch-id", or the data source): they have no topics."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         return batches.reset(settings, args)
     if args.topic is None:
         raise UsageError("the following arguments are required: --topic")
+    if args.topic.startswith(QUERY):
+        raise UsageError(f"{args.topic} has batch ids, no offsets: say --to-batch N")
     is_kept = args.target.kind == "current"
     # An offset that is forced is compared with nothing, so it can be set while Kafka is away.
     is_blind = args.force and args.target.kind == "offset" and not settings.bootstrap_servers

@@ -111,9 +111,12 @@ def open_cluster(settings: Settings) -> CommandCluster:
     return cluster
 
 
-def stored_rows(session: Session, *, group_id: str | None, topic: str | None = None) -> list[Stored]:
-    """Read rows of the ledger: a snapshot, for looking."""
+def stored_rows(
+    session: Session, *, group_id: str | None, topic: str | None = None, counts_batches: bool = False
+) -> list[Stored]:
+    """Read rows of the ledger, a snapshot for looking: those of offsets, or those of batch ids, which Kafka ignores."""
     with session.connection.cursor(row_factory=class_row(Stored)) as cursor:
         # Not prepared, as behind a pooler the next statement may run on another connection.
         cursor.execute(query("status", session.schema), {"group_id": group_id}, prepare=False)
-        return [row for row in cursor if topic in (None, row.topic)]
+        rows = [row for row in cursor if topic in (None, row.topic)]
+    return [row for row in rows if row.place.counts_batches == counts_batches]

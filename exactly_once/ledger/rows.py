@@ -25,6 +25,7 @@ from exactly_once._model import Advance, OwnerKind, Partition, Row
 from exactly_once.errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
 from exactly_once.kafka.origin import Origin
 
+from .conflict import Conflict, Grant, check
 from .libpq import send
 from .session import Connection, Session, cursor_on, last_row
 from .sql import query
@@ -291,9 +292,9 @@ class Ledger:
                 replace(a, expected=row.next_offset, generation=row.generation)
                 for a in advances
                 if (row := rows.get(a.partition)) is not None
-                and (row.owner_token, row.owner_epoch) == (a.token, a.epoch)
+                and check(row, Grant(a.token, a.epoch), a.expected, a.topic_id) in (Conflict.OK, Conflict.AHEAD)
                 and row.next_offset is not None
-                and a.expected <= row.next_offset <= a.next_offset
+                and row.next_offset <= a.next_offset
             ]
             if found:
                 self._run(cursor, "current_xid")

@@ -56,7 +56,6 @@ class _Watched:
 
     pid: int
     partitions: Sequence[Partition] = ()
-    acquires: bool = False
     taken: Sequence[tuple[Partition, UUID]] = ()
     connection: Connection | None = None
     may_take: float | None = None
@@ -110,7 +109,7 @@ class StaleBackendTerminator:
     @contextlib.contextmanager
     def acquiring(self, pid: int, partitions: Sequence[Partition]) -> Iterator[None]:
         """Watch backend ``pid`` while it takes the rows of ``partitions`` from their owners."""
-        self._watch(_Watched(pid, partitions=partitions, acquires=True))
+        self._watch(_Watched(pid, partitions=partitions))
         try:
             yield
         finally:
@@ -197,7 +196,6 @@ class StaleBackendTerminator:
     def _end_blockers(self, watched: _Watched) -> None:
         parameters = self._parameters | {
             "pid": watched.pid,
-            "acquires": watched.acquires,
             "topics": [p.topic for p in watched.partitions],
             "partitions": [p.number for p in watched.partitions],
             "taken_topics": [p.topic for p, _ in watched.taken],

@@ -158,7 +158,8 @@ def test_status_shows_what_spark_queries_wrote_last(operate: Command, consumed: 
 
 
 def test_status_shows_a_group_that_counts_batches_and_has_no_offsets(operate: Command, db: Db, name: str) -> None:
-    db.execute("INSERT INTO exactly_once.spark_batch (group_id, query_id, batch_id) VALUES (%s, 'q', 3)", (name,))
+    insert = "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset) VALUES (%s, 'query:q', 0, 4)"
+    db.execute(insert, (name,))
     assert operate("status", "--json").json["queries"][0]["counted_batch_id"] == 3
     assert "no rows" not in operate("status").out
     assert operate("status", "--check").code == 0
@@ -166,9 +167,31 @@ def test_status_shows_a_group_that_counts_batches_and_has_no_offsets(operate: Co
 
 def test_a_query_that_is_halted_is_seen(operate: Command, db: Db, name: str) -> None:
     db.execute(
-        "INSERT INTO exactly_once.spark_batch (group_id, query_id, batch_id, halted) VALUES (%s, 'q', 3, 'why')",
+        "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset, halted) "
+        "VALUES (%s, 'query:q', 0, 4, 'why')",
         (name,),
     )
     assert operate("status").out.endswith(f"\n! group {name}, Spark query q halted: why\n")
     checked = operate("status", "--check")
     assert (checked.code, checked.out) == (1, f"group {name}, Spark query q halted: why\n")
+
+
+def test_of_several_queries_one_is_named_to_reset_its_batches(
+    operate: Command, consumed: str, db: Db, name: str
+) -> None:
+    """The rows are no partitions: Kafka is not asked for them, and nobody hands them over."""
+    insert = "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset) VALUES (%s, %s, 0, 4)"
+    for query in ("a", "b"):
+        db.execute(insert, (name, f"query:{query}"))
+    assert operate("status", "--check").code == 0
+    found = operate("status", "--json").json
+    assert {row["topic"] for row in found["partitions"]} == {consumed}
+    assert [(row["query_id"], row["counted_batch_id"]) for row in found["queries"]] == [("a", 3), ("b", 3)]
+    handed = operate("hand-over", "--to", "consumer", "--json").json
+    assert {row["topic"] for row in handed["partitions"]} == {consumed}
+    refused = operate("reset", "--to-batch", "1", "--execute")
+    assert (refused.code, "--topic query:a or --topic query:b" in refused.err) == (1, True)
+    assert operate("reset", "--topic", "query:a", "--to-offset", "1").code == 2
+    assert operate("reset", "--topic", "query:a", "--to-batch", "1", "--execute").code == 0
+    look = "SELECT next_offset FROM exactly_once.ledger WHERE group_id = %s AND topic LIKE 'query:%%' ORDER BY topic"
+    assert db.execute(look, (name,)).fetchall() == [(2,), (4,)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import psycopg
@@ -13,14 +12,14 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from exactly_once._model import Partition
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
-from spark_sink import batch_ledger
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from spark_sink.attempt import Work
 from spark_sink.by_batch import END, BatchTask
 from spark_sink.by_partition import PartitionTask
+from spark_sink.offset_filter import OFFSET, PARTITION, TOPIC
 from spark_sink.options import check_options
-from spark_sink.owners import Owners
+from spark_sink.owners import Owners, query_row
 from spark_sink.ranges import Range
-from spark_sink.screen import OFFSET, PARTITION, TOPIC
 
 TASKS: dict[str, type[BatchTask] | type[PartitionTask]] = {"batch": BatchTask, "partition": PartitionTask}
 
@@ -37,12 +36,12 @@ class Place:
         """What a batch covers: one partition for each end."""
         return [Range(partition=Partition(self.name, n), start=start, end=end) for n, end in enumerate(ends)]
 
-    def owners(self, *, take_over: bool = False, name: str = "test") -> Owners:
+    def owners(self, *, take_over: bool = False, name: str = "test", counts: bool = False) -> Owners:
         """A driver."""
         session = Session(connector(self.conninfo), schema="exactly_once")
         self.sessions.append(session)
         ledger = Ledger(session, group_id=self.name, owner_kind="spark", owner_name=name, take_over=take_over)
-        return Owners(ledger, starter=None)
+        return Owners(ledger, starter=None, counts=counts)
 
     def options(self, **options: Any) -> Any:
         """Options as the sink makes them."""
@@ -73,7 +72,7 @@ class Place:
             options=self.options(**options),
             batch_id=0,
             instance=owners._ledger.session.instance,
-            holdings=tuple(owners.held[r.partition] for r in ranges),
+            grants=tuple(owners.held[r.partition] for r in ranges),
             ranges={r.partition: r for r in ranges},
             columns=("partition", "offset"),
         )
@@ -119,19 +118,40 @@ class CountingPlace(NamedTuple):
     place: Place
     query_id: str
 
-    def work(self, batch_id: int, **options: Any) -> Work:
-        """What a new driver sends to the task that writes a batch."""
-        session = Session(connector(self.place.conninfo), schema="exactly_once")
-        self.place.sessions.append(session)
-        owned = batch_ledger.acquire(session, group_id=self.place.name, query_id=self.query_id, name="test")
+    def driver(self) -> Owners:
+        """A new driver, which has taken the query's row."""
+        owners = self.place.owners(counts=True)
+        session = owners._ledger.session
+        watcher = StaleBackendTerminator(
+            session.connect, schema="exactly_once", group_id=self.place.name, instance=session.instance
+        )
+        try:
+            with session.ledger_transaction(lock_timeout_seconds=5) as (connection, pid):
+                owners.take_query(connection, pid, self.query_id, watcher, first=0)
+        finally:
+            watcher.close()
+        return owners
+
+    def work(self, batch_id: int, owners: Owners | None = None, **options: Any) -> Work:
+        """What a driver, or a new one, sends to the task that writes a batch."""
+        owners = owners or self.driver()
+        row = query_row(self.query_id)
+        owners.find([row])
         return Work(
             options=self.place.options(ledger="batch-id", **options),
             batch_id=batch_id,
-            instance=session.instance,
-            holdings=(),
-            ranges={},
+            instance=owners._ledger.session.instance,
+            grants=(owners.held[row],),
+            ranges={row: Range(partition=row, start=batch_id, end=batch_id + 1)},
             columns=("partition", "offset"),
-            counted=replace(owned, batch_id=batch_id),
+            report={
+                "group_id": self.place.name,
+                "query_id": self.query_id,
+                "run_id": "run",
+                "batch_id": batch_id,
+                "name": None,
+                "fingerprint": None,
+            },
         )
 
 

@@ -10,9 +10,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from psycopg import sql
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType
 
-from spark_sink.fence import Origin, register
 from spark_sink.options import Options
 from spark_sink.publication import publish
+from spark_sink.registry import RunBatch, register
 from spark_sink.source_options import check_source_options
 from spark_sink.staging import Staged, stage
 
@@ -74,7 +74,10 @@ class Target:
     def ledger(self) -> list[int | None]:
         """Where the ledger stands, by partition."""
         with psycopg.connect(self.conninfo) as connection:
-            look = "SELECT next_offset FROM exactly_once.ledger WHERE group_id = %s ORDER BY topic, partition"
+            look = """
+                SELECT next_offset FROM exactly_once.ledger
+                WHERE group_id = %s AND topic NOT LIKE 'query:%%' ORDER BY topic, partition
+            """
             return [next_offset for (next_offset,) in connection.execute(look, (self.name,))]
 
 
@@ -87,9 +90,9 @@ class Run:
         self.run_id: UUID = uuid4()
         self.query_id = query_id
 
-    def origin(self, batch_id: int = 0) -> Origin:
+    def origin(self, batch_id: int = 0) -> RunBatch:
         """Which batch of this run."""
-        return Origin(run_id=self.run_id, query_id=self.query_id, batch_id=batch_id)
+        return RunBatch(run_id=self.run_id, query_id=self.query_id, batch_id=batch_id)
 
     def register(self, batch_id: int = 0) -> None:
         """Do what the first task does first."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from typing import Any
-from uuid import uuid4
 
 import psycopg
 import pytest
@@ -13,9 +12,9 @@ import pytest
 from exactly_once import _failpoints
 from exactly_once._model import Partition
 from exactly_once.errors import AlreadyApplied, Fenced, HandlerCommitted, PartitionHalted
-from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit, batch_ledger
-from spark_sink.batch_ledger import Counted
-from spark_sink.ranges import shares
+from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit
+from spark_sink.owners import query_row
+from spark_sink.ranges import Range, refuse_older, remaining
 from tests.spark.attempts import CountingPlace, Place, interrupted, run
 
 both = pytest.mark.parametrize("transaction", ["batch", "partition"])
@@ -262,7 +261,7 @@ def test_the_driver_moves_to_the_end_what_had_no_rows_there(place: Place) -> Non
     ranges = place.ranges(5, 7)
     work = place.work(owners, ranges)
     run("partition", work, [place.rows([0, 2])])
-    todo = shares(ranges, dict.fromkeys(work.ranges, 0), group_id=place.name)
+    todo = remaining(ranges, dict.fromkeys(work.ranges, 0), group_id=place.name)
     owners.finish(todo, {Partition(place.name, 0): 3})
     assert place.ledger() == [5, 7]
 
@@ -335,24 +334,31 @@ def test_also_that_commits_halts_the_batches_as_well(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "batch_id", "fingerprint", "answer"),
+    ("next_batch", "batch_id", "fingerprint", "answer"),
     [
-        (-1, 0, "a", False),
-        (4, 5, "b", False),
-        (4, 4, "a", True),
-        (4, 4, None, True),
-        (4, 4, "b", QueryChanged),
-        (4, 3, "a", QueryChanged),
-        (4, 6, "a", LedgerBehindCheckpoint),
-        (-1, 1, None, LedgerBehindCheckpoint),
+        (0, 0, "a", "new"),
+        (5, 5, "b", "new"),
+        (5, 4, "a", "replay"),
+        (5, 4, None, "replay"),
+        (5, 4, "b", QueryChanged),
+        (5, 3, "a", QueryChanged),
+        (5, 6, "a", LedgerBehindCheckpoint),
+        (0, 1, None, LedgerBehindCheckpoint),
     ],
 )
 def test_a_batch_is_new_or_a_replay_of_the_last_or_refused(
-    stored: int, batch_id: int, fingerprint: str | None, answer: Any
+    next_batch: int, batch_id: int, fingerprint: str | None, answer: Any
 ) -> None:
-    counted = Counted(query_id="q", token=uuid4(), epoch=1, batch_id=stored, fingerprint="a")
-    if isinstance(answer, bool):
-        assert batch_ledger.is_replay(counted, batch_id, fingerprint, group_id="g") is answer
+    row = query_row("q")
+
+    def judge() -> str:
+        if remaining([Range(partition=row, start=batch_id, end=batch_id + 1)], {row: next_batch}, group_id="g"):
+            return "new"
+        refuse_older(next_batch, batch_id, ("a", fingerprint), group_id="g")
+        return "replay"
+
+    if isinstance(answer, str):
+        assert judge() == answer
         return
     with pytest.raises(answer):
-        batch_ledger.is_replay(counted, batch_id, fingerprint, group_id="g")
+        judge()

@@ -52,7 +52,7 @@ def leftovers(scene: Scene) -> int:
 def topics_identified(scene: Scene) -> bool:
     """Whether the ledger tells which topic of this name each row is about."""
     with psycopg.connect(scene.conninfo) as connection:
-        look = "SELECT bool_and(topic_id IS NOT NULL) FROM exactly_once.ledger WHERE group_id = %s"
+        look = "SELECT bool_and(topic_id IS NOT NULL) FROM exactly_once.ledger WHERE topic = %s"
         return connection.execute(look, (scene.topic,)).fetchone() == (True,)
 
 

@@ -12,7 +12,7 @@ import pytest
 from exactly_once.writer.table import Table, read_table
 from spark_sink import FrameError
 from spark_sink.frame import check_key, fit
-from spark_sink.screen import PLACES
+from spark_sink.offset_filter import PLACES
 from tests.spark.attempts import Place
 
 if TYPE_CHECKING:

@@ -77,16 +77,17 @@ def test_a_batch_whose_rows_were_taken_out_is_written_again(counting: CountingPl
 
 def test_a_dry_run_changes_nothing_and_the_change_is_audited(counting: CountingPlace, reset: Reset, db: Db) -> None:
     keep, _ = halted_behind_batch_0(counting)
-    look = "SELECT batch_id, halted IS NULL, owner_epoch FROM exactly_once.spark_batch WHERE group_id = %s"
+    look = "SELECT next_offset, halted IS NULL, owner_epoch FROM exactly_once.ledger WHERE group_id = %s"
     name = (counting.place.name,)
     before = db.execute(look, name).fetchone()
     assert reset(keep, "--reason", "looking")["executed"] is False
     assert db.execute(look, name).fetchone() == before
     reset(keep, "--execute", "--reason", "they are right")
     audit = (
-        "SELECT action, reason, topic, partition, old_offset, new_offset FROM exactly_once.audit WHERE group_id = %s"
+        "SELECT reason, topic, partition, old_offset, new_offset FROM exactly_once.audit "
+        "WHERE group_id = %s AND action = 'reset'"
     )
-    assert db.execute(audit, name).fetchall() == [("reset batches", "they are right", "query", -1, 0, 1)]
+    assert db.execute(audit, name).fetchall() == [("they are right", "query:query", 0, 1, 2)]
 
 
 def test_a_live_query_is_fenced_by_the_command(counting: CountingPlace, reset: Reset) -> None:
@@ -102,7 +103,7 @@ def test_a_live_query_is_fenced_by_the_command(counting: CountingPlace, reset: R
     [
         (["--to-batch", "3"], (1, "counts no batches")),
         (["--to-batch", "-2"], (2, "-2 is not a batch")),
-        (["--to-batch", "3", "--topic", "t"], (2, "leave out --topic")),
+        (["--to-batch", "3", "--topic", "t"], (2, "--topic unless")),
         (["--to-current"], (2, "required: --topic")),
     ],
 )

@@ -6,7 +6,6 @@ Tasks, batch ids and publications are called as Spark calls them, without Spark.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -15,11 +14,10 @@ from psycopg.types.json import Jsonb
 
 from exactly_once import _failpoints
 from exactly_once._model import Partition
-from exactly_once.ledger.session import Session, connector
-from spark_sink import LedgerBehindCheckpoint, batch_ledger
+from spark_sink import LedgerBehindCheckpoint
 from spark_sink.attempt import Work
-from spark_sink.ranges import shares
-from tests.spark.attempts import Place, run
+from spark_sink.ranges import remaining
+from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target
 from tests.support.standby import primary_and_standby
 from tests.support.waiting import until
@@ -72,7 +70,7 @@ class Driver:
         """Do what follows behind the tasks."""
         found = {p: held.found for p, held in self.owners.held.items()}
         reached = {Partition(topic, number): offset for topic, number, offset in self.result["reached"]}
-        self.owners.finish(shares(self.ranges, found, group_id=self.place.name), reached)
+        self.owners.finish(remaining(self.ranges, found, group_id=self.place.name), reached)
 
     def write(self, offsets: range) -> None:
         """Do all of it."""
@@ -155,28 +153,17 @@ def test_an_attempt_behind_one_that_landed_tells_how_far_that_came(place: Place,
 def test_a_batch_that_is_not_the_next_one_is_not_counted(
     place: Place, moment: str, db: psycopg.Connection[Any]
 ) -> None:
-    session = Session(connector(place.conninfo), schema="exactly_once")
-    place.sessions.append(session)
-    owned = batch_ledger.acquire(session, group_id=place.name, query_id="query", name="test")
-
-    def work(batch_id: int) -> Work:
-        """What the driver sends, which remembers what it has acquired."""
-        return Work(
-            options=place.options(ledger="batch-id"),
-            batch_id=batch_id,
-            instance=session.instance,
-            holdings=(),
-            ranges={},
-            columns=("partition", "offset"),
-            counted=replace(owned, batch_id=batch_id),
-        )
+    counting = CountingPlace(place, "query")
+    driver = counting.driver()
 
     def set_back() -> None:
         db.execute(f'DELETE FROM {place.name} WHERE "offset" >= 50')
-        db.execute("UPDATE exactly_once.spark_batch SET batch_id = 0 WHERE group_id = %s", (place.name,))
+        db.execute("UPDATE exactly_once.ledger SET next_offset = 1 WHERE group_id = %s", (place.name,))
 
     for batch_id in range(2):
-        run("batch", work(batch_id), input_of(place, "batch", range(50 * batch_id, 50 * batch_id + 50)))
+        work = counting.work(batch_id, driver)
+        run("batch", work, input_of(place, "batch", range(50 * batch_id, 50 * batch_id + 50)))
+    work = counting.work(2, driver)
     if moment == "before the attempt":
         set_back()
     else:
@@ -184,7 +171,7 @@ def test_a_batch_that_is_not_the_next_one_is_not_counted(
     try:
         for _ in range(2):
             with pytest.raises(LedgerBehindCheckpoint, match="counted batch 0, Spark goes on with batch 2"):
-                run("batch", work(2), input_of(place, "batch", range(100, 150)))
+                run("batch", work, input_of(place, "batch", range(100, 150)))
             _failpoints.disarm()
     finally:
         _failpoints.disarm()
@@ -204,7 +191,7 @@ def test_a_publication_that_is_not_the_next_one_of_its_run_is_refused(
         run.write(run.rows(0, range(50, 60)), batch_id=1)
     elif lost == "all of the run":
         run.register(1)
-    tables = ("ledger", "spark_run", "spark_batch", "spark_query")
+    tables = ("ledger", "spark_run", "spark_query")
     before = {t: db.execute(f"SELECT * FROM exactly_once.{t} WHERE group_id = %s", (name,)).fetchall() for t in tables}
     first = 2 if lost == "one batch" else 1
     run.write(run.rows(0, range(60, 100)), batch_id=first)
@@ -226,28 +213,17 @@ def test_a_lagging_standby_that_is_promoted_is_refused_by_every_path(name: str) 
     with primary_and_standby() as pair:
         drivers = {kind: Driver(make_place(pair.conninfo, f"{name}_{kind}"), kind) for kind in ("batch", "partition")}
         source = Run(Target(pair.conninfo, f"{name}_source"))
-        counting = make_place(pair.conninfo, f"{name}_ids")
-        session = Session(connector(pair.conninfo), schema="exactly_once")
-        counting.sessions.append(session)
-        owned = batch_ledger.acquire(session, group_id=counting.name, query_id="query", name="test")
+        counting = CountingPlace(make_place(pair.conninfo, f"{name}_ids"), "query")
+        counter = counting.driver()
 
-        def count(batch_id: int) -> None:
-            work = Work(
-                options=counting.options(ledger="batch-id"),
-                batch_id=batch_id,
-                instance=session.instance,
-                holdings=(),
-                ranges={},
-                columns=("partition", "offset"),
-                counted=replace(owned, batch_id=batch_id),
-            )
-            run("batch", work, input_of(counting, "batch", range(50)))
+        def count(work: Work) -> None:
+            run("batch", work, input_of(counting.place, "batch", range(50)))
 
         def write(batch_id: int) -> None:
             offsets = range(50 * batch_id, 50 * batch_id + 50)
             for driver in drivers.values():
                 driver.write(offsets)
-            count(batch_id)
+            count(counting.work(batch_id, counter))
             source.write(source.rows(0, offsets), batch_id=batch_id)
 
         write(0)
@@ -255,16 +231,17 @@ def test_a_lagging_standby_that_is_promoted_is_refused_by_every_path(name: str) 
         pair.standby.stop()
         write(1)
         works = {kind: driver.take(range(100, 150)) for kind, driver in drivers.items()}
+        next_count = counting.work(2, counter)
         pair.fail_over()
         third: list[Callable[[], object]] = [
             *(lambda k=kind: drivers[k].attempt(works[k], range(100, 150)) for kind in drivers),
-            lambda: count(2),
+            lambda: count(next_count),
             lambda: source.write(source.rows(0, range(100, 150)), batch_id=2),
         ]
         for path in third:
             with pytest.raises(LedgerBehindCheckpoint):
                 path()
-        for place in [*(driver.place for driver in drivers.values()), counting]:
+        for place in [*(driver.place for driver in drivers.values()), counting.place]:
             assert len(place.written()) == 50
             for each in place.sessions:
                 each.close()

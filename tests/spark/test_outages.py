@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -14,12 +13,9 @@ from psycopg.conninfo import make_conninfo
 
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
-from exactly_once.ledger.session import Session, connector
-from spark_sink import batch_ledger
-from spark_sink.attempt import Work
-from spark_sink.fence import register
 from spark_sink.owners import patiently
-from tests.spark.attempts import Place, run
+from spark_sink.registry import register
+from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target, rows
 from tests.support.waiting import until
 
@@ -57,17 +53,7 @@ def test_a_server_that_is_away_ends_no_path_of_a_batch(
         staged = source.stage(source.rows(0, range(5)))
         late = Run(Target(server.conninfo, f"{name}_late"))
         works = {kind: places[kind].work(places[kind].owners(), places[kind].ranges(5)) for kind in TASKS}
-        session = Session(connector(server.conninfo), schema="exactly_once")
-        owned = batch_ledger.acquire(session, group_id=places["ids"].name, query_id="query", name="test")
-        works["ids"] = Work(
-            options=places["ids"].options(ledger="batch-id"),
-            batch_id=0,
-            instance=session.instance,
-            holdings=(),
-            ranges={},
-            columns=("partition", "offset"),
-            counted=replace(owned, batch_id=0),
-        )
+        works["ids"] = CountingPlace(places["ids"], "query").work(0)
         following = places["next"].owners()
         server.stop("fast")
         calls: dict[str, Callable[[], object]] = {
@@ -90,7 +76,6 @@ def test_a_server_that_is_away_ends_no_path_of_a_batch(
             assert places[kind].written() == [(0, offset) for offset in range(5)]
         assert source.target.offsets() == [(0, offset) for offset in range(5)]
         assert places["next"].ledger() == [0]
-        session.close()
         for each in (s for place in places.values() for s in place.sessions):
             each.close()
 

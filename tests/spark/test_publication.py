@@ -158,8 +158,9 @@ def test_a_database_without_our_schema_is_told_from_any_other_error(target: Targ
 
 def test_of_a_thousand_runs_the_latest_are_remembered(target: Target, db: Looking) -> None:
     make = """
-        INSERT INTO exactly_once.spark_run (group_id, run_id, batch_id, registered_at)
-        SELECT %s, gen_random_uuid(), 0, clock_timestamp() - n * interval '1 minute' FROM generate_series(1, 1000) AS n
+        INSERT INTO exactly_once.spark_run (group_id, run_id, held, registered_at)
+        SELECT %s, gen_random_uuid(), '[]', clock_timestamp() - n * interval '1 minute'
+        FROM generate_series(1, 1000) AS n
     """
     db.execute(make, (target.name,))
     run = Run(target)
@@ -182,7 +183,7 @@ def test_tasks_that_register_at_the_same_time_are_one_run(target: Target, db: Lo
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(register, range(6)))
-    look = "SELECT owner_epoch FROM exactly_once.spark_batch WHERE group_id = %s"
+    look = "SELECT owner_epoch FROM exactly_once.ledger WHERE group_id = %s"
     assert db.execute(look, (target.name,)).fetchall() == [(1,)]
     run.write(run.rows(0, range(2)))
 
@@ -384,3 +385,31 @@ def test_batch_ids_count_one_query_without_gap(target: Target) -> None:
     with pytest.raises(Fenced):
         first.write(first.rows(0, [9]), batch_id=2)
     assert target.offsets() == [(0, 1), (0, 2)]
+
+
+def test_with_offsets_an_older_checkpoint_takes_batch_ids_back_and_no_rows(target: Target, db: Looking) -> None:
+    """Old numbers mean new rows then; the same query may count batches instead from there on."""
+    first = Run(target)
+    for batch_id in range(3):
+        first.write(first.rows(0, range(5 * batch_id, 5 * batch_id + 5)), batch_id=batch_id)
+    older = Run(target)
+    older.write(older.rows(0, range(5, 20)), batch_id=1)
+    assert target.offsets() == [(0, n) for n in range(20)]
+    with pytest.raises(Fenced):
+        first.write(first.rows(0, range(15, 20)), batch_id=3)
+    with pytest.raises(LedgerBehindCheckpoint, match="--to-batch 2"):
+        older.write(older.rows(0, range(25, 30)), batch_id=3)
+    counting = Run(target, ledger="batch-id")
+    counting.write(counting.rows(0, range(20, 25)), batch_id=2)
+    look = "SELECT next_offset FROM exactly_once.ledger WHERE group_id = %s AND topic = 'query:query'"
+    assert db.execute(look, (target.name,)).fetchall() == [(3,)]
+    assert target.offsets() == [(0, n) for n in range(25)]
+
+
+def test_a_run_of_which_the_database_knows_nothing_any_more_is_fenced(target: Target, db: Looking) -> None:
+    run = Run(target)
+    staged = run.stage(run.rows(0, range(5)))
+    db.execute("DELETE FROM exactly_once.spark_run WHERE group_id = %s", (target.name,))
+    with pytest.raises(Fenced, match="does not know this run"):
+        run.publish(staged)
+    assert target.written() == []

@@ -14,7 +14,7 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, TopicRecreated
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
 from spark_sink.offset_log import Mark, OffsetLog, parse_initial, parse_offsets
-from spark_sink.ranges import Range, looked_through, over_skipped, shares
+from spark_sink.ranges import Range, looked_through, over_skipped, remaining
 
 P = Partition("orders", 0)
 small = st.integers(0, 30)
@@ -39,9 +39,9 @@ def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
     lacking = [r for r in ranges if r.start is not None and ledger[r.partition] < r.start]
     if lacking:
         with pytest.raises(LedgerBehindCheckpoint):
-            shares(ranges, ledger, group_id="g")
+            remaining(ranges, ledger, group_id="g")
         return
-    todo = {share.partition: share for share in shares(ranges, ledger, group_id="g")}
+    todo = {share.partition: share for share in remaining(ranges, ledger, group_id="g")}
     for given_range in ranges:
         share = todo.get(given_range.partition)
         written = set(range(share.write_from, share.end)) if share else set()
@@ -50,13 +50,13 @@ def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
 
 def test_a_ledger_behind_the_checkpoint_is_told_with_what_mends_it() -> None:
     with pytest.raises(LedgerBehindCheckpoint, match=r"20 offsets.*reset --topic orders --partition 0 --to-offset 30"):
-        shares([Range(partition=P, start=30, end=40)], {P: 10}, group_id="g")
+        remaining([Range(partition=P, start=30, end=40)], {P: 10}, group_id="g")
 
 
 def test_offsets_that_go_back_are_another_topic() -> None:
     """With failOnDataLoss=false Spark goes on; the ledger would take all of it for written."""
     with pytest.raises(TopicRecreated):
-        shares([Range(partition=P, start=30, end=10)], {P: 30}, group_id="g")
+        remaining([Range(partition=P, start=30, end=10)], {P: 30}, group_id="g")
 
 
 def test_rows_themselves_tell_ends_but_no_starts() -> None:

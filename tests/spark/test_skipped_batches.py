@@ -67,7 +67,7 @@ def test_batch_ids_that_are_left_out_are_no_gap(scene: Scene, db: psycopg.Connec
     scene.produce(20)
     scene.run(odd, per_trigger=10)
     assert len(written(scene, db)) == 30
-    db.execute("UPDATE exactly_once.spark_batch SET batch_id = 3 WHERE group_id = %s", (scene.topic,))
+    db.execute("UPDATE exactly_once.ledger SET next_offset = 4 WHERE group_id = %s", (scene.topic,))
     scene.produce(10)
     with pytest.raises(Exception, match="LedgerBehindCheckpoint"):
         scene.run(scene.sink(ledger="batch-id"))
@@ -123,7 +123,7 @@ def test_each_partition_has_a_task_of_its_own(scene: Scene) -> None:
 
     from exactly_once._model import Partition  # noqa: PLC0415
     from spark_sink.by_partition import to_tasks  # noqa: PLC0415
-    from spark_sink.screen import OFFSET, PARTITION, TOPIC  # noqa: PLC0415
+    from spark_sink.offset_filter import OFFSET, PARTITION, TOPIC  # noqa: PLC0415
 
     partitions = [Partition(topic, n) for topic in ("a.b", "c-d") for n in (0, 1, 2, 3, 5, 8, 13)]
     rows = [(p.topic, p.number, offset) for p in partitions for offset in range(3)]

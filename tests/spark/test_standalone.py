@@ -117,7 +117,7 @@ class Twins:
     def ledger(self) -> list[tuple[int, int]]:
         """Return where the ledger stands."""
         with psycopg.connect(self.conninfo) as connection:
-            query = "SELECT partition, next_offset FROM exactly_once.ledger WHERE group_id = %s ORDER BY 1"
+            query = "SELECT partition, next_offset FROM exactly_once.ledger WHERE topic = %s ORDER BY 1"
             return connection.execute(query, (self.topic,)).fetchall()
 
 

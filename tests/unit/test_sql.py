@@ -74,7 +74,7 @@ def locks_in_order(before: str) -> bool:
     """Tell whether what precedes a lock finds one row, or the rows of the ledger in their order."""
     if before.endswith("CROSS JOIN LATERAL {schema}."):
         return re.search(r"ORDER BY w\.topic, w\.partition\) AS w\s+CROSS", before) is not None
-    if "partition = %(partition)s" in before or "{schema}.spark_batch WHERE group_id" in before:
+    if "partition = %(partition)s" in before:
         return True
     return re.search(r"ORDER BY l\.topic, l\.partition\s*$", before) is not None
 

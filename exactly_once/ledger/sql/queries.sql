@@ -84,8 +84,8 @@ SELECT DISTINCT topic, topic_id FROM {schema}.ledger
 WHERE group_id = %(group_id)s AND topic = ANY(%(topics)s::text[]) AND topic_id IS NOT NULL
 
 -- name: has_rows
--- Whether the group was ever started.
-SELECT EXISTS (SELECT FROM {schema}.ledger WHERE group_id = %(group_id)s)
+-- Whether the group was ever started; batch ids of a Spark query are no start of a consumer.
+SELECT EXISTS (SELECT FROM {schema}.ledger WHERE group_id = %(group_id)s AND topic NOT LIKE 'query:%%')
 
 -- name: is_read_only
 -- Tell whether this server, or this role here, cannot write.
@@ -261,7 +261,7 @@ RETURNING l.topic, l.partition
 -- name: end_stale_blockers
 -- End the backends of frozen owners that a transaction of ours waits for. Only backends that carry the
 -- tag of our schema and run under our role, and of those:
--- our own lost ones; those of instances that own no row any more, which are fenced, as is a Spark run whose group we take;
+-- our own lost ones; those of instances that own no row any more, which are fenced, as is each Spark run of a group of which we take a row;
 -- of those that show no sign of life: the owners of the rows that we are acquiring, what an earlier owner of a row of
 -- ours began before we took it from him, and whoever stands still beyond the time that his own unit may take (where all
 -- wait for a frozen one, nobody polls, so Kafka cannot take its partitions away);
@@ -287,12 +287,9 @@ WHERE b.instance = %(instance)s
       AND NOT EXISTS (
           SELECT FROM {schema}.ledger l
           WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = b.instance)
-      AND NOT EXISTS (
-          SELECT FROM {schema}.spark_batch s
-          WHERE s.owner_token IS NOT NULL AND s.owner_instance::text = b.instance)
-   OR %(acquires)s AND EXISTS (
-          SELECT FROM {schema}.spark_batch s
-          WHERE s.group_id = %(group_id)s AND s.owner_instance::text = b.instance)
+   OR 'query:' = ANY(SELECT left(w.topic, 6) FROM unnest(%(topics)s::text[]) AS w(topic)) AND EXISTS (
+          SELECT FROM {schema}.ledger l
+          WHERE l.group_id = %(group_id)s AND l.topic LIKE 'query:%%' AND l.owner_instance::text = b.instance)
    OR (NOT b.lives OR b.age > b.bound) AND b.age > %(young)s AND EXISTS (
           SELECT FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
           CROSS JOIN LATERAL (
@@ -368,11 +365,13 @@ LEFT JOIN (
 WHERE t.schemaname = %(schema)s AND t.relname = 'ledger'
 
 -- name: spark_queries
--- What an operator wants to see of Spark queries: what each wrote last, and where a group counts batches.
+-- What an operator wants to see of Spark queries: what each wrote last, and which batch the ledger has counted last.
 SELECT group_id, query_id, q.name, q.run_id, q.batch_id, q.row_count AS rows, q.dropped, q.written_at,
        extract(epoch FROM clock_timestamp() - q.written_at)::float8 AS written_seconds_ago,
-       nullif(b.batch_id, -1) AS counted_batch_id, b.halted
-FROM {schema}.spark_query q FULL JOIN {schema}.spark_batch b USING (group_id, query_id)
+       nullif(b.next_offset, 0) - 1 AS counted_batch_id, b.halted
+FROM {schema}.spark_query q
+FULL JOIN (SELECT group_id, substr(topic, 7) AS query_id, next_offset, halted
+           FROM {schema}.ledger WHERE topic LIKE 'query:%%') AS b USING (group_id, query_id)
 WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
 ORDER BY group_id, q.written_at, query_id
 

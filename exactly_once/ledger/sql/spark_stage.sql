@@ -2,12 +2,8 @@
 
 -- name: spark_register
 -- Make a run known; touches nothing where it is. Waits for another task of the run that is just doing it.
-INSERT INTO {schema}.spark_run (group_id, run_id, batch_id) VALUES (%(group_id)s, %(run_id)s, %(batch_id)s - 1)
+INSERT INTO {schema}.spark_run (group_id, run_id, held) VALUES (%(group_id)s, %(run_id)s, '[]')
 ON CONFLICT DO NOTHING
-
--- name: spark_last
--- Which batch a query has published last, in whatever run; told in the transaction that published it.
-SELECT batch_id FROM {schema}.spark_query WHERE group_id = %(group_id)s AND query_id = %(query_id)s
 
 -- name: spark_forget
 -- Of all runs of a group remember the last thousand; what earlier ones have staged nobody will publish.
@@ -18,8 +14,8 @@ USING (SELECT run_id FROM {schema}.spark_run WHERE group_id = %(group_id)s ORDER
 WHERE r.group_id = %(group_id)s AND r.run_id = old.run_id
 
 -- name: spark_held
--- Read which batch a run has published last, what it has acquired, and how far it has written that.
-SELECT batch_id, held FROM {schema}.spark_run WHERE group_id = %(group_id)s AND run_id = %(run_id)s
+-- Read what a run has acquired, and how far it has written that.
+SELECT held FROM {schema}.spark_run WHERE group_id = %(group_id)s AND run_id = %(run_id)s
 
 -- name: spark_ended_before
 -- Read how far the query's run before this one has written, where this batch is the next one behind that.
@@ -27,12 +23,12 @@ SELECT e.row ->> 'topic', (e.row ->> 'partition')::int, (e.row ->> 'ended')::big
 FROM {schema}.spark_query q
 JOIN {schema}.spark_run r ON r.group_id = q.group_id AND r.run_id::text = q.run_id
 CROSS JOIN jsonb_array_elements(r.held) AS e(row)
-WHERE q.group_id = %(group_id)s AND q.query_id = %(query_id)s AND r.batch_id = %(batch_id)s - 1
+WHERE q.group_id = %(group_id)s AND q.query_id = %(query_id)s AND q.batch_id = %(batch_id)s - 1
   AND e.row ->> 'ended' IS NOT NULL
 
 -- name: spark_hold
--- Write it down, in the transaction that makes it so.
-UPDATE {schema}.spark_run SET batch_id = %(batch_id)s, held = %(held)s WHERE group_id = %(group_id)s AND run_id = %(run_id)s
+-- Write that down, in the transaction that makes it so.
+UPDATE {schema}.spark_run SET held = %(held)s WHERE group_id = %(group_id)s AND run_id = %(run_id)s
 
 -- name: spark_put
 -- Stage some rows of one attempt.

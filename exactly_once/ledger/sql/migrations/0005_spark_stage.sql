@@ -15,17 +15,15 @@ CREATE UNLOGGED TABLE {schema}.spark_stage (
 ALTER TABLE {schema}.spark_stage ALTER COLUMN chunk SET STORAGE EXTERNAL;
 CREATE INDEX spark_stage_run ON {schema}.spark_stage (group_id, run_id);
 
--- One row per run of a query, made by its first task: a run that is known and does not own its group any more was fenced.
+-- One row per run of a query, made by its first task: a run that is known and does not own its query's row any more was fenced.
 CREATE TABLE {schema}.spark_run (
     group_id       text        NOT NULL,
     run_id         uuid        NOT NULL,
-    batch_id       bigint      NOT NULL,
-    held           jsonb,
+    held           jsonb       NOT NULL,
     registered_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (group_id, run_id)
 ) WITH (fillfactor = 20);
 
-COMMENT ON COLUMN {schema}.spark_run.batch_id IS 'the last batch that it published, or the one before its first';
-COMMENT ON COLUMN {schema}.spark_run.held IS 'the rows of the ledger that it acquired, and how far it has written each; null before its first publication';
+COMMENT ON COLUMN {schema}.spark_run.held IS 'the rows of the ledger that it acquired, its query''s first, and how far it has written each';
 
 UPDATE {schema}.version SET version = 5, migrated_at = clock_timestamp();

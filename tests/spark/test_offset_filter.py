@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from exactly_once._model import Partition
 from spark_sink import RowsOutOfOrder
+from spark_sink.offset_filter import OFFSET, PARTITION, TOPIC, OffsetFilter
 from spark_sink.ranges import Range
-from spark_sink.screen import OFFSET, PARTITION, TOPIC, Screen
 
 Places = list[tuple[str, int, int]]
 places = st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 9))
@@ -31,7 +31,7 @@ def back(kept: pa.Table) -> Places:
 @settings(deadline=None)
 @given(st.lists(st.lists(places, max_size=12), max_size=4), ledgers)
 def test_rows_at_or_above_the_ledger_pass_in_any_order(batches: list[Places], ledger: dict[Partition, int]) -> None:
-    screen = Screen(ledger, ENDS)
+    screen = OffsetFilter(ledger, ENDS)
     kept = [row for rows in batches for row in back(screen.keep(table(rows)))]
     rows = [row for rows in batches for row in rows]
     wanted = [(t, n, o) for t, n, o in rows if o >= ledger[Partition(t, n)]]
@@ -47,7 +47,7 @@ def test_strictly_every_row_must_rise_within_its_partition(batches: list[Places]
     for topic, number, offset in (row for rows in batches for row in rows):
         rises &= offset > last.get((topic, number), -1)
         last[topic, number] = offset
-    screen = Screen(ledger, ENDS, strictly=True)
+    screen = OffsetFilter(ledger, ENDS, strictly=True)
     if not rises:
         with pytest.raises(RowsOutOfOrder):
             _ = [screen.keep(table(rows)) for rows in batches]
@@ -60,18 +60,18 @@ def test_strictly_every_row_must_rise_within_its_partition(batches: list[Places]
 @pytest.mark.parametrize("row", [("a", 5, 0), ("c", 0, 0), ("a", 0, 10), ("a", 0, -1)])
 def test_a_row_from_outside_of_the_batch_is_refused(row: tuple[str, int, int]) -> None:
     with pytest.raises(RowsOutOfOrder):
-        Screen(dict.fromkeys(ENDS, 0), ENDS).keep(table([("a", 0, 0), row]))
+        OffsetFilter(dict.fromkeys(ENDS, 0), ENDS).keep(table([("a", 0, 0), row]))
 
 
 def test_a_row_without_an_offset_is_refused() -> None:
     rows = table([("a", 0, 0)]).set_column(2, OFFSET, pa.array([None], pa.int64()))
     with pytest.raises(RowsOutOfOrder):
-        Screen(dict.fromkeys(ENDS, 0), ENDS).keep(rows)
+        OffsetFilter(dict.fromkeys(ENDS, 0), ENDS).keep(rows)
 
 
 def test_a_row_that_was_kept_since_an_earlier_batch_is_refused() -> None:
     """A join of streams gives it late: the ledger stands above it, and would take it for written."""
     p = Partition("a", 0)
-    screen = Screen({p: 5}, {p: Range(partition=p, start=5, end=10)})
+    screen = OffsetFilter({p: 5}, {p: Range(partition=p, start=5, end=10)})
     with pytest.raises(RowsOutOfOrder, match="batch-id"):
         screen.keep(table([("a", 0, 4), ("a", 0, 6)]))

@@ -1,4 +1,4 @@
-"""Screen: looks at where every row comes from, drops what the ledger has, refuses what does not belong here.
+"""OffsetFilter: looks at where every row comes from, drops what the ledger has, refuses what does not belong here.
 
 It works on whole Arrow batches; only a batch that holds rows of both sides of the ledger's offset is copied.
 """
@@ -25,7 +25,7 @@ TOPIC, PARTITION, OFFSET = f"{RESERVED}topic", f"{RESERVED}partition", f"{RESERV
 PLACES = (TOPIC, PARTITION, OFFSET)
 
 
-class Screen:
+class OffsetFilter:
     """Lets rows from the ledger's offsets on pass.
 
     ``strictly`` demands that offsets rise within each partition: only then is what was written up to
