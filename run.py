@@ -26,7 +26,7 @@ PYTHON = VENV / "bin" / "python"
 INSTALL = {
     "demo": ["--editable", ".[demo]"],
     "demo spark": ["--editable", ".[demo,spark]"],
-    "test": ["--editable", ".[demo,memcached,prometheus,sink,spark]", "--group", "dev"],
+    "test": ["--editable", ".[demo,memcached,prometheus,registry,sink,spark]", "--group", "dev"],
 }
 # How many processes run tests for each core. Those with servers wait most of the time; each process starts servers of
 # its own, which takes up to 3 GB of memory, so there are at most eight.

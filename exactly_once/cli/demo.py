@@ -8,10 +8,8 @@ import json
 import random
 import shlex
 import shutil
-import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -23,7 +21,7 @@ from exactly_once.demo.display import Display
 from exactly_once.demo.trial import Setting, Trial
 from exactly_once.ledger.migrate import migrate
 
-from .options import number
+from .runs import CUT_SHORT, add_seed, ending_on_sigterm, positive
 
 # So many that there is work for each fault; a laptop applies them in less time than it is injured.
 _MESSAGES = 100_000
@@ -44,9 +42,6 @@ exit codes:
   0    both ran to their ends, and with the library nothing was lost or doubled
   1    with the library something was
   3    a run was cut short, on a machine that is too busy for instance: it shows nothing"""
-CUT_SHORT = 3
-"""The exit code of a run that shows nothing."""
-positive = number("must be a number above 0", least=1)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -66,22 +61,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--quick", action="store_true", help=f"half the time: {_QUICK_MESSAGES} payments and fewer faults"
     )
     parser.add_argument("--keep", action="store_true", help="leave the servers running until Ctrl-C")
-
-
-def add_seed(parser: argparse.ArgumentParser, repeats: str) -> None:
-    """Add the options of a run that is drawn from a seed and ends in a verdict."""
-    parser.add_argument("--seed", type=int, metavar="N", help=repeats)
-    parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
-
-
-@contextlib.contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """Leave by an exception when this process is asked to end, so that everything it started ends, too."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run(args: argparse.Namespace) -> int:

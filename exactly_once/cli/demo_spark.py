@@ -15,7 +15,7 @@ from exactly_once.demo.spark_driver import jdbc
 from exactly_once.embedded import spark
 from exactly_once.ledger.migrate import migrate
 
-from .demo import CUT_SHORT, ending_on_sigterm
+from .runs import CUT_SHORT, ending_on_sigterm
 
 _ORDERS, _QUICK_ORDERS = 60_000, 20_000
 _TITLES = {

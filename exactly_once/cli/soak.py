@@ -13,7 +13,7 @@ from exactly_once.embedded.errors import StartError
 from exactly_once.soak.run import Soak
 from exactly_once.soak.verdict import KINDS
 
-from .demo import CUT_SHORT, add_seed, ending_on_sigterm, positive
+from .runs import CUT_SHORT, add_seed, ending_on_sigterm, positive
 
 _MINUTES = 2.0  # every kind of fault strikes at least once
 _DESCRIPTION = """\

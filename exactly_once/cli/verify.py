@@ -19,7 +19,7 @@ from exactly_once import embedded
 from exactly_once.demo.display import Display
 from exactly_once.soak.pipeline import FAULTS, Plan, verify
 
-from .demo import add_seed, ending_on_sigterm, positive
+from .runs import add_seed, ending_on_sigterm, positive
 
 _DESCRIPTION = """\
 Publish numbered messages, start the pipeline, kill and pause its processes and cut its connections at

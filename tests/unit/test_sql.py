@@ -142,7 +142,7 @@ _STATEMENT = re.compile(
     r"|COMMIT|ROLLBACK)\b(?! as\b)[ A-Z;]*",
 )
 _TRIVIAL = {"BEGIN", "COMMIT", "ROLLBACK", "; COMMIT"}
-_COMPOSED = {"COPY {} ({}) FROM STDIN"}
+_COMPOSED = {"COPY {} ({}) FROM STDIN", "ALTER TABLE {} {}"}
 """Names the user's own table."""
 
 
@@ -161,6 +161,7 @@ def sql_strings(path: Path) -> list[str]:
         and isinstance(node.value, str)
         and id(node) not in prose
         and _STATEMENT.match(node.value)
+        and " " in node.value  # a word alone names an operation of a change event
         and not re.search(r"[a-z], [a-z]|\. ", node.value)
     ]
 

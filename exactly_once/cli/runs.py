@@ -1,0 +1,31 @@
+"""Runs that are drawn from a seed and end in a verdict: their options, their exit code, and an orderly end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+
+from .options import number
+
+CUT_SHORT = 3
+"""The exit code of a run that shows nothing."""
+positive = number("must be a number above 0", least=1)
+
+
+def add_seed(parser: argparse.ArgumentParser, repeats: str) -> None:
+    """Add the options of a run that is drawn from a seed and ends in a verdict."""
+    parser.add_argument("--seed", type=int, metavar="N", help=repeats)
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
+
+
+@contextlib.contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Leave by an exception when this process is asked to end, so that everything it started ends, too."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
