@@ -83,7 +83,7 @@ import sys
 sys.modules["prometheus_client"] = None
 import exactly_once
 try:
-    import exactly_once.prometheus
+    import exactly_once.metrics.prometheus
 except ImportError as error:
     print(error)
 """
