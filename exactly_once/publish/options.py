@@ -8,7 +8,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 from uuid import uuid4
 
 from exactly_once.errors import ConfigurationError
@@ -21,7 +21,7 @@ Stores = Callable[[str], SnapshotStore | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """What both producers take as keywords.
+    """What both producers take as keywords; :class:`PublishKeywords` has their names and types for type checkers.
 
     :raises ConfigurationError: for an option that there is not, or a value that it cannot have.
     """
@@ -47,8 +47,9 @@ class PublishOptions:
     """Takes it that no message of this name is older, by the timestamps in the topic: saves reading what is."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
+    def of(cls, keywords: Mapping[str, object]) -> Self:
         """Make options of keywords."""
+        given: dict[str, Any] = dict(keywords)
         known = [option.name for option in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
             raise ConfigurationError(f"{unknown[0]}= is no option; there are {', '.join(known)}")
@@ -99,6 +100,28 @@ class DedupOptions(PublishOptions):
         super().__post_init__()
         if self.commit_messages < 1 or self.commit_seconds < 0:
             raise ConfigurationError("commit_messages= must be at least 1, and commit_seconds= not negative")
+
+
+class PublishKeywords(TypedDict, total=False):
+    """The keywords of both producers; a test compares them with :class:`PublishOptions`."""
+
+    producer_name: str | None
+    owner: PublishOwner | None
+    enabled: bool
+    topics: Mapping[str, bool]
+    recover: bool
+    snapshots: Callable[[str], SnapshotStore] | str | Path | None
+    snapshot_every: int
+    accept_trimmed: bool
+    published_since: datetime | None
+
+
+class DedupKeywords(PublishKeywords, total=False):
+    """The keywords of :class:`DedupProducer`; a test compares them with :class:`DedupOptions`."""
+
+    transactions: bool
+    commit_messages: int
+    commit_seconds: float
 
 
 _FORCED = {"enable.idempotence": ("true", True), "acks": ("all", "all"), "delivery.report.only.error": ("false", False)}

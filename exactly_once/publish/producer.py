@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from confluent_kafka import Producer
 
@@ -14,7 +14,7 @@ from .delivery import Callback, Delivery, report
 from .filter import NoFilter
 from .headers import Headers
 from .keys import GivenKey, checked
-from .options import DedupOptions, client_settings
+from .options import DedupKeywords, DedupOptions, client_settings
 from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher, ToSend
 from .topic import TopicPublisher
 from .transactional import TransactionalProducer
@@ -56,7 +56,11 @@ class DedupProducer(Publisher):
     _options: DedupOptions
 
     def __init__(
-        self, kafka: Mapping[str, Any], *, dedup: AnyFilter | Callable[[str], AnyFilter], **options: Any
+        self,
+        kafka: Mapping[str, Any],
+        *,
+        dedup: AnyFilter | Callable[[str], AnyFilter],
+        **options: Unpack[DedupKeywords],
     ) -> None:
         self._committer: Committer | None = None
         super().__init__(kafka, dedup=dedup, options=DedupOptions.of(options))

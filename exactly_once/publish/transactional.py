@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
@@ -27,7 +27,7 @@ from .delivery import FAILURES, Callback, Delivery, Outcome, take
 from .errors import NotDelivered, OutcomeUnknown, ProducerFenced
 from .headers import Headers
 from .keys import GivenKey
-from .options import PublishOptions, client_settings
+from .options import PublishKeywords, PublishOptions, client_settings
 from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend, undo
 from .recovery import SequenceLog
 from .tail import ends_of, read_tail
@@ -99,7 +99,11 @@ class TransactionalProducer(Publisher):
     """Returns the logs of the sequences that are sent under this transactional id. Each has one writer."""
 
     def __init__(
-        self, kafka: Mapping[str, Any], *, dedup: AnyFilter | Callable[[str], AnyFilter], **options: Any
+        self,
+        kafka: Mapping[str, Any],
+        *,
+        dedup: AnyFilter | Callable[[str], AnyFilter],
+        **options: Unpack[PublishKeywords],
     ) -> None:
         super().__init__(kafka, dedup=dedup, options=PublishOptions.of(options))
 
