@@ -71,7 +71,7 @@ def run(session: SparkSession, bootstrap_servers: str, conninfo: str, checkpoint
         table="orders",
         group_id="orders-to-table",
         bootstrap_servers=bootstrap_servers,
-        also=count,
+        in_transaction=count,
         on_report=show,
     )
     writer = read(session, bootstrap_servers).writeStream.foreachBatch(sink)

@@ -148,12 +148,12 @@ class Attempt:
         self.result.bytes += rows.nbytes
 
     def commit(self, moves: Mapping[Partition, tuple[int, int]]) -> None:
-        """Call ``also``, move the ledger, COMMIT; an attempt that another one has outrun leaves no trace.
+        """Call ``in_transaction``, move the ledger, COMMIT; an attempt that another one has outrun leaves no trace.
 
         :raises Fenced: when another run owns a partition.
         :raises AlreadyApplied: when another attempt has landed a part; the next attempt writes the rest.
         """
-        self._call_also(moves)
+        self._call_in_transaction(moves)
         grants = [each for each in self.work.grants if each.partition in moves]
         advances = [each.advance(*moves[each.partition], rotates=self._rotates) for each in grants]
         if self.work.report is not None:
@@ -177,17 +177,17 @@ class Attempt:
         """Tell the driver up to where the ledger has moved, which it compares with what it finds afterwards."""
         self.result.reached = [(*partition, offset) for partition, offset in offsets.items()]
 
-    def _call_also(self, moves: Mapping[Partition, tuple[int, int]]) -> None:
-        also = self.work.options.also
-        if also is None:
+    def _call_in_transaction(self, moves: Mapping[Partition, tuple[int, int]]) -> None:
+        function = self.work.options.in_transaction
+        if function is None:
             return
         self._may_have_committed = True
         connection, batch_id = self.unit.connection, self.work.batch_id
         try:
-            also(SinkUnit(connection=connection, batch_id=batch_id, rows=self.result.rows, offsets=moves))
+            function(SinkUnit(connection=connection, batch_id=batch_id, rows=self.result.rows, offsets=moves))
         except SystemExit as error:
             # On the driver it would end the thread whose answer Java waits for, and not the process.
-            raise RuntimeError(f"also= called sys.exit({error.code})") from error
+            raise RuntimeError(f"in_transaction= called sys.exit({error.code})") from error
 
     def _judge(self, moves: Mapping[Partition, tuple[int, int]], error: psycopg.Error) -> None:
         """Tell an attempt that came second from one that is a zombie's."""
@@ -200,10 +200,12 @@ class Attempt:
         self.reached(landed)
 
     def _halt_if_committed(self, error: BaseException) -> None:
-        """Stop the group where ``also`` has committed by itself: a retry would double what it stored."""
+        """Stop the group where ``in_transaction`` has committed by itself: a retry would double what it stored."""
         if not self._may_have_committed or self.unit.outcome() != "committed":
             return
-        reason = "also= ended the transaction with a COMMIT of its own: rows are stored, the ledger was not moved"
+        reason = (
+            "in_transaction= ended the transaction with a COMMIT of its own: rows are stored, the ledger was not moved"
+        )
         self.ledger.halt([each.advance(0, 0) for each in self.work.grants], reason=reason)
         raise HandlerCommitted(f"{reason}; nothing goes on until an operator has looked") from error
 

@@ -35,7 +35,7 @@ class Options:
     topic_column: str
     partition_column: str
     offset_column: str
-    also: Callable[[SinkUnit], object] | None
+    in_transaction: Callable[[SinkUnit], object] | None
     on_report: Callable[[BatchReport], object] | None
     small_batch: int
     take_over: bool

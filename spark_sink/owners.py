@@ -226,7 +226,7 @@ def checked_rows(ledger: Ledger, held: Sequence[BatchGrant]) -> dict[Partition, 
 
     :raises Fenced: naming who has them now.
     :raises LedgerBehindCheckpoint: when one is below where the driver had found it. Token and epoch survive a failover.
-    :raises PartitionHalted: when an attempt has found that ``also`` commits by itself.
+    :raises PartitionHalted: when an attempt has found that ``in_transaction`` commits by itself.
     """
     rows = {row.partition: row for row in ledger.read(sorted(each.partition for each in held))}
     for each in held:

@@ -40,8 +40,8 @@ class PostgresSink:
 
     ``transaction="batch"`` makes the whole micro-batch one transaction in one task; ``"partition"`` one for each task,
     in parallel, not atomic across Kafka partitions. A batch of up to ``small_batch`` offsets is collected and
-    written by the driver, which is quicker; 0 is for never. ``also`` is called in each of these transactions, where it
-    runs, after the rows were written.
+    written by the driver, which is quicker; 0 is for never. ``in_transaction`` is called in each of these transactions,
+    where it runs, after the rows were written.
 
     ``ledger="batch-id"`` is for aggregations, whose rows have no offsets: output mode update goes with
     ``mode="upsert"``, complete with ``"replace"``.
@@ -74,7 +74,7 @@ class PostgresSink:
         topic_column: str = "topic",
         partition_column: str = "partition",
         offset_column: str = "offset",
-        also: Callable[[SinkUnit], object] | None = None,
+        in_transaction: Callable[[SinkUnit], object] | None = None,
         on_report: Callable[[BatchReport], object] | None = None,
         small_batch: int = 1000,
         take_over: bool = False,
@@ -97,7 +97,7 @@ class PostgresSink:
             topic_column=topic_column,
             partition_column=partition_column,
             offset_column=offset_column,
-            also=also,
+            in_transaction=in_transaction,
             on_report=on_report,
             small_batch=small_batch,
             take_over=take_over,

@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _FIXED: dict[str, Any] = {
     "transaction": "batch",
-    "also": None,
+    "in_transaction": None,
     "on_report": None,
     "small_batch": 0,
 }

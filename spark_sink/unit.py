@@ -1,4 +1,4 @@
-"""The unit that ``also=`` is called with: an open transaction of the sink."""
+"""The unit that ``in_transaction=`` is called with: an open transaction of the sink."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exactly_once.ledger.session import Connection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkUnit:
-    """One transaction of the sink, open, after its rows were written; the ledger moves when ``also`` returns."""
+    """One open transaction of the sink, behind its rows; the ledger moves when ``in_transaction`` returns."""
 
     connection: Connection
     """psycopg's connection; the sink commits it."""

@@ -82,7 +82,7 @@ def by_sink(order: Order) -> Callable[[DataFrame, int], None]:
     def count(unit: SinkUnit) -> None:
         unit.execute(statement, [unit.rows])
 
-    return PostgresSink(order.conninfo, table=f"{order.schema}.orders", group_id=order.schema, also=count)
+    return PostgresSink(order.conninfo, table=f"{order.schema}.orders", group_id=order.schema, in_transaction=count)
 
 
 def by_jdbc(order: Order) -> Callable[[DataFrame, int], None]:

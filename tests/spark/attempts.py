@@ -55,7 +55,7 @@ class Place:
             "topic_column": "topic",
             "partition_column": "partition",
             "offset_column": "offset",
-            "also": None,
+            "in_transaction": None,
             "on_report": None,
             "small_batch": 0,
             "take_over": False,

@@ -222,7 +222,7 @@ def test_also_runs_in_the_transaction_of_the_rows(
         ((_, upto),) = unit.offsets.values()
         unit.execute(f"INSERT INTO {name}_sum VALUES (%s, %s)", (unit.rows, upto))
 
-    work = place.work(place.owners(), place.ranges(5), also=also)
+    work = place.work(place.owners(), place.ranges(5), in_transaction=also)
 
     def fail() -> None:
         raise ZeroDivisionError
@@ -240,7 +240,7 @@ def test_also_runs_in_the_transaction_of_the_rows(
 @pytest.mark.parametrize("again", ["COMMIT", "COMMIT; BEGIN"])
 def test_also_that_commits_halts_the_partitions(place: Place, transaction: str, again: str) -> None:
     """Its rows are stored and the ledger was not moved: one more attempt would double them."""
-    work = place.work(place.owners(), place.ranges(5), also=lambda unit: unit.execute(again))
+    work = place.work(place.owners(), place.ranges(5), in_transaction=lambda unit: unit.execute(again))
     with pytest.raises(HandlerCommitted):
         run(transaction, work, whole(place, transaction, range(5)))
     with pytest.raises(PartitionHalted):
@@ -324,7 +324,7 @@ def test_another_query_may_have_a_group_until_a_batch_was_counted(place: Place) 
 
 def test_also_that_commits_halts_the_batches_as_well(place: Place) -> None:
     counting = CountingPlace(place, "query")
-    work = counting.work(0, also=lambda unit: unit.execute("COMMIT"))
+    work = counting.work(0, in_transaction=lambda unit: unit.execute("COMMIT"))
     with pytest.raises(HandlerCommitted):
         run("batch", work, whole(place, "batch", range(3)))
     for again in (lambda: run("batch", work, whole(place, "batch", range(3))), lambda: counting.work(0)):

@@ -88,7 +88,7 @@ def test_a_batch_that_is_planned_otherwise_the_second_time_is_written_once(
     for is_adaptive, tasks in (("true", "2"), ("false", "7")):
         scene.spark.conf.set(ADAPTIVE, is_adaptive)
         with pytest.raises(Exception, match="not this time"):
-            scene.run(scene.sink(transaction=transaction, also=fail), minPartitions=tasks)
+            scene.run(scene.sink(transaction=transaction, in_transaction=fail), minPartitions=tasks)
         assert scene.ledger()[1] == 0
     scene.spark.conf.set(ADAPTIVE, "true")
     scene.run(scene.sink(transaction=transaction), minPartitions="5")

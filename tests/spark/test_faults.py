@@ -40,7 +40,7 @@ def test_a_worker_that_dies_after_its_commit_is_tried_again_and_writes_nothing_t
             _failpoints.arm("committed", lambda: os._exit(1))
 
     scene.produce(1000)
-    scene.run(scene.sink(transaction=transaction, also=die_once))
+    scene.run(scene.sink(transaction=transaction, in_transaction=die_once))
     assert scene.ledger() == scene.ends()
     scene.check()
 

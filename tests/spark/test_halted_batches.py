@@ -47,7 +47,7 @@ def halted_behind_batch_0(counting: CountingPlace) -> tuple[str, str]:
     """Write batch 0, and batch 1 with an ``also`` that commits; return the two commands that the error names."""
     write(counting, 0, range(3))
     with pytest.raises(HandlerCommitted):
-        write(counting, 1, range(3, 5), also=lambda unit: unit.execute("COMMIT"))
+        write(counting, 1, range(3, 5), in_transaction=lambda unit: unit.execute("COMMIT"))
     with pytest.raises(PartitionHalted) as halted:
         counting.work(1)
     keep, again = re.findall(r"exactly-once reset --group-id \w+ --to-batch \d+", str(halted.value))
@@ -70,7 +70,7 @@ def test_a_batch_whose_rows_are_there_is_left_out(counting: CountingPlace, reset
 def test_a_batch_whose_rows_were_taken_out_is_written_again(counting: CountingPlace, reset: Reset, db: Db) -> None:
     _, again = halted_behind_batch_0(counting)
     db.execute(f'DELETE FROM {counting.place.name} WHERE "offset" >= 3')
-    assert reset(again)["halted"].startswith("also= ended the transaction")
+    assert reset(again)["halted"].startswith("in_transaction= ended the transaction")
     write(counting, 1, range(3, 5))
     assert counting.place.written() == [(0, offset) for offset in range(5)]
 

@@ -86,8 +86,8 @@ def test_an_also_that_ends_its_process_fails_the_batch(scene: Scene) -> None:
         sys.exit(3)
 
     scene.produce(10)
-    with pytest.raises(Exception, match=r"also= called sys\.exit\(3\)"):
-        scene.run(scene.sink(small_batch=1000, also=leave))
+    with pytest.raises(Exception, match=r"in_transaction= called sys\.exit\(3\)"):
+        scene.run(scene.sink(small_batch=1000, in_transaction=leave))
     assert set(scene.ledger().values()) == {0}
     scene.run(scene.sink(small_batch=1000))
     scene.check()

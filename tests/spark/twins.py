@@ -34,7 +34,7 @@ SPECULATION = {
 
 
 class Standstill:
-    """What ``also=`` calls."""
+    """What ``in_transaction=`` calls."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -59,7 +59,7 @@ def main(*arguments: str) -> None:
     with spark.session("twins", master=master, settings=SETTINGS | SPECULATION) as session:
         scene = Scene(session, bootstrap_servers, conninfo, Path(directory), topic=topic)
         try:
-            scene.run(scene.sink(transaction=transaction, also=Standstill(place), patience_seconds=10))
+            scene.run(scene.sink(transaction=transaction, in_transaction=Standstill(place), patience_seconds=10))
         except Exception as error:
             print("failed", str(error).replace("\n", " "))  # nobody can tell what it says once Spark has ended
             raise
