@@ -39,6 +39,12 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     nothing((page for page in pages if not (site / page).exists()), "not in the site")
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
+    nothing((page for page in pages if f": {page}\n" not in navigation), "not in the navigation of mkdocs.yml")
+
+
 def test_the_reference_has_every_option_and_every_command(site: Path) -> None:
     consumer = (site / "reference" / "consumer.html").read_text("utf-8")
     options = list(inspect.signature(ExactlyOnceConsumer).parameters)
