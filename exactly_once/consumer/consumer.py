@@ -131,30 +131,47 @@ _INSTEAD = {
 class ExactlyOnceConsumer:
     """Read Kafka topics so that each message takes effect in Postgres once.
 
-    ``kafka`` is the configuration that confluent-kafka's ``Consumer`` takes. Give ``conninfo``, or
-    ``connect``, a callable that returns a psycopg connection; ``getconn`` of a pool of psycopg_pool is one, and gets
-    every connection back, closed. All checks of options happen here and
-    raise :class:`ConfigurationError`; servers are first contacted by :meth:`subscribe`.
+    All checks of options happen here; servers are first contacted by :meth:`subscribe`.
 
     A partition that cannot be read, because it is halted or its offset is not in the log, say, is left out until its
-    row is changed, and the others are read on; :meth:`health` and the log say why. With ``stop_on_bad_partition`` the
-    iteration raises that :class:`StartError` instead.
-
-    A unit takes what is there, up to ``max_messages`` and ``max_bytes``; with ``linger_seconds`` one that is not full
-    waits so long for more, counted from its first message, so that few messages a second are few transactions.
-
-    ``name`` names this member to operators, ``application`` the program that all members of the group run; where
-    another one applied messages of the group before, a warning says so. Its default is the handler's name under
-    :meth:`run`, else what the names of members have in common, or the program's file.
-
-    ``claims_window``, a timedelta or seconds, is for how long keys that units claim are held at least; at most twice as
-    long. Give all members of a group the same: the last one to start decides. Without it keys are held for ever.
-
-    What librdkafka logs goes to the logger ``exactly_once.kafka``, each line once; ``logger`` in ``kafka``
-    names another.
+    row is changed, and the others are read on; :meth:`health` and the log say why.
 
     One thread owns the consumer; only :meth:`stop` and :meth:`health` may be called from others, and only
     :meth:`stop` from signal handlers.
+
+    :param kafka: The configuration that confluent-kafka's ``Consumer`` takes. What librdkafka logs goes to the logger
+        ``exactly_once.kafka``, each line once, unless ``logger`` names another.
+    :param conninfo: A connection string of libpq; this or ``connect``.
+    :param connect: A callable that returns a psycopg connection. ``getconn`` of a pool of psycopg_pool is one, and gets
+        every connection back, closed.
+    :param start: Where partitions begin that the ledger has no offset of: ``"earliest"``, ``"latest"``, ``"committed"``
+        (where Kafka has the group), or a datetime with a time zone. None, the default, is ``"earliest"`` for a group
+        that Kafka has no offsets of, and refuses one that has.
+    :param on_out_of_range: What to do where the log has lost the stored offset: ``"fail"`` (the default: the partition
+        is left out), ``"earliest"`` or ``"latest"``, written to the audit table.
+    :param isolation: Of the units' transactions: ``"READ COMMITTED"`` (the default), ``"REPEATABLE READ"`` or
+        ``"SERIALIZABLE"``.
+    :param max_messages: How many messages a unit has at most: 500, up to 1,000,000.
+    :param max_bytes: How many bytes of keys, values and headers a unit has at most, but for a single larger message:
+        64 MiB.
+    :param linger_seconds: How long a unit that is not full waits for more, counted from its first message, so that few
+        messages a second are few transactions: 0.
+    :param max_unit_seconds: How long a unit may take until peers may end it, if its process shows no sign of life: 60,
+        or half of ``max.poll.interval.ms`` where that is less; always below that.
+    :param claims_window: For how long keys that units claim are held at least, as a timedelta or seconds; at most twice
+        as long, or for ever by default. The last that is given holds for the group.
+    :param startup_seconds: How long each server is waited for at the start: 30.
+    :param wait_for_topics: Wait for topics that are not there yet instead of raising :class:`UnknownTopic`.
+    :param stop_on_bad_partition: Have the iteration raise the :class:`StartError` of a partition that cannot be read.
+    :param take_over: Take rows that Spark has not released.
+    :param schema: Where the library's tables are: ``exactly_once``.
+    :param migrate: Make the tables, or bring them up to date, at the start.
+    :param name: The name of this member, for operators.
+    :param application: The program that all members of the group run; where another one applied messages of the group
+        before, a warning says so. By default the handler's name under :meth:`run`, else what the names of members have
+        in common, or the program's file.
+    :param metrics: What takes the measurements; by default nothing is measured.
+    :raises ConfigurationError: for an option or a setting of ``kafka`` that is not possible, naming it.
     """
 
     _servers = Servers()
