@@ -1,15 +1,14 @@
-"""``exactly-once demo spark`` as a user starts it: drivers killed, a checkpoint deleted, and both sides compared."""
+"""``exactly-once demo spark``: what it says, and the side of this library."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from typing import Any
 
+import psycopg
 import pytest
 
 from exactly_once.demo import spark_trial
-from tests.support.seeds import seeds
+from exactly_once.demo.display import Display
 
 
 def side(**figures: object) -> spark_trial.Result:
@@ -42,14 +41,22 @@ def test_every_kind_of_fault_is_drawn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("needs_spark", "own_servers")
-def test_the_sink_is_exact_where_the_usual_foreach_batch_doubles() -> None:
-    (seed,) = seeds([], new=1)
-    command = [sys.executable, "-m", "exactly_once", "demo", "spark", "--quick", "--json"]
-    command += ["--seed", str(seed), "--messages", "6000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["exactly_once"]["orders"] == 6000
-    # Before the first fault a batch was committed; without its checkpoint it is written again.
-    assert result["jdbc"]["doubled"] > 0
+@pytest.mark.usefixtures("needs_spark")
+def test_the_sink_is_exact_when_a_worker_is_killed_and_a_checkpoint_is_gone(
+    bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any]
+) -> None:
+    """The demo's side of this library; the other one takes as long, and shows nothing of ours."""
+    setting = spark_trial.Setting(
+        bootstrap_servers=bootstrap_servers,
+        conninfo=conninfo,
+        jdbc_url="",
+        seed=1,
+        orders=1500,
+        faults=("worker", "checkpoint"),
+    )
+    try:
+        result = spark_trial.SparkTrial("exactly_once", setting, Display()).run()
+    finally:
+        db.execute("DROP SCHEMA IF EXISTS demo_spark_exactly_once CASCADE")
+    assert result.is_exact, result
+    assert (result.orders, result.drivers_killed, result.checkpoints_deleted) == (1500, 1, 1)
