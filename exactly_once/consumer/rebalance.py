@@ -211,8 +211,9 @@ def _sought(client: Consumer, position: TopicPartition) -> bool:
     try:
         client.seek(position)
     except KafkaException as error:
-        # Outdated: the client's own thread was just then beginning with what was assigned.
-        if error.args[0].code() not in (KafkaError._STATE, KafkaError._OUTDATED):  # noqa: SLF001 - its public name
+        # Numbers below 0 are the client's own: it has not begun with what was assigned, is just then beginning, or
+        # does not know the partition while brokers come back. A broker's answer comes with what is fetched.
+        if error.args[0].code() >= 0:
             raise
         return False
     return True

@@ -77,3 +77,34 @@ def test_what_the_client_refuses_is_not_tried_again(subscribed: tuple[Client, As
     client.callbacks["on_assign"](client, [TopicPartition("t", 1)])
     assert len(assignment.events) == len(assignment.failures) == 1
     assert client.calls == 1
+
+
+class Seeking(Client):
+    """Stands for a client to which brokers are coming back: what its seek answers then depends on the moment."""
+
+    def __init__(self, *codes: int) -> None:
+        super().__init__()
+        self.seeks = [KafkaException(KafkaError(code)) for code in codes]
+
+    def assignment(self) -> list[TopicPartition]:
+        return []
+
+    def resume(self, _: list[TopicPartition]) -> None:
+        pass
+
+    def seek(self, _: TopicPartition) -> None:
+        if self.seeks:
+            raise self.seeks.pop()
+
+
+@pytest.mark.parametrize("code", [KafkaError._STATE, KafkaError._OUTDATED, KafkaError._UNKNOWN_PARTITION])
+def test_a_seek_that_is_not_possible_yet_is_tried_again(code: int) -> None:
+    client, assignment = Seeking(code), Assignment(incremental=True, group_id="g")
+    assignment.position(client, {Partition("t", 1): (5, 2)}, {})  # type: ignore[arg-type]
+    assert not client.seeks
+
+
+def test_what_a_broker_answers_to_a_seek_is_raised() -> None:
+    client, assignment = Seeking(KafkaError.TOPIC_AUTHORIZATION_FAILED), Assignment(incremental=True, group_id="g")
+    with pytest.raises(KafkaException):
+        assignment.position(client, {Partition("t", 1): (5, 2)}, {})  # type: ignore[arg-type]
