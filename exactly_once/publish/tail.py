@@ -63,6 +63,9 @@ def describe(kafka: Mapping[str, Any], topic: str) -> Log:
                 cluster_id, topic_id = cluster.identify(), cluster.describe([topic])[topic].topic_id
                 try:
                     found = admin.list_topics(topic, timeout=_ASK_SECONDS)
+                    # A client that has just connected again may know the topic and no broker, or no partition of it.
+                    if not found.brokers or not found.topics[topic].partitions:
+                        raise BrokerUnreachable(f"nobody describes {topic!r}: no broker is known")
                     policy = _setting(admin, ConfigResource.Type.TOPIC, topic, "cleanup.policy")
                     broker = str(next(iter(found.brokers)))
                     lag = _setting(admin, ConfigResource.Type.BROKER, broker, "replica.lag.time.max.ms")
