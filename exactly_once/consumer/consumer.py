@@ -814,8 +814,8 @@ class ExactlyOnceConsumer:
 
     def _leave(self) -> None:
         """Leave the group: with an empty assignment the client's close may not do so, and all wait for its ghost."""
-        if "group.instance.id" not in self._kafka and self._topics and not self._client.assignment():
-            self._client.unsubscribe()
+        if self._topics:
+            self._assignment.leave(self._client, for_good="group.instance.id" not in self._kafka)
 
     def _move_to_ends(self) -> None:
         if self._ownership.is_sound and not self._commits.is_pending and not self._session.lost:

@@ -124,6 +124,20 @@ class Assignment:
             client.resume(client.assignment())
             self.paused = False
 
+    def leave(self, client: Consumer, *, for_good: bool) -> None:
+        """Answer what callbacks wait, so that closing the client meets one of them at most; leave the group before.
+
+        Incremental clients of librdkafka (2.16) revoke once more when they are closed, whether or not an earlier
+        callback was answered. With the answer to the first the client may end, and a call in the second is then
+        thrown away: it waits for ever, and holds the interpreter's lock. A client without a subscription does not.
+        A static member of the classic protocol would give up its place with it, so only what waits is answered.
+        """
+        self.pause(client)  # else messages would keep coming, which nobody handles any more
+        if for_good:
+            client.unsubscribe()
+        while client.poll(0) is not None:
+            pass
+
     def _callback(
         self, change: Change, act: Callable[[Consumer, list[Partition]], None]
     ) -> Callable[[Consumer, list[TopicPartition]], None]:

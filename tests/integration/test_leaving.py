@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient
 
+from exactly_once.consumer.closing import Closing
+from exactly_once.consumer.rebalance import generation
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic
 from tests.support.waiting import until
-from tests.support.worker import turn
+from tests.support.worker import turn, turn_until
 
 
 def members(bootstrap_servers: str, group: str) -> int:
@@ -39,3 +41,31 @@ def test_a_member_that_closes_is_no_member_any_more(
     idlest = min((first, second), key=lambda consumer: len(consumer.health().owned))
     idlest.close()
     until(lambda: members(bootstrap_servers, name) == 1, 5, "the other one to be alone")
+
+
+def test_no_two_callbacks_are_left_to_the_client_that_closes(
+    make_consumer: MakeConsumer, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two, librdkafka throws a call of the second away where the first ended the client: it waits for ever."""
+    topic = create_topic(bootstrap_servers, 2)
+    settings = {"partition.assignment.strategy": "cooperative-sticky", "heartbeat.interval.ms": 300}
+    first, second = make_consumer(settings), make_consumer(settings)
+    first.subscribe([topic])
+    turn_until(first, lambda: len(first.health().owned) == 2, 30, "the first to own both partitions")
+    seen = generation(first._client)
+    second.subscribe([topic])
+    # The first does not poll any more: that it is to give a partition away waits in its client.
+    turn_until(second, lambda: generation(first._client) > seen, 30, "the group to give the second its part")
+    served = []
+    wait = Closing.wait
+
+    def counted(closing: Closing, seconds: float) -> bool:
+        before = len(first._assignment.events)
+        try:
+            return wait(closing, seconds)
+        finally:
+            served.append(len(first._assignment.events) - before)
+
+    monkeypatch.setattr(Closing, "wait", counted)
+    first.close()
+    assert served in ([0], [1])
