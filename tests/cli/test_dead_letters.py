@@ -130,6 +130,17 @@ def test_list_can_be_narrowed(letters: Command, dead: Dead) -> None:
     assert places("--all") == DEAD
 
 
+@pytest.mark.parametrize("by_id", [False, True])
+def test_list_tells_that_there_are_more(by_id: bool, letters: Command, dead: Dead) -> None:
+    which = sorted(dead.ids.values()) if by_id else ["--topic", dead.topic]
+    for limit, told in ((3, "there are more than these 3: --limit N shows more\n"), (4, "")):
+        listed = letters("list", *which, "--limit", limit)
+        assert (listed.code, len(listed.out.splitlines()) - 1, listed.err) == (0, limit, told)
+    refused = letters("list", "--limit", 0)
+    assert refused.code == 2
+    assert "0 is not a number: 1 or more" in refused.err
+
+
 def test_empty_list_says_so(letters: Command) -> None:
     assert letters("list").out == "there are no dead letters\n"
     assert letters("list", "--json").json == {"dead_letters": []}
