@@ -231,6 +231,21 @@ def test_dropped_letter_is_not_dropped_or_replayed_again(letters: Command, dead:
         assert "list --all" in refused.err
 
 
+def test_reset_drops_the_letters_whose_messages_come_again(
+    command: Command, dead: Dead, bootstrap_servers: str, conninfo: str
+) -> None:
+    """Else the log brings a message once, and a replay of its letter a second time."""
+    where = ["--group-id", dead.topic, "--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo]
+    reset = ["reset", "--topic", dead.topic, "--to-offset", 4, *where]
+    planned = command(*reset)
+    assert f"would be dropped for that: 2 ({dead.topic}[0] offset 4, {dead.topic}[1] offset 4)" in planned.out
+    assert dead.statuses() == ["dead"] * 4
+    done = command(*reset, "--execute", "--json")
+    assert done.json["dead_letters"] == [dead[0, 4], dead[1, 4]]
+    assert dead.statuses() == ["dead", "dropped"] * 2
+    assert "dead letters" not in command("reset", "--topic", dead.topic, "--to-current", *where).out
+
+
 def test_drop_as_json(letters: Command, dead: Dead) -> None:
     document = letters("drop", dead[0, 3], "--execute", "--json").json
     assert [(each["id"], each["status"]) for each in document["dead_letters"]] == [(dead[0, 3], "dropped")]
