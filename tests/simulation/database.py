@@ -85,7 +85,7 @@ class State(NamedTuple):
     """What is committed."""
 
     rows: dict[Partition, Row]
-    effects: dict[Partition, frozenset[int]]
+    effects: dict[Partition, tuple[int, ...]]
 
 
 class Statement(NamedTuple):
@@ -294,7 +294,7 @@ class Database:
         self.record(None, "reset", self._state(), partition, offset, sorted(should))
 
     def _state(self) -> State:
-        return State(dict(self.rows), {p: frozenset(offsets) for p, offsets in self.effects.items() if offsets})
+        return State(dict(self.rows), {p: tuple(sorted(offsets)) for p, offsets in self.effects.items() if offsets})
 
     def _end(self, transaction: Transaction, status: Status) -> None:
         transaction.status = status

@@ -7,7 +7,8 @@ what became of a transaction, and what is committed must be as the simulated dat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 from unittest import mock
 from uuid import UUID, uuid4
@@ -22,6 +23,7 @@ from exactly_once.ledger import rows
 from exactly_once.ledger.outcome import SHORT_COUNT
 from exactly_once.ledger.session import Begun, Session, connector
 from exactly_once.ledger.sql import query
+from tests.support.waiting import until
 
 from .database import Effect, State, Statement, Transaction, Violation, Waits
 
@@ -61,6 +63,10 @@ _WRONG: tuple[Callable[[Advance], Advance], ...] = (
 """What is wrong with an advance that is tried before each that moves something: every condition by itself counts."""
 
 
+_HARMLESS = {"begin", "apply", "known", "has_rows", "look", "commit", "abort"}
+"""What takes no locks."""
+
+
 class _Committed(NamedTuple):
     """What is committed on the real server, as it can be put back."""
 
@@ -68,22 +74,13 @@ class _Committed(NamedTuple):
     effects: list[dict[str, Any]]
     audit: int
 
-    def state(self) -> tuple[dict[Partition, tuple[Any, ...]], list[Effect]]:
-        return (
-            {
-                Partition(r["topic"], r["partition"]): (
-                    r["next_offset"],
-                    r["generation"],
-                    r["leader_epoch"],
-                    r["topic_id"],
-                    r["cluster_id"],
-                    r["owner_epoch"],
-                    r["owner_token"] and UUID(r["owner_token"]),
-                    r["owner_instance"] and UUID(r["owner_instance"]),
-                )
-                for r in self.rows
-            },
-            sorted((Partition(e["topic"], e["partition"]), e["at"]) for e in self.effects),
+    def state(self) -> State:
+        effects: dict[Partition, list[int]] = {}
+        for e in self.effects:
+            effects.setdefault(Partition(e["topic"], e["partition"]), []).append(e["at"])
+        return State(
+            {Partition(r["topic"], r["partition"]): _row(r) for r in self.rows},
+            {p: tuple(sorted(offsets)) for p, offsets in effects.items()},
         )
 
 
@@ -111,9 +108,12 @@ class Replay:
         self._history: list[_Committed] = []
         self._group_id = ""
         self._token = UUID(int=0)
+        self._thread = ThreadPoolExecutor(1)
+        self._waiting: tuple[Transaction | None, Future[Any]] | None = None
         self.executed = 0
 
     def close(self) -> None:
+        self._thread.shutdown()
         self._looker.close()
         for session in (self._asker, *(b.session for b in (*self._free, *self._busy.values()))):
             session.close()
@@ -126,9 +126,13 @@ class Replay:
         self._group_id = group_id
         self._history = [_Committed([], [], 0)]
         with mock.patch.object(rows, "uuid4", self._draw):
+            awaited = _awaited(statements)
             for number, statement in enumerate(statements):
-                expected, found = self._execute(statement)
                 self.executed += 1
+                if number in awaited:
+                    self._wait(statement, awaited[number])
+                    continue
+                expected, found = self._execute(statement)
                 if expected != found:
                     before = "\n".join(map(_told, statements[max(0, number - 60) : number + 1]))
                     raise Violation(f"statement {number}: expected {expected}\nPostgres says {found}\n{before}")
@@ -142,35 +146,43 @@ class Replay:
     def _execute(self, statement: Statement) -> tuple[Any, Any]:
         """Execute one; return what is expected and what was found."""
         transaction, name, arguments, answer = statement
-        if transaction is None:
-            if name == "fail_over":
-                del self._history[len(self._history) - min(*arguments, len(self._history) - 1) :]
-                self._set(_RESTORE, **self._history[-1]._asdict())
-            else:
-                self._reset(*arguments)
-            return _expected(answer), self._look().state()
-        if name == "begin":
-            self._begin(transaction)
-            return None, None
-        if name == "outcome":
-            return answer, self._asker.outcome(self._begun[id(transaction)])
-        backend = self._busy[id(transaction)]
-        if name == "apply":
-            effects = [(self._group_id, *partition, offset) for partition, offset in arguments[0]]
-            backend.session.connection.cursor().executemany(_APPLY, effects)
-            return None, None
-        if name in {"commit", "abort"}:
-            self._free.append(self._busy.pop(id(transaction)))
-            if name == "abort":
-                backend.session.roll_back()
-                return None, None
+        if transaction is None or name in {"begin", "apply", "abort", "outcome"}:
+            return answer, getattr(self, f"_{name}")(*[transaction] if transaction else [], *arguments)
+        if name == "commit":
+            backend = self._end(transaction)
             backend.session.connection.execute("COMMIT", prepare=False)
-            if not transaction.rows and not transaction.effects:
-                self._history.append(self._history[-1])
-                return None, None
-            self._history.append(self._look())
-            return _expected(answer), self._history[-1].state()
-        return _plain(answer), self._call(backend, name, arguments, answer)
+            has_changed = transaction.rows or transaction.effects
+            self._history.append(self._look() if has_changed else self._history[-1])
+            return answer, self._history[-1].state() if has_changed else answer
+        if self._waiting is not None and self._waiting[0] is transaction:
+            (_, future), self._waiting = self._waiting, None
+            return _plain(answer), future.result()
+        backend = self._busy[id(transaction)]
+        method = self._method(backend, name, arguments, answer)
+        if isinstance(answer, Waits):
+            return _WAITS, _undone(backend, method, *arguments)
+        if name in {"advance", "move_to_ends"} and answer is None:
+            # The last of them is the one that is wrong: all that were right before must not have moved then.
+            *right, last = arguments[0]
+            wrong = _WRONG[self.executed % len(_WRONG)](last)
+            if (refused := _undone(backend, method, [*right, wrong])) != SHORT_COUNT:
+                raise Violation(f"{wrong} in place of {last}: {refused}")
+        return _plain(answer), _answer(method, *arguments)
+
+    def _wait(self, statement: Statement, answer: Any) -> None:
+        """Have a statement wait indeed, until the transactions have ended that it waits for."""
+        transaction, name, arguments, _ = statement
+        backend = self._busy[id(transaction)]
+        future = self._thread.submit(_answer, self._method(backend, name, arguments, answer), *arguments)
+        self._waiting = transaction, future
+
+        def waits() -> bool:
+            locks = self._looker.execute("SELECT FROM pg_locks WHERE pid = %s AND NOT granted", [backend.begun.pid])
+            return locks.rowcount > 0
+
+        until(lambda: future.done() or waits(), 10, "a statement that waits for a lock")
+        if future.done():
+            raise Violation(f"{name}{arguments} does not wait: {future.result()}")
 
     def _draw(self) -> UUID:
         """Draw what was drawn in the schedule."""
@@ -182,11 +194,29 @@ class Replay:
         backend.begun = self._begun[id(transaction)] = backend.session.begin("READ COMMITTED")
         self._busy[id(transaction)] = backend
 
-    def _call(self, backend: _Backend, name: str, arguments: tuple[Any, ...], answer: Any) -> Any:
-        """Execute a method of the real ledger inside of its transaction."""
+    def _apply(self, transaction: Transaction, effects: Sequence[Effect]) -> None:
+        values = [(self._group_id, *partition, offset) for partition, offset in effects]
+        self._busy[id(transaction)].session.connection.cursor().executemany(_APPLY, values)
+
+    def _abort(self, transaction: Transaction) -> None:
+        self._end(transaction).session.roll_back()
+
+    def _outcome(self, transaction: Transaction) -> str:
+        return self._asker.outcome(self._begun[id(transaction)])
+
+    def _end(self, transaction: Transaction) -> _Backend:
+        self._free.append(self._busy.pop(id(transaction)))
+        return self._free[-1]
+
+    def _method(self, backend: _Backend, name: str, arguments: tuple[Any, ...], answer: Any) -> Callable[..., Any]:
+        """Return the real ledger's method, in its transaction, as it is called to give this answer."""
         connection = backend.session.connection
         ledger = backend.ledger.inside(connection)
-        call: dict[str, Callable[..., Any]] = {
+        if name == "resolve":
+            self._token = arguments[1][-1]
+        elif name == "acquire":
+            self._token = answer[0].owner_token if isinstance(answer, list) else uuid4()
+        methods: dict[str, Callable[..., Any]] = {
             "register": lambda offsets: ledger.register(
                 offsets, cluster_id="c", topic_ids={p.topic: "id" for p in offsets}
             ),
@@ -194,22 +224,15 @@ class Replay:
             "move_to_ends": lambda advances: ledger.move_to_ends(advances, lock_seconds=1),
             "resolve": lambda partitions, tokens: ledger.resolve(partitions, tokens[:-1], lock_seconds=1),
         }
-        if name == "resolve":
-            self._token = arguments[1][-1]
-        elif name == "acquire":
-            self._token = answer[0].owner_token if isinstance(answer, list) else uuid4()
-        method = call.get(name, getattr(ledger, name))
-        if isinstance(answer, Waits):
-            return _undone(connection, method, *arguments)
-        if name in {"advance", "move_to_ends"} and answer is None:
-            # The last of them is the one that is wrong: all that were right before must not have moved then.
-            *right, last = arguments[0]
-            wrong = _WRONG[self.executed % len(_WRONG)](last)
-            if (refused := _undone(connection, method, [*right, wrong])) != SHORT_COUNT:
-                raise Violation(f"{wrong} in place of {last}: {refused}")
-        return _answer(method, *arguments)
+        return methods.get(name) or getattr(ledger, name)
 
-    def _reset(self, partition: Partition, offset: int, effects: Iterable[int]) -> None:
+    def _fail_over(self, lost_commits: int) -> State:
+        """Put back what was committed before; a real failover would take a minute, and its rows are the same."""
+        del self._history[max(1, len(self._history) - lost_commits) :]
+        self._set(_RESTORE, **self._history[-1]._asdict())
+        return self._look().state()
+
+    def _reset(self, partition: Partition, offset: int, effects: Iterable[int]) -> State:
         """Move an offset as an operator does, who has set the effects right."""
         with self._looker.transaction():
             self._looker.execute(
@@ -223,6 +246,7 @@ class Replay:
                 query("reset", _SCHEMA), {**parameters, "group_id": self._group_id, "reason": "simulated"}
             )
         self._history.append(self._look())
+        return self._history[-1].state()
 
     def _look(self) -> _Committed:
         found = self._looker.execute(_LOOK, {"group_id": self._group_id}).fetchone()
@@ -236,8 +260,27 @@ class Replay:
                 self._looker.execute(statement, {**values, "group_id": self._group_id})
 
 
-def _undone(connection: psycopg.Connection[Any], method: Callable[..., Any], *arguments: Any) -> Any:
+def _awaited(statements: Sequence[Statement]) -> dict[int, Any]:
+    """Return which statements can be left waiting, and the answers that they have to get in the end.
+
+    Those that are executed before anybody else does anything that their having the locks would change.
+    """
+    found = {}
+    for number, (transaction, name, _, answer) in enumerate(statements):
+        if isinstance(answer, Waits):
+            for other in statements[number + 1 :]:
+                if other.transaction is transaction:
+                    if other.name == name and not isinstance(other.answer, Waits):
+                        found[number] = other.answer
+                    break
+                if other.name not in _HARMLESS:
+                    break
+    return found
+
+
+def _undone(backend: _Backend, method: Callable[..., Any], *arguments: Any) -> Any:
     """Try what must be refused, and leave everything as it was."""
+    connection = backend.session.connection
     connection.execute("SAVEPOINT tried; SET LOCAL lock_timeout = '2ms'", prepare=False)
     try:
         return _answer(method, *arguments)
@@ -252,24 +295,11 @@ def _answer(method: Callable[..., Any], *arguments: Any) -> Any:
         return _plain(error)
 
 
-def _expected(state: State) -> tuple[dict[Partition, tuple[Any, ...]], list[Effect]]:
-    """Write what is committed in the simulated database as :meth:`_Committed.state` does."""
-    return (
-        {
-            p: (
-                row.next_offset,
-                row.generation,
-                row.leader_epoch,
-                row.topic_id,
-                row.cluster_id,
-                row.owner_epoch,
-                row.owner_token,
-                row.owner_instance,
-            )
-            for p, row in state.rows.items()
-        },
-        sorted((p, offset) for p, offsets in state.effects.items() for offset in offsets),
-    )
+def _row(row: dict[str, Any]) -> Row:
+    """Make what a statement would have returned of what is in the table."""
+    ids = {name: row[name] and UUID(row[name]) for name in ("owner_token", "owner_instance")}
+    seen = {field.name: row[field.name] for field in fields(Row) if field.name in row and field.name not in ids}
+    return Row(**{**seen, **ids, "partition": Partition(row["topic"], row["partition"])})
 
 
 def _plain(answer: Any) -> Any:
