@@ -8,13 +8,17 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
+
 from tests.support.seeds import seeds
 
 from .database import Violation
 from .replay import Replay
 from .world import Plan, World
 
-REPLAYS = int(os.environ.get("EXACTLY_ONCE_REPLAYS", "100"))
+REPLAYS = int(os.environ.get("EXACTLY_ONCE_REPLAYS", "60"))
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if REPLAYS > 100 else 600)]
 
 
 def test_postgres_answers_as_the_simulated_database_did(conninfo: str, name: str) -> None:
