@@ -238,6 +238,17 @@ def test_postgres_gets_its_settings(place: Path) -> None:
         assert query(postgres, "SELECT count(*) FROM pg_file_settings WHERE error IS NOT NULL") == (0,)
 
 
+@pytest.mark.parametrize("database", ["postgres", "dbname=postgres replication=database"])
+def test_nobody_gets_in_without_the_password_of_this_server(postgres: embedded.Postgres, database: str) -> None:
+    """Every user of the machine reaches its port, and a superuser of it executes programs."""
+    place = f"host=127.0.0.1 port={postgres.port} user=postgres {database if '=' in database else 'dbname=postgres'}"
+    for password in ("", " password=postgres"):
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(place + password, passfile="/dev/null")
+    with embedded.Postgres() as other:
+        assert postgres.conninfo.partition("@")[0] != other.conninfo.partition("@")[0]
+
+
 def test_postgres_brings_its_programs(postgres: embedded.Postgres) -> None:
     command = [str(postgres.binary("psql")), postgres.conninfo, "-Atc", "SELECT current_user"]
     assert subprocess.check_output(command, text=True).strip() == "postgres"
