@@ -362,6 +362,24 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         embedded.Postgres().start()
 
 
+def test_a_jar_that_is_another_than_it_was_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its repository would vouch for it all the same."""
+
+    def resolve(name: str, directory: Path, _: jars.Progress) -> list[Path]:
+        (directory / name).write_text("something else")
+        return [directory / name]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jars, "_resolve", resolve)
+    with pytest.raises(embedded.DownloadError, match=r"postgresql-42\.7\.8\.jar is not what it was"):
+        jars.fetched("postgresql-42.7.8.jar", "driver", "the driver")
+    assert not (jars.cache_directory() / "driver").exists()
+    assert [jar.name for jar in jars.fetched("new-1.0.jar", "new", "a new one").iterdir()] == ["new-1.0.jar"]
+    assert "no digest of new-1.0.jar is known" in caplog.text
+
+
 def test_a_broken_download_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
