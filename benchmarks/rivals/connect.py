@@ -48,7 +48,7 @@ def command(
         "topics": topic,
         "connection.url": f"jdbc:postgresql://127.0.0.1:{place.port}{place.path}?reWriteBatchedInserts=true",
         "connection.username": place.username or "",
-        "connection.password": "",
+        "connection.password": place.password or "",
         "insert.mode": "insert",
         "primary.key.mode": "none",
         "schema.evolution": "none",

@@ -35,7 +35,7 @@ def main(bootstrap_servers: str, topic: str, conninfo: str) -> None:
         port=place.port,
         dbname=place.path.lstrip("/"),
         user=place.username,
-        password="",
+        password=place.password,
         table_name="payment",
         schema_auto_update=False,
     )

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             setting = spark_trial.Setting(
                 bootstrap_servers=servers.bootstrap_servers,
                 conninfo=servers.conninfo,
-                jdbc_url=f"jdbc:postgresql://127.0.0.1:{servers.postgres.port}/postgres?user=postgres",
+                jdbc_url=servers.postgres.jdbc_url,
                 seed=seed,
                 orders=args.messages or (_QUICK_ORDERS if args.quick else _ORDERS),
                 faults=spark_trial.plan(seed, quick=args.quick),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import tempfile
@@ -23,16 +24,20 @@ _POLL_SECONDS = 0.01
 _RESERVED = frozenset({"data_directory", "listen_addresses", "port", "unix_socket_directories"})
 _MODES = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 _CONFIGURATION = "embedded.conf"
+_KEY_FILE = "embedded.key"
+"""A file in the data directory, so that a base backup has the password of its roles with it."""
+# Iterations slow down who guesses: a password of 128 random bits needs no more than one.
+_AUTHENTICATION = ("--auth=scram-sha-256", "--set=scram_iterations=1")
 
 
 class Postgres:
     """Run Postgres on 127.0.0.1; use it in a ``with`` statement.
 
-    *settings* are those of ``postgresql.conf``; the defaults are Postgres' own, ``fsync`` included. Whoever
-    can connect is let in, as the superuser ``postgres``. Without *directory* the data lives in a temporary
-    one, deleted on `close`; in a given one it lives in the subdirectory ``data``, so a base backup can be put
-    there before `start`. A wrong option raises `OptionError` here; `start` raises `StartError` with the tail
-    of the log.
+    *settings* are those of ``postgresql.conf``; the defaults are Postgres' own, ``fsync`` included. The password
+    of the superuser ``postgres`` is drawn for each server, and part of `conninfo`. Without *directory* the data
+    lives in a temporary one, deleted on `close`; in a given one it lives in the subdirectory ``data``, so a base
+    backup can be put there before `start`. A wrong option raises `OptionError` here; `start` raises `StartError`
+    with the tail of the log.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Postgres:
         self._given_directory = None if directory is None else Path(directory).absolute()
         self._directory: Path | None = None  # from when it is first asked for until `close`
         self._port: int | None = None  # from the first start on
+        self._password = ""  # with a colon before it; from the first start on, none for data that was made elsewhere
         self._process: ServerProcess | None = None  # also when it has ended
         self._paused: list[int] = []  # processes, the postmaster first
 
@@ -73,8 +79,14 @@ class Postgres:
 
     @property
     def conninfo(self) -> str:
-        """Return the libpq URI of the superuser and the database ``postgres``."""
-        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+        """Return the libpq URI of the superuser and the database ``postgres``, with the password."""
+        return f"postgresql://postgres{self._password}@127.0.0.1:{self.port}/postgres"
+
+    @property
+    def jdbc_url(self) -> str:
+        """Return the URL of the same for programs on the JVM, with user and password."""
+        password = self._password.replace(":", "&password=")
+        return f"jdbc:postgresql://127.0.0.1:{self.port}/postgres?user=postgres{password}"
 
     @property
     def data_directory(self) -> Path:
@@ -122,10 +134,21 @@ class Postgres:
             if not (data / "PG_VERSION").exists():
                 locale = ("--encoding=UTF8", "--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8")
                 # What a fresh directory loses when the machine crashes now is made again: it need not be synced.
-                options = ("--username=postgres", "--auth=trust", "--no-sync", *locale)
+                options = (
+                    "--username=postgres",
+                    f"--pwfile={place / _KEY_FILE}",
+                    "--no-sync",
+                    *locale,
+                    *_AUTHENTICATION,
+                )
+                (place / _KEY_FILE).touch(0o600)
+                (place / _KEY_FILE).write_text(secrets.token_hex(16))
                 programs.hand_over(place)
                 programs.run([self.binary("initdb"), "-D", data, *options], place)
+                (place / _KEY_FILE).rename(data / _KEY_FILE)
             (data / _CONFIGURATION).write_text("".join(f"{name} = '{text}'\n" for name, text in settings.items()))
+            if (data / _KEY_FILE).exists():
+                self._password = f":{(data / _KEY_FILE).read_text()}"
             main, include = data / "postgresql.conf", f"include = '{_CONFIGURATION}'\n"
             if include not in main.read_text():
                 with main.open("a") as file:

@@ -115,10 +115,16 @@ def printed_schema(command: Command, admin: Db, schema: str, role: str) -> str:
 
 
 def test_a_least_privilege_role_consumes_with_the_printed_schema(
-    printed_schema: str, worker_conninfo: str, role: str, topic: str, make_consumer: MakeConsumer
+    *,
+    printed_schema: str,
+    postgres_conninfo: str,
+    worker_conninfo: str,
+    role: str,
+    topic: str,
+    make_consumer: MakeConsumer,
 ) -> None:
     """The role may log in, insert into one table of effects, and do what the printed grants allow."""
-    with psycopg.connect(make_conninfo(worker_conninfo, user="postgres"), autocommit=True) as owner:
+    with psycopg.connect(postgres_conninfo, autocommit=True) as owner:
         table = sql.Identifier(f"{topic}_effects")
         owner.execute(sql.SQL('CREATE TABLE {} (partition int, "offset" bigint)').format(table))
         owner.execute(sql.SQL("GRANT INSERT ON {} TO {}").format(table, sql.Identifier(role)))

@@ -164,7 +164,11 @@ def test_a_file_that_is_not_toml_is_not_repeated(command: Command, tmp_path: Pat
 def test_a_password_that_is_right_is_not_shown_either(
     command: Command, consumed: str, conninfo: str, bootstrap_servers: str
 ) -> None:
-    given = psycopg.conninfo.make_conninfo(conninfo, password=SECRET)
+    role = f"{consumed}_role"
+    with psycopg.connect(conninfo, autocommit=True) as connection:
+        statement = psycopg.sql.SQL("CREATE ROLE {} LOGIN SUPERUSER PASSWORD {}")
+        connection.execute(statement.format(psycopg.sql.Identifier(role), SECRET))
+    given = psycopg.conninfo.make_conninfo(conninfo, user=role, password=SECRET)
     where = ("--conninfo", given, "--bootstrap-servers", bootstrap_servers, "--group-id", consumed)
     for args in (
         ["migrate"],

@@ -238,6 +238,17 @@ def test_postgres_gets_its_settings(place: Path) -> None:
         assert query(postgres, "SELECT count(*) FROM pg_file_settings WHERE error IS NOT NULL") == (0,)
 
 
+@pytest.mark.parametrize("database", ["postgres", "dbname=postgres replication=database"])
+def test_nobody_gets_in_without_the_password_of_this_server(postgres: embedded.Postgres, database: str) -> None:
+    """Every user of the machine reaches its port, and a superuser of it executes programs."""
+    place = f"host=127.0.0.1 port={postgres.port} user=postgres {database if '=' in database else 'dbname=postgres'}"
+    for password in ("", " password=postgres"):
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(place + password, passfile="/dev/null")
+    with embedded.Postgres() as other:
+        assert postgres.conninfo.partition("@")[0] != other.conninfo.partition("@")[0]
+
+
 def test_postgres_brings_its_programs(postgres: embedded.Postgres) -> None:
     command = [str(postgres.binary("psql")), postgres.conninfo, "-Atc", "SELECT current_user"]
     assert subprocess.check_output(command, text=True).strip() == "postgres"
@@ -349,6 +360,24 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         embedded.start()
     with pytest.raises(ImportError):
         embedded.Postgres().start()
+
+
+def test_a_jar_that_is_another_than_it_was_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its repository would vouch for it all the same."""
+
+    def resolve(name: str, directory: Path, _: jars.Progress) -> list[Path]:
+        (directory / name).write_text("something else")
+        return [directory / name]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jars, "_resolve", resolve)
+    with pytest.raises(embedded.DownloadError, match=r"postgresql-42\.7\.8\.jar is not what it was"):
+        jars.fetched("postgresql-42.7.8.jar", "driver", "the driver")
+    assert not (jars.cache_directory() / "driver").exists()
+    assert [jar.name for jar in jars.fetched("new-1.0.jar", "new", "a new one").iterdir()] == ["new-1.0.jar"]
+    assert "no digest of new-1.0.jar is known" in caplog.text
 
 
 def test_a_broken_download_leaves_nothing_behind(

@@ -21,6 +21,7 @@ from exactly_once.ledger.migrate import migrate
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, armed, backend_of
+from tests.support.roles import as_role
 from tests.support.waiting import until
 from tests.support.worker import record
 
@@ -225,7 +226,7 @@ def test_a_server_without_a_free_connection_is_waited_for(scene: Scene, db: psyc
         f"CREATE ROLE {role} LOGIN CONNECTION LIMIT 1; GRANT pg_write_all_data, pg_read_all_data TO {role}".encode()
     )
     db.execute(f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA exactly_once TO {role}".encode())
-    conninfo = scene.conninfo.replace("postgres@", f"{role}@")
+    conninfo = as_role(scene.conninfo, role)
     consumer = scene.consumer(conninfo=conninfo)
     unit = next(iter(consumer))
     with pytest.raises(Redelivered), unit:

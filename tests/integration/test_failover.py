@@ -95,11 +95,7 @@ def test_worker_at_a_standby_does_not_start_and_at_both_hosts_finds_the_primary(
     create_topic(bootstrap_servers, 1, name=name)
     with pytest.raises(ReadOnly, match=rf"127\.0\.0\.1:{pair.standby.port}/postgres takes no writes"):
         make_consumer(conninfo=pair.standby.conninfo, startup_seconds=1).subscribe([name])
-    both = (
-        f"postgresql://postgres@127.0.0.1:{pair.standby.port},127.0.0.1:{pair.primary.port}/postgres"
-        "?target_session_attrs=read-write"
-    )
-    make_consumer(conninfo=both, startup_seconds=30).subscribe([name])
+    make_consumer(conninfo=pair.conninfo, startup_seconds=30).subscribe([name])
 
 
 @pytest.fixture

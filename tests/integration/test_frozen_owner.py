@@ -26,6 +26,7 @@ from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
+from tests.support.roles import as_role
 from tests.support.waiting import until
 from tests.support.worker import ROOT, Crew, Worker, drain
 
@@ -207,7 +208,7 @@ def test_a_marked_backend_of_another_role_is_left_alone(
 ) -> None:
     role = f"{scene.topic}_role"
     db.execute(f"CREATE ROLE {role} LOGIN; GRANT ALL ON {contested} TO {role}".encode())
-    holder = _hold(scene.conninfo.replace("postgres@", f"{role}@"), contested, tag_of(uuid4(), SCHEMA))
+    holder = _hold(as_role(scene.conninfo, role), contested, tag_of(uuid4(), SCHEMA))
     assert _run_into(scene, contested, holder)
 
 
@@ -251,7 +252,7 @@ def test_the_documented_rights_are_enough_to_end_and_to_be_spared(
     db.execute(f"CREATE ROLE {role} LOGIN; GRANT ALL ON {contested} TO {role}".encode())
     db.execute(grants(SCHEMA, role))
     _own(db, scene, peer, "other")
-    conninfo = scene.conninfo.replace("postgres@", f"{role}@")
+    conninfo = as_role(scene.conninfo, role)
     holder = _hold(conninfo, contested, tag_of(peer, SCHEMA, 1))
     shower = StaleBackendTerminator(connector(conninfo), schema=SCHEMA, group_id="other", instance=peer)
     if is_alive:

@@ -23,6 +23,7 @@ from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.sql import grants
 from tests.conftest import MakeConsumer
+from tests.support.roles import as_role
 from tests.support.seeds import first_seed
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
@@ -215,9 +216,7 @@ def test_a_worker_may_rotate_without_the_right_to_delete(
     db.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
     db.execute(grants("exactly_once", name))
     try:
-        with closing(
-            Session(connector(psycopg.conninfo.make_conninfo(conninfo, user=name)), schema="exactly_once")
-        ) as s:
+        with closing(Session(connector(as_role(conninfo, name)), schema="exactly_once")) as s:
             worker = Ledger(s, group_id=name, owner_kind="consumer")
             (row,) = worker.acquire(register(worker, name))
             advance(worker, to(row, 5))

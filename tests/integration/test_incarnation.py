@@ -14,6 +14,7 @@ from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.session import Begun, Session, connector
 from exactly_once.ledger.sql import query
+from tests.support.roles import as_role
 from tests.support.waiting import until
 
 ODD = "-c TimeZone=America/Chicago -c DateStyle=SQL,DMY -c extra_float_digits=-15 -c IntervalStyle=iso_8601"
@@ -40,7 +41,7 @@ def session(server: Postgres) -> Iterator[Session]:
 
 def begun_on(server: Postgres, session: Session, *, options: str = "", role: str = "postgres") -> Begun:
     """What an application's connection tells of its open transaction; it commits."""
-    conninfo = server.conninfo.replace("postgres@", f"{role}@")
+    conninfo = server.conninfo if role == "postgres" else as_role(server.conninfo, role)
     with psycopg.connect(conninfo, options=options) as connection:
         return session.join(connection)
 

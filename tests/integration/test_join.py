@@ -33,6 +33,7 @@ from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.sql import grants
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
+from tests.support.roles import as_role
 from tests.support.waiting import until
 from tests.support.worker import ROOT, record
 
@@ -399,8 +400,8 @@ def test_a_lost_connection_of_another_role_is_waited_for_and_the_missing_right_i
         db.execute(f"CREATE ROLE {role} LOGIN; GRANT USAGE ON SCHEMA journal TO {role}".encode())
         db.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA journal TO {role}".encode())
         db.execute(grants("exactly_once", role))
-    units = scene.consumer(conninfo=scene.conninfo.replace("postgres@", f"{library}@")).units(until_end=True)
-    own = psycopg.connect(scene.proxy.conninfo.replace("postgres@", f"{application}@"))
+    units = scene.consumer(conninfo=as_role(scene.conninfo, library)).units(until_end=True)
+    own = psycopg.connect(as_role(scene.proxy.conninfo, application))
     backend = own.info.backend_pid
     fault = scene.proxy.hold("pg_sleep", close_client=True)
 

@@ -22,6 +22,7 @@ from exactly_once.ledger import migrate
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
 from tests.conftest import MakeConsumer
+from tests.support.roles import as_role
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 
@@ -249,7 +250,7 @@ def test_worker_without_privileges_tells_its_database_from_others(
     with psycopg.connect(conninfo, autocommit=True) as db:
         db.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
         db.execute(migrate.as_sql(role=role).split("-- What a worker's role needs", 1)[1].split("\n", 1)[1].encode())
-    own = psycopg.conninfo.make_conninfo(conninfo, user=role)
+    own = as_role(conninfo, role)
     try:
         assert apply(make_consumer(conninfo=own), topic) == MESSAGES
         (origin,) = {origin for _, origin in told(bootstrap_servers, topic).values()}
@@ -273,7 +274,7 @@ def test_role_that_may_not_ask_the_server_still_knows_its_ledger(
         db.execute("REVOKE EXECUTE ON FUNCTION pg_control_system FROM PUBLIC")
         grants = sql.SQL("GRANT USAGE ON SCHEMA exactly_once TO {0}; GRANT SELECT ON exactly_once.version TO {0}")
         db.execute(grants.format(sql.Identifier(role)))
-    session = Session(connector(psycopg.conninfo.make_conninfo(conninfo, user=role)), schema="exactly_once")
+    session = Session(connector(as_role(conninfo, role)), schema="exactly_once")
     ledger = Ledger(session, group_id="g", owner_kind="consumer")
     origins = {ledger.origin() for _ in range(2)}
     session.close()

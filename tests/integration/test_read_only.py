@@ -14,6 +14,7 @@ from psycopg import sql
 from exactly_once import ExactlyOnceConsumer, ReadOnly, StartError
 from exactly_once.consumer import read_only
 from tests.conftest import MakeConsumer
+from tests.support.roles import as_role
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 
@@ -41,7 +42,7 @@ def test_worker_that_is_sent_to_a_standby_does_not_start(
 ) -> None:
     topic = create_topic(bootstrap_servers, 1)
     set_read_only(db, role, on=True)
-    consumer = make_consumer(conninfo=psycopg.conninfo.make_conninfo(conninfo, user=role), startup_seconds=1)
+    consumer = make_consumer(conninfo=as_role(conninfo, role), startup_seconds=1)
     with pytest.raises(
         ReadOnly, match=r"127\.0\.0\.1:\d+/\w+ takes no writes.*target_session_attrs=read-write"
     ) as caught:
@@ -60,7 +61,7 @@ def test_start_waits_for_a_promotion(
 ) -> None:
     topic = create_topic(bootstrap_servers, 1)
     set_read_only(db, role, on=True)
-    consumer = make_consumer(conninfo=psycopg.conninfo.make_conninfo(conninfo, user=role), startup_seconds=60)
+    consumer = make_consumer(conninfo=as_role(conninfo, role), startup_seconds=60)
 
     def promote() -> None:
         until(lambda: "takes no writes" in caplog.text, 30, "a word about the wait")
@@ -87,7 +88,7 @@ def test_worker_that_cannot_write_any_more_leaves_its_partitions_to_others(
     monkeypatch.setattr(read_only, "LEAVE_SECONDS", 1.0)
     monkeypatch.setattr("exactly_once.consumer.maintenance.RECHECK_SECONDS", 0.5)
     topic = create_topic(bootstrap_servers, 2)
-    good, bad = make_consumer(), make_consumer(conninfo=psycopg.conninfo.make_conninfo(conninfo, user=role))
+    good, bad = make_consumer(), make_consumer(conninfo=as_role(conninfo, role))
     with working(good, topic), working(bad, topic):
         until(lambda: len(good.health().owned) == len(bad.health().owned) == 1, 60, "a partition for each")
         set_read_only(db, role, on=True)

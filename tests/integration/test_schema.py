@@ -11,11 +11,11 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
 
 from exactly_once import ConfigurationError, ExactlyOnceConsumer, SchemaTooNew, SchemaTooOld
 from exactly_once.ledger.migrate import VERSION, as_sql, check, migrate
 from tests.conftest import MakeConsumer
+from tests.support.roles import as_role
 from tests.support.topics import create_topic, produce
 
 NAMES = ["plain", "Capitals", "with space", 'quo"ted', "gr\u00fc\u00dfe", "select", "semi;colon--", "per%cent", "{b}"]
@@ -135,7 +135,7 @@ def test_the_printed_sql_makes_a_schema_that_serves_a_role_with_nothing_else(
         connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
         connection.execute(as_sql(schema, role).encode())
     try:
-        consumer = make_consumer(conninfo=conninfo.replace("postgres@", f"{role}@"), schema=schema)
+        consumer = make_consumer(conninfo=as_role(conninfo, role), schema=schema)
         consumer.subscribe([name])
         for unit in consumer.units(until_end=True):
             with unit:
@@ -167,7 +167,7 @@ def test_a_role_without_grants_is_told_what_gives_them(  # noqa: PLR0917 - fixtu
     db.execute(f"GRANT USAGE ON SCHEMA exactly_once TO {name}".encode())
     db.execute(f"GRANT {granted} exactly_once TO {name}".encode())
     try:
-        consumer = make_consumer(conninfo=make_conninfo(conninfo, user=name))
+        consumer = make_consumer(conninfo=as_role(conninfo, name))
         with pytest.raises(psycopg.errors.InsufficientPrivilege) as raised:  # noqa: PT012 - at either, by the grant
             consumer.subscribe([name])
             next(iter(consumer))

@@ -34,6 +34,7 @@ from exactly_once.publish import (
 from exactly_once.publish.cache import ConfirmedKeys
 from exactly_once.publish.keys import encoded
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
+from tests.support.roles import as_role
 from tests.support.waiting import until
 
 NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
@@ -486,7 +487,7 @@ def test_a_role_with_the_printed_grants_is_enough(
     role = f"{name}_publisher"
     db.execute(f'CREATE ROLE "{role}" LOGIN'.encode())
     db.execute(grants(own_schema, role))
-    owner = make_owner(conninfo=conninfo.replace("postgres@", f"{role}@"), schema=own_schema)
+    owner = make_owner(conninfo=as_role(conninfo, role), schema=own_schema)
     made = window(owner, name, seconds=100)
     assert made.reserve_many("abc") == [NEW] * 3
     made.confirm("a")

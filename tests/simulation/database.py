@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 from uuid import UUID
 
 import psycopg
@@ -20,6 +20,9 @@ from exactly_once.ledger.outcome import SHORT_COUNT
 
 Effect = tuple[Partition, int]
 Status = Literal["in progress", "committed", "aborted"]
+
+REGISTER = Partition("", -1)
+"""The lock under which the rows of a group are made, which is none of a row."""
 
 
 class Violation(AssertionError):
@@ -74,6 +77,28 @@ class Connection:
         return TransactionStatus.INERROR if self.is_in_error else TransactionStatus.INTRANS
 
 
+class Waits(Exception):
+    """The answer of a statement that waits for a lock."""
+
+
+class State(NamedTuple):
+    """What is committed."""
+
+    rows: dict[Partition, Row]
+    effects: dict[Partition, tuple[int, ...]]
+
+
+class Statement(NamedTuple):
+    """One thing that the server executed, in the order in which it did, for :mod:`.replay`."""
+
+    transaction: Transaction | None
+    name: str
+    """A method of the ledger or of the transaction; ``fail_over`` and ``reset`` have no transaction."""
+    arguments: tuple[Any, ...]
+    answer: Any
+    """What is returned or raised, :class:`Waits` too; of what changes what is committed, the state behind it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Acquisition:
     """Who took a partition from whom, and how many commits a failover must lose to lose that."""
@@ -106,6 +131,8 @@ class Database:
         self.effects: dict[Partition, set[int]] = {}
         self.transactions: dict[str, Transaction] = {}
         self.in_flight: list[Transaction] = []
+        self.statements: list[Statement] = []
+        """What was executed since the beginning."""
         self.incarnation = "1"
         self.is_down = False
         self.fences_token = self.fences_epoch = self.compares_expected = True
@@ -116,11 +143,20 @@ class Database:
     def begin(self, instance: UUID) -> Transaction:
         transaction = Transaction(str(next(self._xids)), self.incarnation, instance)
         self.transactions[transaction.xid] = transaction
+        self.record(transaction, "begin", None)
         return transaction
 
+    def record(self, transaction: Transaction | None, name: str, answer: Any, *arguments: Any) -> None:
+        self.statements.append(Statement(transaction, name, arguments, answer))
+
+    def apply(self, transaction: Transaction, effects: Sequence[Effect]) -> None:
+        """Do what a handler does."""
+        transaction.effects += effects
+        self.record(transaction, "apply", None, effects)
+
     def try_lock(self, transaction: Transaction, partitions: Iterable[Partition]) -> bool:
-        """Lock rows, all or none; those that are only being inserted too. A real server waits in between."""
-        partitions = list(partitions)
+        """Lock rows that are there, all or none. A real server waits in between."""
+        partitions = [p for p in partitions if p in self.rows or p is REGISTER]
         if any(self._locks.get(p, transaction) is not transaction for p in partitions):
             return False
         for partition in partitions:
@@ -147,6 +183,10 @@ class Database:
             and (row.next_offset == advance.expected or not self.compares_expected)
         )
 
+    def moved_by(self, transaction: Transaction, advances: Sequence[Advance]) -> list[Partition]:
+        """Return for which rows an advance waits: a server does not wait for one that cannot match."""
+        return [a.partition for a in advances if self.matches(transaction, a)]
+
     def advance(self, transaction: Transaction, advances: Sequence[Advance]) -> None:
         """Execute the advance under the locks that the transaction holds.
 
@@ -171,20 +211,32 @@ class Database:
         for partition, offset in transaction.effects:
             self.effects.setdefault(partition, set()).add(offset)
         self._end(transaction, "committed")
+        self.record(transaction, "commit", self._state())
 
     def abort(self, transaction: Transaction) -> None:
         if transaction.status == "in progress":
             self._end(transaction, "aborted")
+            self.record(transaction, "abort", None)
+
+    def outcome(self, transaction: Transaction) -> Status:
+        """End a transaction that is still open, and tell what became of it."""
+        status: Status = "committed" if transaction.status == "committed" else "aborted"
+        self.record(transaction, "outcome", status)
+        self.abort(transaction)
+        return status
 
     def land(self, transaction: Transaction) -> bool:
         """Let what was sent long ago happen now; False while it waits for a lock."""
         try:
-            if transaction.advances is not None:
-                if not self.try_lock(transaction, [a.partition for a in transaction.advances]):
+            if (advances := transaction.advances) is not None:
+                if not self.try_lock(transaction, self.moved_by(transaction, advances)):
+                    self.record(transaction, "advance", Waits(), advances)
                     return False
-                self.advance(transaction, transaction.advances)
+                self.advance(transaction, advances)
+                self.record(transaction, "advance", None, advances)
             self.commit(transaction)
-        except ShortCount:
+        except ShortCount as error:
+            self.record(transaction, "advance", error, advances)
             self.abort(transaction)
         return True
 
@@ -205,6 +257,7 @@ class Database:
                 self.effects[partition].discard(offset)
             for partition, offset in change.removed:
                 self.effects[partition].add(offset)
+        self.record(None, "fail_over", self._state(), lost_commits)
 
     def owner_of(self, partition: Partition) -> UUID | None:
         row = self.rows.get(partition)
@@ -238,6 +291,10 @@ class Database:
         self.rows[partition] = replace(
             row, next_offset=offset, leader_epoch=None, owner_epoch=row.owner_epoch + 1, owner_token=None
         )
+        self.record(None, "reset", self._state(), partition, offset, sorted(should))
+
+    def _state(self) -> State:
+        return State(dict(self.rows), {p: tuple(sorted(offsets)) for p, offsets in self.effects.items() if offsets})
 
     def _end(self, transaction: Transaction, status: Status) -> None:
         transaction.status = status

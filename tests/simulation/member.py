@@ -39,7 +39,7 @@ from exactly_once.ledger.retry import retry_for
 from exactly_once.ledger.rows import row_missing
 from exactly_once.ledger.session import Begun
 
-from .database import Connection, Database, Transaction, Violation
+from .database import REGISTER, Connection, Database, ShortCount, Transaction, Violation, Waits
 from .kafka import Client, Hiccup
 from .scheduler import Killed
 
@@ -151,8 +151,7 @@ class Member:
         self._is_handling = False
         effects = [(Partition(str(m.topic()), m.partition() or 0), m.offset() or 0) for m in messages]
         self.world.note(self.name, "effects", *(f"{p}@{o}" for p, o in effects))
-        transaction = _alive(self, connection)
-        transaction.effects += effects
+        self.world.database.apply(_alive(self, connection), effects)
         if self.world.fault("the handler raises", 0.05):
             raise Unlucky
 
@@ -256,9 +255,8 @@ class Session:
         self._lose(connection, "asking for the outcome", 0.05)
         if connection.incarnation != begun.incarnation:
             return "aborted"
-        transaction = self.member.world.database.transactions[begun.xid]
-        self.member.world.database.abort(transaction)
-        return transaction.status
+        database = self.member.world.database
+        return database.outcome(database.transactions[begun.xid])
 
     def cut_after(self, seconds: float) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # no server stands still here, they only fail
@@ -277,6 +275,11 @@ class Session:
             raise psycopg.OperationalError(f"connection lost while {what}")
 
 
+def _nothing(_: Transaction) -> list[Partition]:
+    """Name no row: the statement waits for none."""
+    return []
+
+
 class Ledger:
     """Stands for ``ledger.Ledger``: the same changes, on the simulated database."""
 
@@ -289,8 +292,7 @@ class Ledger:
         self._database: Database = session.member.world.database
 
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
-        have = self._change("known", [], lambda _: set(self._database.rows))
-        return have, have
+        return self._change("known", _nothing, lambda _: (set(self._database.rows),) * 2, topics)
 
     def origin(self) -> Origin:
         return Origin("simulated")
@@ -305,7 +307,7 @@ class Ledger:
                 if p not in self._database.rows:
                     transaction.rows[p] = Row(partition=p, next_offset=offset, cluster_id="c", topic_id="id")
 
-        self._change("register", list(next_offsets), body)
+        self._change("register", lambda _: [REGISTER], body, next_offsets)
 
     def acquire(self, partitions: Sequence[Partition], *, lock_seconds: float = 4.0) -> list[Row]:
         token = uuid4()
@@ -326,10 +328,10 @@ class Ledger:
                 ),
             )
 
-        return self._change("acquire", partitions, body)
+        return self._change("acquire", lambda _: partitions, body, partitions)
 
     def has_rows(self) -> bool:
-        return bool(self._change("has rows", [], lambda _: self._database.rows))
+        return self._change("has_rows", _nothing, lambda _: bool(self._database.rows))
 
     def identify(self, tokens: Mapping[Partition, UUID], topic_id: str, *, cluster_id: str | None) -> NoReturn:
         raise Violation("every row here has an id")
@@ -344,27 +346,27 @@ class Ledger:
         return {row.partition for row in self.look(partitions)}
 
     def look(self, partitions: Sequence[Partition]) -> list[Row]:
-        return self._change("look", [], lambda _: self._found(partitions))
+        return self._change("look", _nothing, lambda _: self._found(partitions), partitions)
 
     def read(self, partitions: Sequence[Partition], *, lock_seconds: float = 4.0) -> list[Row]:
-        return self._change("read", partitions, lambda _: self._found(partitions))
+        return self._change("read", lambda _: partitions, lambda _: self._found(partitions), partitions)
 
     def start(self, rows: Iterable[Row]) -> set[Partition]:
         wanted = {r.partition: r for r in rows}
 
-        def body(transaction: Transaction) -> list[Row]:
-            ours = [
-                p
-                for p, r in wanted.items()
-                if p in self._database.rows
-                and self._database.rows[p].owner_token == r.owner_token
-                and self._database.rows[p].next_offset is None
+        def ours(_: Transaction) -> list[Partition]:
+            rows = self._found(wanted)
+            return [
+                r.partition for r in rows if r.owner_token == wanted[r.partition].owner_token and r.next_offset is None
             ]
-            return self._write(
-                transaction, ours, lambda row: replace(row, next_offset=wanted[row.partition].next_offset)
-            )
 
-        return {row.partition for row in self._change("start", list(wanted), body)}
+        def body(transaction: Transaction) -> set[Partition]:
+            started = self._write(
+                transaction, ours(transaction), lambda row: replace(row, next_offset=wanted[row.partition].next_offset)
+            )
+            return {row.partition for row in started}
+
+        return self._change("start", ours, body, list(wanted.values()))
 
     def correct(self, row: Row, new_offset: int, *, reason: str) -> NoReturn:
         raise Violation(f"no offset is ever out of range here: {reason}")
@@ -377,15 +379,15 @@ class Ledger:
             ours = [p for p in ours if self._database.rows[p].owner_token in tokens]
             return self._write(transaction, ours, lambda row: replace(row, owner_token=tokens[-1]))
 
-        return self._change("resolve", partitions, body)
+        return self._change("resolve", lambda _: partitions, body, partitions, list(tokens))
 
     def release(self, held: Sequence[tuple[Partition, UUID]]) -> None:
         def body(transaction: Transaction) -> None:
             for partition, token in held:
-                if self._may_release(partition, token) and self._database.try_lock(transaction, [partition]):
+                if self._database.try_lock(transaction, [partition]) and self._may_release(partition, token):
                     self._write(transaction, [partition], lambda row: replace(row, owner_token=None))
 
-        self._change("release", [], body)
+        self._change("release", _nothing, body, held)
 
     def halt(self, advances: Sequence[Advance], *, reason: str) -> NoReturn:
         raise Violation(f"no handler here commits by itself: {reason}")
@@ -398,11 +400,19 @@ class Ledger:
         self._member.step("sends advance and COMMIT")
         self._part(connection, "sending COMMIT")
         try:
-            self._lock(transaction, connection, [a.partition for a in advances])
-            self._database.advance(transaction, advances)
-        except psycopg.Error:
+            self._execute(
+                transaction,
+                connection,
+                "advance",
+                advances,
+                waiting=lambda transaction: self._database.moved_by(transaction, advances),
+                body=lambda transaction: self._database.advance(transaction, advances),
+            )
+        except psycopg.Error as error:
             connection.is_in_error = True
             transaction.is_commit_sent = False
+            if error.sqlstate:  # the server says so, and has let all locks go
+                self._database.abort(transaction)
             raise
         self._member.step("waits for COMMIT")
         self._part(connection, "waiting for COMMIT")
@@ -414,16 +424,23 @@ class Ledger:
             if found := self._member.world.logs[a.partition].between(a.expected, a.next_offset):
                 raise Violation(f"{self._member.name} would skip {a.partition}@{found}")
         self._change(
-            "move to ends",
-            [a.partition for a in advances],
+            "move_to_ends",
+            lambda transaction: self._database.moved_by(transaction, advances),
             lambda transaction: self._database.advance(transaction, advances),
+            advances,
         )
 
     def _may_release(self, partition: Partition, token: UUID) -> bool:
         row = self._database.rows.get(partition)
         return row is not None and row.owner_token == token
 
-    def _change(self, name: str, waiting: Sequence[Partition], body: Callable[[Transaction], T]) -> T:
+    def _change(
+        self,
+        name: str,
+        waiting: Callable[[Transaction], Iterable[Partition]],
+        body: Callable[[Transaction], T],
+        *arguments: Any,
+    ) -> T:
         """One short transaction; its COMMIT too may land late, or its answer be lost."""
         connection = self.session.connection
         self._member.step(name)
@@ -431,8 +448,7 @@ class Ledger:
         connection.transaction = transaction = self._database.begin(self.session.instance)
         connection.is_in_error = False
         try:
-            self._lock(transaction, connection, waiting)
-            result = body(transaction)
+            result = self._execute(transaction, connection, name, *arguments, waiting=waiting, body=body)
         except (psycopg.Error, LedgerRowMissing):
             self._database.abort(transaction)
             connection.transaction = None
@@ -443,6 +459,32 @@ class Ledger:
             self._part(connection, f"waiting for COMMIT of {name}")
         self._commit(connection)
         return result
+
+    def _execute(
+        self,
+        transaction: Transaction,
+        connection: Connection,
+        name: str,
+        *arguments: Any,
+        waiting: Callable[[Transaction], Iterable[Partition]],
+        body: Callable[[Transaction], T],
+    ) -> T:
+        """Execute one statement, when the locks are free for which it waits."""
+        for _ in range(6):
+            if self._database.try_lock(transaction, waiting(transaction)):
+                break
+            self._database.record(transaction, name, Waits(), *arguments)
+            self._member.step("waits for a lock")
+            _alive(self._member, connection)
+        else:
+            raise psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
+        try:
+            answer = body(transaction)
+        except (ShortCount, LedgerRowMissing) as error:
+            self._database.record(transaction, name, error, *arguments)
+            raise
+        self._database.record(transaction, name, answer, *arguments)
+        return answer
 
     def _commit(self, connection: Connection) -> None:
         self._database.commit(_alive(self._member, connection))
@@ -457,14 +499,6 @@ class Ledger:
             connection.broken = True
             _leave(self._member.world, connection)
             raise psycopg.OperationalError(f"connection lost while {what}")
-
-    def _lock(self, transaction: Transaction, connection: Connection, partitions: Sequence[Partition]) -> None:
-        for _ in range(6):
-            if self._database.try_lock(transaction, partitions):
-                return
-            self._member.step("waits for a lock")
-            _alive(self._member, connection)
-        raise psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
 
     def _found(self, partitions: Iterable[Partition]) -> list[Row]:
         return [self._database.rows[p] for p in partitions if p in self._database.rows]

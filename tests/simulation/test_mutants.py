@@ -76,8 +76,14 @@ def _offset_first(
 ) -> None:
     database = self.session.member.world.database
     own = database.begin(self.session.instance)
-    self._lock(own, connection, [a.partition for a in advances])
-    database.advance(own, advances)
+    self._execute(
+        own,
+        connection,
+        "advance",
+        advances,
+        waiting=lambda own: database.moved_by(own, advances),
+        body=lambda own: database.advance(own, advances),
+    )
     database.commit(own)
     self.session.member.step("the offset is stored, the effects are not")
     self._commit(connection)

@@ -25,8 +25,9 @@ class Pair(NamedTuple):
     @property
     def conninfo(self) -> str:
         """Lead to whichever of them takes writes."""
-        hosts = ",".join(f"127.0.0.1:{server.port}" for server in self)
-        return f"postgresql://postgres@{hosts}/postgres?target_session_attrs=read-write"
+        hosts = ",".join(f"127.0.0.1:{server.port}" for server in (self.standby, self.primary))
+        account = self.primary.conninfo.partition("@")[0]
+        return f"{account}@{hosts}/postgres?target_session_attrs=read-write"
 
     def is_streaming(self) -> bool:
         """Tell whether the standby has everything."""
