@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psycopg
 from confluent_kafka import Message
 
 from exactly_once import DeadLetterLimit, ExactlyOnceConsumer
@@ -142,8 +143,10 @@ def _set_aside(limit: DeadLetterLimit, unit: Unit, bad: Bad) -> None:
 
     :raises BadRow: when they are too many, so that those before are committed, and the one too many stops the worker.
     """
-    for message, error in bad:
-        unit.dead_letter(message, error)
+    # One round trip for all, where libpq can.
+    with unit.connection.pipeline() if psycopg.Pipeline.is_supported() else contextlib.nullcontext():
+        for message, error in bad:
+            unit.dead_letter(message, error)
     errors = {(m.topic(), m.partition(), m.offset()): error for m, error in bad}
     runs: list[list[Message]] = []
     """Those that could be too many in a row: several without a good one between them, or the first of a partition."""

@@ -18,7 +18,7 @@ from exactly_once.errors import ConfigurationError
 
 from .changes import Row
 from .codecs import codec_of, name_of
-from .errors import TableError, cut
+from .errors import BadRow, TableError, cut
 from .statements import Mode
 from .table import Column, Table
 
@@ -119,8 +119,14 @@ class Envelope:
         return self._getters[self.columns.index(column)](message)
 
     def values(self, message: Message) -> Row:
-        """Return what all of the columns get."""
-        return tuple(get(message) for get in self._getters)
+        """Return what all of the columns get.
+
+        :raises BadRow: for a header or a key that is not what it is read as.
+        """
+        try:
+            return tuple(get(message) for get in self._getters)
+        except (ValueError, RecursionError) as error:
+            raise BadRow(str(error), message=message) from error
 
 
 def alike(name: str, others: Iterable[str]) -> str | None:

@@ -119,27 +119,34 @@ class TableSink:
         bad: list[tuple[Message, BadRow]] = []
         unused: Counter[str] = Counter()
         filtered = 0
-        for start in range(0, len(messages), _SIFTED):
-            left = messages[start : start + _SIFTED]
-            while left:
-                good = left
-                try:
-                    list(self.decoder.decode(left))
-                except BadRow as error:
-                    place = error.topic, error.partition, error.offset
-                    places = [(m.topic(), m.partition(), m.offset()) for m in left]
-                    if place not in places:
-                        raise
-                    good = left[: places.index(place)]
-                    bad.append((left[len(good)], error))
-                decoded = self.decoder.decode(good)
-                rows += decoded
-                origins += decoded.origins
-                unused += decoded.unused
-                filtered += decoded.filtered
-                left = left[len(good) + 1 :]
+        parts = [messages[start : start + _SIFTED] for start in range(0, len(messages), _SIFTED)][::-1]
+        while parts:
+            part = parts.pop()
+            made: list[Row] = []
+            decoded: Decoded | None = None
+            try:
+                decoded = self.decoder.decode(part)
+                made.extend(decoded)  # which keeps those before the one that raises
+            except BadRow as error:
+                place = error.topic, error.partition, error.offset
+                places = list(map(_place, part))
+                if place not in places:
+                    raise
+                at = places.index(place)
+                bad.append((part[at], error))
+                parts.append(part[at + 1 :])
+                if decoded is None:  # of a decoder that looks at all of them before it makes a row of one
+                    parts.append(part[:at])
+                    continue
+                while made and _place(decoded.origins[len(made) - 1]) == place:  # one message may make several rows
+                    made.pop()
+            rows += made
+            origins += decoded.origins[: len(made)]
+            unused += decoded.unused
+            filtered += decoded.filtered
         if bad:
-            set_aside(bad)
+            order = {_place(message): number for number, message in enumerate(messages)}
+            set_aside(sorted(bad, key=lambda pair: order[_place(pair[0])]))
         last = self.decoder.decode([])
         return replace(
             last, origins=origins, make=lambda: iter(rows), unused=unused, filtered=filtered, unfilled=last.unfilled
@@ -184,6 +191,10 @@ class TableSink:
             except psycopg.errors.InsufficientPrivilege as error:
                 raise TableError(f"{table}: only its owner adds columns: {error}") from error
             logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
+
+
+def _place(message: Message) -> tuple[str | None, int | None, int | None]:
+    return message.topic(), message.partition(), message.offset()
 
 
 class Router:
