@@ -71,6 +71,8 @@ class Flow:
     """The types of columns that are made, whatever the sample says."""
     evolve: Evolve | None = None
     """Whether a field without a column gets one while the sink runs."""
+    claim: str | tuple[str, ...] | None = None
+    """The field that tells one event from another: of those with one, the first is stored."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Source] = field(default_factory=dict)
     epoch: Mapping[str, str] = field(default_factory=dict)
@@ -152,6 +154,7 @@ class Flow:
             naive_timestamps=self.naive_timestamps,
             evolve=self.evolve,
             types=self.types,
+            claim=self.claim,
             **({"missing": self.missing} if self.missing else {}),
         )
 
@@ -170,6 +173,8 @@ class Run:
     on_poison: Literal["stop", "dead-letter"] = "stop"
     dead_letter_limit: _Count | None = None
     dead_letter_window: _Count | None = None
+    claims_window: Annotated[float, Meta(gt=0)] | None = None
+    """In seconds: for how long the keys of claim are held at least; for ever without it."""
     metrics_host: str = "127.0.0.1"
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
 
@@ -238,6 +243,10 @@ def _flow(given: object, registry: object) -> Flow:
     except ConfigurationError as error:
         raise UsageError(f"[[sink]]: {error}") from None
     for is_wrong, what in (
+        (
+            flow.format == "raw" and not str(flow.claim or "key:").startswith(("key:", "header:")),
+            "format raw does not look into messages, so claim is header:NAME or key:PATH",
+        ),
         (flow.fields is not None and flow.evolve, "fields names all columns that are filled, so there is no evolve"),
         (flow.fields is not None and flow.rename, "fields names all columns that are filled, so there is no rename"),
         (
@@ -288,6 +297,6 @@ def _choices(kind: type[Any], name: str) -> list[str]:
     return sorted(str(value) for value in values)
 
 
-_RAW = {"topics", "table", "mode", "key", "format", "update", "metadata", "missing", "types"}
+_RAW = {"topics", "table", "mode", "key", "format", "update", "metadata", "missing", "types", "claim"}
 """What can be said of messages that are stored as they are."""
 _KEYS = {f.name for f in fields(Flow)}

@@ -208,13 +208,16 @@ class LeftOut:
         """Write a record for each table of which there is something new to say."""
         for table, sink in self._sinks:
             unused, unfilled = dict(sink.unused_fields), frozenset(sink.unfilled_columns)
-            state = sum(unused.values()) + sink.filtered_messages, unfilled
-            if (sink.rows == 0 and not sink.filtered_messages) or state == self._told.get(sink, (0, frozenset())):
+            left_out = sink.filtered_messages + sink.repeated_rows
+            state = sum(unused.values()) + left_out, unfilled
+            if (sink.rows == 0 and not left_out) or state == self._told.get(sink, (0, frozenset())):
                 continue
             self._told[sink] = state
             said = []
             if sink.filtered_messages:
                 said.append(f"messages that where and where_not leave out: {sink.filtered_messages:,}")
+            if sink.repeated_rows:
+                said.append(f"rows of events that came before, left out by claim: {sink.repeated_rows:,}")
             if unused:
                 most = sorted(unused.items(), key=lambda pair: (-pair[1], pair[0]))
                 said.append(f"fields without a column: {_some([f'{name} ({count:,})' for name, count in most])}")

@@ -204,7 +204,7 @@ def _dry_run(args: argparse.Namespace, task: Task) -> int:
             ddl = [statement.as_string(None) for statement in ready.statements]
             for statement in ready.statements:
                 connection.execute(statement, prepare=False)
-            sink = replace(ready.flow, evolve=None).sink()
+            sink = replace(ready.flow, evolve=None, claim=None).sink()
             messages = ready.messages[:SAMPLE]
             written = sink.write(connection, messages)
             decoded = sink.decoder.decode(messages)

@@ -116,6 +116,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
                 start=task.start,
                 max_messages=task.run.max_messages,
                 linger_seconds=task.run.linger_seconds,
+                claims_window=task.run.claims_window,
                 metrics=measured if served is None else Both(measured, served),
             )
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psycopg
 from confluent_kafka import Message
 
+from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection
 
 from .changes import Row
@@ -22,6 +23,8 @@ from .writer import TableWriter
 
 if TYPE_CHECKING:
     from exactly_once.consumer.unit import Unit
+
+    from .claiming import Claim, Claims
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,10 @@ class TableSink:
 
     With ``evolve="add-columns"`` a field that no column takes gets one: the batch comes again, and its transaction
     begins with the ALTER TABLE. A field that was always null so far gets none. ``types`` are those of such columns,
-    where the values do not tell. All else are options of :class:`TableWriter`.
+    where the values do not tell. ``claim`` names the field that tells one event from another (a path with dots,
+    ``header:NAME`` or ``key:PATH``): of rows with one the first of the group is stored, as :meth:`Unit.claim` says.
+    Keys of another table are others, and a message without a value claims no field. All else are options of
+    :class:`TableWriter`.
     """
 
     def __init__(
@@ -49,9 +55,11 @@ class TableSink:
         decoder: Decoder,
         evolve: Evolve | None = None,
         types: Mapping[str, str] | None = None,
+        claim: str | Sequence[str] | None = None,
         **options: Any,
     ) -> None:
         self.writer = TableWriter(table, **options)
+        self._claims = None if claim is None else _claims(claim)
         self._evolves = evolve is not None
         self._types = dict(types or {})
         self._to_add: dict[str, str] = {}
@@ -65,6 +73,8 @@ class TableSink:
         """How often a field came that no column takes, so far; counted as ``rows`` is."""
         self.filtered_messages = 0
         """How many messages the decoder has left out so far, because they are not wanted; counted as ``rows`` is."""
+        self.repeated_rows = 0
+        """How many rows were left out so far, because their event was claimed before; counted as ``rows`` is."""
         self.unfilled_columns: set[str] = set()
         """The columns that no message has filled so far."""
         self._has_met_bad = False
@@ -78,14 +88,25 @@ class TableSink:
 
     def __call__(self, unit: Unit) -> None:
         """Write the messages of a unit in its transaction."""
-        self.write(unit.connection, unit.messages)
+        self.write(unit.connection, unit.messages, claim=unit.claim_many)
 
-    def write(self, connection: Connection, messages: Sequence[Message], *, set_aside: SetAside | None = None) -> int:
+    def write(
+        self,
+        connection: Connection,
+        messages: Sequence[Message],
+        *,
+        set_aside: SetAside | None = None,
+        claim: Claim | None = None,
+    ) -> int:
         """Write messages; see :meth:`TableWriter.write` for what is raised and returned.
 
         From the first bad message on ``set_aside`` gets those of which the decoder makes no row, and the others are
-        written: that message itself is raised, for the batch to come again.
+        written: that message itself is raised, for the batch to come again. ``claim`` claims keys, as a unit does.
+
+        :raises ConfigurationError: where keys are to be claimed, and there is nothing to do it.
         """
+        if self._claims is not None and claim is None and messages:
+            raise ConfigurationError("claim= needs a unit: call the sink with it, or pass claim=unit.claim_many")
         if self._to_add:
             self._add_columns(connection)
         table = self.writer.table(connection)  # locked as it is from here on
@@ -97,6 +118,8 @@ class TableSink:
         try:
             is_wary = set_aside is not None and self._has_met_bad
             decoded = self._sifted(messages, set_aside) if set_aside and is_wary else self.decoder.decode(messages)
+            if self._claims is not None and claim is not None:
+                decoded = self._claims.unclaimed(decoded, table, claim)
             self._columns = decoded.columns
             written = self.writer.write(
                 connection, decoded, columns=decoded.columns, origins=decoded.origins, exact=decoded.exact, table=table
@@ -107,6 +130,7 @@ class TableSink:
         self.rows += written
         self.unused_fields += decoded.unused
         self.filtered_messages += decoded.filtered
+        self.repeated_rows += decoded.repeated
         self.unfilled_columns = set(decoded.unfilled)
         if self._evolves:
             self._look_for_columns(table, messages, decoded)
@@ -193,6 +217,12 @@ class TableSink:
             logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
 
 
+def _claims(source: str | Sequence[str]) -> Claims:
+    from .claiming import Claims  # noqa: PLC0415 - an extra
+
+    return Claims(source)
+
+
 def _place(message: Message) -> tuple[str | None, int | None, int | None]:
     return message.topic(), message.partition(), message.offset()
 
@@ -221,4 +251,4 @@ class Router:
             raise TableError(f"no table for topic {', '.join(map(str, unknown))}")
         for topic, sink in self._sinks.items():
             if messages := by_topic.get(topic):
-                sink.write(unit.connection, messages, set_aside=set_aside)
+                sink.write(unit.connection, messages, set_aside=set_aside, claim=unit.claim_many)
