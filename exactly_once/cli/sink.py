@@ -37,7 +37,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     what = parser.add_argument_group("what")
     what.add_argument("--topic", action="append", dest="topics", metavar="TOPIC", help="may be said several times")
-    what.add_argument("--table", metavar="TABLE", help='as in SQL: payment, bank.payment, "Odd Name"')
+    what.add_argument("--topics-regex", metavar="REGEX", help="instead: all topics of such names, new ones too")
+    what.add_argument(
+        "--table",
+        metavar="TABLE",
+        help='as in SQL: payment, bank.payment, "Odd Name"; with a pattern also bank.{topic}, or {1} for a group of it',
+    )
     what.add_argument(
         "--mode", choices=("append", "upsert", "insert-ignore"), help="append (default); upsert by key; insert-ignore"
     )

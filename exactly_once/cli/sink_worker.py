@@ -17,9 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count
@@ -36,14 +35,12 @@ from exactly_once._model import Partition
 from exactly_once.consumer.unit import Unit
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 from exactly_once.ledger.dead_letters import enforce
-from exactly_once.ledger.session import Connection as Database
-from exactly_once.ledger.session import connector
-from exactly_once.writer.sink import Bad, Router
+from exactly_once.writer.sink import Bad, Router, TableSink
 
-from .named import NamedConnect
 from .problems import one_line
-from .sink_flows import Flow, Run
+from .sink_flows import Task
 from .sink_progress import CLEAR, LEFT_OUT_SECONDS, LIVE_SECONDS, Both, Counts, Every, LeftOut, Measurements, Progress
+from .sink_tables import prepare
 
 logger = logging.getLogger(__name__)
 
@@ -68,31 +65,24 @@ _IN_OPTIONS = [
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """All that a worker needs; it crosses from process to process."""
-
-    flows: Sequence[Flow]
-    kafka: Mapping[str, Any] = field(repr=False)
-    conninfo: str | None = field(repr=False)
-    connect: NamedConnect | None = None
-    schema: str
-    run: Run
-    start: Any = None
-    log_json: bool = False
-    is_live: bool = False
-    secrets: frozenset[str] = field(default=frozenset(), repr=False)
-
-    def open(self) -> Database:
-        """Connect to Postgres."""
-        return (self.connect or connector(self.conninfo or ""))()
-
-
 def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
     """Copy messages until a signal, the end or an error; ``report`` takes what would be shown else."""
     topics = [topic for flow in task.flows for topic in flow.topics]
-    filled = [(flow.table, flow.sink()) for flow in task.flows]
-    sinks = {topic: sink for flow, (_, sink) in zip(task.flows, filled, strict=True) for topic in flow.topics}
+    topics += [f"^({flow.topics_regex})$" for flow in task.patterns]
+    flows = [*task.flows, *task.found.values()]
+    filled = [(flow.table, flow.sink()) for flow in flows]
+    sinks = {topic: sink for flow, (_, sink) in zip(flows, filled, strict=True) for topic in flow.topics}
+
+    def find(topic: str, messages: Sequence[Message]) -> TableSink | None:
+        """Make a sink for a topic that a pattern has found meanwhile."""
+        flow = next(filter(None, (pattern.of_topic(topic) for pattern in task.patterns)), None)
+        if flow is None:
+            return None
+        flow = prepare(task, flow, messages)
+        logger.info("topic %s is new, and goes to %s", topic, flow.table, extra={"action": "topic_found"})
+        filled.append((flow.table, flow.sink()))
+        return filled[-1][1]
+
     given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
     limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
     measured = Measurements(rows=lambda: sum(sink.rows for _, sink in filled))
@@ -131,7 +121,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         gc.freeze()
         set_aside = partial(_set_aside, limit) if task.run.on_poison == "dead-letter" else None
         consumer.run(
-            Router(sinks, set_aside=set_aside),
+            Router(sinks, set_aside=set_aside, find=find),
             on_poison=task.run.on_poison,
             dead_letter_limit=limit,
             stop_seconds=task.run.stop_seconds,

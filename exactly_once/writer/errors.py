@@ -19,6 +19,8 @@ from confluent_kafka import Message
 
 from exactly_once.errors import ExactlyOnceError
 
+NAME_BYTES = 63
+"""Postgres cuts longer names."""
 _SHOWN = 100
 
 

@@ -11,11 +11,10 @@ from typing import Annotated, Any
 import msgspec
 from psycopg import sql
 
+from .errors import NAME_BYTES
 from .logical import fields_in
 from .table import Table
 
-NAME_BYTES = 63
-"""Postgres cuts longer names."""
 _SYSTEM_COLUMNS = {"tableoid", "xmin", "cmin", "xmax", "cmax", "ctid"}
 _moment: Callable[[bytes], datetime] = msgspec.json.Decoder(Annotated[datetime, msgspec.Meta(tz=True)]).decode
 

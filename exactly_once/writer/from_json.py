@@ -15,7 +15,7 @@ from exactly_once.errors import ConfigurationError
 from .changes import MISSING, Row, Tombstone
 from .codec import Naive
 from .decoding import Decoded, Envelope, Source, alike
-from .errors import BadRow, TableError, cut
+from .errors import NAME_BYTES, BadRow, TableError, cut
 from .json_shape import NULL, UNSET, Left, Path, Raw, Shape, as_json, names_in
 from .json_types import FLOATS, Epoch, Nul, Reading, base_name, fast_type, is_exact
 from .json_values import UNREADABLE, advice, checked, reader_of, shown, stripped, text_of
@@ -27,8 +27,6 @@ OnTombstone = Literal["delete", "refuse", "skip"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NUL = rb"\\u0000"
-_MAX_NAME_BYTES = 63
-"""What Postgres keeps of a name."""
 _SHOWN_NAMES = 20
 _AT_ONCE = 256
 """So many messages are decoded by one loop: enough for its start to cost nothing, and they stay in the cache."""
@@ -342,8 +340,8 @@ class JsonDecoder:
         adopted: dict[str, Path] = {}
         for name in names:
             encoded = name.encode()
-            column = encoded[:_MAX_NAME_BYTES].decode(errors="ignore")
-            if len(encoded) <= _MAX_NAME_BYTES or self._fields is not None or column not in self._paths:
+            column = encoded[:NAME_BYTES].decode(errors="ignore")
+            if len(encoded) <= NAME_BYTES or self._fields is not None or column not in self._paths:
                 continue
             other = adopted.get(column, self._paths[column])
             if other != (column,):

@@ -230,25 +230,38 @@ def _place(message: Message) -> tuple[str | None, int | None, int | None]:
 class Router:
     """Hands each topic's messages to its own sink, all in the transaction of the unit.
 
-    ``set_aside`` takes messages of which no row can be made, so that many of them cost no units of their own.
+    ``set_aside`` takes messages of which no row can be made, so that many of them cost no units of their own. ``find``
+    makes the sink of a topic that is none of those given, or returns None; it is given the messages, too.
     """
 
     def __init__(
-        self, sinks: Mapping[str, TableSink], *, set_aside: Callable[[Unit, Bad], object] | None = None
+        self,
+        sinks: Mapping[str, TableSink],
+        *,
+        set_aside: Callable[[Unit, Bad], object] | None = None,
+        find: Callable[[str, Sequence[Message]], TableSink | None] | None = None,
     ) -> None:
         self._sinks = dict(sinks)
+        self._found: dict[str, TableSink] = {}
         self._set_aside = set_aside
+        self._find = find
 
     def __call__(self, unit: Unit) -> None:
-        """Write the messages of a unit, table by table in the order in which the topics were given."""
+        """Write the messages of a unit, table by table in the order in which the topics were given.
+
+        Those that were found follow by name, so that all workers lock their tables in one order.
+        """
         # What is tried alone is judged by who calls us.
         is_alone = len(unit.messages) == 1
         set_aside = None if self._set_aside is None or is_alone else partial(self._set_aside, unit)
         by_topic: dict[str | None, list[Message]] = {}
         for message in unit.messages:
             by_topic.setdefault(message.topic(), []).append(message)
-        if unknown := by_topic.keys() - self._sinks.keys():
-            raise TableError(f"no table for topic {', '.join(map(str, unknown))}")
-        for topic, sink in self._sinks.items():
+        for topic in by_topic.keys() - self._sinks.keys() - self._found.keys():
+            sink = self._find(str(topic), by_topic[topic]) if self._find is not None else None
+            if sink is None:
+                raise TableError(f"no table for topic {topic}")
+            self._found = dict(sorted({**self._found, str(topic): sink}.items()))
+        for topic, sink in {**self._sinks, **self._found}.items():
             if messages := by_topic.get(topic):
                 sink.write(unit.connection, messages, set_aside=set_aside, claim=unit.claim_many)
