@@ -42,6 +42,12 @@ class RegistryAway(psycopg.OperationalError):
     sqlstate = "40000"
 
 
+class UnreadableValue(psycopg.DataError):
+    """What a type's reader says of a value, whatever the class of the error that it raises for it."""
+
+    sqlstate = "22P02"
+
+
 class BadRow(ValueError):
     """One row cannot be stored as it is; says which one, and why, as far as that is known."""
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
-from .codec import BYTEA, TEXT, Codec, named, refuse
+from .codec import BYTEA, TEXT, Codec, by_text, named, refuse
 from .errors import NAME_BYTES, cut
 from .literals import json_text
 
@@ -39,8 +39,8 @@ def name() -> Codec:
 
 
 def one_byte() -> Codec:
-    """Make the codec of "char", of which Postgres keeps the first byte."""
-    return _holding(lambda value: len(value.encode()) <= 1, '"char"')
+    """Make the codec of "char", of which Postgres keeps the first byte; it has no binary form of an empty text."""
+    return by_text(_holding(lambda value: len(value.encode()) <= 1, '"char"').convert)
 
 
 def bytea() -> Codec:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import psycopg
 import pytest
 from confluent_kafka import Message
 
-from exactly_once.writer import BadRow, TableSink
+from exactly_once.ledger.outcome import Fault, classify
+from exactly_once.writer import BadRow, TableChanged, TableSink
 from exactly_once.writer.formats import FormatDecoder, format_of
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.sink import Bad
@@ -93,3 +95,48 @@ def test_a_key_that_is_no_object_is_the_fault_of_its_own_message(work: Connectio
     ]
     assert sift(sink, work, sent) == [20]
     assert len(rows_of(work, table)) == 39
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+@pytest.mark.parametrize(("kind", "value"), [("jsonpath", "$$."), ("regclass", "a.b.c.d"), ("regtype", "nosuch")])
+def test_what_the_reader_of_a_type_refuses_is_the_value(
+    mode: Any, kind: str, value: str, work: Connection, make_table: MakeTable
+) -> None:
+    """A batch that fails so by a merge comes again by way of COPY, which says which column it was."""
+    table = make_table(f"(n int PRIMARY KEY, v {kind})")
+    sink = TableSink(table, decoder=JsonDecoder(), mode=mode)
+    good = b'{"n": 1, "v": null}'
+    sink.write(work, messages([good]))
+    work.execute("SAVEPOINT s")
+    error: BaseException | None = None
+    for attempt in range(2):
+        with pytest.raises((BadRow, TableChanged), match=r"column v: |or a value does not fit") as caught:
+            sink.write(work, messages([b'{"n": 2, "v": "%s"}' % value.encode()]))
+        work.execute("ROLLBACK TO s")
+        error = caught.value
+        if isinstance(error, BadRow):
+            break
+        assert (attempt, mode == "append") == (0, False)
+    assert isinstance(error, BadRow)
+    assert (error.offset, error.column) == (0, "v")
+    assert classify(error, connection_lost=False) is Fault.HANDLER
+    sink.write(work, messages([good.replace(b"1", b"3")]))
+    assert rows_of(work, table, "n") == [(1,), (3,)]
+
+
+def test_a_statement_that_is_wrong_is_no_value(work: Connection, make_table: MakeTable) -> None:
+    """A trigger that calls what is not there fails for each row: no message is at fault."""
+    table = make_table("(n int PRIMARY KEY)")
+    body = "'BEGIN PERFORM nosuch(); RETURN NEW; END'"
+    work.execute(f"CREATE FUNCTION pg_temp.wrong() RETURNS trigger LANGUAGE plpgsql AS {body}")
+    work.execute(f"CREATE TRIGGER t BEFORE INSERT ON {table} FOR EACH ROW EXECUTE FUNCTION pg_temp.wrong()")
+    work.execute("SAVEPOINT s")
+    for mode in ("append", "upsert"):
+        sink = TableSink(table, decoder=JsonDecoder(), mode=mode)
+        errors: list[type[BaseException]] = []
+        for _ in range(3):
+            with pytest.raises(psycopg.Error) as caught:
+                sink.write(work, messages([b'{"n": 1}']))
+            errors.append(caught.type)
+            work.execute("ROLLBACK TO s")
+        assert errors[-1] is psycopg.errors.UndefinedFunction
