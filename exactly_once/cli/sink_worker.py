@@ -119,7 +119,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         # What is here now stays to the end; looking through it for garbage takes time from each unit.
         gc.collect()
         gc.freeze()
-        set_aside = partial(_set_aside, limit) if task.run.on_poison == "dead-letter" else None
+        set_aside = partial(_set_aside, limit, {}) if task.run.on_poison == "dead-letter" else None
         consumer.run(
             Router(sinks, set_aside=set_aside, find=find),
             on_poison=task.run.on_poison,
@@ -129,8 +129,8 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         )
 
 
-def _set_aside(limit: DeadLetterLimit, unit: Unit, bad: Bad) -> None:
-    """Set messages aside in the unit that applies the others.
+def _set_aside(limit: DeadLetterLimit, told: dict[Any, int], unit: Unit, bad: Bad) -> None:
+    """Set messages aside in the unit that applies the others; ``told`` are the last offsets that the log has named.
 
     :raises BadRow: when they are too many, so that those before are committed, and the one too many stops the worker.
     """
@@ -159,6 +159,10 @@ def _set_aside(limit: DeadLetterLimit, unit: Unit, bad: Bad) -> None:
         except TooManyDeadLetters:
             raise errors[run[0].topic(), run[0].partition(), run[0].offset()] from None
     for message, error in bad:
+        place = message.topic(), message.partition()
+        if told.get(place, -1) >= (message.offset() or 0):
+            continue  # the unit has failed by something else meanwhile, and comes again
+        told[place] = message.offset() or 0
         partition = Partition(str(message.topic()), message.partition() or 0)
         extra = about("set_aside", group=unit.work.group_id, partition=partition, offset=message.offset())
         logger.error("%s offset %s is set aside with its unit: %s", partition, message.offset(), error, extra=extra)

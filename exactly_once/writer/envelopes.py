@@ -233,6 +233,7 @@ class Envelope:
 
     def _stored(self, message: Message, before: Row | None, after: Row) -> Iterator[tuple[bytes | None, Row | None]]:
         """Store a row; where it had another key before, delete that one."""
+        lacking: list[str] = []
         for name in [n for n, text in after.items() if _is_unavailable(text)]:
             if not self._keeps_missing:
                 raise BadRow(
@@ -240,10 +241,14 @@ class Envelope:
                     "set REPLICA IDENTITY FULL at the source",
                     column=name,
                 )
+            lacking.append(name)
             del after[name]
         if self._key and before is not None and all(name in before and name in after for name in self._key):
             old = {name: before[name] for name in self._key}
             if old != {name: after[name] for name in self._key}:
+                if lacking:  # the row of the new key is not there yet, so there is nothing that it could keep
+                    what = "a large value is not in the message, and the key changed: set REPLICA IDENTITY FULL"
+                    raise BadRow(f"{what} at the source", column=lacking[0])
                 yield self._key_text(message, old), None
         yield message.key(), after
 

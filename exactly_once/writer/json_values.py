@@ -160,6 +160,11 @@ def _scalar(column: Column, reading: Reading) -> Reader:
 
 
 def _whole(raw: bytes) -> int:
+    if raw[0] in _NUMBER_STARTS and not raw.removeprefix(b"-").isdigit():  # 1e2, as Java and JavaScript write 100
+        number = Decimal(raw.decode())
+        if number.adjusted() <= _LARGEST_EXPONENT and number == int(number):
+            return int(number)
+        raise ValueError(f"{shown(raw)} is no whole number, or out of range")
     return whole_of(text_of(raw))
 
 

@@ -214,6 +214,11 @@ class TableSink:
                 connection.execute(statement, prepare=False)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise TableError(f"{table}: only its owner adds columns: {error}") from error
+            except psycopg.errors.TooManyColumns as error:
+                # No message is at fault: the fields go to the column for the rest, or are counted, as without evolve.
+                self._declined.update(self._to_add)
+                self._to_add = {}
+                raise TableChanged(f"{table} takes no more columns: {error}") from error
             logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
 
 

@@ -140,3 +140,34 @@ def test_a_statement_that_is_wrong_is_no_value(work: Connection, make_table: Mak
             errors.append(caught.type)
             work.execute("ROLLBACK TO s")
         assert errors[-1] is psycopg.errors.UndefinedFunction
+
+
+def test_a_table_that_is_full_gets_no_more_columns_and_no_message_is_at_fault(
+    work: Connection, make_table: MakeTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = make_table(f"(n int, rest jsonb, {', '.join(f'c{i} int' for i in range(1590))})")
+    sink = TableSink(table, decoder=JsonDecoder(rest="rest"), evolve="add-columns")
+    fields = ", ".join(f'"x{i}": {i}' for i in range(20))
+    sent = messages([b'{"n": 1, %s}' % fields.encode(), b'{"n": 2, "y": 1}'])
+    work.execute("SAVEPOINT s")
+    for said in ("gets columns that the messages bring", "takes no more columns"):
+        with pytest.raises(TableChanged, match=said):
+            sink.write(work, sent)
+        work.execute("ROLLBACK TO s")
+    assert sink.write(work, sent) == 2
+    assert rows_of(work, table, "n, rest->>'x7', rest->>'y'") == [(1, "7", None), (2, None, "1")]
+
+
+@pytest.mark.parametrize("number", [b"1e2", b"1E2", b"100.0", b"1000e-1", b"100"])
+def test_a_whole_number_may_be_written_with_an_exponent(number: bytes, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(n int, m bigint, o oid, s smallint[])")
+    sink = TableSink(table, decoder=JsonDecoder())
+    sink.write(work, messages([b'{"n": %b, "m": %b, "o": %b, "s": [%b]}' % ((number,) * 4)]))
+    assert rows_of(work, table) == [(100, 100, 100, [100])]
+
+
+@pytest.mark.parametrize("number", [b"1e-2", b"1e99999999", b"1e20", b"1.5e0"])
+def test_other_numbers_are_no_whole_ones(number: bytes, work: Connection, make_table: MakeTable) -> None:
+    sink = TableSink(make_table("(n int)"), decoder=JsonDecoder())
+    with pytest.raises(BadRow, match="column n: integer: "):
+        sink.write(work, messages([b'{"n": %b}' % number]))
