@@ -1,4 +1,4 @@
-"""`sink --topics-regex`: all topics of such names, each to its table, those too that are made while it runs."""
+"""Tables that come and grow while the sink runs: topics of a pattern, and columns that two workers add at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 
 import psycopg
 import pytest
+from confluent_kafka import Message
 
 from exactly_once.cli.sink_flows import Flow, Run, Task
 from exactly_once.cli.sink_tables import prepare
+from exactly_once.writer import TableChanged, TableSink
+from exactly_once.writer.from_json import JsonDecoder
 from tests.cli.conftest import Command
 from tests.cli.test_sink import rows, send
 from tests.support.topics import create_topic
@@ -124,3 +127,47 @@ def test_a_table_that_another_worker_is_making_is_taken(
         other.commit()
     thread.join(30)
     assert [each.table for each in made] == [name]
+
+
+def test_two_workers_add_the_same_columns_to_two_tables(
+    bootstrap_servers: str, conninfo: str, name: str, db: Database, tmp_path: Path
+) -> None:
+    """All partitions bring the same fields at the same time, so each worker meets what the other adds."""
+    file = tmp_path / "sink.toml"
+    lines = ['[run]\nworkers = 2\nmax_messages = 20\nuntil_end = true\nstart = "earliest"']
+    for each in "ab":
+        topic = create_topic(bootstrap_servers, 2, name=f"{name}-{each}")
+        db.execute(f"CREATE TABLE {name}_{each} (id int)")
+        sent = [(str(i), {"id": i, f"f{i // 60}": i, f"{each}{i // 100}": str(i)}) for i in range(600)]
+        send(bootstrap_servers, topic, sent)
+        lines.append(f'[[sink]]\ntopics = ["{topic}"]\ntable = "{name}_{each}"\nevolve = "add-columns"')
+    file.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "exactly_once", "sink", "--config", str(file), "--conninfo", conninfo]
+    command += ["--bootstrap-servers", bootstrap_servers, "--group-id", name]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "set aside" not in done.stderr
+    for each in "ab":
+        fields = [*(f"f{i}" for i in range(10)), *(f"{each}{i}" for i in range(6))]
+        sums = ", ".join(f"count({field})" for field in fields)
+        found = db.execute(f"SELECT count(*), count(DISTINCT id), {sums} FROM {name}_{each}").fetchone()
+        assert found == (600, 600, *[60] * 10, *[100] * 6)
+
+
+def test_a_column_that_another_worker_is_adding_is_waited_for(name: str, conninfo: str, db: Database) -> None:
+    db.execute(f"CREATE TABLE {name} (id int)")
+    sink = TableSink(name, decoder=JsonDecoder(), evolve="add-columns")
+    sent = [Message(topic="t", partition=0, offset=0, value=b'{"id": 1, "x": 2}')]
+    with psycopg.connect(conninfo) as other, psycopg.connect(conninfo) as ours:
+        with pytest.raises(TableChanged):
+            sink.write(ours, sent)
+        ours.rollback()
+        other.execute(f"ALTER TABLE {name} ADD COLUMN x bigint; INSERT INTO {name} VALUES (0, 7)")
+        thread = threading.Thread(target=sink.write, args=(ours, sent))
+        thread.start()
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
+        until(lambda: db.execute(waits, (f"ALTER TABLE%{name}%",)).fetchone() == (1,), 30, "ours waits")
+        other.commit()
+        thread.join(30)
+        ours.commit()
+    assert rows(db, name) == [(0, 7), (1, 2)]
