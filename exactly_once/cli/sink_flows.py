@@ -27,8 +27,8 @@ try:
     import msgspec
     from msgspec import Meta
 
-    from exactly_once.writer.envelopes import EnvelopeName
-    from exactly_once.writer.formats import Format, FormatDecoder, FormatName, PlainDecoder, Shaped, Simple, format_of
+    from exactly_once.writer.envelopes import EnvelopeName, Format
+    from exactly_once.writer.formats import FormatDecoder, FormatName, PlainDecoder, Shaped, Simple, format_of
     from exactly_once.writer.from_json import JsonDecoder, OnTombstone
 except ImportError as error:
     raise ImportError(f"{error}\nthe sink command needs msgspec: pip install 'kafka-exactly-once[sink]'") from error

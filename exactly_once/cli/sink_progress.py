@@ -14,6 +14,7 @@ from typing import Self, TextIO
 
 from exactly_once.metrics import table as m
 from exactly_once.writer import TableSink
+from exactly_once.writer.decoding import alike
 
 logger = logging.getLogger(__name__)
 
@@ -229,19 +230,13 @@ class LeftOut:
                 "unused_fields": unused,
                 "unfilled_columns": sorted(unfilled),
             }
-            by_name = {_plain(column): column for column in unfilled}
             said += [
                 f'column {column} is not field {name}: say fields = {{{column} = "{name}", ...}}'
                 for name in unused
-                if (column := by_name.get(_plain(name))) is not None
+                if (column := alike(name, unfilled)) is not None
             ]
             if said:
                 logger.warning("table %s: %s", table, "; ".join(said), extra=extra)
-
-
-def _plain(name: str) -> str:
-    """Leave out what people and Postgres change in a name: case, and underscores."""
-    return name.replace("_", "").lower()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ try:
     import msgspec
 
     from .from_json import path_of
-    from .json_shape import Shape
+    from .json_shape import BYTE_ORDER_MARK, Shape
 except ImportError as error:
     raise ImportError(f"{error}\na claim needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
@@ -61,7 +61,7 @@ class Claims:
                 value = message.value()
                 if value is None and type(row) is Tombstone:
                     return None
-                found, _ = self._shape.find((value or b"null").removeprefix(b"\xef\xbb\xbf"))
+                found, _ = self._shape.find((value or b"null").removeprefix(BYTE_ORDER_MARK))
                 key = msgspec.json.decode(found.get("key", b"null"))
             else:
                 kind, name = self._envelope

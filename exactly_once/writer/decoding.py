@@ -208,3 +208,16 @@ def _shown(value: str | bytes | None) -> Any:
         return value.decode()
     except UnicodeDecodeError:
         return {"base64": base64.b64encode(value).decode()}
+
+
+def remade(source: Message, key: Any, value: bytes | None) -> Message:
+    """Make a message of another key and value; all else is the source's."""
+    return Message(
+        topic=source.topic(),
+        partition=source.partition(),
+        offset=source.offset(),
+        key=key,
+        value=value,
+        headers=source.headers(),
+        timestamp=source.timestamp(),
+    )

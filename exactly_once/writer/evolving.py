@@ -12,7 +12,7 @@ import msgspec
 from psycopg import sql
 
 from .errors import NAME_BYTES
-from .logical import fields_in
+from .json_shape import BYTE_ORDER_MARK, fields_in
 from .table import Table
 
 _SYSTEM_COLUMNS = {"tableoid", "xmin", "cmin", "xmax", "cmax", "ctid"}
@@ -41,7 +41,7 @@ def types_in(names: Collection[str], values: Iterable[bytes | None]) -> dict[str
     for value in values:
         if value is None:
             continue
-        fields = fields_in(value.removeprefix(b"\xef\xbb\xbf"))
+        fields = fields_in(value.removeprefix(BYTE_ORDER_MARK))
         for name in names:
             if name in fields:
                 types[name] = wider(types.get(name), type_of(msgspec.json.decode(fields[name])))

@@ -16,7 +16,7 @@ from .changes import MISSING, Row, Tombstone
 from .codec import Naive
 from .decoding import Decoded, Envelope, Source, alike
 from .errors import NAME_BYTES, BadRow, TableError, cut
-from .json_shape import NULL, UNSET, Left, Path, Raw, Shape, as_json, names_in
+from .json_shape import BYTE_ORDER_MARK, NULL, UNSET, Left, Path, Raw, Shape, as_json, names_in
 from .json_types import FLOATS, Epoch, Nul, Reading, base_name, fast_type, is_exact
 from .json_values import UNREADABLE, advice, checked, reader_of, shown, stripped, text_of
 from .statements import Mode
@@ -25,7 +25,6 @@ from .table import Column, OnMissing, Table
 OnTombstone = Literal["delete", "refuse", "skip"]
 """What to do with a message without a value."""
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NUL = rb"\\u0000"
 _SHOWN_NAMES = 20
 _AT_ONCE = 256
@@ -284,7 +283,7 @@ class JsonDecoder:
 
         :raises BadRow: for what is no object, has no field for any column, or one with a value that does not fit.
         """
-        value = value.removeprefix(_BYTE_ORDER_MARK)
+        value = value.removeprefix(BYTE_ORDER_MARK)
         try:
             found, left = self._shape.find(value)
             names = names_in(left)
@@ -385,7 +384,7 @@ class _Key:
     def _decoded(self, key: bytes | None) -> dict[str, Any]:
         if not key:
             raise ValueError("there is neither key nor value, so there is nothing to delete")
-        raw = key.strip().removeprefix(_BYTE_ORDER_MARK)
+        raw = key.strip().removeprefix(BYTE_ORDER_MARK)
         if raw.startswith(b"{"):
             found, _ = self._shape.find(raw)
             return {name: read(found.get(name, NULL)) for name, read in self._readers.items()}

@@ -72,7 +72,6 @@ DIFFERENCES = [
     Difference("an `int` that a double changes", "refused", "rounds", lambda c: c.is_refused and c.is_of("real", "double precision") and _is_inexact_double(c)),
     Difference("text in JSON for a double or a boolean, a number for a boolean", "refused, unless `lax`", "reads it", lambda c: c.is_refused and c.is_of("real", "double precision", "boolean")),
     Difference("underscores and hexadecimal in a number's text; a negative `oid`, one that begins with 0", "refused", "reads it", lambda c: c.is_refused and c.is_of(*_NUMBERS) and bool(re.search(r'_|0[xob]|-|\"\s*0', c.json.lower()))),
-    Difference("a number of JSON that is whole, with an exponent or zeros behind the point, for an integer: `1e2`, `1.0`", "stored", "refuses it", lambda c: c.theirs is REFUSED and c.is_of("smallint", "integer", "bigint", "oid", "json_percent") and bool(re.search(r"\d(\.\d|[eE])", c.json))),
     Difference("true, lists and objects for what is no array, JSON or composite type", "refused", "reads the text of the JSON", lambda c: c.is_refused and bool(re.search(r"true|false|[\[{]", c.json))),
     Difference("a time zone too few or too many", "refused, unless `naive_timestamps`", "takes the session's zone, or ignores it", lambda c: c.is_refused and c.is_of("timestamp", "time", "date")),
     Difference("dates and times in other words than ISO 8601, and `infinity` from JSON", "refused", "reads it", lambda c: c.is_refused and c.is_of(*_TIMES)),

@@ -156,18 +156,3 @@ def test_a_table_that_is_full_gets_no_more_columns_and_no_message_is_at_fault(
         work.execute("ROLLBACK TO s")
     assert sink.write(work, sent) == 2
     assert rows_of(work, table, "n, rest->>'x7', rest->>'y'") == [(1, "7", None), (2, None, "1")]
-
-
-@pytest.mark.parametrize("number", [b"1e2", b"1E2", b"100.0", b"1000e-1", b"100"])
-def test_a_whole_number_may_be_written_with_an_exponent(number: bytes, work: Connection, make_table: MakeTable) -> None:
-    table = make_table("(n int, m bigint, o oid, s smallint[])")
-    sink = TableSink(table, decoder=JsonDecoder())
-    sink.write(work, messages([b'{"n": %b, "m": %b, "o": %b, "s": [%b]}' % ((number,) * 4)]))
-    assert rows_of(work, table) == [(100, 100, 100, [100])]
-
-
-@pytest.mark.parametrize("number", [b"1e-2", b"1e99999999", b"1e20", b"1.5e0"])
-def test_other_numbers_are_no_whole_ones(number: bytes, work: Connection, make_table: MakeTable) -> None:
-    sink = TableSink(make_table("(n int)"), decoder=JsonDecoder())
-    with pytest.raises(BadRow, match="column n: integer: "):
-        sink.write(work, messages([b'{"n": %b}' % number]))
