@@ -37,7 +37,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     what = parser.add_argument_group("what")
     what.add_argument("--topic", action="append", dest="topics", metavar="TOPIC", help="may be said several times")
-    what.add_argument("--table", metavar="TABLE", help='as in SQL: payment, bank.payment, "Odd Name"')
+    what.add_argument("--topics-regex", metavar="REGEX", help="instead: all topics of such names, new ones too")
+    what.add_argument(
+        "--table",
+        metavar="TABLE",
+        help='as in SQL: payment, bank.payment, "Odd Name"; with a pattern also bank.{topic}, or {1} for a group of it',
+    )
     what.add_argument(
         "--mode", choices=("append", "upsert", "insert-ignore"), help="append (default); upsert by key; insert-ignore"
     )
@@ -69,6 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         ("stop-seconds", float, "S", "what the transaction in hand may take after SIGTERM (20.0)"),
         ("dead-letter-limit", int, "N", "stop after so many in a row (10)"),
         ("dead-letter-window", int, "N", "or after so many of the group in an hour (1000)"),
+        ("claims-window", float, "S", "hold the keys of --claim at least so long (for ever)"),
         ("metrics-port", int, "PORT", "serve /metrics, /livez and /readyz"),
         ("metrics-host", str, "HOST", "at this address (127.0.0.1)"),
     ):
@@ -106,6 +112,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--flatten", nargs="?", const=True, metavar="BETWEEN", help='objects become their fields: a_b, with "_" between'
     )
+    shape.add_argument("--claim", metavar="PATH", help="the id of an event: of several with one id the first is stored")
     shape.add_argument("--rest", metavar="COLUMN", help='jsonb column for fields without a column; "" for none')
     shape.add_argument(
         "--missing", choices=("null", "default", "keep"), help="where a field is missing (its default, or null)"

@@ -11,8 +11,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
 
+from .sink_flows import Task
 from .sink_progress import Counts, Every, Progress
-from .sink_worker import Task, work_alone
+from .sink_worker import work_alone
 
 logger = logging.getLogger(__name__)
 

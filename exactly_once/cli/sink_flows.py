@@ -10,21 +10,25 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from confluent_kafka import Message
+from psycopg import sql
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.ledger.session import Connection, connector
 from exactly_once.writer.decoding import Decoder, Envelope, Source
+from exactly_once.writer.errors import NAME_BYTES
 from exactly_once.writer.sink import Evolve, TableSink
 from exactly_once.writer.statements import Mode
 
+from .named import NamedConnect
 from .options import undotted
-from .problems import UsageError
+from .problems import CommandError, UsageError
 
 try:
     import msgspec
     from msgspec import Meta
 
-    from exactly_once.writer.envelopes import EnvelopeName
-    from exactly_once.writer.formats import Format, FormatDecoder, FormatName, PlainDecoder, Shaped, Simple, format_of
+    from exactly_once.writer.envelopes import EnvelopeName, Format
+    from exactly_once.writer.formats import FormatDecoder, FormatName, PlainDecoder, Shaped, Simple, format_of
     from exactly_once.writer.from_json import JsonDecoder, OnTombstone
 except ImportError as error:
     raise ImportError(f"{error}\nthe sink command needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
@@ -35,6 +39,9 @@ LINGER_SECONDS = 0.05
 """At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay."""
 
 T = TypeVar("T")
+_NAME = re.compile(r'"(?:[^"]|"")*"|[^."]+')
+_NOT_POSIX = re.compile(r"\(\?|\\[A-Za-z0-9]")
+"""What Python and the clients of Kafka read in different ways."""
 _Scalar = str | bool | int | float
 _Count = Annotated[int, Meta(ge=1)]
 
@@ -43,8 +50,11 @@ _Count = Annotated[int, Meta(ge=1)]
 class Flow:
     """One table and what fills it; also the keys of a ``[[sink]]`` in the file."""
 
-    topics: Annotated[tuple[str, ...], Meta(min_length=1)]
+    topics: tuple[str, ...] = ()
+    topics_regex: str | None = None
+    """In their place: what the names of topics are, those that come later too."""
     table: str
+    """With a pattern the name may hold parts of the topic's: {topic}, or {1} for a group of the pattern."""
     mode: Mode = "append"
     key: tuple[str, ...] | None = None
     format: FormatName | Literal["json", "raw"] | None = None
@@ -71,6 +81,8 @@ class Flow:
     """The types of columns that are made, whatever the sample says."""
     evolve: Evolve | None = None
     """Whether a field without a column gets one while the sink runs."""
+    claim: str | tuple[str, ...] | None = None
+    """The field that tells one event from another: of those with one, the first is stored."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Source] = field(default_factory=dict)
     epoch: Mapping[str, str] = field(default_factory=dict)
@@ -82,6 +94,25 @@ class Flow:
     lax: bool = False
     naive_timestamps: Literal["refuse", "utc"] = "refuse"
     on_tombstone: OnTombstone | None = None
+
+    @property
+    def table_name(self) -> list[str]:
+        """The parts of the table's name, read as SQL does."""
+        parts = _NAME.findall(self.table)
+        return [p[1:-1].replace('""', '"') if p.startswith('"') else p.lower() for p in parts]
+
+    def of_topic(self, topic: str) -> Flow | None:
+        """Return the flow of one topic that the pattern may have found; None for another one.
+
+        :raises CommandError: where its table's name would be too long.
+        """
+        found = None if self.topics_regex is None else re.fullmatch(self.topics_regex, topic)
+        if found is None:
+            return None
+        names = [part.format(found[0], *found.groups(""), topic=topic) for part in self.table_name]
+        if long := [name for name in names if len(name.encode()) > NAME_BYTES]:
+            raise CommandError(f"topic {topic}: Postgres cuts the name of its table {long[0]}: say another table")
+        return replace(self, topics=(topic,), topics_regex=None, table=sql.Identifier(*names).as_string(None))
 
     def decoder(self) -> Decoder:
         """Make the decoder."""
@@ -152,6 +183,7 @@ class Flow:
             naive_timestamps=self.naive_timestamps,
             evolve=self.evolve,
             types=self.types,
+            claim=self.claim,
             **({"missing": self.missing} if self.missing else {}),
         )
 
@@ -170,8 +202,36 @@ class Run:
     on_poison: Literal["stop", "dead-letter"] = "stop"
     dead_letter_limit: _Count | None = None
     dead_letter_window: _Count | None = None
+    claims_window: Annotated[float, Meta(gt=0)] | None = None
+    """In seconds: for how long the keys of claim are held at least; for ever without it."""
     metrics_host: str = "127.0.0.1"
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """All that a worker needs; it crosses from process to process."""
+
+    flows: Sequence[Flow]
+    """Those whose topics are named, ready to be filled."""
+    patterns: Sequence[Flow] = ()
+    found: Mapping[str, Flow] = field(default_factory=dict)
+    """Topics that patterns have found so far, with their tables."""
+    creates_tables: bool = False
+    adds_columns: bool = False
+    kafka: Mapping[str, Any] = field(repr=False)
+    conninfo: str | None = field(repr=False)
+    connect: NamedConnect | None = None
+    schema: str
+    run: Run
+    start: Any = None
+    log_json: bool = False
+    is_live: bool = False
+    secrets: frozenset[str] = field(default=frozenset(), repr=False)
+
+    def open(self) -> Connection:
+        """Connect to Postgres."""
+        return (self.connect or connector(self.conninfo or ""))()
 
 
 def read_run(args: argparse.Namespace, stored: object) -> Run:
@@ -198,7 +258,7 @@ def read_flows(args: argparse.Namespace, stored: object, registry: object = None
         named = ", ".join(f"--{'topic' if n == 'topics' else n.replace('_', '-')}" for n in given)
         raise UsageError(f"the file has [[sink]] tables; say {named} there")
     flows = [_flow(one, registry) for one in stored or [given]]
-    topics = [topic for flow in flows for topic in flow.topics]
+    topics = [topic for flow in flows for topic in flow.topics or (flow.topics_regex,)]
     if len(set(topics)) < len(topics):
         raise UsageError("a topic goes to one table only; it is named twice")
     return flows
@@ -226,9 +286,9 @@ def _flow(given: object, registry: object) -> Flow:
         raise UsageError("[[sink]] in the file must be tables")
     if registry is not None and given.get("format") in (None, "json", *get_args(EnvelopeName)):
         given = {"schema_registry": registry, **given}
-    if not (given.get("topics") and given.get("table")) and set(given) <= _KEYS:
+    if not ((given.get("topics") or given.get("topics_regex")) and given.get("table")) and set(given) <= _KEYS:
         raise UsageError("say --topic and --table, or topics and table in a [[sink]] of the file of --config")
-    if isinstance(given["topics"], str):
+    if isinstance(given.get("topics"), str):
         given = {**given, "topics": [given["topics"]]}
     flow = _checked(Flow, given, "[[sink]]")
     if flow.format == "raw" and (idle := [name for name in given if name not in _RAW]):
@@ -237,7 +297,13 @@ def _flow(given: object, registry: object) -> Flow:
         Envelope(flow.metadata, flow.constants)
     except ConfigurationError as error:
         raise UsageError(f"[[sink]]: {error}") from None
+    _check_pattern(flow)
     for is_wrong, what in (
+        (flow.topics and flow.topics_regex is not None, "topics names them, so there is no topics_regex beside it"),
+        (
+            flow.format == "raw" and not str(flow.claim or "key:").startswith(("key:", "header:")),
+            "format raw does not look into messages, so claim is header:NAME or key:PATH",
+        ),
         (flow.fields is not None and flow.evolve, "fields names all columns that are filled, so there is no evolve"),
         (flow.fields is not None and flow.rename, "fields names all columns that are filled, so there is no rename"),
         (
@@ -252,6 +318,26 @@ def _flow(given: object, registry: object) -> Flow:
         if is_wrong:
             raise UsageError(f"[[sink]]: {what}")
     return flow
+
+
+def _check_pattern(flow: Flow) -> None:
+    """Refuse a pattern that clients read otherwise, and a table's name that asks for more than it finds."""
+    if (pattern := flow.topics_regex) is None:
+        return
+    if other := _NOT_POSIX.search(pattern):
+        raise UsageError(
+            f"[[sink]]: topics_regex {pattern}: clients read {other[0]} in another way; say [0-9], [.] and the like"
+        )
+    try:
+        groups = re.compile(pattern).groups
+        for part in flow.table_name:
+            part.format(*[""] * (groups + 1), topic="")
+    except re.error as error:
+        raise UsageError(f"[[sink]]: topics_regex {pattern}: {error}") from None
+    except (LookupError, ValueError, AttributeError):
+        raise UsageError(
+            f"[[sink]]: table {flow.table}: with topics_regex {pattern} there are {{topic}} and {{0}} to {{{groups}}}"
+        ) from None
 
 
 def _checked(kind: type[T], given: Mapping[str, Any], where: str) -> T:
@@ -288,6 +374,6 @@ def _choices(kind: type[Any], name: str) -> list[str]:
     return sorted(str(value) for value in values)
 
 
-_RAW = {"topics", "table", "mode", "key", "format", "update", "metadata", "missing", "types"}
+_RAW = {"topics", "topics_regex", "table", "mode", "key", "format", "update", "metadata", "missing", "types", "claim"}
 """What can be said of messages that are stored as they are."""
 _KEYS = {f.name for f in fields(Flow)}

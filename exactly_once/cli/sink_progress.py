@@ -14,6 +14,7 @@ from typing import Self, TextIO
 
 from exactly_once.metrics import table as m
 from exactly_once.writer import TableSink
+from exactly_once.writer.decoding import alike
 
 logger = logging.getLogger(__name__)
 
@@ -208,13 +209,16 @@ class LeftOut:
         """Write a record for each table of which there is something new to say."""
         for table, sink in self._sinks:
             unused, unfilled = dict(sink.unused_fields), frozenset(sink.unfilled_columns)
-            state = sum(unused.values()) + sink.filtered_messages, unfilled
-            if (sink.rows == 0 and not sink.filtered_messages) or state == self._told.get(sink, (0, frozenset())):
+            left_out = sink.filtered_messages + sink.repeated_rows
+            state = sum(unused.values()) + left_out, unfilled
+            if (sink.rows == 0 and not left_out) or state == self._told.get(sink, (0, frozenset())):
                 continue
             self._told[sink] = state
             said = []
             if sink.filtered_messages:
                 said.append(f"messages that where and where_not leave out: {sink.filtered_messages:,}")
+            if sink.repeated_rows:
+                said.append(f"rows of events that came before, left out by claim: {sink.repeated_rows:,}")
             if unused:
                 most = sorted(unused.items(), key=lambda pair: (-pair[1], pair[0]))
                 said.append(f"fields without a column: {_some([f'{name} ({count:,})' for name, count in most])}")
@@ -226,19 +230,13 @@ class LeftOut:
                 "unused_fields": unused,
                 "unfilled_columns": sorted(unfilled),
             }
-            by_name = {_plain(column): column for column in unfilled}
             said += [
                 f'column {column} is not field {name}: say fields = {{{column} = "{name}", ...}}'
                 for name in unused
-                if (column := by_name.get(_plain(name))) is not None
+                if (column := alike(name, unfilled)) is not None
             ]
             if said:
                 logger.warning("table %s: %s", table, "; ".join(said), extra=extra)
-
-
-def _plain(name: str) -> str:
-    """Leave out what people and Postgres change in a name: case, and underscores."""
-    return name.replace("_", "").lower()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,8 @@ from exactly_once.kafka.log import kafka_logger
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow
 from exactly_once.writer.decoding import key_field
-from exactly_once.writer.errors import cut
-from exactly_once.writer.evolving import NAME_BYTES, can_be_column, type_of, wider
+from exactly_once.writer.errors import NAME_BYTES, cut
+from exactly_once.writer.evolving import can_be_column, type_of, wider
 from exactly_once.writer.formats import hint_for
 from exactly_once.writer.from_json import JsonDecoder, path_of
 
@@ -36,7 +35,6 @@ REST_COMMENT = "exactly-once sink: the fields that have no column of their own"
 Positions = Mapping[tuple[str, int], int]
 """Offsets by topic and partition."""
 
-_NAME = re.compile(r'"(?:[^"]|"")*"|[^."]+')
 _WAIT_SECONDS = 10.0
 _METADATA_TYPES = {
     "topic": "text",
@@ -249,26 +247,12 @@ def create_table(flow: Flow, columns: Columns) -> list[sql.Composed]:
             f"no message of the sample has {', '.join(unknown)}, which --key names; "
             f"there are {', '.join(columns.types)}"
         )
-    name = table_name(flow)
+    name = sql.Identifier(*flow.table_name)
     parts = [sql.SQL("{} {}").format(sql.Identifier(c), sql.SQL(kind)) for c, kind in columns.types.items()]
     if key:
         parts.append(sql.SQL("PRIMARY KEY ({})").format(sql.SQL(", ").join(map(sql.Identifier, key))))
     made = [sql.SQL("CREATE TABLE IF NOT EXISTS {} ({})").format(name, sql.SQL(", ").join(parts))]
     if columns.rest is not None:
-        column = sql.Identifier(*_name_parts(flow), columns.rest)
+        column = sql.Identifier(*flow.table_name, columns.rest)
         made.append(query("comment_on_rest_column", "", column=column, comment=sql.Literal(REST_COMMENT)))
     return made
-
-
-def table_name(flow: Flow) -> sql.Identifier:
-    """Read the name of the table as SQL does."""
-    return sql.Identifier(*_name_parts(flow))
-
-
-def _name_parts(flow: Flow) -> list[str]:
-    return [_unquoted(part) for part in _NAME.findall(flow.table)]
-
-
-def _unquoted(part: str) -> str:
-    """Read a part of a name as SQL does."""
-    return part[1:-1].replace('""', '"') if part.startswith('"') else part.lower()

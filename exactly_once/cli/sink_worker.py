@@ -17,9 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count
@@ -27,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psycopg
 from confluent_kafka import Message
 
 from exactly_once import DeadLetterLimit, ExactlyOnceConsumer
@@ -35,14 +35,12 @@ from exactly_once._model import Partition
 from exactly_once.consumer.unit import Unit
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 from exactly_once.ledger.dead_letters import enforce
-from exactly_once.ledger.session import Connection as Database
-from exactly_once.ledger.session import connector
-from exactly_once.writer.sink import Bad, Router
+from exactly_once.writer.sink import Bad, Router, TableSink
 
-from .named import NamedConnect
 from .problems import one_line
-from .sink_flows import Flow, Run
+from .sink_flows import Task
 from .sink_progress import CLEAR, LEFT_OUT_SECONDS, LIVE_SECONDS, Both, Counts, Every, LeftOut, Measurements, Progress
+from .sink_tables import prepare
 
 logger = logging.getLogger(__name__)
 
@@ -67,31 +65,24 @@ _IN_OPTIONS = [
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """All that a worker needs; it crosses from process to process."""
-
-    flows: Sequence[Flow]
-    kafka: Mapping[str, Any] = field(repr=False)
-    conninfo: str | None = field(repr=False)
-    connect: NamedConnect | None = None
-    schema: str
-    run: Run
-    start: Any = None
-    log_json: bool = False
-    is_live: bool = False
-    secrets: frozenset[str] = field(default=frozenset(), repr=False)
-
-    def open(self) -> Database:
-        """Connect to Postgres."""
-        return (self.connect or connector(self.conninfo or ""))()
-
-
 def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
     """Copy messages until a signal, the end or an error; ``report`` takes what would be shown else."""
     topics = [topic for flow in task.flows for topic in flow.topics]
-    filled = [(flow.table, flow.sink()) for flow in task.flows]
-    sinks = {topic: sink for flow, (_, sink) in zip(task.flows, filled, strict=True) for topic in flow.topics}
+    topics += [f"^({flow.topics_regex})$" for flow in task.patterns]
+    flows = [*task.flows, *task.found.values()]
+    filled = [(flow.table, flow.sink()) for flow in flows]
+    sinks = {topic: sink for flow, (_, sink) in zip(flows, filled, strict=True) for topic in flow.topics}
+
+    def find(topic: str, messages: Sequence[Message]) -> TableSink | None:
+        """Make a sink for a topic that a pattern has found meanwhile."""
+        flow = next(filter(None, (pattern.of_topic(topic) for pattern in task.patterns)), None)
+        if flow is None:
+            return None
+        flow = prepare(task, flow, messages)
+        logger.info("topic %s is new, and goes to %s", topic, flow.table, extra={"action": "topic_found"})
+        filled.append((flow.table, flow.sink()))
+        return filled[-1][1]
+
     given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
     limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
     measured = Measurements(rows=lambda: sum(sink.rows for _, sink in filled))
@@ -115,6 +106,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
                 start=task.start,
                 max_messages=task.run.max_messages,
                 linger_seconds=task.run.linger_seconds,
+                claims_window=task.run.claims_window,
                 metrics=measured if served is None else Both(measured, served),
             )
         )
@@ -127,9 +119,9 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         # What is here now stays to the end; looking through it for garbage takes time from each unit.
         gc.collect()
         gc.freeze()
-        set_aside = partial(_set_aside, limit) if task.run.on_poison == "dead-letter" else None
+        set_aside = partial(_set_aside, limit, {}) if task.run.on_poison == "dead-letter" else None
         consumer.run(
-            Router(sinks, set_aside=set_aside),
+            Router(sinks, set_aside=set_aside, find=find),
             on_poison=task.run.on_poison,
             dead_letter_limit=limit,
             stop_seconds=task.run.stop_seconds,
@@ -137,13 +129,15 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         )
 
 
-def _set_aside(limit: DeadLetterLimit, unit: Unit, bad: Bad) -> None:
-    """Set messages aside in the unit that applies the others.
+def _set_aside(limit: DeadLetterLimit, told: dict[Any, int], unit: Unit, bad: Bad) -> None:
+    """Set messages aside in the unit that applies the others; ``told`` are the last offsets that the log has named.
 
     :raises BadRow: when they are too many, so that those before are committed, and the one too many stops the worker.
     """
-    for message, error in bad:
-        unit.dead_letter(message, error)
+    # One round trip for all, where libpq can.
+    with unit.connection.pipeline() if psycopg.Pipeline.is_supported() else contextlib.nullcontext():
+        for message, error in bad:
+            unit.dead_letter(message, error)
     errors = {(m.topic(), m.partition(), m.offset()): error for m, error in bad}
     runs: list[list[Message]] = []
     """Those that could be too many in a row: several without a good one between them, or the first of a partition."""
@@ -165,6 +159,10 @@ def _set_aside(limit: DeadLetterLimit, unit: Unit, bad: Bad) -> None:
         except TooManyDeadLetters:
             raise errors[run[0].topic(), run[0].partition(), run[0].offset()] from None
     for message, error in bad:
+        place = message.topic(), message.partition()
+        if told.get(place, -1) >= (message.offset() or 0):
+            continue  # the unit has failed by something else meanwhile, and comes again
+        told[place] = message.offset() or 0
         partition = Partition(str(message.topic()), message.partition() or 0)
         extra = about("set_aside", group=unit.work.group_id, partition=partition, offset=message.offset())
         logger.error("%s offset %s is set aside with its unit: %s", partition, message.offset(), error, extra=extra)

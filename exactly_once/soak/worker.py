@@ -13,8 +13,8 @@ import psycopg
 from psycopg import sql
 
 from exactly_once import ExactlyOnceConsumer, Fenced, InstanceFenced, Redelivered, Unit
-from exactly_once.cli.sink_flows import Flow, Run
-from exactly_once.cli.sink_worker import Task, work
+from exactly_once.cli.sink_flows import Flow, Run, Task
+from exactly_once.cli.sink_worker import work
 from exactly_once.demo.worker import Injury, report, serve
 
 from .order import SCHEMA, Order

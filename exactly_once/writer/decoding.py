@@ -18,7 +18,7 @@ from exactly_once.errors import ConfigurationError
 
 from .changes import Row
 from .codecs import codec_of, name_of
-from .errors import TableError, cut
+from .errors import BadRow, TableError, cut
 from .statements import Mode
 from .table import Column, Table
 
@@ -52,6 +52,8 @@ class Decoded:
     """How often a field came that no column takes; counted while the rows are made."""
     filtered: int = 0
     """How many messages were left out, because they are not wanted."""
+    repeated: int = 0
+    """How many rows were left out, because the key of their event was claimed before."""
     unfilled: Collection[str] = ()
     """The columns that no message filled yet, as far as the decoder knows."""
 
@@ -119,8 +121,14 @@ class Envelope:
         return self._getters[self.columns.index(column)](message)
 
     def values(self, message: Message) -> Row:
-        """Return what all of the columns get."""
-        return tuple(get(message) for get in self._getters)
+        """Return what all of the columns get.
+
+        :raises BadRow: for a header or a key that is not what it is read as.
+        """
+        try:
+            return tuple(get(message) for get in self._getters)
+        except (ValueError, RecursionError) as error:
+            raise BadRow(str(error), message=message) from error
 
 
 def alike(name: str, others: Iterable[str]) -> str | None:
@@ -137,7 +145,7 @@ def _getter(source: Source, column: Column) -> Callable[[Message], Any]:
     kind, _, name = source.partition(":")
     if name:
         is_bytes = name_of(column.type_oid) == "bytea"
-        return partial(_header, name, is_bytes=is_bytes) if kind == "header" else partial(key_field, name.split("."))
+        return partial(header, name, is_bytes=is_bytes) if kind == "header" else partial(key_field, name.split("."))
     if source == "timestamp":
         return _milliseconds if name_of(column.type_oid) == "int8" else _timestamp
     if source == "headers":
@@ -159,7 +167,11 @@ def _timestamp(message: Message) -> datetime | None:
     return None if milliseconds is None else _EPOCH + timedelta(milliseconds=milliseconds)
 
 
-def _header(name: str, message: Message, *, is_bytes: bool) -> str | bytes | None:
+def header(name: str, message: Message, *, is_bytes: bool) -> str | bytes | None:
+    """Return the last header of a name, as text unless it is to be bytes; None where there is none.
+
+    :raises ValueError: for one that is no text.
+    """
     found = [pair[1] for pair in message.headers() or () if pair[0] == name]
     value: str | bytes | None = found[-1] if found else None
     return value.decode() if isinstance(value, bytes) and not is_bytes else value
@@ -196,3 +208,16 @@ def _shown(value: str | bytes | None) -> Any:
         return value.decode()
     except UnicodeDecodeError:
         return {"base64": base64.b64encode(value).decode()}
+
+
+def remade(source: Message, key: Any, value: bytes | None) -> Message:
+    """Make a message of another key and value; all else is the source's."""
+    return Message(
+        topic=source.topic(),
+        partition=source.partition(),
+        offset=source.offset(),
+        key=key,
+        value=value,
+        headers=source.headers(),
+        timestamp=source.timestamp(),
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -19,7 +19,8 @@ from exactly_once.errors import ConfigurationError
 from .codecs import name_of
 from .errors import BadRow, cut
 from .from_json import OnTombstone
-from .logical import Row, Schema, converted, fields_in, schema_in, types_of
+from .json_shape import fields_in
+from .logical import Row, Schema, converted, schema_in, types_of
 from .statements import Mode
 from .table import Column
 
@@ -74,7 +75,36 @@ def recognised(value: bytes | None) -> EnvelopeName | None:
     return None
 
 
-class Envelope:
+class Format:
+    """Turns messages into JSON; what it does not say otherwise depends on neither table nor schema."""
+
+    left_out = 0
+    """How many rows did not go on so far."""
+
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
+        """Get ready for a table, whose columns are given by the names of the fields that fill them.
+
+        ``key`` are the fields of an upsert's key; ``keeps_keys`` says that one of its columns is the message's own key.
+        """
+
+    def read(self, message: Message) -> Iterable[Change]:
+        """Return keys with rows in JSON, or with None for a delete.
+
+        :raises BadRow: for a message that is not of the format.
+        :raises ValueError: the same; so do other errors of decoding.
+        """
+        raise NotImplementedError
+
+    def types(self, message: Message) -> dict[str, str]:
+        """Return the types of columns that a message tells, by the names of fields; by default the values tell."""
+        return {}
+
+    def key_fields(self, message: Message) -> tuple[str, ...]:
+        """Return the names of the fields of the key, as far as a message tells them."""
+        return ()
+
+
+class Envelope(Format):
     """Unwraps messages.
 
     In an upsert a delete event deletes, and an update that changes the key deletes the old row as well. A tombstone
@@ -110,7 +140,7 @@ class Envelope:
         self._is_behind_delete = False
 
     def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
-        """Get ready for a table, whose columns are given by the names of the fields that fill them."""
+        """Refuse a mode in which updates would be lost."""
         if mode == "insert-ignore" and self._name != "connect":
             raise ConfigurationError(
                 f"mode='insert-ignore' would leave out the updates of format={self._name!r}: say upsert or append"
@@ -233,6 +263,7 @@ class Envelope:
 
     def _stored(self, message: Message, before: Row | None, after: Row) -> Iterator[tuple[bytes | None, Row | None]]:
         """Store a row; where it had another key before, delete that one."""
+        lacking: list[str] = []
         for name in [n for n, text in after.items() if _is_unavailable(text)]:
             if not self._keeps_missing:
                 raise BadRow(
@@ -240,10 +271,14 @@ class Envelope:
                     "set REPLICA IDENTITY FULL at the source",
                     column=name,
                 )
+            lacking.append(name)
             del after[name]
         if self._key and before is not None and all(name in before and name in after for name in self._key):
             old = {name: before[name] for name in self._key}
             if old != {name: after[name] for name in self._key}:
+                if lacking:  # the row of the new key is not there yet, so there is nothing that it could keep
+                    what = "a large value is not in the message, and the key changed: set REPLICA IDENTITY FULL"
+                    raise BadRow(f"{what} at the source", column=lacking[0])
                 yield self._key_text(message, old), None
         yield message.key(), after
 

@@ -19,6 +19,8 @@ from confluent_kafka import Message
 
 from exactly_once.errors import ExactlyOnceError
 
+NAME_BYTES = 63
+"""Postgres cuts longer names."""
 _SHOWN = 100
 
 
@@ -38,6 +40,12 @@ class RegistryAway(psycopg.OperationalError):
     """A Schema Registry does not answer, or not for now; nothing was stored, the batch comes again."""
 
     sqlstate = "40000"
+
+
+class UnreadableValue(psycopg.DataError):
+    """What a type's reader says of a value, whatever the class of the error that it raises for it."""
+
+    sqlstate = "22P02"
 
 
 class BadRow(ValueError):

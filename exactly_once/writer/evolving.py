@@ -11,11 +11,10 @@ from typing import Annotated, Any
 import msgspec
 from psycopg import sql
 
-from .logical import fields_in
+from .errors import NAME_BYTES
+from .json_shape import BYTE_ORDER_MARK, fields_in
 from .table import Table
 
-NAME_BYTES = 63
-"""Postgres cuts longer names."""
 _SYSTEM_COLUMNS = {"tableoid", "xmin", "cmin", "xmax", "cmax", "ctid"}
 _moment: Callable[[bytes], datetime] = msgspec.json.Decoder(Annotated[datetime, msgspec.Meta(tz=True)]).decode
 
@@ -42,7 +41,7 @@ def types_in(names: Collection[str], values: Iterable[bytes | None]) -> dict[str
     for value in values:
         if value is None:
             continue
-        fields = fields_in(value.removeprefix(b"\xef\xbb\xbf"))
+        fields = fields_in(value.removeprefix(BYTE_ORDER_MARK))
         for name in names:
             if name in fields:
                 types[name] = wider(types.get(name), type_of(msgspec.json.decode(fields[name])))

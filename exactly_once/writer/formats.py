@@ -20,11 +20,11 @@ from msgspec import Raw
 from exactly_once.errors import ConfigurationError
 
 from .codecs import name_of
-from .decoding import Decoded, Decoder, Source
-from .envelopes import Change, Envelope, EnvelopeName, recognised
+from .decoding import Decoded, Decoder, Source, remade
+from .envelopes import Change, Envelope, EnvelopeName, Format, recognised
 from .errors import BadRow, cut
 from .from_json import OnTombstone, path_of
-from .logical import fields_in
+from .json_shape import BYTE_ORDER_MARK, fields_in
 from .statements import Mode
 from .table import Column, Table
 
@@ -34,29 +34,6 @@ _WRAPPERS = {"payload", "before", "after", "data"}
 """Fields that hold the row: who fills a column from one of them knows what the messages are."""
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 _encode = msgspec.json.Encoder(decimal_format="number").encode
-
-
-class Format(Protocol):
-    """Turns messages into JSON."""
-
-    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
-        """Get ready for a table, whose columns are given by the names of the fields that fill them.
-
-        ``key`` are the fields of an upsert's key; ``keeps_keys`` says that one of its columns is the message's own key.
-        """
-
-    def read(self, message: Message) -> Iterable[Change]:
-        """Return keys with rows in JSON, or with None for a delete.
-
-        :raises BadRow: for a message that is not of the format.
-        :raises ValueError: the same; so do other errors of decoding.
-        """
-
-    def types(self, message: Message) -> dict[str, str]:
-        """Return the types of columns that a message tells, by the names of fields."""
-
-    def key_fields(self, message: Message) -> tuple[str, ...]:
-        """Return the names of the fields of the key, as far as a message tells them."""
 
 
 class Binary(Protocol):
@@ -169,9 +146,8 @@ class FormatDecoder:
         """
         found = [self.read(message)[0] for message in messages]
         decoded = self._decoder.decode([each for some in found for each in some])
-        left_out = self._format.left_out if isinstance(self._format, Shaped) else 0
-        before, self._left_out = self._left_out, left_out
-        return replace(decoded, filtered=left_out - before)
+        before, self._left_out = self._left_out, self._format.left_out
+        return replace(decoded, filtered=self._left_out - before)
 
     def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[str, str], tuple[str, ...]]:
         """Return what a message says as messages in JSON; with ``tells`` also types and key, as far as it tells them.
@@ -182,7 +158,7 @@ class FormatDecoder:
             opened = self._binary.opened(message) if self._binary is not None else message
             # A row's own key is what was sent; a delete needs what it says.
             found = [
-                _message(message, key if value is None else opened.key() if self._opens_keys else message.key(), value)
+                remade(message, key if value is None else opened.key() if self._opens_keys else message.key(), value)
                 for key, value in self._format.read(opened)
             ]
             if not tells:
@@ -218,29 +194,18 @@ def format_of(
     return Envelope(name, missing=missing, on_tombstone=on_tombstone, on_truncate=on_truncate)
 
 
-class Simple:
+class Simple(Format):
     """A format in which a message is a row; keys are text or JSON."""
 
     def __init__(self, row_in: Callable[[Message], bytes | None]) -> None:
         self._row_in = row_in
 
-    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
-        """Do nothing: what a message says does not depend on the table."""
-
     def read(self, message: Message) -> Iterable[Change]:
         """Return the row, or the delete that a message without a value is."""
         return ((message.key(), self._row_in(message)),)
 
-    def types(self, message: Message) -> dict[str, str]:
-        """Return nothing: the values tell."""
-        return {}
 
-    def key_fields(self, message: Message) -> tuple[str, ...]:
-        """Return nothing: a key has no names."""
-        return ()
-
-
-class Shaped:
+class Shaped(Format):
     """A format whose rows are filtered and flattened.
 
     ``where`` and ``where_not`` say which values a field must have, or must not, as JSON writes them: a row goes on with
@@ -262,8 +227,6 @@ class Shaped:
         self._tests = [(path_of(path), frozenset(values), True) for path, values in (where or {}).items()]
         self._tests += [(path_of(path), frozenset(values), False) for path, values in (where_not or {}).items()]
         self._flatten = flatten
-        self.left_out = 0
-        """How many rows did not go on so far."""
 
     def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
         """Prepare what is below."""
@@ -275,7 +238,7 @@ class Shaped:
             if value is None:
                 yield key, None
                 continue
-            row = fields_in(value.removeprefix(b"\xef\xbb\xbf"))
+            row = fields_in(value.removeprefix(BYTE_ORDER_MARK))
             if any((_text_at(row, path) in values) is not wants for path, values, wants in self._tests):
                 self.left_out += 1
                 continue
@@ -378,7 +341,7 @@ def _text(value: str | bytes | None) -> str:
     return value.decode() if isinstance(value, bytes) else value or ""
 
 
-class Csv:
+class Csv(Format):
     """Lines of CSV as Postgres writes them: what is empty and not in quotes is null. A message may hold several.
 
     ``columns`` names the fields in their order; by default they are the columns of the table, in theirs.
@@ -428,25 +391,8 @@ class Csv:
         """Return text for each: a number may be a name with leading zeros."""
         return dict.fromkeys(self._names, "text")
 
-    def key_fields(self, message: Message) -> tuple[str, ...]:
-        """Return nothing: a key has no names."""
-        return ()
-
     def _as_json(self, name: str, text: str | None) -> Any:
         if text is None or name not in self._json:
             return text
         msgspec.json.decode(text)  # or what is malformed would make the whole row so
         return Raw(text.encode())
-
-
-def _message(source: Message, key: Any, value: bytes | None) -> Message:
-    """Make a message of another key and value; all else is the source's."""
-    return Message(
-        topic=source.topic(),
-        partition=source.partition(),
-        offset=source.offset(),
-        key=key,
-        value=value,
-        headers=source.headers(),
-        timestamp=source.timestamp(),
-    )

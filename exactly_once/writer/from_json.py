@@ -15,8 +15,8 @@ from exactly_once.errors import ConfigurationError
 from .changes import MISSING, Row, Tombstone
 from .codec import Naive
 from .decoding import Decoded, Envelope, Source, alike
-from .errors import BadRow, TableError, cut
-from .json_shape import NULL, UNSET, Left, Path, Raw, Shape, as_json, names_in
+from .errors import NAME_BYTES, BadRow, TableError, cut
+from .json_shape import BYTE_ORDER_MARK, NULL, UNSET, Left, Path, Raw, Shape, as_json, names_in
 from .json_types import FLOATS, Epoch, Nul, Reading, base_name, fast_type, is_exact
 from .json_values import UNREADABLE, advice, checked, reader_of, shown, stripped, text_of
 from .statements import Mode
@@ -25,13 +25,12 @@ from .table import Column, OnMissing, Table
 OnTombstone = Literal["delete", "refuse", "skip"]
 """What to do with a message without a value."""
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NUL = rb"\\u0000"
-_MAX_NAME_BYTES = 63
-"""What Postgres keeps of a name."""
 _SHOWN_NAMES = 20
 _AT_ONCE = 256
-"""So many messages are decoded by one loop; where one needs a closer look, all of them get it."""
+"""So many messages are decoded by one loop: enough for its start to cost nothing, and they stay in the cache."""
+_FEW = 16
+"""So many where one of those needs a closer look, so that of messages of which 1 % do 85 % still need none."""
 _UNSURE_ZERO = re.compile(rb"(?<!\d)-0|\d[eE]-|0{300}")
 """Where a zero may have been -0, which only a double knows, or too small for one."""
 _UNSURE_HALF = rb"\.\d{6}(?:5(?:0*\D|0000000)|4999999)"
@@ -130,9 +129,7 @@ class JsonDecoder:
 
         def make() -> Iterator[Row]:
             unused.clear()
-            for start in range(0, len(messages), _AT_ONCE):
-                some = messages[start : start + _AT_ONCE]
-                yield from self._at_once(some, unused) or (self._row(m, what, unused) for m in some)
+            return self._rows(messages, what, unused, at_once=_AT_ONCE)
 
         return Decoded(
             columns=self._columns,
@@ -182,33 +179,54 @@ class JsonDecoder:
         decode = self._shape.decode_known if expects else self._shape.decode
         self._decode = decode or _nothing
 
-    def _at_once(self, messages: Sequence[Message], unused: Counter[str]) -> list[Row] | None:
-        """Decode many by loops that run in C; None where one of them needs a closer look."""
-        if self._counts and (self._rest is None or self._shape.is_deep):
-            return None
+    def _rows(
+        self, messages: Sequence[Message], what: OnTombstone, unused: Counter[str], *, at_once: int
+    ) -> Iterator[Row]:
+        """Decode so many at once; those among which one needs a closer look again, by fewer and fewer."""
+        for start in range(0, len(messages), at_once):
+            some = messages[start : start + at_once]
+            if (rows := self._at_once(some, what, unused)) is not None:
+                yield from rows
+            elif len(some) > 1:
+                yield from self._rows(some, what, unused, at_once=_FEW if len(some) > _FEW else 1)
+            else:
+                yield self._alone(some[0], what, unused)
+
+    def _at_once(self, messages: Sequence[Message], what: OnTombstone, unused: Counter[str]) -> list[Row] | None:
+        """Decode by loops that run in C; None where one of the messages needs a closer look."""
         try:
             values: list[Any] = list(map(Message.value, messages))
+            if None in values:
+                return self._among_tombstones(messages, what, unused)
             objects = list(map(self._decode, values))
             rows: list[Row] = list(map(self._pick, objects))
             if self._is_doubtful(rows, values):
                 return None
             if self._raw or self._told:
                 rows = self._completed(rows)
-            if self._rest is not None:
-                lefts = list(map(self._shape.left, values))
-                if not all(map(self._ignored.issuperset, lefts)):
-                    return None
-                rows = [self._finished(row, left, (), unused) for row, left in zip(rows, lefts, strict=True)]
-            if self._envelope.columns:
-                added = map(self._envelope.values, messages)
-                rows = [(*row, *more) for row, more in zip(rows, added, strict=True)]
+            lefts: list[Any] = list(map(self._shape.left, values)) if self._counts else []
+            names: list[Collection[str]] = list(map(names_in, lefts)) if self._shape.is_deep else lefts
+            if not all(map(self._ignored.issuperset, names)) and self._adopts({n for each in names for n in each}):
+                return None
+            added = list(map(self._envelope.values, messages)) if self._envelope.columns else []
         except UNREADABLE:
             return None
-        for name, read in self._shape.ignored:
+        for name, read in () if self._counts else self._shape.ignored:
             if count := sum(map(bool, map(read, objects))):
                 unused[name] += count
         self._note_filled(rows)
-        return rows
+        if self._counts:
+            rows = [self._finished(*each, unused) for each in zip(rows, lefts, names, strict=True)]
+        return [(*row, *more) for row, more in zip(rows, added, strict=True)] if added else rows
+
+    def _among_tombstones(
+        self, messages: Sequence[Message], what: OnTombstone, unused: Counter[str]
+    ) -> list[Row] | None:
+        deleted = [self._tombstone(m, what) if m.value() is None else None for m in messages]
+        kept = [m for m in messages if m.value() is not None]
+        rows = self._at_once(kept, what, unused) if kept else []
+        stored = iter(rows or ())
+        return None if rows is None else [tombstone or next(stored) for tombstone in deleted]
 
     def _is_doubtful(self, rows: Sequence[Row], values: Sequence[bytes]) -> bool:
         """Tell whether one of several messages needs a closer look, although msgspec has decoded it."""
@@ -228,42 +246,30 @@ class JsonDecoder:
             columns[position] = [MISSING if v is UNSET else v for v in columns[position]]
         return list(zip(*columns, strict=True))
 
-    def _row(self, message: Message, what: OnTombstone, unused: Counter[str]) -> Row:
-        """Decode one message.
+    def _tombstone(self, message: Message, what: OnTombstone) -> Tombstone:
+        """Read the key of a message without a value.
+
+        :raises BadRow: where it is none, or deletes nothing.
+        """
+        if what == "delete" and self._key is not None:
+            return self._key.tombstone(message, self._envelope)
+        raise BadRow(
+            'the message has no value, so nothing can be stored; on_tombstone = "skip" passes over such',
+            message=message,
+        )
+
+    def _alone(self, message: Message, what: OnTombstone, unused: Counter[str]) -> Row:
+        """Decode one message that needs a closer look.
 
         :raises BadRow: for one of which no row can be made.
         """
         if (value := message.value()) is None:
-            if what == "delete" and self._key is not None:
-                return self._key.tombstone(message, self._envelope)
-            raise BadRow(
-                'the message has no value, so nothing can be stored; on_tombstone = "skip" passes over such',
-                message=message,
-            )
-        row = self._fast(value, unused) or self._careful(message, value, unused)
+            return self._tombstone(message, what)
+        row = self._careful(message, value, unused)
         self._note_filled([row])
         return (*row, *self._envelope.values(message)) if self._envelope.columns else row
 
-    def _fast(self, value: bytes, unused: Counter[str]) -> Row | None:
-        """Decode by msgspec; None for what needs a closer look."""
-        try:
-            decoded = self._decode(value)
-            row: Row = self._pick(decoded)
-            if self._is_doubtful([row], [value]):
-                return None
-            left = self._shape.left(value) if self._counts else {}
-            names = (
-                [name for name, read in self._shape.ignored if read(decoded)] if not self._counts else names_in(left)
-            )
-            if not self._ignored.issuperset(names) and self._adopts(names):
-                return None
-            if self._raw or self._told:
-                (row,) = self._completed([row])
-        except UNREADABLE:
-            return None
-        return self._finished(row, left, names, unused)
-
-    def _finished(self, row: Row, left: Left, names: Sequence[str], unused: Counter[str]) -> Row:
+    def _finished(self, row: Row, left: Left, names: Collection[str], unused: Counter[str]) -> Row:
         """Add what no column takes to the column for the rest, or count it."""
         if self._rest is None:
             for name in names:
@@ -277,7 +283,7 @@ class JsonDecoder:
 
         :raises BadRow: for what is no object, has no field for any column, or one with a value that does not fit.
         """
-        value = value.removeprefix(_BYTE_ORDER_MARK)
+        value = value.removeprefix(BYTE_ORDER_MARK)
         try:
             found, left = self._shape.find(value)
             names = names_in(left)
@@ -330,23 +336,24 @@ class JsonDecoder:
 
         :raises ValueError: for two fields whose names begin alike.
         """
-        has_adopted = False
+        adopted: dict[str, Path] = {}
         for name in names:
             encoded = name.encode()
-            column = encoded[:_MAX_NAME_BYTES].decode(errors="ignore")
-            if len(encoded) <= _MAX_NAME_BYTES or self._fields is not None or column not in self._paths:
+            column = encoded[:NAME_BYTES].decode(errors="ignore")
+            if len(encoded) <= NAME_BYTES or self._fields is not None or column not in self._paths:
                 continue
-            if self._paths[column] != (column,):
-                both = f"{self._paths[column][0]} and {name}"
+            other = adopted.get(column, self._paths[column])
+            if other != (column,):
                 raise ValueError(
-                    f"the names of {both} are one, {column}, where Postgres cuts them: use fields, or rest"
+                    f"the names of {other[0]} and {name} are one, {column}, where Postgres cuts them: "
+                    "use fields, or rest"
                 )
-            self._paths[column] = (name,)
-            has_adopted = True
+            adopted[column] = (name,)
+        self._paths |= adopted
         self._ignored.update(names)
-        if has_adopted:
+        if adopted:
             self._fill()
-        return has_adopted
+        return bool(adopted)
 
 
 def path_of(given: str | Sequence[str]) -> Path:
@@ -377,7 +384,7 @@ class _Key:
     def _decoded(self, key: bytes | None) -> dict[str, Any]:
         if not key:
             raise ValueError("there is neither key nor value, so there is nothing to delete")
-        raw = key.strip().removeprefix(_BYTE_ORDER_MARK)
+        raw = key.strip().removeprefix(BYTE_ORDER_MARK)
         if raw.startswith(b"{"):
             found, _ = self._shape.find(raw)
             return {name: read(found.get(name, NULL)) for name, read in self._readers.items()}

@@ -29,9 +29,9 @@ Left = dict[str, Any]
 NULL = b"null"
 _MOST_IGNORED = 100
 """Beyond it the names may be data, such as ids, and each is another type."""
-_OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+fields_in: Callable[[bytes], dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+"""Return the fields of an object, each as the JSON that it is."""
 _NOWHERE = ""
 """The column of fields that are dropped."""
 
@@ -95,7 +95,7 @@ class Shape:
         """Return the fields that no column takes."""
         if self.is_deep:
             return self.find(value)[1]
-        return {name: part for name, part in _OBJECT.decode(value).items() if name not in self._tree}
+        return {name: part for name, part in fields_in(value).items() if name not in self._tree}
 
     def _decoder(self, *, forbids: bool) -> Callable[[bytes], Any] | None:
         self._numbers = count()  # the same names in both
@@ -144,7 +144,7 @@ def as_json(left: Left) -> bytes:
 
 def _walk(tree: Tree, value: bytes, found: dict[str, bytes], prefix: str) -> Left:
     left: Left = {}
-    for name, part in _OBJECT.decode(value).items():
+    for name, part in fields_in(value).items():
         below = tree.get(name)
         if below is None:
             left[name] = part

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from functools import partial
@@ -19,7 +19,7 @@ import msgspec
 from .codec import Codec
 from .codecs import codec_of
 from .errors import cut
-from .json_shape import NULL
+from .json_shape import NULL, fields_in
 from .json_types import FLOATS, Epoch, Reading, base_name, is_exact
 from .literals import record
 from .numbers import decimal_of, whole_of
@@ -46,7 +46,6 @@ _LARGEST_EXPONENT = 30
 _NUL_ESCAPE = re.compile(rb"(?<!\\)((?:\\\\)*)(?:\\u0000)+")
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
-_OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MOMENTS = {"timestamp", "timestamptz", "date", "time", "timetz"}
 _WHOLE = {"int2", "int4", "int8", "oid"}
 _NUMBER_STARTS = b"-0123456789"
@@ -187,7 +186,7 @@ def _bytes(raw: bytes) -> bytes:
 def _unscaled(raw: bytes, scale: int) -> Decimal:
     """Read a number as Connect's Decimal: the bytes of a whole number; or with a scale beside it."""
     if raw.startswith(b"{"):
-        parts = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        parts = fields_in(raw)
         if parts.keys() != {"scale", "value"}:
             raise ValueError(f"{shown(raw)} is no decimal of scale and value")
         scale, raw = _whole(bytes(parts["scale"])), bytes(parts["value"])
@@ -279,7 +278,7 @@ def _composite(column: Column, reading: Reading) -> Reader:
             if raw.startswith(b'"'):
                 return text_of(raw)  # as Postgres writes it
             raise ValueError(f"an object is wanted, not {shown(raw)}")
-        fields: Mapping[str, Any] = _OBJECT.decode(raw)
+        fields = fields_in(raw)
         if unknown := fields.keys() - attributes.keys():
             raise ValueError(f"the type has no attribute {', '.join(sorted(map(repr, unknown)))}: {shown(raw)}")
         return record(

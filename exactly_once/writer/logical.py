@@ -13,6 +13,7 @@ from msgspec import Raw
 
 from .codecs import name_of
 from .errors import BadRow, cut
+from .json_shape import fields_in
 from .table import Column
 
 Row = dict[str, bytes]
@@ -45,7 +46,6 @@ class Schema(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):
 
 schema_in = lru_cache(_SHAPES)(msgspec.json.Decoder(Schema).decode)
 """Schemas by their text, which each message repeats."""
-fields_in: Callable[[bytes], dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) -> Row:

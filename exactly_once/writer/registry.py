@@ -24,6 +24,7 @@ from confluent_kafka import Message
 
 from exactly_once.errors import ConfigurationError
 
+from .decoding import remade
 from .errors import BadRow, RegistryAway, TableError, cut
 from .formats import to_json
 from .logical import Schema
@@ -108,15 +109,7 @@ class Registry:
         if isinstance(key, bytes) and key.startswith(b"\0") and len(key) >= _HEADER_BYTES:
             with contextlib.suppress(BadRow):  # eight bytes of a number, say; who needs the key refuses it
                 key = self._read(key)
-        return Message(
-            topic=message.topic(),
-            partition=message.partition(),
-            offset=message.offset(),
-            key=key,
-            value=None if value is None else self._read(value),
-            headers=message.headers(),
-            timestamp=message.timestamp(),
-        )
+        return remade(message, key, None if value is None else self._read(value))
 
     def _read(self, data: bytes) -> bytes:
         number = int.from_bytes(data[1:_HEADER_BYTES])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psycopg
 from confluent_kafka import Message
 
+from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection
 
 from .changes import Row
@@ -22,6 +23,8 @@ from .writer import TableWriter
 
 if TYPE_CHECKING:
     from exactly_once.consumer.unit import Unit
+
+    from .claiming import Claim, Claims
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,10 @@ class TableSink:
 
     With ``evolve="add-columns"`` a field that no column takes gets one: the batch comes again, and its transaction
     begins with the ALTER TABLE. A field that was always null so far gets none. ``types`` are those of such columns,
-    where the values do not tell. All else are options of :class:`TableWriter`.
+    where the values do not tell. ``claim`` names the field that tells one event from another (a path with dots,
+    ``header:NAME`` or ``key:PATH``): of rows with one the first of the group is stored, as :meth:`Unit.claim` says.
+    Keys of another table are others, and a message without a value claims no field. All else are options of
+    :class:`TableWriter`.
     """
 
     def __init__(
@@ -49,9 +55,11 @@ class TableSink:
         decoder: Decoder,
         evolve: Evolve | None = None,
         types: Mapping[str, str] | None = None,
+        claim: str | Sequence[str] | None = None,
         **options: Any,
     ) -> None:
         self.writer = TableWriter(table, **options)
+        self._claims = None if claim is None else _claims(claim)
         self._evolves = evolve is not None
         self._types = dict(types or {})
         self._to_add: dict[str, str] = {}
@@ -65,6 +73,8 @@ class TableSink:
         """How often a field came that no column takes, so far; counted as ``rows`` is."""
         self.filtered_messages = 0
         """How many messages the decoder has left out so far, because they are not wanted; counted as ``rows`` is."""
+        self.repeated_rows = 0
+        """How many rows were left out so far, because their event was claimed before; counted as ``rows`` is."""
         self.unfilled_columns: set[str] = set()
         """The columns that no message has filled so far."""
         self._has_met_bad = False
@@ -78,14 +88,25 @@ class TableSink:
 
     def __call__(self, unit: Unit) -> None:
         """Write the messages of a unit in its transaction."""
-        self.write(unit.connection, unit.messages)
+        self.write(unit.connection, unit.messages, claim=unit.claim_many)
 
-    def write(self, connection: Connection, messages: Sequence[Message], *, set_aside: SetAside | None = None) -> int:
+    def write(
+        self,
+        connection: Connection,
+        messages: Sequence[Message],
+        *,
+        set_aside: SetAside | None = None,
+        claim: Claim | None = None,
+    ) -> int:
         """Write messages; see :meth:`TableWriter.write` for what is raised and returned.
 
         From the first bad message on ``set_aside`` gets those of which the decoder makes no row, and the others are
-        written: that message itself is raised, for the batch to come again.
+        written: that message itself is raised, for the batch to come again. ``claim`` claims keys, as a unit does.
+
+        :raises ConfigurationError: where keys are to be claimed, and there is nothing to do it.
         """
+        if self._claims is not None and claim is None and messages:
+            raise ConfigurationError("claim= needs a unit: call the sink with it, or pass claim=unit.claim_many")
         if self._to_add:
             self._add_columns(connection)
         table = self.writer.table(connection)  # locked as it is from here on
@@ -97,6 +118,8 @@ class TableSink:
         try:
             is_wary = set_aside is not None and self._has_met_bad
             decoded = self._sifted(messages, set_aside) if set_aside and is_wary else self.decoder.decode(messages)
+            if self._claims is not None and claim is not None:
+                decoded = self._claims.unclaimed(decoded, table, claim)
             self._columns = decoded.columns
             written = self.writer.write(
                 connection, decoded, columns=decoded.columns, origins=decoded.origins, exact=decoded.exact, table=table
@@ -107,6 +130,7 @@ class TableSink:
         self.rows += written
         self.unused_fields += decoded.unused
         self.filtered_messages += decoded.filtered
+        self.repeated_rows += decoded.repeated
         self.unfilled_columns = set(decoded.unfilled)
         if self._evolves:
             self._look_for_columns(table, messages, decoded)
@@ -119,27 +143,34 @@ class TableSink:
         bad: list[tuple[Message, BadRow]] = []
         unused: Counter[str] = Counter()
         filtered = 0
-        for start in range(0, len(messages), _SIFTED):
-            left = messages[start : start + _SIFTED]
-            while left:
-                good = left
-                try:
-                    list(self.decoder.decode(left))
-                except BadRow as error:
-                    place = error.topic, error.partition, error.offset
-                    places = [(m.topic(), m.partition(), m.offset()) for m in left]
-                    if place not in places:
-                        raise
-                    good = left[: places.index(place)]
-                    bad.append((left[len(good)], error))
-                decoded = self.decoder.decode(good)
-                rows += decoded
-                origins += decoded.origins
-                unused += decoded.unused
-                filtered += decoded.filtered
-                left = left[len(good) + 1 :]
+        parts = [messages[start : start + _SIFTED] for start in range(0, len(messages), _SIFTED)][::-1]
+        while parts:
+            part = parts.pop()
+            made: list[Row] = []
+            decoded: Decoded | None = None
+            try:
+                decoded = self.decoder.decode(part)
+                made.extend(decoded)  # which keeps those before the one that raises
+            except BadRow as error:
+                place = error.topic, error.partition, error.offset
+                places = list(map(_place, part))
+                if place not in places:
+                    raise
+                at = places.index(place)
+                bad.append((part[at], error))
+                parts.append(part[at + 1 :])
+                if decoded is None:  # of a decoder that looks at all of them before it makes a row of one
+                    parts.append(part[:at])
+                    continue
+                while made and _place(decoded.origins[len(made) - 1]) == place:  # one message may make several rows
+                    made.pop()
+            rows += made
+            origins += decoded.origins[: len(made)]
+            unused += decoded.unused
+            filtered += decoded.filtered
         if bad:
-            set_aside(bad)
+            order = {_place(message): number for number, message in enumerate(messages)}
+            set_aside(sorted(bad, key=lambda pair: order[_place(pair[0])]))
         last = self.decoder.decode([])
         return replace(
             last, origins=origins, make=lambda: iter(rows), unused=unused, filtered=filtered, unfilled=last.unfilled
@@ -183,31 +214,59 @@ class TableSink:
                 connection.execute(statement, prepare=False)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise TableError(f"{table}: only its owner adds columns: {error}") from error
+            except psycopg.errors.TooManyColumns as error:
+                # No message is at fault: the fields go to the column for the rest, or are counted, as without evolve.
+                self._declined.update(self._to_add)
+                self._to_add = {}
+                raise TableChanged(f"{table} takes no more columns: {error}") from error
             logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
+
+
+def _claims(source: str | Sequence[str]) -> Claims:
+    from .claiming import Claims  # noqa: PLC0415 - an extra
+
+    return Claims(source)
+
+
+def _place(message: Message) -> tuple[str | None, int | None, int | None]:
+    return message.topic(), message.partition(), message.offset()
 
 
 class Router:
     """Hands each topic's messages to its own sink, all in the transaction of the unit.
 
-    ``set_aside`` takes messages of which no row can be made, so that many of them cost no units of their own.
+    ``set_aside`` takes messages of which no row can be made, so that many of them cost no units of their own. ``find``
+    makes the sink of a topic that is none of those given, or returns None; it is given the messages, too.
     """
 
     def __init__(
-        self, sinks: Mapping[str, TableSink], *, set_aside: Callable[[Unit, Bad], object] | None = None
+        self,
+        sinks: Mapping[str, TableSink],
+        *,
+        set_aside: Callable[[Unit, Bad], object] | None = None,
+        find: Callable[[str, Sequence[Message]], TableSink | None] | None = None,
     ) -> None:
         self._sinks = dict(sinks)
+        self._found: dict[str, TableSink] = {}
         self._set_aside = set_aside
+        self._find = find
 
     def __call__(self, unit: Unit) -> None:
-        """Write the messages of a unit, table by table in the order in which the topics were given."""
+        """Write the messages of a unit, table by table in the order in which the topics were given.
+
+        Those that were found follow by name, so that all workers lock their tables in one order.
+        """
         # What is tried alone is judged by who calls us.
         is_alone = len(unit.messages) == 1
         set_aside = None if self._set_aside is None or is_alone else partial(self._set_aside, unit)
         by_topic: dict[str | None, list[Message]] = {}
         for message in unit.messages:
             by_topic.setdefault(message.topic(), []).append(message)
-        if unknown := by_topic.keys() - self._sinks.keys():
-            raise TableError(f"no table for topic {', '.join(map(str, unknown))}")
-        for topic, sink in self._sinks.items():
+        for topic in by_topic.keys() - self._sinks.keys() - self._found.keys():
+            sink = self._find(str(topic), by_topic[topic]) if self._find is not None else None
+            if sink is None:
+                raise TableError(f"no table for topic {topic}")
+            self._found = dict(sorted({**self._found, str(topic): sink}.items()))
+        for topic, sink in {**self._sinks, **self._found}.items():
             if messages := by_topic.get(topic):
-                sink.write(unit.connection, messages, set_aside=set_aside)
+                sink.write(unit.connection, messages, set_aside=set_aside, claim=unit.claim_many)

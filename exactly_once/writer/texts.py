@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
-from .codec import BYTEA, TEXT, Codec, named, refuse
-from .errors import cut
+from .codec import BYTEA, TEXT, Codec, by_text, named, refuse
+from .errors import NAME_BYTES, cut
 from .literals import json_text
 
-_MAX_NAME_BYTES = 63
 _ADDRESS = re.compile(r"[\da-fA-F.:]+(?:/\d+)?", re.ASCII)
 """Python takes zones and masks too: the first it would lose, the second means something else."""
 _BARE_UUID = r"[\da-fA-F]{8}(?:-?[\da-fA-F]{4}){3}-?[\da-fA-F]{12}"
@@ -36,12 +35,12 @@ def limited(name: str, typmod: int) -> Codec:
 
 def name() -> Codec:
     """Make the codec of name, which Postgres cuts silently."""
-    return _holding(lambda value: len(value.encode()) <= _MAX_NAME_BYTES, "name")
+    return _holding(lambda value: len(value.encode()) <= NAME_BYTES, "name")
 
 
 def one_byte() -> Codec:
-    """Make the codec of "char", of which Postgres keeps the first byte."""
-    return _holding(lambda value: len(value.encode()) <= 1, '"char"')
+    """Make the codec of "char", of which Postgres keeps the first byte; it has no binary form of an empty text."""
+    return by_text(_holding(lambda value: len(value.encode()) <= 1, '"char"').convert)
 
 
 def bytea() -> Codec:

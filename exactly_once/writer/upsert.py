@@ -62,8 +62,8 @@ class Upsert:
 
     def _marks(self, connection: Connection, changes: Sequence[Row], *, is_binary: bool) -> Marks:
         """Return what changes are compared by: their values, or their ranks where only Postgres can tell."""
-        if len(changes) == 1:
-            return Marks([0], [None])
+        if len(changes) <= 1:
+            return Marks(range(len(changes)), [None] * len(changes))
         rows = [c for c in changes if type(c) is not Tombstone]
         newest_by = self._rules.newest_by
         is_known = all(

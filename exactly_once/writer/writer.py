@@ -17,9 +17,9 @@ from exactly_once.ledger.session import Connection
 
 from .changes import Row
 from .codec import Naive
-from .errors import BadRow, TableChanged, TableError, origin
+from .errors import BadRow, TableChanged, TableError, UnreadableValue, origin
 from .plan import Plan, Prepared
-from .statements import Conflict, Mode
+from .statements import Conflict, Mode, stage_columns
 from .storing import append, append_encoded, merge
 from .table import Column, OnMissing, Table, lock_shape, read_table
 from .upsert import Upsert
@@ -29,6 +29,8 @@ SMALL_BATCH = 500
 
 _BAD_DATA = ("22", "23", "P0001")
 _STALE = ("42", "22P03", "0A000")
+_OF_READERS = ("42", "0A", "08P01")
+"""What the readers of some types raise for a value: ltree 42601, regclass 0A000. A COPY names its column then."""
 _COPY_CONTEXT = re.compile(r"^COPY .*?, [^\W\d]+ (\d+)(?:, [^\W\d]+ (.+?))?(?:: .*)?$", re.MULTILINE)
 """Where Postgres says that it was; the words for line and column may be in any language."""
 
@@ -80,6 +82,8 @@ class TableWriter:
         self._small_batch = small_batch
         self._table: Table | None = None
         self._is_fresh = False
+        self._stages = False
+        """Whether small batches go by a stage, too: only a COPY tells a value that is wrong from a table that is."""
         self.missed_deletes = 0
         """How many deletes found no row so far, those of units that were rolled back included."""
         self._conflict = Conflict(mode=mode)
@@ -176,13 +180,14 @@ class TableWriter:
         except psycopg.Error as error:
             explained = self._explained(error, plan, rows, origins)
             self._doubt(explained)
-            raise explained from error
+            is_ours = isinstance(explained, BadRow) and not (error.sqlstate or "22").startswith(_BAD_DATA)
+            raise explained from UnreadableValue(str(error)) if is_ours else error
         except BadRow as error:
             self._doubt(error)
             raise
         except Exception as error:
             raise plan.find_bad(rows, origins) or error from error
-        self._is_fresh = False
+        self._is_fresh = self._stages = False
 
     def _doubt(self, error: Exception) -> None:
         """Read the table anew before the row is refused again: its shape does not tell of a type's attributes."""
@@ -198,8 +203,9 @@ class TableWriter:
         origins: Sequence[Message] | None,
         exact: Collection[str],
     ) -> int:
+        small_batch = 0 if self._stages else self._small_batch
         if self.mode == "upsert":
-            upsert = Upsert(plan, self._conflict, missing=self.missing, small_batch=self._small_batch)
+            upsert = Upsert(plan, self._conflict, missing=self.missing, small_batch=small_batch)
             written = upsert.apply(connection, list(rows), exact=exact, origins=origins)
             self.missed_deletes += upsert.missed
             return written
@@ -212,7 +218,7 @@ class TableWriter:
             if self.mode == "append" and plan.table.can_copy:
                 written += append(connection, part, some)
             else:
-                written += merge(connection, part, some, self._conflict, small_batch=self._small_batch)
+                written += merge(connection, part, some, self._conflict, small_batch=small_batch)
         return written
 
     def _plan(self, table: Table, names: tuple[str, ...]) -> Plan:
@@ -245,20 +251,24 @@ class TableWriter:
     ) -> Exception:
         """Say which row it was, or that the table is another one now."""
         state = error.sqlstate or ""
-        was_fresh = self._is_fresh
+        is_settled = self._is_fresh and (self._stages or (self.mode == "append" and plan.table.can_copy))
         if not state:  # not from the server: the connection is lost, or the driver cannot dump something
             return plan.find_bad(rows, origins) or error
-        if state.startswith(_STALE):
-            self._table = None
-            if not was_fresh:
-                return TableChanged(f"{plan.table} seems to have been altered since it was read: {error}")
-        if not state.startswith(_BAD_DATA):
-            return error
         found = _COPY_CONTEXT.search(error.diag.context or "")
+        reads_value = found is not None and found[2] is not None and state.startswith(_OF_READERS) and state != "42501"
+        if not reads_value and state.startswith(_STALE):
+            self._table, self._stages = None, True
+            if not is_settled:
+                return TableChanged(f"{plan.table} was altered since it was read, or a value does not fit: {error}")
+        if not reads_value and not state.startswith(_BAD_DATA):
+            return error
         # Elsewhere rows are in another order than they came.
         is_in_order = self.mode == "append" and not plan.may_leave_out and found is not None
         line = int(found[1]) - 1 if found is not None and is_in_order else None
-        column = error.diag.column_name or (found[2] if found is not None and found[2] in plan.names else None)
+        if line is None and origins is not None and len(origins) == 1:
+            line = 0
+        told = {name: name for name in plan.names} | dict(zip(stage_columns(len(plan.names)), plan.names, strict=True))
+        column = error.diag.column_name or (told.get(found[2]) if found is not None else None)
         if line is None and (bad := plan.find_bad(rows, origins)) is not None:
             return bad
         reason = error.diag.message_primary or str(error)

@@ -29,7 +29,7 @@ def flows_of(text: str, *given: str) -> list[Flow]:
     [
         ('tabel = "t"', "unknown key tabel; did you mean table?"),
         ('naive_timestamp = "utc"', "did you mean naive_timestamps?"),
-        ("xyz = 1", "unknown key xyz; there are constants, "),
+        ("xyz = 1", "unknown key xyz; there are claim, "),
         ('fields = "id"', "fields: Expected object | null, got str"),
         ("epoch = 5", "epoch: Expected object, got int"),
         ("epoch = { at = 5 }", "epoch[...]: Expected str, got int"),

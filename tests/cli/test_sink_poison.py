@@ -116,3 +116,26 @@ def test_too_many_bad_messages_stop_the_sink_where_the_limit_is(
     assert rows(db, source, "id") == [(i,) for i in range(9)]
     found = "SELECT message_offset FROM exactly_once.dead_letter WHERE topic = %s ORDER BY 1"
     assert db.execute(found, (source,)).fetchall() == [(i,) for i in (5, *range(10, 10 + limit))]
+
+
+READERS = {"tsquery": "a b", "jsonpath": "$$.", "regclass": "a.b.c.d", "regtype": "nosuch", '"char"': "xy"}
+"""Types, and values of which their readers say what else is said of a statement that is wrong."""
+
+
+def test_a_value_that_its_type_refuses_is_set_aside_though_it_is_alone(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    """One message in each topic: only where Postgres was when it said so tells it from a table that takes none."""
+    options = ["--until-end", "--on-poison", "dead-letter", "--dead-letter-limit", "100"]
+    for number, (kind, value) in enumerate(READERS.items()):
+        topic = create_topic(bootstrap_servers, 1, name=f"{source}-{number}")
+        db.execute(f"CREATE TABLE {source}_{number} (id int PRIMARY KEY, v {kind})")
+        send(bootstrap_servers, topic, [("0", {"id": 1, "v": value})], 1)
+        mode = ("append", "upsert")[number % 2]
+        result = operate("sink", "--topic", topic, "--table", f"{source}_{number}", "--mode", mode, *options)
+        assert result.code == 0, result.err
+        found = "SELECT sqlstate, error FROM exactly_once.dead_letter WHERE topic = %s"
+        (letter,) = db.execute(found, (topic,)).fetchall()
+        assert letter[0] in (None, "22P02")
+        assert f"{topic}[0] offset 0: column v: " in letter[1]
+        assert rows(db, f"{source}_{number}") == []

@@ -43,7 +43,7 @@ PURE = {
     "_model": {"datetime"},
     "_redaction": {"re"},
     "consumer.bisection": set[str](),
-    "consumer.buffer": {"confluent_kafka"},
+    "consumer.buffer": {"bisect", "confluent_kafka", "functools"},
     "consumer.identity": set[str](),
     "consumer.outcomes": set[str](),
     "consumer.partitions": set[str](),

@@ -172,6 +172,9 @@ def test_a_large_value_that_was_not_logged_stays(db: Database, table: str) -> No
     )
     write(db, sink(table, "debezium", missing="keep"), [sent[:2]])
     assert rows(db, table) == [(1, long, b"\1\2")]
+    moved = messages((1, change("u", {"id": 1}, {"id": 2, "name": gone, "b": None})), start=9)
+    with pytest.raises(BadRow, match=r"offset 9: column name: .* and the key changed"), db.transaction():
+        sink(table, "debezium", missing="keep").write(db, moved)
     write(db, sink(table, "debezium", missing="keep"), [sent[2:]])
     assert rows(db, table) == [(1, gone + "!", None)]
 

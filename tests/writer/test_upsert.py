@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exactly_once.writer import MISSING, TableWriter, Tombstone
-from tests.writer.conftest import Connection
+from tests.writer.conftest import Connection, MakeTable
 
 keys = st.tuples(st.integers(0, 2), st.sampled_from("ab"))
 numbers = st.none() | st.integers(0, 3)
@@ -71,3 +71,12 @@ def test_a_field_of_a_row_that_is_too_old_does_not_come_in_with_a_newer_one(smal
     options = {"missing": "keep", "newest_by": "version", "small_batch": small_batch}
     batch = [(0, "a", 0, 1, MISSING), (0, "a", 2, MISSING, 2)]
     assert stored_after(work, [batch], options)[0] == (0, "a", 2, 9, 2, "old")
+
+
+@pytest.mark.parametrize("kind", ["double precision", "char(3)", "jsonb", "inet", "interval", "int[]"])
+def test_a_unit_without_rows_changes_nothing(kind: str, work: Connection, make_table: MakeTable) -> None:
+    """Also where Postgres is asked for the order of keys and ages, of which there are none; the command begins so."""
+    table = make_table(f"(k {kind} PRIMARY KEY, version {kind})")
+    writer = TableWriter(table, mode="upsert", newest_by="version")
+    assert writer.write(work, []) == 0
+    assert writer.write(work, [(None, None)][:0], columns=["version", "k"]) == 0

@@ -1,0 +1,74 @@
+"""Claiming: rows of events whose key a unit of the group has claimed before are left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from confluent_kafka import Message
+
+from .changes import Row, Tombstone
+from .decoding import Decoded, header, key_field
+from .errors import BadRow, cut
+from .table import Table
+
+try:
+    import msgspec
+
+    from .from_json import path_of
+    from .json_shape import BYTE_ORDER_MARK, Shape
+except ImportError as error:
+    raise ImportError(f"{error}\na claim needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
+
+Claim = Callable[[Sequence[str]], Sequence[bool]]
+"""Claims keys in the transaction of a unit; tells of each whether it is the first."""
+
+
+class Claims:
+    """Leaves out the rows whose key was claimed before.
+
+    ``source`` is the path of a field of the row in JSON, ``header:NAME``, or ``key:PATH`` in the message's key.
+    """
+
+    def __init__(self, source: str | Sequence[str]) -> None:
+        kind, is_named, name = source.partition(":") if isinstance(source, str) else ("", "", "")
+        self._envelope = (kind, name) if is_named and kind in ("header", "key") else None
+        self._path = path_of(source)
+        self._shape = Shape({"key": (self._path, msgspec.Raw)})
+
+    def unclaimed(self, decoded: Decoded, table: Table, claim: Claim) -> Decoded:
+        """Make all rows, so that what is bad claims nothing; then claim their keys, and return the rows that are first.
+
+        :raises BadRow: for a row without a key.
+        """
+        rows = list(decoded)
+        keys = [self._key_of(message, row) for message, row in zip(decoded.origins, rows, strict=True)]
+        named = [i for i, key in enumerate(keys) if key is not None]
+        # The keys of a group are one space, and 7 is mostly another event in another table.
+        answers = dict(zip(named, claim([f"{table} {keys[i]}" for i in named]), strict=True))
+        places = [(m.topic(), m.partition(), m.offset()) for m in decoded.origins]
+        again = {places[i] for i, is_first in answers.items() if not is_first}
+        # A delete without a key of its own belongs to the row of the same message: an event that changes a row's key.
+        kept = [i for i in range(len(rows)) if answers.get(i, places[i] not in again)]
+        origins, first = [decoded.origins[i] for i in kept], [rows[i] for i in kept]
+        return replace(decoded, origins=origins, make=lambda: iter(first), repeated=len(rows) - len(kept))
+
+    def _key_of(self, message: Message, row: Row) -> str | None:
+        """Return the key that a row claims, as JSON, which tells the text "7" from the number; None for a delete."""
+        try:
+            if self._envelope is None:
+                value = message.value()
+                if value is None and type(row) is Tombstone:
+                    return None
+                found, _ = self._shape.find((value or b"null").removeprefix(BYTE_ORDER_MARK))
+                key = msgspec.json.decode(found.get("key", b"null"))
+            else:
+                kind, name = self._envelope
+                key = header(name, message, is_bytes=False) if kind == "header" else key_field(path_of(name), message)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise BadRow(f"there is no key to claim: {error}", message=message) from error
+        if not isinstance(key, (str, int)) or isinstance(key, bool) or key == "":
+            where = ":".join(self._envelope) if self._envelope else ".".join(self._path)
+            raise BadRow(f"the key to claim, {where}, is text or a whole number, not {cut(key)}", message=message)
+        return json.dumps(key)
