@@ -25,7 +25,8 @@ SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation} FROM set_conf
 SELECT set_config('application_name', {tag} || CASE WHEN {owns_rows} THEN coalesce(nullif(
     least({may_take}::float8 + ceil(extract(epoch FROM clock_timestamp() - now())), 10000), 10000)::int::text,
     'inf') ELSE '-' END, true);
-SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation} FROM set_config('array_nulls', 'on', true)
+SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}, (SELECT ledger_id::text FROM {schema}.version)
+FROM set_config('array_nulls', 'on', true)
 
 -- name: begin_ledger
 -- Open a short transaction that only touches the ledger; the server ends it where its process froze inside.
