@@ -181,6 +181,7 @@ class CommitProtocol:
         self._began_at = time.monotonic()
         try:
             unit.work.join(connection)
+            self._ledger.session.refuse_other_ledger(connection)
         except BaseException:
             self._give_back(unit)
             raise

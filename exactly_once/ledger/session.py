@@ -22,7 +22,7 @@ from uuid import UUID, uuid4
 from zlib import crc32
 
 import psycopg
-from psycopg import adapt, postgres, sql
+from psycopg import adapt, sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
@@ -60,9 +60,8 @@ _NOT_YOURS = {
     "set_autocommit": "a unit is one transaction",
 }
 """What ends a unit's transaction from under it, and what to do instead."""
-_ADAPTERS = adapt.AdaptersMap(types=postgres.types)
-"""How psycopg converts values by itself."""
-postgres.register_default_adapters(_ADAPTERS)
+_ADAPTERS = adapt.AdaptersMap(psycopg.adapters)
+"""How psycopg converts values by itself: a copy, which is not changed by what is registered later."""
 _OWN = "_exactly_once_own"
 """Where a connection that is lent keeps what was set on it before, by tracing say."""
 
@@ -181,8 +180,8 @@ class Session:
         self._closed = False
         self._refused: set[str] = set()
         self._begin: dict[tuple[str, float], bytes] = {}
-        self._ledger_id: str | None = None
-        """Which ledger ours is, once somebody has joined a transaction of his own."""
+        self._same_ledger: set[str] = set()
+        """Where connections have led that were joined: to our own ledger."""
 
     @property
     def connection(self) -> Connection:
@@ -243,10 +242,7 @@ class Session:
         return Begun(xid, int(pid), incarnation)
 
     def join(self, connection: Connection, *, may_take: float = math.inf) -> Begun:
-        """Learn the transaction that is open on somebody else's connection, and leave our mark on it.
-
-        :raises ConfigurationError: when it leads to another ledger than ours: nothing would ever be applied there.
-        """
+        """Learn the transaction that is open on somebody else's connection, and leave our mark on it."""
         statement = query(
             "join",
             self.schema,
@@ -255,20 +251,28 @@ class Session:
             may_take=sql.Literal(may_take),
             incarnation=self._incarnation,
         )
-        if self._ledger_id is None:
-            own = cursor_on(self.connection).execute(query("ledger_id", self.schema), prepare=False)
-            self._ledger_id = last_row(own)[0]
+        return Begun(*last_row(cursor_on(connection).execute(statement, prepare=False)))
+
+    def refuse_other_ledger(self, connection: Connection) -> None:
+        """Refuse a connection that leads to another ledger than ours: nothing could ever be applied there.
+
+        :raises ConfigurationError: naming both.
+        """
+        if address(connection) in self._same_ledger:
+            return
+        statement = query("ledger_id", self.schema)
+        (own, *_) = last_row(cursor_on(self.connection).execute(statement, prepare=False))
         try:
-            *begun, found = last_row(cursor_on(connection).execute(statement, prepare=False))
+            (found, *_) = last_row(cursor_on(connection).execute(statement, prepare=False))
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
             found = None
-        if found != self._ledger_id:
+        if found != own:
             raise ConfigurationError(
                 f"join() was given a connection to {address(connection)}, which has another ledger in schema "
                 f"{self.schema!r}, or none; the consumer's is in {address(self.connection)}. Effects and offsets must "
                 "be in one database: give the consumer the same one"
             )
-        return Begun(*begun)
+        self._same_ledger.add(address(connection))
 
     def owns(self, connection: Connection) -> bool:
         """Tell whether this is our own connection."""

@@ -25,8 +25,7 @@ SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation} FROM set_conf
 SELECT set_config('application_name', {tag} || CASE WHEN {owns_rows} THEN coalesce(nullif(
     least({may_take}::float8 + ceil(extract(epoch FROM clock_timestamp() - now())), 10000), 10000)::int::text,
     'inf') ELSE '-' END, true);
-SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation}, (SELECT ledger_id::text FROM {schema}.version)
-FROM set_config('array_nulls', 'on', true)
+SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation} FROM set_config('array_nulls', 'on', true)
 
 -- name: begin_ledger
 -- Open a short transaction that only touches the ledger; the server ends it where its process froze inside.
@@ -398,7 +397,7 @@ SELECT topic, partition, next_offset FROM before ORDER BY topic, partition
 
 -- name: reset
 -- An operator moves offsets of rows that are locked; null leaves one as it is now. Raising the epoch and clearing the token fences
--- a live owner.
+-- a live owner. Dead letters that come again are dropped, and counted in the audit.
 WITH before AS (
     SELECT l.*, r.new_offset
     FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[])
@@ -413,9 +412,11 @@ after AS (
     WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
     RETURNING l.topic, l.partition)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset)
-SELECT 'reset', %(reason)s, before.group_id, topic, partition, before.next_offset,
-       coalesce(before.new_offset, before.next_offset)
+SELECT 'reset', %(reason)s || CASE WHEN dropped > 0 THEN format('; %%s dead letters come again', dropped) ELSE '' END,
+       before.group_id, topic, partition, before.next_offset, coalesce(before.new_offset, before.next_offset)
 FROM before JOIN after USING (topic, partition)
+CROSS JOIN {schema}.dead_letters_come_again(before.group_id, topic, partition, before.topic_id, before.new_offset,
+                                            before.next_offset) AS dropped
 ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
 
@@ -437,10 +438,13 @@ after AS (
     RETURNING l.topic, l.partition)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset,
                             old_topic_id, new_topic_id, old_cluster_id, new_cluster_id)
-SELECT 'adopt', %(reason)s, before.group_id, topic, partition, before.next_offset,
+SELECT 'adopt', %(reason)s || CASE WHEN dropped > 0 THEN format('; %%s dead letters come again', dropped) ELSE '' END,
+       before.group_id, topic, partition, before.next_offset,
        coalesce(before.new_offset, before.next_offset),
        before.topic_id, before.new_topic_id, before.cluster_id, %(cluster_id)s
 FROM before JOIN after USING (topic, partition)
+CROSS JOIN {schema}.dead_letters_come_again(before.group_id, topic, partition, before.new_topic_id, before.new_offset,
+                                            before.next_offset) AS dropped
 ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
 
