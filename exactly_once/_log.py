@@ -38,3 +38,16 @@ def about(
         "partitions": names if len(names) > 1 else None,
     }
     return {key: value for key, value in extra.items() if value is not None}
+
+
+def text_of(error: object) -> str:
+    """Return what an error says; one of an application may fail at that, and then has still to be told by name."""
+    try:
+        return str(error).strip()
+    except Exception as trouble:  # noqa: BLE001 - whatever it is, it is the application's
+        return f"<its text cannot be made: {type(trouble).__name__}>"
+
+
+def named(error: BaseException | None) -> str:
+    """Return the class of an error and what it says."""
+    return f"{type(error).__name__}: {text_of(error)}"

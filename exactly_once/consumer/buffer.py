@@ -2,12 +2,16 @@
 
 A batch that a unit could not commit is given out again from memory: the client need not seek, and a
 retry sees the same messages, as the broker sent them, whatever the handler did to those it was given.
+
+What comes while no unit can be made, because a handler is slow or a server away, is kept here by partition, and of each
+partition only once: a pause makes the client throw away what it has, and behind it the first partitions come first
+again, so that the last ones would never have their turn.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property
 from itertools import groupby, repeat
 from typing import Any
@@ -92,19 +96,33 @@ def _remade(message: Message, topic: str | None, key: Any, value: Any, headers: 
 class FetchBuffer:
     """Accepts messages in the order of the client and gives them out in batches.
 
-    ``queue_bytes`` is what the client holds at most: batches need no weighing below it.
+    ``queue_bytes`` is what the client holds at most. As much is kept beside it; and batches need no weighing below it,
+    unless one ``can_outgrow`` what the client holds at once.
     """
 
-    def __init__(self, ownership: Ownership, *, on_error: Callable[[Message], None], queue_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        ownership: Ownership,
+        *,
+        on_error: Callable[[Message], None],
+        queue_bytes: int = 0,
+        can_outgrow: bool = False,
+    ) -> None:
         self._ownership = ownership
         self._on_error = on_error
         self._waiting: list[Message] = []
+        """What was fetched for the next units, in the client's order; empty while anything is kept."""
+        self._kept: dict[Partition, list[Message]] = {}
+        """What came while no unit could be made, and since then until it is empty. The first has the next turn."""
+        self._kept_bytes = 0
         self._again: list[tuple[Message, int]] = []
         """What comes again, and how often each message was handed out so far."""
         self._tried: list[int] = []
         """The same counts of the batch that was handed out last, if any of it came again."""
         self._spans: Spans | None = None
         self._queue_bytes = queue_bytes
+        self._weighs_from = 0 if can_outgrow else queue_bytes
+        """Up to which size batches are weighed; 0 weighs all."""
         self.only_topic: str | None = None
         """The one topic there is, if so; it need not be asked of each message then."""
         self.attempt = 0
@@ -117,15 +135,25 @@ class FetchBuffer:
     @property
     def waiting(self) -> int:
         """How many messages can be given out without fetching."""
-        return len(self._again) + len(self._waiting)
+        return len(self._again) + len(self._waiting) + sum(map(len, self._kept.values()))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is more than what was fetched for the next units."""
+        return bool(self._kept)
+
+    @property
+    def to_pause(self) -> Set[Partition] | None:
+        """What need not be fetched, because some of it is kept; None when nothing must be, because enough is."""
+        return None if self._kept_bytes > self._queue_bytes > 0 else self._kept.keys()
 
     @property
     def repeats(self) -> bool:
         """Whether the next batch comes again."""
         return bool(self._again)
 
-    def add(self, messages: list[Message]) -> None:
-        """Take in what the client returned, in order.
+    def add(self, messages: list[Message], *, keep: bool = False) -> None:
+        """Take in what the client returned, in order; ``keep`` it where no unit can be made of it now.
 
         Errors go to ``on_error``. Messages of partitions that are not ours now, or below what was
         already fetched, are dropped and counted; gaps of the log are counted.
@@ -140,11 +168,16 @@ class FetchBuffer:
                     start = index + 1
             messages = messages[start:]
         self._take_in(messages)
+        if keep or self._kept:
+            for partition, run in self._runs(self._waiting):
+                self._kept.setdefault(partition, []).extend(run)
+            self._kept_bytes += sum(map(len, self._waiting))
+            self._waiting, self._spans = [], None
 
     def _take_in(self, messages: list[Message]) -> None:
         if not messages:
             return
-        kept: list[Message] = []
+        taken: list[Message] = []
         spans: Spans = {}
         for partition, run in self._runs(messages):
             state = self._ownership.deliverable(partition)
@@ -152,14 +185,14 @@ class FetchBuffer:
             is_taken = state is not None and state.unreadable is None
             current = self._in_order(state, run) if is_taken and state is not None else []
             if current:
-                kept += current
+                taken += current
                 _extend(spans, partition, current)
-        self.dropped += len(messages) - len(kept)
+        self.dropped += len(messages) - len(taken)
         self._spans = None if self._waiting else spans
-        self._waiting = self._waiting + kept if self._waiting else kept
+        self._waiting = self._waiting + taken if self._waiting else taken
 
     def next_batch(self, max_messages: int, max_bytes: int) -> tuple[list[Message], Spans]:
-        """Give out the next batch: the one that comes again, else what is waiting.
+        """Give out the next batch: the one that comes again, else what is kept, in turns, else what is waiting.
 
         At least one message, if there is any, however large it is.
         """
@@ -169,6 +202,17 @@ class FetchBuffer:
             self._tried = [times + 1 for _, times in self._again[: len(batch)]]
             self._again = self._again[len(batch) :]
             self.attempt = max(self._tried)
+        elif self._kept:
+            batch = []
+            for run in self._kept.values():
+                batch += run[: max_messages - len(batch)]
+            batch, _ = self._cut(batch, max_messages, max_bytes)
+            self._kept_bytes -= sum(map(len, batch))
+            for partition, run in self._runs(batch):
+                rest = self._kept.pop(partition)[len(run) :]
+                if rest:
+                    self._kept[partition] = rest  # behind the others
+            self._tried, self.attempt = [], 1
         else:
             batch, self._waiting = self._cut(self._waiting, max_messages, max_bytes)
             spans = None if self._waiting else self._spans
@@ -186,16 +230,23 @@ class FetchBuffer:
 
     def drop_all(self) -> None:
         """Drop everything: it will be fetched again."""
-        self._waiting, self._again, self._spans = [], [], None
+        self._waiting, self._kept, self._kept_bytes, self._again, self._spans = [], {}, 0, [], None
 
     def discard(self) -> None:
         """Drop the messages of partitions that may not be delivered now, or were refetched."""
         # After each unit that failed, with much still waiting: by runs, which stays in C, not message by message.
         if not all(map(self._is_current, self._runs([message for message, _ in self._again]))):
             self._again = [(m, times) for m, times in self._again if self._is_current((_partition(m), [m]))]
-        if not all(map(self._is_current, self._runs(self._waiting))):
-            self._waiting = [m for m in self._waiting if self._is_current((_partition(m), [m]))]
-        self._spans = None
+        self._waiting, self._spans = self._current(self._waiting), None
+        if self._kept:
+            kept = {partition: self._current(run) for partition, run in self._kept.items()}
+            self._kept = {partition: run for partition, run in kept.items() if run}
+            self._kept_bytes = sum(sum(map(len, run)) for run in self._kept.values())
+
+    def _current(self, messages: list[Message]) -> list[Message]:
+        if all(map(self._is_current, self._runs(messages))):
+            return messages
+        return [m for m in messages if self._is_current((_partition(m), [m]))]
 
     def _is_current(self, run_of: tuple[Partition, list[Message]]) -> bool:
         """Tell whether all of a run of rising offsets may be delivered now."""
@@ -231,7 +282,7 @@ class FetchBuffer:
                 yield Partition(str(topic), number or 0), list(run)
 
     def _cut(self, messages: list[Message], count: int, size: int) -> tuple[list[Message], list[Message]]:
-        if len(messages) <= count and (size >= self._queue_bytes > 0 or sum(map(len, messages)) <= size):
+        if len(messages) <= count and (size >= self._weighs_from > 0 or sum(map(len, messages)) <= size):
             return messages, []
         end, total = 0, 0
         for message in messages[:count]:

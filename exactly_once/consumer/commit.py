@@ -12,7 +12,7 @@ from uuid import UUID
 
 import psycopg
 
-from exactly_once._log import about
+from exactly_once._log import about, text_of
 from exactly_once._model import Advance, Partition, Row, Sent
 from exactly_once.errors import (
     AlreadyApplied,
@@ -181,6 +181,7 @@ class CommitProtocol:
         self._began_at = time.monotonic()
         try:
             unit.work.join(connection)
+            self._ledger.session.refuse_other_ledger(connection)
         except BaseException:
             self._give_back(unit)
             raise
@@ -506,7 +507,7 @@ class CommitProtocol:
                 fault = Fault.HANDLER
         elif patience.is_overdue:
             unit.fault = Fault.OTHER
-            what = f"nothing could be committed for {PATIENCE_SECONDS:g} s: {str(error).strip()}"
+            what = f"nothing could be committed for {PATIENCE_SECONDS:g} s: {text_of(error)}"
             raise NoProgress(_told(unit, what)) from error
         elif patience.is_out and several:
             self.limit = max(1, len(unit.messages) // 2)  # perhaps there is less to collide with, or to hold
@@ -516,7 +517,7 @@ class CommitProtocol:
                     "%r failed %s times in a row while the database server answers, so its statements are at fault: %s"
                 )
                 extra = self._about("tried_enough", several=unit.advances)
-                logger.warning(text, unit, TRIES, str(error).strip(), extra=extra)
+                logger.warning(text, unit, TRIES, text_of(error), extra=extra)
             self._suspects = {a.partition: a.next_offset for a in unit.advances} if several else self._suspects
             self._troubles = 0
         return fault
@@ -545,14 +546,14 @@ class CommitProtocol:
             self.limit = max(1, len(unit.messages) // 2)
             if len(unit.messages) == 1:
                 raise UnitTooSlow(
-                    _told(unit, f"one message is not done in the time that is allowed: {error}")
+                    _told(unit, f"one message is not done in the time that is allowed: {text_of(error)}")
                 ) from error
         if fault is Fault.ENVIRONMENT:
             self._ledger.session.discard()  # a live connection may lead to what was the primary once
             self._troubles += 1
             self.not_before = time.monotonic() + min(_TROUBLE_SECONDS, 0.05 * 2.0**self._troubles)
         if fault in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION):
-            raise Redelivered(_told(unit, str(error).strip())) from error
+            raise Redelivered(_told(unit, text_of(error))) from error
 
 
 def _told(unit: Unit, what: str) -> str:

@@ -71,6 +71,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 """How long one fetch waits, and so how late a stop is noticed."""
+_QUEUED_MESSAGES = 100_000
+"""How much is taken at once of what the client has: as many as it fetches ahead (``queued.min.messages``)."""
 CLIENT_SECONDS = 30.0
 """How long the Kafka client may take to end: while its coordinator is away, it waits for what it has asked of it."""
 _SILENT_CHECKS = 3
@@ -269,9 +271,12 @@ class ExactlyOnceConsumer:
         self._ownership = Ownership()
         self._kafka_offsets = KafkaOffsets(group_id=options.group_id)
         self._linger = Linger(options.linger_seconds, max_bytes=options.max_bytes)
-        # A batch that waits for more can outgrow what the client holds at once.
-        queue_bytes = 0 if options.linger_seconds else int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024
-        self._buffer = FetchBuffer(self._ownership, on_error=self._on_error, queue_bytes=queue_bytes)
+        self._buffer = FetchBuffer(
+            self._ownership,
+            on_error=self._on_error,
+            queue_bytes=int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024,
+            can_outgrow=options.linger_seconds > 0,
+        )
         self._commits = CommitProtocol(
             ledger=ledger,
             ownership=self._ownership,
@@ -562,7 +567,6 @@ class ExactlyOnceConsumer:
         """Do what is due, fetch, and hand out a batch: once round the loop for each unit, and while there is none."""
         if (left := self._commits.not_before - time.monotonic()) > 0:
             self._idle(left)
-            self._assignment.resume(self._client)
         while not self._stopping.is_set and not self._assignment.failures:
             if self._must_reopen or self._is_client_silent():
                 self._reopen_client()
@@ -570,6 +574,7 @@ class ExactlyOnceConsumer:
                 if not self._keep_up() or self._assignment.failures:
                     continue
                 units.ask_for_ends()
+            self._assignment.pause(self._client, self._buffer.to_pause)
             if units.has_reached_ends():
                 return None
             limit = min(self._commits.limit, units.max_messages or self._commits.limit)
@@ -578,7 +583,8 @@ class ExactlyOnceConsumer:
                 # Where there is an end it must be seen at once; else nobody needs to wake up for each message.
                 self._fetch(min(left, POLL_SECONDS), limit - waiting, fill=not units.until_end)
             else:
-                self._fetch(0 if waiting else POLL_SECONDS, 1 if waiting else limit)
+                count = limit if not waiting else _QUEUED_MESSAGES if self._buffer.keeps else 1
+                self._fetch(0 if waiting else POLL_SECONDS, count)
             if self._assignment.events or self._linger_left(units, limit):
                 continue
             messages, spans = self._buffer.next_batch(limit, self._options.max_bytes)
@@ -607,7 +613,6 @@ class ExactlyOnceConsumer:
             if self._stopping.is_set:
                 return False
             raise
-        self._assignment.resume(self._client)
         failpoint("positioned")
         return True
 
@@ -633,22 +638,26 @@ class ExactlyOnceConsumer:
         self._maintenance.take_events()
         self._buffer.add(messages)
 
-    def _poll_aside(self, unit: Unit, seconds: float) -> bool:
-        """Poll with partitions paused while a unit is open; return whether Kafka took partitions of it."""
+    def _poll_aside(self, seconds: float, unit: Unit | None = None) -> bool:
+        """Poll while no unit can be made, so that the membership survives; keep what comes.
+
+        Return whether Kafka took partitions of the ``unit`` that is open.
+        """
         self._observer.record_poll()
         with self._ownership.changing():
-            self._assignment.pause(self._client)
-            # Events are applied between units.
-            self._buffer.add(self._client.consume(1, seconds))
-        return self._assignment.takes(a.partition for a in unit.advances)
+            messages = fetch(self._client, seconds, _QUEUED_MESSAGES)
+            if unit is None:  # else events wait for its end
+                self._maintenance.take_events()
+            self._buffer.add(messages, keep=True)
+            self._assignment.pause(self._client, self._buffer.to_pause)
+        return unit is not None and self._assignment.takes(a.partition for a in unit.advances)
 
     def _idle(self, seconds: float) -> None:
-        """Wait, polling with partitions paused so that the membership survives."""
+        """Wait, polling so that the membership survives."""
         self._check_use()  # a handler may have closed the consumer
-        self._assignment.pause(self._client)
         deadline = time.monotonic() + seconds
         while not self._stopping.is_set and (left := deadline - time.monotonic()) > 0:
-            self._fetch(min(left, POLL_SECONDS), 1)
+            self._poll_aside(min(left, POLL_SECONDS))
             self._idled_at = time.monotonic()
             if self._assignment.failures:
                 raise self._assignment.failures.popleft()

@@ -16,7 +16,7 @@ from .unit import Unit
 logger = logging.getLogger(__name__)
 
 QUICK_SECONDS = 0.5
-"""How long a handler may take before partitions are paused for it: a pause throws away what was fetched."""
+"""How long a handler may take before Kafka is polled beside it: so quick ones cost nothing, far below a rebalance."""
 _POLL_SECONDS = 0.1
 """How late a handler that has ended is noticed, at most."""
 _NOTICE_SECONDS = 1.0
@@ -26,14 +26,14 @@ _NOTICE_SECONDS = 1.0
 class HandlerThread:
     """A handler, called in a thread of its own for each unit.
 
-    ``poll(unit, seconds)`` polls and tells whether partitions of the unit were taken away; ``end(begun)`` ends
+    ``poll(seconds, unit)`` polls and tells whether partitions of the unit were taken away; ``end(begun)`` ends
     the unit's transaction from outside.
     """
 
     def __init__(
         self,
         handler: Callable[[Unit], object],
-        poll: Callable[[Unit, float], bool],
+        poll: Callable[[float, Unit], bool],
         end: Callable[[Begun], None],
         *,
         revoke_seconds: float,
@@ -59,7 +59,7 @@ class HandlerThread:
         try:
             wait([done], QUICK_SECONDS)
             while not done.done():
-                is_doomed = unit.is_taken = self._poll(unit, _POLL_SECONDS)
+                is_doomed = unit.is_taken = self._poll(_POLL_SECONDS, unit)
                 if is_doomed and deadline is None:
                     deadline = time.monotonic() + self._revoke_seconds
                     extra = about("revoked_while_handling", group=unit.work.group_id, several=unit.advances)

@@ -147,7 +147,6 @@ class Maintenance:
         """Whether :meth:`run_once` has anything to do before the next unit."""
         return bool(
             self._assignment.events
-            or self._assignment.paused
             or self._ownership.has_changed
             or self._commits.is_pending
             or self._commits.failed is not None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from exactly_once._log import about
+from exactly_once._log import about, named
 from exactly_once._model import Partition
 from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.settings import poll_interval_seconds, reads_committed
@@ -95,7 +95,7 @@ class Observer:
         since_poll = time.monotonic() - self._polled_at
         is_alive = since_poll <= self._poll_interval_seconds or not is_subscribed
         waiting = tuple(sorted(p for p, h in states.items() if h.phase is not Phase.OWNED))
-        bad = tuple((*p, _text(h.error)) for p, h in sorted(_bad(states), key=lambda each: each[0]))
+        bad = tuple((*p, named(h.error)) for p, h in sorted(_bad(states), key=lambda each: each[0]))
         reasons = tuple(self._reasons(states, is_subscribed=is_subscribed, is_stopping=is_stopping))
         if not is_alive:
             reasons += (f"the loop has not polled for {since_poll:.0f} s, which is beyond max.poll.interval.ms",)
@@ -121,13 +121,13 @@ class Observer:
         else:
             trouble = self._commits.failed or self.trouble
             if trouble is not None:
-                yield _text(trouble)
+                yield named(trouble)
             bad = dict(_bad(states))
             waiting = sorted(p for p, h in states.items() if h.phase is not Phase.OWNED and p not in bad)
             if waiting:
                 yield f"waiting for {', '.join(map(str, waiting))}"
             for partition, state in bad.items():
-                yield f"{partition} is not read: {_text(state.error)}"
+                yield f"{partition} is not read: {named(state.error)}"
             if self._maintenance.unreachable is not None:
                 yield self._maintenance.unreachable
             if not self._maintenance.is_member:
@@ -164,10 +164,6 @@ class Observer:
 
 def _bad(states: Mapping[Partition, PartitionState]) -> list[tuple[Partition, PartitionState]]:
     return [(p, h) for p, h in states.items() if h.phase is Phase.BAD]
-
-
-def _text(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}"
 
 
 _Count = Callable[[CommitProtocol, FetchBuffer], int]

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -62,8 +62,8 @@ class Assignment:
         """What librdkafka's callbacks recorded; maintenance applies it between units, in order."""
         self.failures: deque[BaseException] = deque()
         """What callbacks raised, and errors that stop the loop, which raises them one by one."""
-        self.paused = False
-        """Whether all that is fetched is paused. A new assignment is not, until :meth:`position` pauses it, too."""
+        self.paused: set[Partition] = set()
+        """What is not fetched now, because enough of it waits. An interruption may leave more in it, never less."""
 
     def subscribe(self, client: Consumer, topics: list[str]) -> None:
         """Subscribe the client with callbacks that record and return."""
@@ -101,28 +101,25 @@ class Assignment:
         else:
             client.assign(_positions({**{p: others[p] for p in others if p in assigned}, **targets}))
         self._seek(client, _positions({p: place for p, place in targets.items() if place[1] is not None}))
-        if self.paused:
-            client.pause(client.assignment())
-        else:
-            # A pause outlives a revocation: a partition that comes back may still be paused.
-            client.resume(_bare(targets))
+        # A pause outlives a revocation: a partition that comes back may still be paused.
+        client.resume(_bare(targets))
+        self.paused.difference_update(targets)
 
     def takes(self, partitions: Iterable[Partition]) -> bool:
         """Tell whether an event that was not applied yet takes one of these away."""
         taken = {p for event in self.events if event.change is not Change.ASSIGNED for p in event.partitions}
         return not taken.isdisjoint(partitions)
 
-    def pause(self, client: Consumer) -> None:
-        """Stop fetching, so that polling only keeps the membership alive."""
-        if not self.paused:
-            self.paused = True
-            client.pause(client.assignment())
-
-    def resume(self, client: Consumer) -> None:
-        """Fetch again."""
-        if self.paused:
-            client.resume(client.assignment())
-            self.paused = False
+    def pause(self, client: Consumer, partitions: Set[Partition] | None) -> None:
+        """Fetch all but these, or with None nothing; of what is paused the client throws away what it has fetched."""
+        if partitions == self.paused:
+            return
+        assigned = _assigned(client)
+        wanted = assigned if partitions is None else assigned.intersection(partitions)
+        before, self.paused = self.paused, self.paused | wanted
+        client.pause(_bare(wanted - before))
+        client.resume(_bare((before - wanted) & assigned))
+        self.paused = wanted
 
     def leave(self, client: Consumer, *, for_good: bool) -> None:
         """Answer what callbacks wait, so that closing the client meets one of them at most; leave the group before.

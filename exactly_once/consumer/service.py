@@ -15,7 +15,7 @@ from typing import Literal
 import tenacity
 from confluent_kafka import Message
 
-from exactly_once._log import about
+from exactly_once._log import about, named, text_of
 from exactly_once._model import Partition
 from exactly_once.errors import PoisonMessage, Redelivered, TransactionAborted
 from exactly_once.ledger.dead_letters import DeadLetterLimit, enforce
@@ -150,7 +150,7 @@ class Service:
                 if is_alone and _is_doubtful(unit, error):
                     # Nobody can tell whether it is the message's, but whoever mends it must know which one it was.
                     extra = about("stopped_at", group=unit.work.group_id, partition=suspect.partition)
-                    logger.error("%s fails alone, too: %s", suspect.place, error, extra=extra)
+                    logger.error("%s fails alone, too: %s", suspect.place, text_of(error), extra=extra)
                 raise
             if (before := _before_named(unit, error)) is not None and not is_alone:
                 self._bisection.named(len(unit.messages), before)
@@ -160,8 +160,8 @@ class Service:
                 self._searched = {advance.partition: advance.next_offset for advance in unit.advances}
                 self._found, self._has_committed = 0, False
                 extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
-                text = "%s: %s; looking for the message in smaller units than %r"
-                logger.warning(text, type(error).__name__, error, unit, extra=extra)
+                text = "%s; looking for the message in smaller units than %r"
+                logger.warning(text, named(error), unit, extra=extra)
             self._bisection.failed(len(unit.messages))
             if is_doubtful:
                 suspect.poison, self._doubts = error, [suspect]
@@ -198,7 +198,7 @@ class Service:
         :raises Redelivered: when it is to be tried again after a wait.
         :raises PoisonMessage: when it stops the service.
         """
-        told = f"{suspect.place}: {type(error).__name__}: {error}"
+        told = f"{suspect.place}: {named(error)}"
         suspect.failures += 1
         if suspect.failures < self._attempts:
             raise Redelivered(f"{told} (attempt {suspect.failures} of {self._attempts})") from error
@@ -265,8 +265,7 @@ class Service:
             offset=suspect.offset,
             owner_epoch=epochs[suspect.partition],
         )
-        error = suspect.poison
-        logger.error("%s was set aside: %s: %s", suspect.place, type(error).__name__, error, extra=extra)
+        logger.error("%s was set aside: %s", suspect.place, named(suspect.poison), extra=extra)
 
 
 class _Stopped(BaseException):

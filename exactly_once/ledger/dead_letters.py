@@ -11,16 +11,16 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
-import psycopg
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 from psycopg import sql
 
 from exactly_once._failpoints import failpoint
+from exactly_once._log import text_of
 from exactly_once._model import Advance, Partition
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 
 from .outcome import driver_error
-from .session import Connection, cursor_on
+from .session import Connection, cursor_on, storable
 from .sql import query
 
 Status = Literal["dead", "replayed", "dropped"]
@@ -127,7 +127,7 @@ def store(
     driver = driver_error(error) if isinstance(error, BaseException) else None
 
     def text(value: str) -> str:
-        return _storable(value, connection)
+        return storable(value, connection)
 
     values = {
         "group_id": group_id,
@@ -143,8 +143,10 @@ def store(
         "value": _as_bytes(message.value()),
         "header_names": None if headers is None else [text(name) for name, _ in headers],
         "header_values": None if headers is None else [_as_bytes(value) for _, value in headers],
-        "error_class": _class_of(error),
-        "error": text(str(error))[:_ERROR_CHARACTERS],
+        "error_class": text(
+            "str" if isinstance(error, str) else f"{type(error).__module__}.{type(error).__qualname__}"
+        ),
+        "error": text(text_of(error))[:_ERROR_CHARACTERS],
         "sqlstate": driver.sqlstate if driver is not None else None,
         "attempts": attempts,
         "after_offset": after_offset,
@@ -228,14 +230,5 @@ def _headers(message: Message) -> list[tuple[str, str | bytes | None]] | None:
     return list(headers.items()) if isinstance(headers, dict) else headers
 
 
-def _class_of(error: BaseException | str) -> str:
-    return "str" if isinstance(error, str) else f"{type(error).__module__}.{type(error).__qualname__}"
-
-
 def _as_bytes(value: str | bytes | None) -> bytes | None:
     return value.encode() if isinstance(value, str) else value
-
-
-def _storable(text: str, connection: psycopg.Connection[Any]) -> str:
-    encoding = "utf-8" if connection.info.parameter_status("server_encoding") == "UTF8" else "ascii"
-    return text.replace("\0", "\\x00").encode(encoding, "backslashreplace").decode(encoding)

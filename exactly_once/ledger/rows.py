@@ -27,7 +27,7 @@ from exactly_once.kafka.origin import Origin
 
 from .conflict import Conflict, Grant, check
 from .libpq import send
-from .session import Connection, Session, cursor_on, last_row
+from .session import Connection, Session, cursor_on, last_row, storable
 from .sql import query
 
 logger = logging.getLogger(__name__)
@@ -169,8 +169,8 @@ class Ledger:
                 token=uuid4(),
                 owner_kind=self._owner_kind,
                 owner_instance=self.session.instance,
-                owner_name=self._owner_name,
-                application=self.application,
+                owner_name=None if self._owner_name is None else storable(self._owner_name, cursor.connection),
+                application=None if self.application is None else storable(self.application, cursor.connection),
             )
         return [
             replace(
@@ -309,9 +309,8 @@ class Ledger:
         """
         tokens.append(uuid4())
         with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
-            # As text: an application may have registered a loader that gives uuids as strings.
             keys = _row_keys(self._rows(cursor, "read_locked", _keys(partitions)))
-            return self._rows(cursor, "resolve", keys, token=tokens[-1], tokens=list(map(str, tokens)))
+            return self._rows(cursor, "resolve", keys, token=tokens[-1], tokens=tokens)
 
     def release(self, held: Sequence[tuple[Partition, UUID]]) -> None:
         """Give rows back. Rows that are locked or not ours any more are left alone."""

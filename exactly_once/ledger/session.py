@@ -22,7 +22,7 @@ from uuid import UUID, uuid4
 from zlib import crc32
 
 import psycopg
-from psycopg import sql
+from psycopg import adapt, sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
@@ -60,6 +60,8 @@ _NOT_YOURS = {
     "set_autocommit": "a unit is one transaction",
 }
 """What ends a unit's transaction from under it, and what to do instead."""
+_ADAPTERS = adapt.AdaptersMap(psycopg.adapters)
+"""How psycopg converts values by itself: a copy, which is not changed by what is registered later."""
 _OWN = "_exactly_once_own"
 """Where a connection that is lent keeps what was set on it before, by tracing say."""
 
@@ -106,20 +108,19 @@ def hiding(connect: Callable[[], Connection]) -> Callable[[], Connection]:
     @functools.wraps(connect)
     def hidden() -> Connection:
         try:
-            connection: Any = connect()
+            made: object = connect()
         except psycopg.Error as error:
             text = without_secrets(str(error))
             if text == str(error):
                 raise
             raise type(error)(text) from None
-        if isinstance(connection, psycopg.AsyncConnection) or inspect.isawaitable(connection):
-            if inspect.iscoroutine(connection):
-                connection.close()
+        if not isinstance(made, psycopg.Connection):
+            if inspect.iscoroutine(made):
+                made.close()
             raise ConfigurationError(
-                f"connect= gave {type(connection).__name__}: the consumer needs psycopg.Connection, not the "
+                f"connect= gave {type(made).__name__}: the consumer needs psycopg.Connection, and not the "
                 "asynchronous one; docs/how-to/fastapi.md shows how both work side by side"
             )
-        made: Connection = connection
         return made
 
     return hidden
@@ -179,6 +180,8 @@ class Session:
         self._closed = False
         self._refused: set[str] = set()
         self._begin: dict[tuple[str, float], bytes] = {}
+        self._same_ledger: set[str] = set()
+        """Where connections have led that were joined: to our own ledger."""
 
     @property
     def connection(self) -> Connection:
@@ -195,7 +198,7 @@ class Session:
                 if connection.info.transaction_status is TransactionStatus.IDLE:
                     connection.autocommit = True
                 # A pooler accepts clients whose server is away; only an answer tells.
-                connection.execute(query("answer", self.schema), prepare=False)
+                cursor_on(connection).execute(query("answer", self.schema), prepare=False)
             except BaseException:
                 dispose(connection)
                 raise
@@ -250,6 +253,27 @@ class Session:
         )
         return Begun(*last_row(cursor_on(connection).execute(statement, prepare=False)))
 
+    def refuse_other_ledger(self, connection: Connection) -> None:
+        """Refuse a connection that leads to another ledger than ours: nothing could ever be applied there.
+
+        :raises ConfigurationError: naming both.
+        """
+        if address(connection) in self._same_ledger:
+            return
+        statement = query("ledger_id", self.schema)
+        (own, *_) = last_row(cursor_on(self.connection).execute(statement, prepare=False))
+        try:
+            (found, *_) = last_row(cursor_on(connection).execute(statement, prepare=False))
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+            found = None
+        if found != own:
+            raise ConfigurationError(
+                f"join() was given a connection to {address(connection)}, which has another ledger in schema "
+                f"{self.schema!r}, or none; the consumer's is in {address(self.connection)}. Effects and offsets must "
+                "be in one database: give the consumer the same one"
+            )
+        self._same_ledger.add(address(connection))
+
     def owns(self, connection: Connection) -> bool:
         """Tell whether this is our own connection."""
         return connection is self._connection
@@ -275,7 +299,7 @@ class Session:
             if is_read_only:  # said at once, because what only looks would never be refused
                 raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes")
             yield connection, pid
-            connection.execute("COMMIT", prepare=False)
+            cursor_on(connection).execute("COMMIT", prepare=False)
         except psycopg.errors.ReadOnlySqlTransaction:
             self.discard()  # this server is not the primary any more; another connection may lead to the one that is
             raise
@@ -417,7 +441,7 @@ class Session:
                     extra=about("end_refused"),
                 )
             return False
-        self.connection.execute(query("give_time", self.schema), prepare=False)
+        cursor_on(self.connection).execute(query("give_time", self.schema), prepare=False)
         return True
 
     def _end_on(self, connection: Connection, begun: Begun) -> None:
@@ -494,9 +518,23 @@ def _refuse(name: str, instead: str, *_: object, **__: object) -> NoReturn:
     )
 
 
+class _Cursor(psycopg.Cursor[tuple[Any, ...]]):
+    """Converts as psycopg does by itself: what an application has registered is for its own statements."""
+
+    @property
+    def adapters(self) -> adapt.AdaptersMap:
+        return _ADAPTERS
+
+
 def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Make a cursor that gives tuples and prepares nothing, however the connection is set up."""
-    return psycopg.Cursor(connection, row_factory=tuple_row)
+    """Make a cursor that gives tuples, in the types of psycopg itself, however the connection is set up."""
+    return _Cursor(connection, row_factory=tuple_row)
+
+
+def storable(text: str, connection: Connection) -> str:
+    """Escape what the database's encoding lacks, and NUL."""
+    encoding = "utf-8" if connection.info.parameter_status("server_encoding") == "UTF8" else "ascii"
+    return text.replace("\0", "\\x00").encode(encoding, "backslashreplace").decode(encoding)
 
 
 def last_row(cursor: psycopg.Cursor[tuple[Any, ...]]) -> tuple[Any, ...]:

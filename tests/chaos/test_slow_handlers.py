@@ -6,6 +6,7 @@ import signal
 import time
 from typing import Any
 
+import psycopg
 import pytest
 
 from exactly_once import Fenced, PoisonMessage, Unit
@@ -152,6 +153,31 @@ def test_what_the_handler_raises_is_raised_by_run(topic: str, make_consumer: Mak
             consumer.run(leave, in_thread=True)
         consumer.run(lambda unit: record(unit, "test"), in_thread=True, until_end=True)
         assert consumer.counters.messages == MESSAGES
+
+
+@pytest.mark.parametrize("in_thread", [True, False], ids=["slow", "retried"])
+def test_every_partition_gets_its_turn_though_each_unit_pauses(
+    *, in_thread: bool, make_consumer: MakeConsumer, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause throws away what was fetched, and behind it the client fetches its first partitions first."""
+    monkeypatch.setattr("exactly_once.consumer.handler_thread.QUICK_SECONDS", 0.02)
+    topic = create_topic(bootstrap_servers, PARTITIONS)
+    produce(bootstrap_servers, topic, 30 * PARTITIONS, PARTITIONS)
+    turns: list[int] = []
+
+    def handler(unit: Unit) -> None:
+        if in_thread:
+            time.sleep(0.15)  # slow by the measure above
+        elif unit.attempt == 1:
+            raise psycopg.errors.SerializationFailure  # tried again after a pause
+        turns.append(unit.advances[0].partition.number)
+        if len(turns) == 5 * PARTITIONS:
+            consumer.stop()
+
+    with make_consumer(max_messages=1) as consumer:
+        consumer.subscribe([topic])
+        consumer.run(handler, in_thread=in_thread)
+    assert min(turns.count(number) for number in range(PARTITIONS)) >= 2, turns
 
 
 def test_quick_handlers_pause_nothing(topic: str, make_consumer: MakeConsumer, monkeypatch: pytest.MonkeyPatch) -> None:

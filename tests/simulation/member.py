@@ -232,6 +232,9 @@ class Session:
     def join(self, connection: Connection, *, may_take: float = 60.0) -> NoReturn:
         raise Violation("no unit here is joined")
 
+    def refuse_other_ledger(self, connection: Connection) -> NoReturn:
+        raise Violation("no unit here is joined")
+
     def owns(self, connection: Connection) -> bool:
         return connection is self._connection
 

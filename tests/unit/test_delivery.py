@@ -195,6 +195,35 @@ def test_with_one_topic_its_name_is_not_asked_of_each_message() -> None:
     assert delivery.next_batch(MANY, MANY)[1] == {A0: Span(0, 2, 7), A1: Span(0, 1, 7)}
 
 
+def test_what_is_kept_comes_in_turns_and_in_order() -> None:
+    delivery = delivering(A0, A1, B0)
+    delivery.add([message(A0, 0)])
+    delivery.add([*(message(A0, offset) for offset in range(1, 5)), message(A1, 0), message(A1, 1)], keep=True)
+    assert delivery.to_pause == {A0, A1}
+    turns = [at(delivery.next_batch(1, MANY)[0]) for _ in range(2)]
+    delivery.add([message(B0, 0)])  # which was not paused
+    assert delivery.to_pause == {A0, A1, B0}
+    turns += [at(delivery.next_batch(2, MANY)[0]) for _ in range(3)]
+    assert turns == [
+        [("a", 0, 0)],
+        [("a", 1, 0)],
+        [("a", 0, 1), ("a", 0, 2)],
+        [("a", 1, 1), ("b", 0, 0)],
+        [("a", 0, 3), ("a", 0, 4)],
+    ]
+    assert delivery.to_pause == set()
+    assert not delivery.keeps
+    assert delivery.waiting == 0
+
+
+def test_no_more_is_kept_than_the_client_holds() -> None:
+    delivery = delivering(A0, A1, queue_bytes=10)
+    delivery.add([message(A0, 0, size=6), message(A0, 1, size=6)], keep=True)
+    assert delivery.to_pause is None
+    delivery.next_batch(1, MANY)
+    assert delivery.to_pause == {A0}
+
+
 class Interleavings(RuleBasedStateMachine):
     """Fetching, units and trouble in any order, against a model that only counts what was applied."""
 
@@ -214,8 +243,8 @@ class Interleavings(RuleBasedStateMachine):
         for partition in self.partitions[: 2 if only_owned else 3]:
             own(self.ownership, partition)
 
-    @rule(data=st.data(), with_error=st.booleans(), repeat=st.booleans())
-    def fetch(self, data: st.DataObject, *, with_error: bool, repeat: bool) -> None:
+    @rule(data=st.data(), with_error=st.booleans(), repeat=st.booleans(), keep=st.booleans())
+    def fetch(self, data: st.DataObject, *, with_error: bool, repeat: bool, keep: bool) -> None:
         fetched = []
         # Once each: within one call the client gives the messages of a partition in rising order.
         for partition in data.draw(st.lists(st.sampled_from(self.partitions), unique=True)):
@@ -225,7 +254,7 @@ class Interleavings(RuleBasedStateMachine):
             self.position[partition] = max([self.position[partition], *(o + 1 for o in run)])
         if with_error:
             fetched.insert(len(fetched) // 2, error(KafkaError._PARTITION_EOF))
-        self.delivery.add(fetched)
+        self.delivery.add(fetched, keep=keep)
 
     @precondition(lambda self: not self.unit)
     @rule(count=st.integers(1, 6), size=st.integers(1, 12))
