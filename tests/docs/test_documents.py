@@ -72,15 +72,6 @@ def payments(bootstrap_servers: str) -> Iterator[str]:
     delete_topic(bootstrap_servers, topic)
 
 
-@pytest.fixture
-def bank(db: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
-    """The table that the documents write to."""
-    db.execute("CREATE TABLE account (id int PRIMARY KEY, balance bigint NOT NULL)")
-    db.execute("INSERT INTO account VALUES (1, 0)")
-    yield db
-    db.execute("DROP TABLE account")
-
-
 def placed(block: str, bootstrap_servers: str, conninfo: str) -> str:
     """Give a program the addresses of the tests' servers."""
     return block.replace("localhost:9092", bootstrap_servers).replace("postgresql://localhost/bank", conninfo)
