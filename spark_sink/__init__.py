@@ -5,15 +5,14 @@
     sink = PostgresSink(conninfo, table="orders", group_id="orders")
     frame.writeStream.foreachBatch(sink).option("checkpointLocation", path).start()
 
-Module map: :mod:`.sink` is what Spark calls, on the driver. :mod:`.stream_query` asks Spark for the query that calls,
-and refuses plans that cannot be exact. :mod:`.offset_log` reads which offsets a batch covers and
-:mod:`.ranges` compares them with the ledger; :mod:`.owners` acquires rows of the ledger, once a run; :mod:`.frame`
-checks columns. In the tasks :mod:`.by_batch` and :mod:`.by_partition` write, each through an :mod:`.attempt`, and
-:mod:`.offset_filter` looks at every row's offset.
+Module map: :mod:`.sink` is what Spark calls, on the driver, and :mod:`.run` what it does for each batch.
+:mod:`.stream_query` asks Spark for the query that calls, and refuses plans that cannot be exact. :mod:`.offset_log`
+reads which offsets a batch covers and :mod:`.ranges` compares them with the ledger; :mod:`.owners` acquires rows of the
+ledger, once a run; :mod:`.frame` checks columns. :mod:`.tasks` brings rows to an :mod:`.attempt`, which writes them in
+one transaction, and :mod:`.offset_filter` looks at every row's offset.
 
-:mod:`.data_source` is the other way, ``format("exactly_once_postgres")``: tasks put rows into :mod:`.staging`, after
-the run :mod:`.registry` knows the run, and a :mod:`.publication` writes what Spark has counted. :mod:`.source_options`
-reads its options.
+:mod:`.data_source` is the other way, ``format("exactly_once_postgres")``: tasks put rows into :mod:`.staging`, and a
+:mod:`.publication` writes, by such an attempt, what Spark has counted.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .errors import FrameError, IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost
-from .report import BatchReport
+from .report import BatchReport, SinkUnit
 from .sink import PostgresSink
-from .unit import SinkUnit
 
 if TYPE_CHECKING:
     from .data_source import ExactlyOncePostgres

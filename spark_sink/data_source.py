@@ -6,7 +6,7 @@
 A writer is made on the driver for every batch and sent to its tasks, which call ``write``; ``commit`` is called on the
 driver, for a stream on another writer that Spark makes for it, in a process without a session. ``abort`` does nothing:
 it may be called while tasks still write, and after a ``commit`` of which nobody knows what became. See
-:mod:`.staging`, :mod:`.registry` and :mod:`.publication` for what happens in each.
+:mod:`.staging` and :mod:`.publication` for what happens in each.
 
 Both writers take Arrow batches. Spark 4.1 has a stream writer for that; Spark 4.0 has only one for batch jobs, and
 asks a stream's writer whether it is one of these.
@@ -28,11 +28,9 @@ from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSource
 from exactly_once.errors import ConfigurationError
 
 from .frame import check_places
-from .options import Options
-from .publication import publish
-from .registry import BATCH_JOB, RunBatch, register
-from .source_options import check_source_options
-from .staging import Staged, reap, stage
+from .options import Options, check_source_options
+from .publication import publish, register
+from .staging import BATCH_JOB, RunBatch, Staged, reap, stage
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from exactly_once.writer import Column, Table
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType, DecimalType, StructField, StructType
+
+FRAME = f"{RESERVED}frame"
+"""Of several frames, which one a row is of."""
+ROW = f"{RESERVED}row"
+"""How the columns begin, one for each frame, that hold its rows as structs."""
 
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
@@ -48,18 +53,36 @@ def fit(frame: DataFrame, table: Table, options: Options) -> tuple[DataFrame, tu
     """
     fields = check_places(frame.schema, options)
     places: list[str] = []
-    if options.ledger == "offsets":
+    if has_places(frame.schema, options):
         kinds = zip(options.place_columns, ("string", "int", "bigint"), PLACES, strict=True)
         places = [f"CAST({_quoted(name)} AS {kind}) AS {place}" for name, kind, place in kinds]
     columns = _columns(fields.values(), table, options)
     known = {c.name: c for c in table.columns}
-    written = [_expression(fields[name], known[name], table) for name in columns]
-    if nested := {
-        name: _as_json(fields[name]) for name in columns if _form(fields[name], known[name], table) == "json"
-    }:
+    forms = {name: _form(fields[name], known[name], table) for name in columns}
+    if nested := {name: _as_json(fields[name]) for name, form in forms.items() if form == "json"}:
         frame = frame.withColumns(nested)
     # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
+    written = [
+        f"CAST({_quoted(name)} AS string) AS {_quoted(name)}" if form == "null" else _quoted(name)
+        for name, form in forms.items()
+    ]
     return frame.selectExpr(*written, *places), tuple(columns)
+
+
+def combine(frames: Sequence[tuple[DataFrame, Sequence[str]]]) -> DataFrame:
+    """Make one frame of several: a row has the number of its frame, its columns in a struct, and its places if any."""
+    if len(frames) == 1:
+        return frames[0][0]
+    parts = []
+    for number, (frame, columns) in enumerate(frames):
+        # Of rows of other frames the struct is null, which Arrow takes only where its fields may be null, too.
+        fields = ", ".join(f"if(true, {name}, null) AS {name}" for name in map(_quoted, columns))
+        places = [name for name in PLACES if name in frame.columns]
+        parts.append(frame.selectExpr(f"{number} AS {FRAME}", f"struct({fields}) AS {ROW}{number}", *places))
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole.unionByName(part, allowMissingColumns=True)
+    return whole
 
 
 def columns_of(schema: StructType, table: Table, options: Options) -> tuple[str, ...]:
@@ -79,6 +102,13 @@ def columns_of(schema: StructType, table: Table, options: Options) -> tuple[str,
     return tuple(columns)
 
 
+def has_places(schema: StructType, options: Options) -> bool:
+    """Tell whether rows say where they come from; of several tables, some may take rows that cannot."""
+    if options.ledger != "offsets":
+        return False
+    return not options.is_one_of_several or set(options.place_columns) <= set(schema.names)
+
+
 def check_places(schema: StructType, options: Options) -> dict[str, StructField]:
     """Return the fields by name; refuse two of one name, and none that say where a row comes from."""
     names = schema.names
@@ -87,17 +117,13 @@ def check_places(schema: StructType, options: Options) -> dict[str, StructField]
     if ours := [name for name in names if name.lower().startswith(RESERVED)]:
         raise FrameError(f"the frame has a column {ours[0]!r}; names with {RESERVED} are the sink's own, rename it")
     fields = {f.name: f for f in schema.fields}
-    if options.ledger == "offsets":
-        _check_places(fields, options)
-    return fields
-
-
-def _check_places(fields: dict[str, StructField], options: Options) -> None:
     for option, name, kinds in (
         ("topic_column", options.topic_column, ("string",)),
         ("partition_column", options.partition_column, _WHOLE),
         ("offset_column", options.offset_column, _WHOLE),
     ):
+        if not has_places(schema, options):
+            break
         if name not in fields:
             raise FrameError(
                 f"the frame has no column {name!r} ({option}=): topic, partition and offset of Kafka's source "
@@ -107,6 +133,7 @@ def _check_places(fields: dict[str, StructField], options: Options) -> None:
         kind = fields[name].dataType.simpleString()
         if kind not in kinds:
             raise FrameError(f"column {name!r} ({option}=) is {kind}; Kafka's own is {kinds[-1]}")
+    return fields
 
 
 def _columns(fields: Iterable[StructField], table: Table, options: Options) -> list[str]:
@@ -140,13 +167,6 @@ def check_key(key: Iterable[str], columns: Iterable[str], table: Table) -> None:
         )
 
 
-def _expression(field: StructField, column: Column, table: Table) -> str:
-    """Return what is sent for a column: itself, or as JSON."""
-    name = _quoted(field.name)
-    form = _form(field, column, table)
-    return f"CAST({name} AS string) AS {name}" if form == "null" else name
-
-
 def _form(field: StructField, column: Column, table: Table) -> Literal["itself", "json", "null"]:
     """Tell as what a column must be sent.
 
@@ -159,7 +179,9 @@ def _form(field: StructField, column: Column, table: Table) -> Literal["itself",
     if kind in _NESTED or kind == "array":
         if target in _JSON:
             return "json"
-        if kind in _NESTED or column.element_oid is None or _is_nested(field.dataType):
+        element = getattr(field.dataType, "elementType", None)
+        is_nested = element is not None and element.typeName() in (*_NESTED, "array")
+        if kind in _NESTED or column.element_oid is None or is_nested:
             raise FrameError(f"{place}; make that column jsonb, or flatten the frame's with select()")
     if target in _NEVER.get(kind, ()) or kind in _NOT_IN_ARROW:
         raise FrameError(f"{place}, which takes no such value; cast it in the frame, or alter the table")
@@ -170,21 +192,17 @@ def _form(field: StructField, column: Column, table: Table) -> Literal["itself",
             f"{place}: one says a time zone and the other none, so the server's setting would decide. Convert it with "
             "from_utc_timestamp/to_utc_timestamp and a cast, or alter the table"
         )
-    if kind == "decimal" and target is not None:
-        _check_decimal(field.dataType, column, target, place)  # type: ignore[arg-type]
-    return "itself"
-
-
-def _check_decimal(given: DecimalType, column: Column, target: str, place: str) -> None:
-    """Refuse a decimal whose digits the column may not hold."""
-    if target in ("int2", "int4", "int8"):
+    if kind == "decimal" and target in ("int2", "int4", "int8"):
         raise FrameError(f"{place}; cast it to an integer type in the frame")
-    if target != "numeric" or column.typmod < 0:
-        return
-    # As Postgres packs them: precision and scale, the latter with a sign, behind a header of four bytes.
-    precision, scale = (column.typmod - 4) >> 16, ((column.typmod - 4) & 0x7FF ^ 1024) - 1024
-    if given.scale > scale or given.precision - given.scale > precision - scale:
-        raise FrameError(f"{place}, which has not enough digits; cast it in the frame, where you see what is cut off")
+    if kind == "decimal" and target == "numeric" and column.typmod >= 0:
+        given: DecimalType = field.dataType  # type: ignore[assignment]
+        # As Postgres packs them: precision and scale, the latter with a sign, behind a header of four bytes.
+        precision, scale = (column.typmod - 4) >> 16, ((column.typmod - 4) & 0x7FF ^ 1024) - 1024
+        if given.scale > scale or given.precision - given.scale > precision - scale:
+            raise FrameError(
+                f"{place}, which has not enough digits; cast it in the frame, where you see what is cut off"
+            )
+    return "itself"
 
 
 def _as_json(field: StructField) -> SparkColumn:
@@ -221,11 +239,6 @@ def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
         found = _not_a_number(item, kind.valueType, depth + 1)  # type: ignore[attr-defined]
         parts += [] if found is None else [(f"coalesce(exists(map_values({value}), {item} -> {{}}), false)", found)]
     return " OR ".join(form.format(found) for form, found in parts) or None
-
-
-def _is_nested(kind: DataType) -> bool:
-    element = getattr(kind, "elementType", None)
-    return element is not None and element.typeName() in (*_NESTED, "array")
 
 
 def _quoted(name: str) -> str:

@@ -60,21 +60,17 @@ class OffsetFilter:
             self.last[partition] = max(last, self.last.get(partition, -1))
         kept = rows
         if any(first < self._from[partition] for partition, first, _ in found):
-            kept = rows.filter(self._is_new(rows, [partition for partition, _, _ in found]))
+            topics, numbers, offsets = (rows.column(name) for name in PLACES)
+            is_new = [
+                pc.and_(
+                    pc.and_(pc.equal(topics, partition.topic), pc.equal(numbers, partition.number)),
+                    pc.greater_equal(offsets, self._from[partition]),
+                )
+                for partition, _, _ in found
+            ]
+            kept = rows.filter(reduce(pc.or_, is_new))
         self.dropped += rows.num_rows - kept.num_rows
         return kept
-
-    def _is_new(self, rows: pa.Table, partitions: list[Partition]) -> pa.ChunkedArray:
-        """Tell for each row whether the ledger lacks it."""
-        topics, numbers, offsets = (rows.column(name) for name in PLACES)
-        parts = [
-            pc.and_(
-                pc.and_(pc.equal(topics, partition.topic), pc.equal(numbers, partition.number)),
-                pc.greater_equal(offsets, self._from[partition]),
-            )
-            for partition in partitions
-        ]
-        return reduce(pc.or_, parts)
 
     def _check_range(self, partition: Partition, first: int, last: int) -> None:
         covered = self._ranges.get(partition)
@@ -123,10 +119,11 @@ def naming(rows: pa.Table) -> Iterator[None]:
     try:
         yield
     except BadRow as error:
-        if error.row is None or error.topic is not None or OFFSET not in rows.column_names:
+        row = 0 if rows.num_rows == 1 else error.row
+        if row is None or error.topic is not None or OFFSET not in rows.column_names:
             raise
-        topic, number, offset = (rows.column(name)[error.row].as_py() for name in PLACES)
-        raise BadRow(error.reason, at=(topic, number, offset), row=error.row, column=error.column) from error
+        topic, number, offset = (rows.column(name)[row].as_py() for name in PLACES)
+        raise BadRow(error.reason, at=(topic, number, offset), row=row, column=error.column) from error
 
 
 def spans(rows: pa.Table) -> Iterator[tuple[Partition, int, int]]:

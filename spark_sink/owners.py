@@ -1,8 +1,10 @@
-"""Owners: the rows of the ledger that one run of a query owns. Runs on the driver.
+"""Owners: the rows of the ledger that one run of a query owns, and the tables of its group. Runs on the driver.
 
 Rows are partitions, or one for the batch ids of the query: a batch id means the same rows only within one query id,
 which the checkpoint keeps. Each is acquired once a run, when it first appears, and never again: whoever takes it later
 has fenced this run. A Spark run fences an earlier one; rows that a plain consumer has not released are refused.
+
+A group knows the tables that it writes, because an offset that is written into one is in no other.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import psycopg
 import tenacity
 
 from exactly_once._log import about
 from exactly_once._model import QUERY, ROTATE_EVERY, Advance, Partition, Row
-from exactly_once.errors import Fenced, PartitionHalted
+from exactly_once.errors import ConfigurationError, Fenced, PartitionHalted
 from exactly_once.ledger.conflict import Conflict, Grant, check
 from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.rows import Ledger, row_missing
@@ -25,6 +28,7 @@ from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.start import StartOffsets, refuse_halted
+from exactly_once.writer import Table
 
 from .errors import LedgerBehindCheckpoint, QueryChanged
 from .options import Options
@@ -86,10 +90,9 @@ class Owners:
         :raises Fenced: when somebody has taken one from this run.
         :raises LedgerBehindCheckpoint: when the ledger does not know what the checkpoint has read.
         """
-        new = [r for r in ranges if r.partition not in self.held]
-        if new:
+        if new := {r.partition: r for r in ranges if r.partition not in self.held}:
             self._register(new, batch_id)
-            self._acquire({r.partition: r for r in new})
+            self._acquire(new)
         return self.find([r.partition for r in ranges])
 
     def find(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
@@ -160,55 +163,52 @@ class Owners:
             ledger.release(held)
             logger.info("released %s partitions", len(held), extra=about("released", group=ledger.group_id))
 
-    def _register(self, ranges: list[Range], batch_id: int) -> None:
-        partitions = [r.partition for r in ranges]
-        topics = {p.topic for p in partitions}
-        have, had = self._ledger.known(topics)
-        for given in ranges:
-            if given.partition in have:
-                continue
-            if given.partition in had:
-                raise row_missing(self._ledger.group_id, given.partition)
+    def _register(self, new: Mapping[Partition, Range], batch_id: int) -> None:
+        existing, ever_existed = self._ledger.known({p.topic for p in new})
+        missing = {p: r for p, r in new.items() if p not in existing}
+        group_id = self._ledger.group_id
+        for partition, given in missing.items():
+            if partition in ever_existed:
+                raise row_missing(group_id, partition)
             if batch_id > 0 and given.start is not None:
-                raise _unknown(self._ledger.group_id, given, batch_id)
+                raise LedgerBehindCheckpoint(
+                    f"the ledger has no row of {partition} for group {group_id!r}, and the checkpoint is at batch "
+                    f"{batch_id}, offset {given.start}: the database was set back, this is another one, or the query "
+                    "has not written through this sink before. Start with a new checkpoint, or say what was written: "
+                    f"exactly-once reset --topic {partition.topic} --partition {partition.number} "
+                    f"--to-offset {given.start}"
+                )
         if self._starter is not None:
-            self._starter.require(partitions)
-        elif missing := [p for p in partitions if p not in have]:
+            self._starter.require(list(new))
+        elif missing:
             self._ledger.register(dict.fromkeys(missing), cluster_id=None, topic_ids={})
 
-    def _acquire(self, ranges: dict[Partition, Range]) -> None:
-        rows = self._ledger.acquire(sorted(ranges))
+    def _acquire(self, new: Mapping[Partition, Range]) -> None:
+        group_id, rows = self._ledger.group_id, self._ledger.acquire(sorted(new))
         try:
-            self._start(rows, ranges)
+            for row in rows:
+                _refuse_halted(group_id, row)
+            if self._starter is not None:
+                rows = [self._starter.identified(row) for row in rows]
+            # Spark chose where to start; it is written down before the first row is, and for whoever comes after.
+            fresh = [replace(row, next_offset=new[row.partition].first) for row in rows if row.next_offset is None]
+            if fresh and self._ledger.start(fresh) != {row.partition for row in fresh}:
+                raise Fenced(f"another owner has acquired {fresh[0].partition} and others before they were started")
+            for row in rows:
+                self._hold(row)
         except BaseException:
             with contextlib.suppress(psycopg.Error):
                 self._ledger.release([(row.partition, row.owner_token) for row in rows if row.owner_token is not None])
             raise
-        names = ", ".join(str(row.partition) for row in rows)
-        logger.info(
-            "acquired %s",
-            names,
-            extra=about("acquired", group=self._ledger.group_id, several=[r.partition for r in rows]),
-        )
-
-    def _start(self, rows: Iterable[Row], ranges: dict[Partition, Range]) -> None:
-        rows = [self._checked(row) for row in rows]
-        # Spark chose where to start; it is written down before the first row is, and for whoever comes after.
-        new = [replace(row, next_offset=ranges[row.partition].first) for row in rows if row.next_offset is None]
-        if new and self._ledger.start(new) != {row.partition for row in new}:
-            raise Fenced(f"another owner has acquired {new[0].partition} and others before they were started")
-        for row in rows:
-            self._hold(row)
+        partitions = [row.partition for row in rows]
+        extra = about("acquired", group=group_id, several=partitions)
+        logger.info("acquired %s", ", ".join(map(str, partitions)), extra=extra)
 
     def _hold(self, row: Row) -> None:
         _refuse_halted(self._ledger.group_id, row)
         assert row.owner_token is not None
         grant = Grant(row.owner_token, row.owner_epoch)
         self.held[row.partition] = BatchGrant(partition=row.partition, grant=grant, topic_id=row.topic_id)
-
-    def _checked(self, row: Row) -> Row:
-        _refuse_halted(self._ledger.group_id, row)
-        return row if self._starter is None else self._starter.identified(row)
 
 
 def patiently(options: Options) -> tenacity.Retrying:
@@ -260,11 +260,35 @@ def _refuse_halted(group_id: str, row: Row) -> None:
     )
 
 
-def _unknown(group_id: str, given: Range, batch_id: int) -> LedgerBehindCheckpoint:
-    partition = given.partition
-    return LedgerBehindCheckpoint(
-        f"the ledger has no row of {partition} for group {group_id!r}, and the checkpoint is at batch {batch_id}, "
-        f"offset {given.start}: the database was set back, this is another one, or the query has not written through "
-        "this sink before. Start with a new checkpoint, or say what was written: "
-        f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset {given.start}"
-    )
+class Claim(NamedTuple):
+    """What the database knew of a group before this run."""
+
+    is_known_query: bool
+    """Whether this query has written a batch under it."""
+    has_others: bool
+    """Whether another query has: one with another checkpoint."""
+
+
+def claim(connection: Connection, options: Options, tables: Iterable[Table], query_id: str) -> Claim:
+    """Write down which tables the group writes; until it has written something they may be others.
+
+    :raises ConfigurationError: when it has written others.
+    """
+    wanted = ", ".join(sorted(f"{table.schema}.{table.name}" for table in tables))
+    parameters = {
+        "group_id": options.group_id,
+        "query_id": query_id,
+        "table": wanted,
+        "previous": options.previous_table,
+    }
+    row = cursor_on(connection).execute(query("spark_claim", options.schema), parameters, prepare=False).fetchone()
+    assert row is not None
+    written, is_known_query, has_others = row
+    if written != wanted:
+        raise ConfigurationError(
+            f"group {options.group_id!r} has written into {written}, now the table is {wanted}: what the ledger has "
+            "as written is not there and would never come. Choose another group_id, which reads the topic from "
+            f"startingOffsets on; or, where {written} was renamed or goes on in {wanted}, say "
+            f"previous_table={written!r}"
+        )
+    return Claim(is_known_query, has_others)

@@ -1,8 +1,11 @@
 """Publication: the rows of a batch that tasks have staged, into the table, in one guarded transaction. On the driver.
 
-All that a run must remember from batch to batch is in the database, and read and written in the same transaction:
-that it owns the group, which rows of the ledger it has acquired, and how far it has written each. So whoever calls this
-needs no memory, and calling it again, after an answer that was lost, finds everything done.
+Spark makes a new writer for every batch and another one for its commit, so a run cannot remember what it owns. The
+database does, in a row of each run: that it owns the group, which rows of the ledger it has acquired, and how far it
+has written each; read and written in the transaction of the batch. So whoever publishes needs no memory, and calling it
+again, after an answer that was lost, finds everything done. The first task of a run registers it and takes the query's
+row, before anything is staged. A run that is known and has lost that row was fenced, and never comes back, whatever it
+was doing when it stood still.
 """
 
 from __future__ import annotations
@@ -11,37 +14,77 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
+import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from exactly_once._log import about
-from exactly_once._model import Advance, Partition
+from exactly_once._model import Partition
 from exactly_once.errors import Fenced
-from exactly_once.ledger.session import Connection, cursor_on
+from exactly_once.ledger.conflict import Grant
+from exactly_once.ledger.migrate import check
+from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
+from exactly_once.ledger.session import Session, connector, cursor_on
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.transaction import UnitOfWork
-from exactly_once.writer import TableWriter
-from exactly_once.writer.arrow import write_arrow
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 
-from .attempt import writer_of
-from .claim import Claim, claim, refuse_lost_state
+from .attempt import Attempt, Part, Work
 from .errors import RowsOutOfOrder
 from .frame import check_key, columns_of
-from .offset_filter import PLACES, OffsetFilter, naming
+from .offset_filter import PLACES, OffsetFilter
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
-from .owners import Owners, patiently, query_row, rotates_at
+from .owners import BatchGrant, Claim, Owners, claim, patiently, query_row, rotates_at
 from .ranges import Range, looked_through, one_batch, refuse_older, remaining
-from .registry import BATCH_JOB, RunBatch, from_json, ledger_of, session_of, to_json, watching
-from .run import starter_of
-from .staging import ChunkRef, ObservedRange, Staged, fetch, in_order, placed, unstage
-from .stream_query import refuse_kept_rows
+from .run import log_set_aside, starter_of
+from .staging import BATCH_JOB, ChunkRef, ObservedRange, RunBatch, Staged, fetch, in_order, placed
+from .stream_query import refuse_kept_rows, refuse_lost_state
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 logger = logging.getLogger(__name__)
+
+
+def register(options: Options, batch: RunBatch) -> None:
+    """Make this run the one that writes, if it was never seen before; whether it still is, its commit finds out.
+
+    :raises QueryChanged: when the group counts the batches of another query.
+    :raises LedgerBehindCheckpoint: when the query has published a batch that is not the one before this.
+    :raises SchemaTooOld: when the database lacks what this needs.
+    """
+    patiently(options)(_register, options, batch)
+
+
+def _register(options: Options, batch: RunBatch) -> None:
+    # A run is one owner in all its processes.
+    session = Session(connector(options.conninfo), schema=options.schema, instance=batch.run_id)
+    watcher = StaleBackendTerminator(
+        session.connect, schema=options.schema, group_id=options.group_id, instance=batch.run_id
+    )
+    owners = Owners(_ledger_of(options, batch, session), starter=None, counts=options.ledger == "batch-id")
+    parameters = {"group_id": options.group_id, "run_id": batch.run_id}
+    row = query_row(batch.query_id)
+    try:
+        with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
+            cursor = cursor_on(connection)
+            if cursor.execute(query("spark_register", options.schema), parameters, prepare=False).rowcount:
+                # With offsets a query may have written elsewhere before: they tell what is missing.
+                first = 0 if options.ledger == "batch-id" else batch.batch_id
+                found = owners.take_query(connection, pid, batch.query_id, watcher, first=first)
+                remaining(one_batch(row, batch.batch_id), {row: found}, group_id=options.group_id)
+                held = json.dumps(to_json(owners.held, {}))
+                cursor.execute(query("spark_hold", options.schema), {**parameters, "held": held}, prepare=False)
+                cursor.execute(query("spark_forget", options.schema), parameters, prepare=False)
+    except psycopg.errors.UndefinedTable:
+        check(session.connection, options.schema)
+        raise
+    finally:
+        watcher.close()
+        session.close()
 
 
 def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool = False) -> None:
@@ -58,137 +101,130 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
 
 def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool) -> None:
     batch = staged[0].batch
-    session = session_of(options, batch)
-    watcher = watching(options, batch, session)
-    ledger = ledger_of(options, batch, session)
-    unit = UnitOfWork(ledger)
-    starter = None
-    try:
-        unit.begin()
-        assert unit.begun is not None
-        watcher.watch(unit.begun.pid)
-        ledger = ledger.inside(unit.connection)
-        starter = starter_of(options, ledger) if options.ledger == "offsets" else None
-        commit = StagedCommit(options, batch, Owners(ledger, starter=starter), unit.connection)
-        unit.commit(commit.write(schema, staged))
-        watcher.clear()
-        if releases:
-            commit.release()
-    finally:
+    work = Work(options=options, batch_id=batch.batch_id, instance=batch.run_id)
+    with Attempt(work, kin=batch.run_id) as attempt, contextlib.ExitStack() as stack:
+        attempt.rotates = rotates_at(batch.batch_id)
+        ledger = _ledger_of(options, batch, attempt.session)
+        attempt.begin()
+        inside = ledger.inside(attempt.unit.connection)
+        starter = starter_of(options, inside) if options.ledger == "offsets" else None
         if starter is not None:
-            starter.close()
-        watcher.close()
-        session.close()
+            stack.callback(starter.close)
+        owners = Owners(inside, starter=starter)
+        attempt.commit(StagedCommit(attempt, batch, owners).write(schema, staged))
+        log_set_aside(options.group_id, attempt.result.set_aside)
+        if releases:
+            owners.release(ledger)
+
+
+def _ledger_of(options: Options, batch: RunBatch, session: Session) -> Ledger:
+    """Make the ledger as a run sees it."""
+    return Ledger(
+        session,
+        group_id=options.group_id,
+        owner_kind="spark",
+        owner_name=options.name or f"query {batch.query_id}",
+        take_over=options.take_over,
+    )
 
 
 class StagedCommit:
     """The transaction of one batch, from what its run remembers to the moves of the ledger."""
 
-    def __init__(self, options: Options, batch: RunBatch, owners: Owners, connection: Connection) -> None:
-        self._options = options
+    def __init__(self, attempt: Attempt, batch: RunBatch, owners: Owners) -> None:
+        self._attempt = attempt
+        self._options = attempt.work.options
         self._batch = batch
-        self._connection = connection
         self._owners = owners
         self._query = query_row(batch.query_id)
+        # What this query is called in the database; a batch job by its own name, as it has no checkpoint.
+        job_id = self._options.job_id
+        self._name = batch.query_id if job_id is None else f"job {job_id}"
         self._ended: dict[Partition, int] = {}
+        """How far the run has written each row of the ledger; :meth:`_recall` reads it, :meth:`write` moves it."""
         self._log: OffsetLog | None = None
-        self._writer: TableWriter = writer_of(options)
-        self._columns: tuple[str, ...] = ()
-        self._rows = 0
-        self._dropped = 0
 
-    def write(self, schema: StructType, staged: Sequence[Staged]) -> list[Advance]:
+    def write(self, schema: StructType, staged: Sequence[Staged]) -> dict[Partition, tuple[int, int]]:
         """Do everything but the COMMIT; return the moves that it must make."""
-        options, batch = self._options, self._batch
+        options, batch, attempt, owners = self._options, self._batch, self._attempt, self._owners
         is_job = batch.query_id == BATCH_JOB
         found, published = self._recall()
         batch_id = found if is_job else batch.batch_id
         if published is not None and (is_job or batch_id < published):
-            return []  # done by a call whose answer was lost
+            return {}  # done by a call whose answer was lost
         is_new = bool(remaining(one_batch(self._query, batch_id), {self._query: found}, group_id=options.group_id))
         if not is_job:
             self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
-        known = self._fit(schema, is_first=published is None)
+        part, known = self._fit(schema, is_first=published is None)
+        attempt.work = replace(attempt.work, parts=(part,))
         if known.is_known_query and options.job_id is not None and options.mode != "replace":
-            self._skip_job()
-            return []
+            self._run("spark_unstage", batch_id=batch.batch_id)
+            logger.warning(
+                "job %r of group %r had been written before, so nothing of it is written now; another jobId, or none, "
+                "writes it",
+                options.job_id,
+                options.group_id,
+                extra=about("job_skipped", group=options.group_id),
+            )
+            return {}
         fingerprint = None if self._log is None else self._log.fingerprint(batch_id)
-        advances: list[Advance] = []
+        moves: dict[Partition, tuple[int, int]] = {}
         if options.ledger == "offsets":
-            advances = self._write_offsets(staged)
+            moves = self._write_offsets(staged)
         elif is_new:
-            self._write_counted(staged)
+            attempt.empty()
+            for s in staged:
+                for number, chunk in enumerate(s.chunks):
+                    attempt.write(self._fetch(ChunkRef(s.attempt, number, chunk)))
         else:
-            counted = self._run("spark_fingerprint", query_id=self._name(), batch_id=found - 1)
+            counted = self._run("spark_fingerprint", query_id=self._name, batch_id=found - 1)
             prints = counted[0][0] if counted else None, fingerprint
             refuse_older(found, batch_id, prints, group_id=options.group_id)
         # Where offsets tell what was written, an older copy of the checkpoint takes the batch ids back.
         self._ended[self._query] = batch_id + 1
-        held = to_json(self._owners.held, self._ended)
-        self._run("spark_hold", held=json.dumps(held))
-        unstage(self._connection, options, batch)
+        self._run("spark_hold", held=json.dumps(to_json(owners.held, self._ended)))
+        self._run("spark_unstage", batch_id=batch.batch_id)
         self._run(
             "spark_report",
-            query_id=self._name(),
+            query_id=self._name,
             batch_id=batch_id,
             name=options.name,
-            row_count=self._rows,
-            dropped=self._dropped,
+            row_count=attempt.result.rows,
+            dropped=attempt.result.dropped,
             fingerprint=fingerprint,
         )
-        rotates = rotates_at(batch.batch_id)
-        return [self._owners.held[self._query].advance(found, batch_id + 1, rotates=rotates), *advances]
+        attempt.work = replace(attempt.work, grants=tuple(owners.held.values()))
+        return {self._query: (found, batch_id + 1), **moves}
 
-    def release(self) -> None:
-        """Give the rows of the ledger back, after the COMMIT."""
-        session = session_of(self._options, self._batch)
-        try:
-            self._owners.release(ledger_of(self._options, self._batch, session))
-        finally:
-            session.close()
-
-    def _fit(self, schema: StructType, *, is_first: bool) -> Claim:
-        connection, options = self._connection, self._options
-        table = self._writer.table(connection)
+    def _fit(self, schema: StructType, *, is_first: bool) -> tuple[Part, Claim]:
+        connection, options, (writer,) = self._attempt.unit.connection, self._options, self._attempt.writers
+        table = writer.table(connection)
         known = Claim(is_known_query=not is_first, has_others=False)
         if is_first:
-            known = claim(connection, options, table, self._name())
+            known = claim(connection, options, [table], self._name)
         if self._log is not None:
             refuse_lost_state(known, self._log.operators(), options)
-        self._columns = columns_of(schema, table, options)
+        columns = columns_of(schema, table, options)
         if options.mode in ("upsert", "insert-ignore"):
-            check_key(self._writer.key(connection), self._columns, table)
-        return known
+            check_key((*writer.key(connection), *options.add), columns, table)
+        return Part(options=options, columns=columns, has_places=options.ledger == "offsets"), known
 
-    def _name(self) -> str:
-        """Return what this query is called in the database; a batch job by its own name, as it has no checkpoint."""
-        return f"job {self._options.job_id}" if self._options.job_id is not None else self._batch.query_id
-
-    def _skip_job(self) -> None:
-        unstage(self._connection, self._options, self._batch)
-        logger.warning(
-            "job %r of group %r had been written before, so nothing of it is written now; another jobId, or none, "
-            "writes it",
-            self._options.job_id,
-            self._options.group_id,
-            extra=about("job_skipped", group=self._options.group_id),
-        )
-
-    def _write_offsets(self, staged: Sequence[Staged]) -> list[Advance]:
+    def _write_offsets(self, staged: Sequence[Staged]) -> dict[Partition, tuple[int, int]]:
         ranges = self._ranges(staged)
         next_offsets = self._owners.take(ranges, batch_id=self._batch.batch_id)
-        moves = {
-            share.partition: (share.write_from, share.end)
-            for share in remaining(ranges, next_offsets, group_id=self._options.group_id)
-        }
-        if moves:
+        self._attempt.work = replace(self._attempt.work, grants=tuple(self._owners.held.values()))
+        todo = remaining(ranges, next_offsets, group_id=self._options.group_id)
+        if todo:
             offsets = OffsetFilter(next_offsets, {r.partition: r for r in ranges})
-            for table in self._sorted(staged):
-                self._store(offsets.keep(table))
-            self._dropped = offsets.dropped
+            places, is_sorted = in_order(staged)
+            tables: Iterator[pa.Table] = (placed(self._options, self._fetch(place)) for place in places)
+            if self._options.mode != "append" and not is_sorted:  # it matters who comes last
+                tables = iter([pa.concat_tables(tables).sort_by([(place, "ascending") for place in PLACES])])
+            for table in tables:
+                self._attempt.write(offsets.keep(table))
+            self._attempt.result.dropped = offsets.dropped
         self._ended |= {r.partition: r.end for r in ranges}
-        rotates = rotates_at(self._batch.batch_id)
-        return [self._owners.held[p].advance(*move, rotates=rotates) for p, move in moves.items()]
+        return {share.partition: (share.write_from, share.end) for share in todo}
 
     def _ranges(self, staged: Sequence[Staged]) -> list[Range]:
         """Return what the batch covers, from the checkpoint where it can be had."""
@@ -198,15 +234,6 @@ class StagedCommit:
                 return self._log.ranges(self._batch.batch_id)
         spans = (span for s in staged for chunk in s.chunks for span in chunk.spans)
         return looked_through(_merged(spans, self._ended), self._ended)
-
-    def _sorted(self, staged: Sequence[Staged]) -> Iterator[pa.Table]:
-        """Read rows; in the order of their offsets where it matters who comes last."""
-        places, is_sorted = in_order(staged)
-        tables = (placed(self._options, self._fetch(place)) for place in places)
-        if self._options.mode == "append" or is_sorted:
-            yield from tables
-        else:
-            yield pa.concat_tables(tables).sort_by([(place, "ascending") for place in PLACES])
 
     def _recall(self) -> tuple[int, int | None]:
         """Read what this run has acquired; return the query's next batch id, and the one that this run has left there.
@@ -224,27 +251,13 @@ class StagedCommit:
         published = self._ended.get(self._query)
         if published is None:
             for topic, number, ended in self._run(
-                "spark_ended_before", query_id=self._name(), batch_id=self._batch.batch_id
+                "spark_ended_before", query_id=self._name, batch_id=self._batch.batch_id
             ):
                 self._ended[Partition(topic, number)] = ended
         return next_batch, published
 
-    def _write_counted(self, staged: Sequence[Staged]) -> None:
-        if self._options.mode == "replace":
-            table = self._writer.table(self._connection).identifier
-            self._connection.execute(query("spark_empty", "", table=table), prepare=False)
-        for s in staged:
-            for number, chunk in enumerate(s.chunks):
-                self._store(self._fetch(ChunkRef(s.attempt, number, chunk)))
-
     def _fetch(self, place: ChunkRef) -> pa.Table:
-        return fetch(self._connection, self._options.schema, place)
-
-    def _store(self, rows: pa.Table) -> None:
-        if rows.num_rows:
-            with naming(rows):
-                write_arrow(self._writer, self._connection, rows.select(self._columns))
-            self._rows += rows.num_rows
+        return fetch(self._attempt.unit.connection, self._options.schema, place)
 
     def _run(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
         values: Mapping[str, Any] = {
@@ -252,7 +265,7 @@ class StagedCommit:
             "run_id": self._batch.run_id,
             **parameters,
         }
-        cursor = cursor_on(self._connection)
+        cursor = cursor_on(self._attempt.unit.connection)
         cursor.execute(query(name, self._options.schema), values, prepare=False)
         return cursor.fetchall() if cursor.description is not None else []
 
@@ -275,3 +288,30 @@ def _merged(spans: Iterable[ObservedRange], ended: Mapping[Partition, int]) -> l
         _, _, low, high = merged.get((topic, number), (topic, number, lowest, highest))
         merged[topic, number] = topic, number, min(low or 0, lowest), max(high or 0, highest)
     return list(merged.values())
+
+
+def to_json(held: Mapping[Partition, BatchGrant], ended: Mapping[Partition, int]) -> list[dict[str, Any]]:
+    """Write down what a run has acquired, and how far it has written each row."""
+    return [
+        {
+            "topic": partition.topic,
+            "partition": partition.number,
+            "token": str(each.grant.token),
+            "epoch": each.grant.epoch,
+            "topic_id": each.topic_id,
+            "ended": ended.get(partition),
+        }
+        for partition, each in held.items()
+    ]
+
+
+def from_json(found: list[dict[str, Any]]) -> tuple[dict[Partition, BatchGrant], dict[Partition, int]]:
+    """Read it again."""
+    held, ended = {}, {}
+    for each in found:
+        partition = Partition(each["topic"], each["partition"])
+        grant = Grant(UUID(each["token"]), each["epoch"])
+        held[partition] = BatchGrant(partition=partition, grant=grant, topic_id=each["topic_id"])
+        if each["ended"] is not None:
+            ended[partition] = each["ended"]
+    return held, ended

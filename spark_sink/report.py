@@ -1,8 +1,15 @@
-"""Report: what became of one micro-batch, for logs and for whoever asked."""
+"""What others see of a batch: the report of what became of it, and the open transaction of ``in_transaction=``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from exactly_once._model import Partition
+from exactly_once.ledger.session import Connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +24,8 @@ class BatchReport:
     """Rows that were written by this call."""
     dropped: int = 0
     """Rows below the ledger that reached the sink again; a batch that was written whole is not read at all."""
+    dead_letters: int = 0
+    """Rows that could not be stored and were set aside."""
     bytes: int = 0
     """Size of the written rows as Arrow has them."""
     transactions: int = 0
@@ -29,8 +38,26 @@ class BatchReport:
     def __str__(self) -> str:
         if self.is_replay:
             return f"batch {self.batch_id} of {self.group_id!r} had been written before"
+        aside = f"{self.dead_letters} set aside as dead letters, " if self.dead_letters else ""
         return (
-            f"batch {self.batch_id} of {self.group_id!r}: {self.rows} rows, {self.dropped} dropped, {self.bytes} "
-            f"bytes, {self.transactions} transactions, copy {self.copy_seconds:.3f} s, "
+            f"batch {self.batch_id} of {self.group_id!r}: {self.rows} rows, {self.dropped} dropped, {aside}"
+            f"{self.bytes} bytes, {self.transactions} transactions, copy {self.copy_seconds:.3f} s, "
             f"commit {self.commit_seconds:.3f} s, all {self.batch_seconds:.3f} s"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkUnit:
+    """One open transaction of the sink, behind its rows; the ledger moves when ``in_transaction`` returns."""
+
+    connection: Connection
+    """psycopg's connection; the sink commits it."""
+    batch_id: int
+    rows: int
+    """How many rows this transaction wrote."""
+    offsets: Mapping[Partition, tuple[int, int]]
+    """From where to where this transaction moves the ledger; empty with ``ledger="batch-id"``."""
+
+    def execute(self, query: Any, parameters: Sequence[Any] | Mapping[str, Any] | None = None) -> psycopg.Cursor[Any]:
+        """Run a statement in the transaction."""
+        return self.connection.execute(query, parameters)

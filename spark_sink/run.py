@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -25,19 +25,17 @@ from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.start import StartOffsets
 from exactly_once.writer import Table
 
-from .attempt import REPORT, Result, Work, read_results, writer_of
-from .by_batch import BatchTask, to_one_task
-from .by_partition import PartitionTask, to_tasks
-from .claim import Claim, claim, refuse_lost_state
-from .errors import RowsOutOfOrder
-from .frame import check_key, fit
+from .attempt import REPORT, Part, Result, Work, read_results, writer_of
+from .errors import FrameError, RowsOutOfOrder
+from .frame import check_key, combine, fit, has_places
 from .offset_filter import OFFSET
 from .offset_log import OffsetLog, reader
 from .options import Options
-from .owners import Owners, patiently, query_row
+from .owners import Claim, Owners, claim, patiently, query_row
 from .ranges import Range, RemainingRange, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
-from .stream_query import StreamQuery, check_plan, refuse_kept_rows
+from .stream_query import StreamQuery, check_plan, refuse_kept_rows, refuse_lost_state
+from .tasks import BatchTask, PartitionTask, to_one_task, to_tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -50,29 +48,18 @@ SMALL_BYTES = 16 << 20
 """What the driver collects at most, in its Java and its Python: as much as a task sends in one COPY."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ids:
-    """Spark's names of a query: one for its checkpoint, one for this start of it. Spark Connect tells neither."""
-
-    query_id: str | None
-    run_id: str | None
-
-
-def ids_of(query: StreamQuery | None) -> Ids:
-    """Return the names of the query that calls."""
-    return Ids(None, None) if query is None else Ids(query.query_id, query.run_id)
-
-
 class Run:
     """One run: its connection, what it owns, and the batches that it writes."""
 
     def __init__(self, options: Options, query: StreamQuery | None, spark: SparkSession) -> None:
         self._options = options
+        self._sent = replace(options, on_report=None, kafka=None)
+        """What travels to the executors."""
         self.query = query
         self._log = _offset_log(options, query, spark)
-        ids = ids_of(query)
-        self.ids = ids if ids.query_id else replace(ids, query_id=self._log.query_id())
-        self._name = options.name or f"query {self.ids.query_id}"
+        # Spark's names of a query: one for its checkpoint, one for this start of it. Spark Connect tells neither.
+        self.query_id = self._log.query_id() if query is None else query.query_id
+        self.run_id = None if query is None else query.run_id
         self._session = Session(connector(options.conninfo), schema=options.schema)
         self._watcher = StaleBackendTerminator(
             self._session.connect,
@@ -80,37 +67,47 @@ class Run:
             group_id=options.group_id,
             instance=self._session.instance,
         )
-        ledger = self._ledger()
+        ledger = Ledger(
+            self._session,
+            group_id=options.group_id,
+            owner_kind="spark",
+            owner_name=options.name or f"query {self.query_id}",
+            take_over=options.take_over,
+            watch=self._watcher.acquiring,
+        )
         self._counts = options.ledger == "batch-id"
         starter = None if self._counts else starter_of(options, ledger)
         self._owners = Owners(ledger, starter=starter, counts=self._counts)
         # Queries end without telling their sink.
         self.close = weakref.finalize(self, _end, self._session, starter)
         check(self._session.connection, options.schema)
-        self._writer = writer_of(options)
-        self._table: tuple[Table, tuple[str, ...]] | None = None
+        self._writers = {str(each.table): writer_of(each) for each in options.targets}
+        self._tables: dict[str, tuple[Options, Table, tuple[str, ...]]] = {}
+        """By its name what is known of each table: its options, itself, its key; empty before the first batch."""
         self._bytes_an_offset = 0.0
         """Of the last batch that was written; 0 until one was, when Spark's own limit of results is what guards."""
         self._known = Claim(is_known_query=True, has_others=False)
 
-    def write(self, frame: DataFrame, batch_id: int) -> BatchReport:
+    def write(self, frames: Mapping[str, DataFrame], batch_id: int) -> BatchReport:
         """Write a batch, or find that it was written."""
         began_at = time.monotonic()
-        prepared, columns = self._fit(frame)
-        result = self._write(prepared, columns, batch_id)
+        frame, parts = self._fit(frames)
+        result = self._write(frame, parts, batch_id)
         ends = {} if self._counts else self._log.ends(batch_id)
         self._log.note(self._options.group_id, batch_id, ends)
         report = BatchReport(
             group_id=self._options.group_id,
-            query_id=self.ids.query_id,
-            run_id=self.ids.run_id,
+            query_id=self.query_id,
+            run_id=self.run_id,
             batch_id=batch_id,
             is_replay=result is None,
             batch_seconds=time.monotonic() - began_at,
             **({} if result is None else result.as_dict()),
         )
-        if not self._counts:  # or it was written down in the transaction of the batch
-            self._tell(report)
+        log_set_aside(self._options.group_id, [] if result is None else result.set_aside)
+        if not self._counts:  # or it was written down in the transaction of the batch; nothing rests on it
+            with suppress(psycopg.Error):
+                self._ask("spark_report", **self._report(batch_id, row_count=report.rows, dropped=report.dropped))
         return report
 
     def release(self) -> None:
@@ -121,36 +118,35 @@ class Run:
         finally:
             session.close()
 
-    def _ledger(self) -> Ledger:
-        return Ledger(
-            self._session,
-            group_id=self._options.group_id,
-            owner_kind="spark",
-            owner_name=self._name,
-            take_over=self._options.take_over,
-            watch=self._watcher.acquiring,
-        )
-
-    def _fit(self, frame: DataFrame) -> tuple[DataFrame, tuple[str, ...]]:
-        """Compare the frame with the table as the run has found it; if it is altered, tasks find out."""
+    def _fit(self, frames: Mapping[str, DataFrame]) -> tuple[DataFrame, tuple[Part, ...]]:
+        """Compare frames with their tables as the run has found them; if one is altered, tasks find out."""
         options = self._options
-        if self._table is None:
-            stateful = self._check_plan(frame)
-            self._table = self._patiently(self._look_at_table, stateful)
-        elif options.transaction == "partition":
-            self._check_plan(frame)  # the user's function may do something else each time
-        table, key = self._table
-        prepared, columns = fit(frame, table, options)
-        if options.mode in ("upsert", "insert-ignore"):
-            check_key(key, columns, table)
-        return prepared, columns
+        if not self._tables or options.transaction == "partition":
+            # In parallel each time: the user's function may do something else.
+            operators = self._check_plan(next(iter(frames.values())))
+            if not self._tables:
+                self._patiently(self._look_at_tables, operators)
+        parts, fitted = [], []
+        for name, frame in frames.items():
+            target, table, key = self._tables[name]
+            prepared, columns = fit(frame, table, target)
+            if target.mode in ("upsert", "insert-ignore"):
+                check_key((*key, *target.add), columns, table)
+            parts.append(Part(options=target, columns=columns, has_places=has_places(frame.schema, target)))
+            fitted.append((prepared, columns))
+        return combine(fitted), tuple(parts)
 
-    def _look_at_table(self, stateful: list[str]) -> tuple[Table, tuple[str, ...]]:
+    def _look_at_tables(self, operators: list[str]) -> None:
         with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-            table = self._writer.table(connection, locks=False)  # the tasks look again before they write
-            self._known = claim(connection, self._options, table, self.ids.query_id or "")
-            refuse_lost_state(self._known, stateful, self._options)
-            return table, self._writer.key(connection)
+            found = {}
+            for target in self._sent.targets:
+                writer = self._writers[str(target.table)]
+                table = writer.table(connection, locks=False)  # the tasks look again before they write
+                found[str(target.table)] = target, table, writer.key(connection)
+            tables = [table for _, table, _ in found.values()]
+            self._known = claim(connection, self._options, tables, self.query_id)
+            refuse_lost_state(self._known, operators, self._options)
+        self._tables = found
 
     def _patiently(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call what opens a transaction of its own, and wait for a database that is away."""
@@ -164,12 +160,14 @@ class Run:
             refuse_kept_rows(self._log.keeps_rows())
         return self._log.operators()
 
-    def _write(self, frame: DataFrame, columns: tuple[str, ...], batch_id: int) -> Result | None:
+    def _write(self, frame: DataFrame, parts: tuple[Part, ...], batch_id: int) -> Result | None:
         mark = self._log.mark(self._options.group_id)
+        row = query_row(self.query_id)
         if self._counts:
-            row = self._take_query()
             ranges = one_batch(row, batch_id)
             written = {} if mark is None else {row: mark.batch_id + 1}
+            if row not in self._owners.held:
+                self._patiently(self._acquire_query)
         else:
             ranges = self._log.ranges(batch_id)
             written = {} if mark is None else mark.offsets
@@ -180,23 +178,26 @@ class Run:
         next_offsets = self._patiently(self._owners.take, ranges, batch_id=batch_id)
         ranges = over_skipped(ranges, next_offsets, written)
         todo = remaining(ranges, next_offsets, group_id=self._options.group_id)
-        if not todo and self._counts:
-            self._patiently(self._refuse_older, next_offsets[row], batch_id)
-            _run_through(frame)
-            return None
-        if not todo and any(r.first < r.end for r in ranges):
-            self._tell_of_new_checkpoint(ranges)
-            if self._log.has_state():
-                _run_through(frame)
-            return None
         if not todo:
-            return _no_rows(frame)
-        work = self._work(columns, batch_id, ranges={r.partition: r for r in ranges})
-        if self._is_small(todo) and hasattr(frame, "toArrow"):  # Spark 3.5 has not
+            return self._leave_out(frame, ranges, batch_id, next_offsets.get(row, 0))
+        work = Work(
+            options=self._sent,
+            batch_id=batch_id,
+            instance=self._session.instance,
+            grants=tuple(self._owners.held[r.partition] for r in ranges),
+            ranges={r.partition: r for r in ranges},
+            parts=parts,
+            report=self._report(batch_id, fingerprint=self._log.fingerprint(batch_id)) if self._counts else None,
+        )
+        self._refuse_half(work, todo)
+        offsets = sum(share.end - share.write_from for share in todo)
+        # By the driver where rows are few, and by the batch before not large.
+        is_small = offsets <= self._options.small_batch and offsets * self._bytes_an_offset <= SMALL_BYTES
+        if is_small and not self._counts and hasattr(frame, "toArrow"):  # Spark 3.5 has not
             try:
-                rows = frame.toArrow()
-                result = BatchTask(work).write_here(rows, self._session, self._writer, next_offsets)
-                self._bytes_an_offset = result.bytes / _count(todo)
+                writers = [self._writers[str(part.options.table)] for part in parts]
+                result = BatchTask(work).write_here(frame.toArrow(), self._session, writers, next_offsets)
+                self._bytes_an_offset = result.bytes / offsets
                 return result
             # Where rows are too large, the connection is lost or the table was altered, a task may do it.
             except Exception as error:
@@ -207,11 +208,51 @@ class Run:
                     "batch %s is left to a task, the driver could not write it: %s", batch_id, error, extra=extra
                 )
         result = self._act(frame, work, [share.partition for share in todo])
-        self._bytes_an_offset = result.bytes / _count(todo)
+        self._bytes_an_offset = result.bytes / offsets
         # Only now: Spark says that every task has succeeded.
         reached = {Partition(topic, number): offset for topic, number, offset in result.reached}
         self._patiently(self._owners.finish, todo, reached, batch_id=batch_id)
         return result
+
+    def _leave_out(self, frame: DataFrame, ranges: list[Range], batch_id: int, next_batch: int) -> Result | None:
+        """Write nothing of a batch; where there is a state run through it all the same, which brings that forward.
+
+        :raises QueryChanged: when it is not the batch that was counted under this number.
+        :raises RowsOutOfOrder: when it covers no offsets and has rows, out of some state.
+        """
+        if self._counts:
+            counted = self._patiently(self._ask, "spark_fingerprint", query_id=self.query_id, batch_id=next_batch - 1)
+            prints = counted[0][0] if counted else None, self._log.fingerprint(batch_id)
+            refuse_older(next_batch, batch_id, prints, group_id=self._options.group_id)
+            _run_through(frame)
+            return None
+        if any(r.first < r.end for r in ranges):
+            self._tell_of_new_checkpoint(ranges)
+            if self._log.has_state():
+                _run_through(frame)
+            return None
+        if _run_through(frame):
+            raise RowsOutOfOrder(
+                "the batch has rows and covers no offsets: something has kept them since an earlier batch (a join of "
+                "streams, a window, a state). Say ledger='batch-id'"
+            )
+        return Result()
+
+    def _refuse_half(self, work: Work, todo: list[RemainingRange]) -> None:
+        """Refuse a frame without offsets where the ledger has a part of the batch, which it cannot be without.
+
+        :raises FrameError: with the ways out.
+        """
+        whole = [str(part.options.table) for part in work.parts if not part.has_places]
+        written = [share for share in todo if share.write_from > work.ranges[share.partition].first]
+        has_more = len(todo) < sum(r.first < r.end for r in work.ranges.values())
+        if whole and not self._counts and (written or has_more):
+            raise FrameError(
+                f"the ledger of group {self._options.group_id!r} has a part of this batch, and the rows of "
+                f"{', '.join(whole)} do not say which message they come from, so that this part would be written "
+                "again. Start the query with a new checkpoint and the startingOffsets that "
+                "`exactly-once hand-over --to spark` prints, or restore the old checkpoint"
+            )
 
     def _tell_of_earlier_batches(self, new: list[Range], batch_id: int) -> None:
         if batch_id > 0 and any(r.start for r in new) and not (self._known.is_known_query or self._known.has_others):
@@ -238,74 +279,38 @@ class Run:
         )
         self._known = self._known._replace(is_known_query=True)
 
-    def _is_small(self, todo: list[RemainingRange]) -> bool:
-        """Tell whether the driver may collect the rows: they are few, and by the batch before not large."""
-        offsets = _count(todo)
-        return (
-            not self._counts and offsets <= self._options.small_batch and offsets * self._bytes_an_offset <= SMALL_BYTES
-        )
-
-    def _take_query(self) -> Partition:
-        """Own the row of this query's batch ids, once."""
-        assert self.ids.query_id is not None
-        row = query_row(self.ids.query_id)
-        if row not in self._owners.held:
-            self._patiently(self._acquire_query, self.ids.query_id)
-        return row
-
-    def _acquire_query(self, query_id: str) -> None:
+    def _acquire_query(self) -> None:
         with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
-            self._owners.take_query(connection, pid, query_id, self._watcher, first=0)
+            self._owners.take_query(connection, pid, self.query_id, self._watcher, first=0)
 
-    def _refuse_older(self, next_batch: int, batch_id: int) -> None:
-        """See that a batch that was counted is the one that was written."""
-        options, now = self._options, self._log.fingerprint(batch_id)
-        parameters = {"group_id": options.group_id, "query_id": self.ids.query_id, "batch_id": next_batch - 1}
-        with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-            cursor = cursor_on(connection)
-            cursor.execute(query("spark_fingerprint", options.schema), parameters, prepare=False)
-            (counted,) = cursor.fetchone() or (None,)
-        refuse_older(next_batch, batch_id, (counted, now), group_id=options.group_id)
-
-    def _work(self, columns: tuple[str, ...], batch_id: int, *, ranges: dict[Partition, Range]) -> Work:
-        return Work(
-            options=replace(self._options, on_report=None, kafka=None),
-            batch_id=batch_id,
-            instance=self._session.instance,
-            grants=tuple(self._owners.held[p] for p in ranges),
-            ranges=ranges,
-            columns=columns,
-            report=self._report(batch_id, fingerprint=self._log.fingerprint(batch_id)) if self._counts else None,
-        )
+    def _ask(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+        """Execute one statement in a short transaction."""
+        values = {"group_id": self._options.group_id, **parameters}
+        with self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS, is_durable=False) as (connection, _):
+            cursor = cursor_on(connection).execute(query(name, self._options.schema), values, prepare=False)
+            return cursor.fetchall() if cursor.description is not None else []
 
     def _report(self, batch_id: int, **rest: Any) -> dict[str, Any]:
+        """Return what is written down of a batch, for `exactly-once status`."""
         return {
             "group_id": self._options.group_id,
-            "query_id": self.ids.query_id or "",
-            "run_id": self.ids.run_id or "",
+            "query_id": self.query_id,
+            "run_id": self.run_id or "",
             "batch_id": batch_id,
             "name": self._options.name,
+            "fingerprint": None,
             **rest,
         }
 
-    def _act(self, frame: DataFrame, work: Work, partitions: Sequence[Partition]) -> Result:
+    def _act(self, frame: DataFrame, work: Work, partitions: list[Partition]) -> Result:
         """Have the tasks write: the only action on the frame."""
         task: Callable[[Iterable[Any]], Iterable[Any]]
         if self._options.transaction == "batch":
-            in_order = self._options.mode != "append" and self._options.ledger == "offsets"
+            in_order = any(part.has_places and part.options.mode != "append" for part in work.parts)
             frame, task = to_one_task(frame, order=[OFFSET] if in_order else []), BatchTask(work).run
         else:
             frame, task = to_tasks(frame, partitions), PartitionTask(work).run
         return read_results(frame.mapInArrow(task, REPORT).collect())
-
-    def _tell(self, report: BatchReport) -> None:
-        """Write down what was done, for `exactly-once status`; nothing rests on it."""
-        parameters = self._report(report.batch_id, row_count=report.rows, dropped=report.dropped, fingerprint=None)
-        with (
-            suppress(psycopg.Error),
-            self._session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS, is_durable=False) as (connection, _),
-        ):
-            cursor_on(connection).execute(query("spark_report", self._options.schema), parameters, prepare=False)
 
 
 def _offset_log(options: Options, query: StreamQuery | None, spark: SparkSession) -> OffsetLog:
@@ -329,10 +334,6 @@ def _offset_log(options: Options, query: StreamQuery | None, spark: SparkSession
     return log
 
 
-def _count(todo: list[RemainingRange]) -> int:
-    return sum(share.end - share.write_from for share in todo)
-
-
 def _end(session: Session, starter: StartOffsets | None) -> None:
     session.close()
     if starter is not None:
@@ -350,17 +351,10 @@ def starter_of(options: Options, ledger: Ledger) -> StartOffsets | None:
     return StartOffsets(ledger, Cluster(settings), start="earliest", on_out_of_range="fail")
 
 
-def _no_rows(frame: DataFrame) -> Result:
-    """See that a batch without offsets has no rows either.
-
-    :raises RowsOutOfOrder: when it has, out of some state.
-    """
-    if _run_through(frame):
-        raise RowsOutOfOrder(
-            "the batch has rows and covers no offsets: something has kept them since an earlier batch (a join of "
-            "streams, a window, a state). Say ledger='batch-id'"
-        )
-    return Result()
+def log_set_aside(group_id: str, dead_letters: Iterable[str]) -> None:
+    """Name each row that was set aside, once it is."""
+    for each in dead_letters:
+        logger.error("a row was set aside: %s", each, extra=about("set_aside", group=group_id))
 
 
 def _run_through(frame: DataFrame) -> int:

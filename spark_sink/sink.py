@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
+from exactly_once.ledger.dead_letters import DeadLetterLimit
 
-from .options import LedgerKind, Mode, Options, Transaction, check_options
+from .options import LedgerKind, Mode, OnBadRow, Options, Transaction, check_options
+from .report import BatchReport, SinkUnit
 from .run import Run
 from .stream_query import find
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.listener import StreamingQueryListener
-
-    from .report import BatchReport
-    from .unit import SinkUnit
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +42,18 @@ class PostgresSink:
     written by the driver, which is quicker; 0 is for never. ``in_transaction`` is called in each of these transactions,
     where it runs, after the rows were written.
 
+    In ``mode="upsert"`` the last row of each ``key`` wins, but for the columns in ``add``, whose values are added to
+    what is stored. ``tables`` says of several tables, by name, the ``mode``, ``key`` and ``add`` of each; :meth:`write`
+    takes a frame for each then, and writes them in one transaction.
+
     ``ledger="batch-id"`` is for aggregations, whose rows have no offsets: output mode update goes with
     ``mode="upsert"``, complete with ``"replace"``.
 
-    A group writes one table, and another one is refused; ``previous_table`` names, with its schema, the one that it
-    wrote before. ``take_over`` takes rows of the ledger that a plain consumer has not released.
+    A row that cannot be stored fails the batch; with ``on_bad_row="dead-letter"`` it is set aside, as JSON, in the
+    transaction that skips it, where ``exactly-once dead-letters`` shows it, up to ``dead_letter_limit``.
+
+    A group writes one table, or the same several, and another one is refused; ``previous_table`` names, with its
+    schema, the one that it wrote before. ``take_over`` takes rows of the ledger that a plain consumer has not released.
 
     ``patience_seconds`` (120) is how long each step of a batch waits for a database that is away or busy.
 
@@ -62,12 +68,14 @@ class PostgresSink:
         self,
         conninfo: str,
         *,
-        table: str,
         group_id: str,
+        table: str | None = None,
+        tables: Mapping[str, Mapping[str, Any]] | None = None,
         mode: Mode = "append",
         transaction: Transaction = "batch",
         ledger: LedgerKind = "offsets",
         key: Sequence[str] | None = None,
+        add: Sequence[str] = (),
         checkpoint_location: str | None = None,
         bootstrap_servers: str | None = None,
         kafka: Mapping[str, str] | None = None,
@@ -76,6 +84,8 @@ class PostgresSink:
         offset_column: str = "offset",
         in_transaction: Callable[[SinkUnit], object] | None = None,
         on_report: Callable[[BatchReport], object] | None = None,
+        on_bad_row: OnBadRow = "fail",
+        dead_letter_limit: DeadLetterLimit | None = None,
         small_batch: int = 1000,
         take_over: bool = False,
         previous_table: str | None = None,
@@ -83,30 +93,8 @@ class PostgresSink:
         schema: str = "exactly_once",
         name: str | None = None,
     ) -> None:
-        self._options: Options = check_options(
-            conninfo=conninfo,
-            table=table,
-            group_id=group_id,
-            mode=mode,
-            transaction=transaction,
-            ledger=ledger,
-            key=key,
-            checkpoint_location=checkpoint_location,
-            bootstrap_servers=bootstrap_servers,
-            kafka=kafka,
-            topic_column=topic_column,
-            partition_column=partition_column,
-            offset_column=offset_column,
-            in_transaction=in_transaction,
-            on_report=on_report,
-            small_batch=small_batch,
-            take_over=take_over,
-            previous_table=previous_table,
-            patience_seconds=patience_seconds,
-            schema=schema,
-            name=name,
-        )
-
+        given = {option: value for option, value in locals().items() if option != "self"}  # in front of all other names
+        self._options: Options = check_options(**given)
         self._run: Run | None = None
         self.error: Exception | None = None
         """What the last batch has raised; Spark makes a StreamingQueryException of it, which has only its text."""
@@ -116,28 +104,39 @@ class PostgresSink:
 
         :raises exactly_once.ConfigurationError: for a second frame of a batch, which nobody could tell from a replay.
         """
+        if self._options.table is None:
+            raise ConfigurationError("this sink has tables=; call its write() with a frame for each, by their names")
+        self.write({self._options.table: frame}, batch_id)
+
+    def write(self, frames: Mapping[str, DataFrame], batch_id: int) -> None:
+        """Write the frames of one micro-batch, each into the table of its name, in one transaction.
+
+        With ``ledger="offsets"`` a frame without Kafka's columns, such as an aggregate of the batch, is written whole;
+        a batch of which the ledger has a part is refused then. Raises as a call does.
+        """
         try:
-            self._write(frame, batch_id)
+            if not frames or (unknown := sorted(set(frames) - {each.table for each in self._options.targets})):
+                what = f"there is no table {unknown[0]!r} among the sink's" if frames else "there is no frame"
+                raise ConfigurationError(f"write(): {what}; say table= or tables= where the sink is made")
+            run = self._run_of(next(iter(frames.values())).sparkSession)
+            writes = run.run_id, self._options.group_id
+            if _written.get(writes) == batch_id:
+                raise ConfigurationError(
+                    f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger counts "
+                    "the batch as written, so that its rows would be dropped as a replay. Call one sink once a batch, "
+                    "with all rows; for several tables say tables= and call its write(), or make another sink, with a "
+                    "group_id of its own"
+                )
+            report = run.write(frames, batch_id)
+            _written[writes] = batch_id
+            level = logging.WARNING if report.is_replay else logging.INFO
+            logger.log(level, "%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
+            if self._options.on_report is not None:
+                self._options.on_report(report)
         except Exception as error:
             self.error = error
             raise
         self.error = None
-
-    def _write(self, frame: DataFrame, batch_id: int) -> None:
-        run = self._run_of(frame)
-        writes = run.ids.run_id, self._options.group_id
-        if _written.get(writes) == batch_id:
-            raise ConfigurationError(
-                f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger counts the "
-                "batch as written, so that its rows would be dropped as a replay. Call one sink once a batch, with all "
-                "rows; for another table make another sink, with a group_id of its own"
-            )
-        report = run.write(frame, batch_id)
-        _written[writes] = batch_id
-        level = logging.WARNING if report.is_replay else logging.INFO
-        logger.log(level, "%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
-        if self._options.on_report is not None:
-            self._options.on_report(report)
 
     def release(self) -> None:
         """Give the rows of the ledger back, best effort: for a hand-over to the plain consumer.
@@ -148,31 +147,49 @@ class PostgresSink:
             self._run.release()
 
     def listener(self) -> StreamingQueryListener:
-        """Return a listener for ``spark.streams.addListener`` that releases when the query has ended."""
-        from .listener import ReleaseListener  # noqa: PLC0415 - pyspark need not be there to make a sink
+        """Return a listener for ``spark.streams.addListener`` that releases when the query has ended.
 
-        return ReleaseListener(self.ended)
+        Best effort: a killed driver calls nobody.
+        """
+        from pyspark.sql.streaming.listener import StreamingQueryListener  # noqa: PLC0415 - not needed to make a sink
+
+        ended = self.ended
+
+        class Listener(StreamingQueryListener):
+            """Rows are acquired by the first batch, and the sink reports by itself."""
+
+            def onQueryStarted(self, event: Any) -> None:  # noqa: N802 - Spark's name
+                """Nothing."""
+
+            def onQueryProgress(self, event: Any) -> None:  # noqa: N802 - Spark's name
+                """Nothing."""
+
+            def onQueryTerminated(self, event: Any) -> None:  # noqa: N802 - Spark's name
+                """Release what the ended run owned."""
+                ended(str(event.runId))
+
+        return Listener()
 
     def ended(self, run_id: str) -> None:
         """Release if the run that has ended is the one that this sink has written for."""
-        if self._run is not None and self._run.ids.run_id == run_id:
+        if self._run is not None and self._run.run_id == run_id:
             self.release()
 
-    def _run_of(self, frame: DataFrame) -> Run:
+    def _run_of(self, session: SparkSession) -> Run:
         """Return the run that calls; each start of a query is a new owner."""
-        query = find(frame.sparkSession)
+        query = find(session)
         run_id = None if query is None else query.run_id
-        if self._run is None or self._run.ids.run_id != run_id:
+        if self._run is None or self._run.run_id != run_id:
             if self._run is not None:
                 if self._run.query is not None and self._run.query.is_active:
                     raise ConfigurationError(
-                        f"this sink writes for query {self._run.ids.query_id}, which still runs, and query "
+                        f"this sink writes for query {self._run.query_id}, which still runs, and query "
                         f"{query and query.query_id} calls it as well: each would take the group from the other. Make "
                         "a sink for each query, with a group_id of its own"
                     )
                 self._run.close()
             self._run = None
-            self._run = Run(self._options, query, frame.sparkSession)
+            self._run = Run(self._options, query, session)
         return self._run
 
     def __getstate__(self) -> dict[str, Any]:

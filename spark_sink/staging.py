@@ -27,13 +27,25 @@ from exactly_once.ledger.sql import query
 from .errors import StageLost
 from .offset_filter import PLACES, spans
 from .options import Options
-from .registry import RunBatch
 
 CHUNK_BYTES = 8 << 20
 """About how much is staged at a time, and held in memory where it is published."""
 
 ObservedRange = tuple[str | None, int | None, int | None, int | None]
 """Topic, partition, lowest and highest offset; None where a row lacks one."""
+
+
+BATCH_JOB = "batch job"
+"""What stands for the id of a query where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBatch:
+    """Which run of which query writes which batch. A batch job is a run of one batch."""
+
+    run_id: UUID
+    query_id: str
+    batch_id: int
 
 
 class Chunk(NamedTuple):
@@ -69,16 +81,20 @@ def stage(options: Options, batch: RunBatch, batches: Iterable[pa.RecordBatch]) 
         for number, rows in enumerate(_in_chunks(options, batches)):
             if connection is None:  # most tasks behind a shuffle have nothing to stage
                 connection = stack.enter_context(connector(options.conninfo)())
+            out = pa.BufferOutputStream()
+            with pa.ipc.new_stream(out, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+                writer.write_table(rows)
             parameters = {
                 "attempt": attempt,
                 "number": number,
                 "group_id": options.group_id,
                 "run_id": batch.run_id,
                 "batch_id": batch.batch_id,
-                "chunk": _encode(rows),
+                "chunk": bytes(out.getvalue()),
             }
             cursor_on(connection).execute(query("spark_put", options.schema), parameters, prepare=False)
-            chunks.append(Chunk(rows.num_rows, _spans(options, rows)))
+            found = spans(placed(options, rows)) if options.ledger == "offsets" else ()
+            chunks.append(Chunk(rows.num_rows, tuple((*partition, first, last) for partition, first, last in found)))
     return Staged(batch, attempt, tuple(chunks))
 
 
@@ -90,7 +106,7 @@ def fetch(connection: Connection, schema: str, place: ChunkRef) -> pa.Table:
     parameters = {"attempt": place.attempt, "number": place.number}
     cursor: psycopg.Cursor[Any] = connection.cursor(binary=True)
     row = cursor.execute(query("spark_get", schema), parameters, prepare=False).fetchone()
-    rows = None if row is None else _decode(row[0])
+    rows = None if row is None else pa.ipc.open_stream(row[0]).read_all()
     if rows is None or rows.num_rows != place.chunk.row_count:
         raise StageLost(
             f"{place.chunk.row_count} rows that a task staged are gone: the server has crashed or failed over since, "
@@ -123,12 +139,6 @@ def placed(options: Options, rows: pa.Table) -> pa.Table:
     return rows
 
 
-def unstage(connection: Connection, options: Options, batch: RunBatch) -> None:
-    """Delete what the run has staged up to this batch, in the transaction that publishes it."""
-    parameters = {"group_id": options.group_id, "run_id": batch.run_id, "batch_id": batch.batch_id}
-    cursor_on(connection).execute(query("spark_unstage", options.schema), parameters, prepare=False)
-
-
 def reap(options: Options) -> None:
     """Delete what was staged so long ago that nobody will publish it, of any group; best effort."""
     session = Session(connector(options.conninfo), schema=options.schema)
@@ -150,20 +160,3 @@ def _in_chunks(options: Options, batches: Iterable[pa.RecordBatch]) -> Iterator[
             rows = sortable.drop_columns(list(PLACES))
         size = max(1, rows.num_rows * CHUNK_BYTES // max(rows.nbytes, CHUNK_BYTES))
         yield from (rows.slice(start, size) for start in range(0, rows.num_rows, size))
-
-
-def _spans(options: Options, rows: pa.Table) -> tuple[ObservedRange, ...]:
-    if options.ledger != "offsets":
-        return ()
-    return tuple((*partition, first, last) for partition, first, last in spans(placed(options, rows)))
-
-
-def _encode(rows: pa.Table) -> bytes:
-    out = pa.BufferOutputStream()
-    with pa.ipc.new_stream(out, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-        writer.write_table(rows)
-    return bytes(out.getvalue())
-
-
-def _decode(chunk: bytes) -> pa.Table:
-    return pa.ipc.open_stream(chunk).read_all()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import FrameError
 from .options import Options
+from .owners import Claim
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -73,7 +74,16 @@ class StreamQuery:
         Behind ``rdd``, ``toPandas`` and the like nothing is seen.
         """
         plans = self._execution.analyzedPlan(), frame._jdf.queryExecution().analyzed()  # noqa: SLF001
-        return [_name(node) for plan in plans for node in _nodes(plan) if _is_choosing(node)]
+        return [
+            name
+            for plan in plans
+            for node in _nodes(plan)
+            if (name := _name(node)).startswith(_CHOOSING)
+            or (
+                name == "Filter"
+                and (not node.deterministic() or any(_name(below) == "Window" for below in _nodes(node)))
+            )
+        ]
 
     def _is_stateful(self, node: Any) -> bool:
         from py4j.java_gateway import is_instance_of  # type: ignore[import-untyped]  # noqa: PLC0415 - pyspark brings it
@@ -132,6 +142,21 @@ def refuse_kept_rows(operators: list[str]) -> None:
         )
 
 
+def refuse_lost_state(known: Claim, operators: list[str], options: Options) -> None:
+    """Refuse a new checkpoint behind operators with a state: what they knew of earlier rows is gone.
+
+    :raises FrameError: naming them and what to do.
+    """
+    doubles = any(each.mode == "append" or each.add for each in options.targets)
+    if operators and known.has_others and not known.is_known_query and doubles:
+        raise FrameError(
+            f"the query has a new checkpoint, and another query has written for group {options.group_id!r}: the state "
+            f"of {', '.join(operators)} is gone, so rows that it would have dropped would be written again. Restore "
+            "the checkpoint; or say mode='insert-ignore' or 'upsert' with a key, without add=; or empty the table and "
+            "choose another group_id"
+        )
+
+
 def _nodes(plan: Any) -> Iterator[Any]:
     yield plan
     children = plan.children()
@@ -141,10 +166,3 @@ def _nodes(plan: Any) -> Iterator[Any]:
 
 def _name(node: Any) -> str:
     return str(node.getClass().getSimpleName())
-
-
-def _is_choosing(node: Any) -> bool:
-    name = _name(node)
-    if name == "Filter":
-        return not node.deterministic() or any(_name(below) == "Window" for below in _nodes(node))
-    return name.startswith(_CHOOSING)

@@ -17,6 +17,12 @@ Row = tuple[str, str, str]
 _BAR_COLUMNS = 40  # leaves room for its numbers and a label in 80 columns
 
 
+def row(name: str, texts: Sequence[str], cut_short: Sequence[object]) -> Row:
+    """Return a line of the table, of two sides; one that was cut short has no figures."""
+    left, right = ("cut short" if is_cut else text for text, is_cut in zip(texts, cut_short, strict=True))
+    return name, left, right
+
+
 class Display:
     """Lines, each with the time since the beginning, above a bar. Honours NO_COLOR."""
 

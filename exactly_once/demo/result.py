@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .checker import TOTAL, Verdict
-from .display import Row
+from .display import Row, row
 from .trial import Tally
 
 HEAD: Row = ("", "exactly once", "ordinary loop")
@@ -67,20 +67,17 @@ def rows(results: Mapping[str, Result]) -> list[Row]:
     """Return the table without its head; a side that was cut short has no figures."""
     sides = [results["exactly_once"], results["at_least_once"]]
 
-    def row(name: str, texts: list[str]) -> Row:
-        shown = ["cut short" if side.is_cut_short else text for side, text in zip(sides, texts, strict=True)]
-        return (name, *shown)  # type: ignore[return-value]
-
-    return [
-        row("messages in the topic", [f"{s.verdict.messages:,}" for s in sides]),
-        row("crashes (kill -9)", [f"{s.tally.crashes}" for s in sides]),
-        row("zombies fenced", [f"{s.tally.fenced} of {s.tally.frozen}" for s in sides]),
-        row("lost", [f"{s.verdict.lost:,}" for s in sides]),
-        row("duplicated", [f"{s.verdict.duplicated:,}" for s in sides]),
-        row("accounts with a wrong balance", [f"{s.verdict.wrong_balances:,}" for s in sides]),
-        row("sum of balances", [f"{s.verdict.balance:,}" for s in sides]),
-        row("seconds", [f"{s.tally.seconds:.1f}" for s in sides]),
+    texts = [
+        ("messages in the topic", [f"{s.verdict.messages:,}" for s in sides]),
+        ("crashes (kill -9)", [f"{s.tally.crashes}" for s in sides]),
+        ("zombies fenced", [f"{s.tally.fenced} of {s.tally.frozen}" for s in sides]),
+        ("lost", [f"{s.verdict.lost:,}" for s in sides]),
+        ("duplicated", [f"{s.verdict.duplicated:,}" for s in sides]),
+        ("accounts with a wrong balance", [f"{s.verdict.wrong_balances:,}" for s in sides]),
+        ("sum of balances", [f"{s.verdict.balance:,}" for s in sides]),
+        ("seconds", [f"{s.tally.seconds:.1f}" for s in sides]),
     ]
+    return [row(name, each, [side.is_cut_short for side in sides]) for name, each in texts]
 
 
 def conclusion(results: Mapping[str, Result], *, seed: int) -> str:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import sql
 
 from exactly_once.embedded import spark
 from exactly_once.embedded.jars import fetched
+
+from . import worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +34,7 @@ _COUNT = sql.SQL("UPDATE {}.total SET orders = orders + %s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Order(worker.Order):
     """What a driver is told to do."""
 
     side: str
@@ -43,15 +45,6 @@ class Order:
     schema: str
     checkpoint: str
     batch_messages: int
-
-    @classmethod
-    def from_line(cls, line: str) -> Self:
-        """Read an order."""
-        return cls(**json.loads(line))
-
-    def to_line(self) -> str:
-        """Write an order."""
-        return json.dumps(asdict(self))
 
 
 def jdbc() -> list[Path]:

@@ -20,29 +20,23 @@ from typing import Any, TextIO
 import psutil
 import psycopg
 from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 from psycopg import sql
 
-from .display import Display, Row
+from .display import Display, Row, row
 from .journal import scan
+from .payments import create_topic
 from .spark_driver import Order
+from .trial import PATIENCE_SECONDS, Stuck
 
 PARTITIONS = 3
 FAULTS = ("driver", "worker", "checkpoint")
 HEAD: Row = ("", "with the sink", "foreachBatch, JDBC")
-_PATIENCE_SECONDS = 180.0
-"""How long nothing may happen at all: on a busy machine, Java and Spark take a minute to start."""
 _TABLES = """
     CREATE SCHEMA {schema};
     CREATE TABLE {schema}.orders (id bigint, customer text, gross bigint, partition int, "offset" bigint);
     CREATE TABLE {schema}.total (orders bigint);
     INSERT INTO {schema}.total VALUES (0)
 """
-
-
-class Stuck(Exception):
-    """What should have happened did not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,6 +145,7 @@ class SparkTrial:
         self._schema = f"demo_spark_{side}"
         self._directory = Path(tempfile.mkdtemp(prefix="demo-spark-"))
         self._order = Order(
+            number=0,  # there is one driver
             side=side,
             bootstrap_servers=setting.bootstrap_servers,
             conninfo=setting.conninfo,
@@ -169,8 +164,7 @@ class SparkTrial:
         chance = random.Random(f"moments {setting.seed}")  # noqa: S311  (to be repeated, not to be secret)
         with psycopg.connect(setting.conninfo, autocommit=True) as connection:
             connection.execute(sql.SQL(_TABLES).format(schema=sql.Identifier(self._schema)))
-        with AdminClient({"bootstrap.servers": setting.bootstrap_servers, "log_level": 2}) as admin:
-            admin.create_topics([NewTopic(self._topic, PARTITIONS, 1)])[self._topic].result(30)
+        create_topic(setting.bootstrap_servers, self._topic, PARTITIONS)
         portions = len(setting.faults) + 1
         try:
             self._publish(setting.orders // portions)
@@ -237,7 +231,7 @@ class SparkTrial:
                     self._driver = Driver(self._order, log)
             time.sleep(0.1)
             self._display.progress(min(self._driver.reached, self._setting.orders), self._setting.orders)
-            if time.monotonic() - self._driver.heard_at > _PATIENCE_SECONDS or self.result.errors > len(FAULTS):
+            if time.monotonic() - self._driver.heard_at > PATIENCE_SECONDS or self.result.errors > len(FAULTS):
                 raise Stuck(what)
             if self._driver.has_ended:
                 self.result.errors += 1
@@ -275,10 +269,10 @@ def rows(results: Mapping[str, Result]) -> list[Row]:
     }
     sides = [results["exactly_once"], results["jdbc"]]
 
-    def cell(side: Result, name: str) -> str:
-        return "cut short" if side.cut_short else f"{getattr(side, name):,}"
-
-    return [(title, cell(sides[0], name), cell(sides[1], name)) for name, title in titles.items()]
+    return [
+        row(title, [f"{getattr(side, name):,}" for side in sides], [side.cut_short for side in sides])
+        for name, title in titles.items()
+    ]
 
 
 def as_json(results: Mapping[str, Result], *, seed: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .nemesis import BETWEEN_COMMITS, MOMENTS, Fault
 
 WORKERS = (1, 2)
 _LOOK_SECONDS = 0.25  # the bar moves to the eye, and counting the journal costs a few milliseconds
-_PATIENCE_SECONDS = 180.0  # nothing may happen for so long: a busy machine takes a minute to start a process
+PATIENCE_SECONDS = 180.0  # nothing may happen for so long: a busy machine takes a minute to start a process
 _IDLE_SECONDS = 1.5  # longer than any failpoint stays unpassed while there is work
 _MOST_ERRORS = 5  # workers that may end by themselves before there is no point in going on
 
@@ -213,7 +213,7 @@ class Trial:
 
         :raises Stuck: naming what was waited for.
         """
-        if time.monotonic() - since > _PATIENCE_SECONDS:
+        if time.monotonic() - since > PATIENCE_SECONDS:
             raise Stuck(what)
 
     def _listen(self) -> None:

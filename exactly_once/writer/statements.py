@@ -29,6 +29,8 @@ class Conflict:
     update: tuple[str, ...] | None = None
     """The columns that a change may touch; all but the key when it is None."""
     newest_by: str | None = None
+    add: tuple[str, ...] = ()
+    """Columns whose new value is added to the stored one."""
     always: tuple[str, ...] = ()
     """Columns that a change sets also where a row lacks them: to their default."""
 
@@ -122,10 +124,13 @@ def _clause(names: Sequence[str], conflict: Conflict) -> sql.Composable:
         return sql.SQL("ON CONFLICT ({}) DO NOTHING").format(key) if conflict.key else sql.SQL("ON CONFLICT DO NOTHING")
     allowed = {*names, *conflict.always} if conflict.update is None else conflict.update
     set_names = [*names, *(n for n in conflict.always if n not in names)]
-    changed = [sql.Identifier(n) for n in set_names if n not in conflict.key and n in allowed]
+    changed = [n for n in set_names if n not in conflict.key and n in allowed]
     if not changed:
         return sql.SQL("ON CONFLICT ({}) DO NOTHING").format(key)
-    changes = _list(sql.SQL("{0} = EXCLUDED.{0}").format(n) for n in changed)
+    # Of a null and a number the number is the sum.
+    plus = "{0} = coalesce(t.{0} + EXCLUDED.{0}, EXCLUDED.{0}, t.{0})"
+    forms = (sql.SQL(plus if n in conflict.add else "{0} = EXCLUDED.{0}") for n in changed)
+    changes = _list(form.format(sql.Identifier(n)) for form, n in zip(forms, changed, strict=True))
     clause = sql.SQL("ON CONFLICT ({}) DO UPDATE SET {}").format(key, changes)
     if conflict.newest_by is None:
         return clause

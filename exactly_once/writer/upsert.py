@@ -53,7 +53,8 @@ class Upsert:
 
     def _steps(self, changes: Sequence[Row], marks: Marks) -> Iterator[Collapsed]:
         """Collapse what can be; the rest takes a statement for each time that a key comes."""
-        if self._rules.keeps_missing and self._rules.newest_by is not None:
+        # A sum takes each of its rows, and Postgres takes a key once in a statement.
+        if self._conflict.add or (self._rules.keeps_missing and self._rules.newest_by is not None):
             for indexes in rounds(marks.keys):
                 some = [changes[i] for i in indexes]
                 yield collapse(some, self._rules, Marks(range(len(some))))

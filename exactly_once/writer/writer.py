@@ -40,8 +40,9 @@ class TableWriter:
 
     ``table`` is written as in SQL. ``columns`` are those that rows fill, in the rows' order; by default all that
     take values. In mode ``upsert`` the last change of each ``key`` (default: the primary key) wins, in the order of
-    the rows, and a :class:`Tombstone` deletes; ``update`` restricts which columns a change may touch, and with
-    ``newest_by`` a row that is older than the stored one is ignored. ``missing`` says what becomes of a column that
+    the rows, and a :class:`Tombstone` deletes; ``update`` restricts which columns a change may touch, with ``add`` the
+    values of these columns are added to what is stored, and with ``newest_by`` a row that is older than the stored one
+    is ignored. ``missing`` says what becomes of a column that
     a row lacks (``MISSING``): null, the column's default or, in an upsert, what it was; by default a new row gets the
     column's default and a row that exists keeps what it has, and a column without a default becomes null. All work
     happens in the transaction of the connection that is given; nothing is committed, and nothing outlives it.
@@ -56,6 +57,7 @@ class TableWriter:
         key: Sequence[str] | None = None,
         update: Sequence[str] | None = None,
         newest_by: str | None = None,
+        add: Sequence[str] = (),
         missing: OnMissing | None = None,
         naive_timestamps: Naive = "refuse",
         small_batch: int = SMALL_BATCH,
@@ -69,8 +71,10 @@ class TableWriter:
                 raise ConfigurationError(
                     f"{option}={value!r} is not possible; choose one of {', '.join(get_args(kind))}"
                 )
-        if mode != "upsert" and (update is not None or newest_by is not None or missing == "keep"):
-            raise ConfigurationError("update=, newest_by= and missing='keep' are about rows that exist: mode='upsert'")
+        if mode != "upsert" and (update is not None or newest_by is not None or add or missing == "keep"):
+            raise ConfigurationError(
+                "update=, newest_by=, add= and missing='keep' are about rows that exist: mode='upsert'"
+            )
         self.name = table
         self.mode = mode
         self.missing = missing
@@ -78,6 +82,7 @@ class TableWriter:
         self._key = tuple(key) if key is not None else None
         self._update = tuple(update) if update is not None else None
         self._newest_by = newest_by
+        self._add = tuple(add)
         self._naive: Naive = naive_timestamps
         self._small_batch = small_batch
         self._table: Table | None = None
@@ -242,7 +247,10 @@ class TableWriter:
                 f"{table}: no unique index over exactly {', '.join(key)} (a partial, deferrable or expression index "
                 "does not count), so Postgres cannot tell which row a change belongs to"
             )
-        return Conflict(mode=self.mode, key=key, update=self._update, newest_by=self._newest_by)
+        table.pick(self._add)
+        if both := sorted(set(self._add) & set(key)):
+            raise TableError(f"{table}: {', '.join(both)} is of the key, so add= cannot add to it")
+        return Conflict(mode=self.mode, key=key, update=self._update, newest_by=self._newest_by, add=self._add)
 
     # What went wrong.
 

@@ -13,13 +13,12 @@ from exactly_once._model import Partition
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
-from spark_sink.attempt import Work
-from spark_sink.by_batch import END, BatchTask
-from spark_sink.by_partition import PartitionTask
+from spark_sink.attempt import Part, Work
 from spark_sink.offset_filter import OFFSET, PARTITION, TOPIC
 from spark_sink.options import check_options
 from spark_sink.owners import Owners, query_row
 from spark_sink.ranges import Range
+from spark_sink.tasks import END, BatchTask, PartitionTask
 
 TASKS: dict[str, type[BatchTask] | type[PartitionTask]] = {"batch": BatchTask, "partition": PartitionTask}
 
@@ -45,36 +44,21 @@ class Place:
 
     def options(self, **options: Any) -> Any:
         """Options as the sink makes them."""
-        rest: dict[str, Any] = {
-            "mode": "append",
-            "transaction": "batch",
-            "ledger": "offsets",
-            "checkpoint_location": None,
-            "bootstrap_servers": None,
-            "kafka": None,
-            "topic_column": "topic",
-            "partition_column": "partition",
-            "offset_column": "offset",
-            "in_transaction": None,
-            "on_report": None,
-            "small_batch": 0,
-            "take_over": False,
-            "schema": "exactly_once",
-            "name": None,
-            "key": None,
-        }
-        return check_options(conninfo=self.conninfo, table=self.name, group_id=self.name, **rest | options)
+        return check_options(
+            **{"conninfo": self.conninfo, "table": self.name, "group_id": self.name, "small_batch": 0, **options}
+        )
 
     def work(self, owners: Owners, ranges: list[Range], **options: Any) -> Work:
         """What a driver sends to its tasks."""
         owners.take(ranges, batch_id=0)
+        chosen = self.options(**options)
         return Work(
-            options=self.options(**options),
+            options=chosen,
             batch_id=0,
             instance=owners._ledger.session.instance,
             grants=tuple(owners.held[r.partition] for r in ranges),
             ranges={r.partition: r for r in ranges},
-            columns=("partition", "offset"),
+            parts=(Part(options=chosen, columns=("partition", "offset"), has_places=True),),
         )
 
     def rows(self, *offsets: Iterable[int]) -> pa.RecordBatch:
@@ -137,13 +121,14 @@ class CountingPlace(NamedTuple):
         owners = owners or self.driver()
         row = query_row(self.query_id)
         owners.find([row])
+        chosen = self.place.options(ledger="batch-id", **options)
         return Work(
-            options=self.place.options(ledger="batch-id", **options),
+            options=chosen,
             batch_id=batch_id,
             instance=owners._ledger.session.instance,
             grants=(owners.held[row],),
             ranges={row: Range(partition=row, start=batch_id, end=batch_id + 1)},
-            columns=("partition", "offset"),
+            parts=(Part(options=chosen, columns=("partition", "offset"), has_places=False),),
             report={
                 "group_id": self.place.name,
                 "query_id": self.query_id,

@@ -10,11 +10,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from psycopg import sql
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType
 
-from spark_sink.options import Options
-from spark_sink.publication import publish
-from spark_sink.registry import RunBatch, register
-from spark_sink.source_options import check_source_options
-from spark_sink.staging import Staged, stage
+from spark_sink.options import Options, check_source_options
+from spark_sink.publication import publish, register
+from spark_sink.staging import RunBatch, Staged, stage
 
 SCHEMA = (
     StructType()

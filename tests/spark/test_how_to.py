@@ -13,7 +13,7 @@ from tests.support.topics import create_topic, produce
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 
 def test_an_aggregation_keeps_its_table_up_to_date(
@@ -43,6 +43,44 @@ def test_an_aggregation_keeps_its_table_up_to_date(
         rows = db.execute("SELECT * FROM customer_orders ORDER BY 1").fetchall()
         assert rows == [(str(n), total // 5) for n in range(5)]
     db.execute("DROP TABLE customer_orders")
+
+
+def test_rows_and_totals_are_written_in_one_transaction(
+    spark: SparkSession, bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    from pyspark.sql.functions import count  # noqa: PLC0415
+
+    from spark_sink import PostgresSink  # noqa: PLC0415
+    from tests.support.spark import read_topic  # noqa: PLC0415
+
+    db.execute("CREATE TABLE orders (customer text)")
+    db.execute("CREATE TABLE customer_totals (customer text PRIMARY KEY, orders bigint NOT NULL)")
+    topic = create_topic(bootstrap_servers, 2)
+    checkpoint = str(tmp_path / "checkpoint")
+    produce(bootstrap_servers, topic, 50, 2)
+    orders = read_topic(spark, bootstrap_servers, topic, maxOffsetsPerTrigger="25")
+    customer = "cast(cast(cast(value as string) as int) % 5 as string) customer"
+    orders = orders.selectExpr("topic", "partition", "offset", customer)
+    sink = PostgresSink(
+        conninfo,
+        group_id="orders-and-totals",
+        tables={
+            "orders": {},
+            "customer_totals": {"mode": "upsert", "key": ["customer"], "add": ["orders"]},
+        },
+    )
+
+    def both(batch: DataFrame, batch_id: int) -> None:
+        """Write the rows, and how many they are by customer."""
+        totals = batch.groupBy("customer").agg(count("*").alias("orders"))
+        sink.write({"orders": batch, "customer_totals": totals}, batch_id)
+
+    writer = orders.writeStream.foreachBatch(both)
+    query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    assert query.awaitTermination(240)
+    assert db.execute("SELECT count(*) FROM orders").fetchone() == (50,)
+    assert db.execute("SELECT orders FROM customer_totals").fetchall() == [(10,)] * 5
+    db.execute("DROP TABLE orders, customer_totals")
 
 
 def test_the_program_of_the_readme_writes(

@@ -14,7 +14,7 @@ from psycopg.conninfo import make_conninfo
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
 from spark_sink.owners import patiently
-from spark_sink.registry import register
+from spark_sink.publication import register
 from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target, rows
 from tests.support.waiting import until

@@ -47,7 +47,7 @@ def test_rows_that_are_too_large_for_the_driver_are_written_by_a_task(
 def test_what_was_large_in_the_batch_before_is_left_to_a_task(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit of a byte stands in for sixteen million of them."""
     import spark_sink.run as driver_side  # noqa: PLC0415
-    from spark_sink.by_batch import BatchTask  # noqa: PLC0415
+    from spark_sink.tasks import BatchTask  # noqa: PLC0415
 
     monkeypatch.setattr(driver_side, "SMALL_BYTES", 1)
     here = BatchTask.write_here

@@ -6,7 +6,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from exactly_once.errors import ConfigurationError
-from spark_sink.source_options import check_source_options
+from spark_sink.options import check_source_options
 
 NEEDED = {"conninfo": "dbname=x", "table": "t", "groupId": "g"}
 

@@ -32,6 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fields may be missing, the newer one": {"missing": "keep", "newest_by": "version"},
     "fields may be missing, only one is updated": {"missing": "keep", "update": ["x"]},
     "missing fields are defaults": {"missing": "default"},
+    "one is added to": {"add": ["x"]},
+    "one is added to, fields may be missing": {"add": ["x"], "missing": "keep"},
 }
 
 

@@ -1,0 +1,113 @@
+"""A row that cannot be stored is set aside in the transaction that skips it: stored, dead, or still to come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from exactly_once import _failpoints
+from exactly_once.cli import main
+from exactly_once.errors import ConfigurationError, TooManyDeadLetters
+from exactly_once.ledger.dead_letters import DeadLetter, DeadLetterLimit, find
+from exactly_once.writer import BadRow
+from spark_sink.options import check_options
+from tests.spark.attempts import Place, run
+from tests.spark.staged import Run, Target
+
+BAD = 3
+"""The offset whose row no table here takes."""
+both = pytest.mark.parametrize("transaction", ["batch", "partition"])
+
+
+@pytest.fixture
+def place(conninfo: str, name: str, db: psycopg.Connection[Any]) -> Iterator[Place]:
+    db.execute(
+        f'CREATE TABLE {name} (partition int, "offset" bigint CHECK ("offset" NOT IN ({BAD}, 7, 8)), '
+        'PRIMARY KEY (partition, "offset"))'
+    )
+    place = Place(conninfo, name)
+    yield place
+    for session in place.sessions:
+        session.close()
+    db.execute(f"DROP TABLE {name}")
+
+
+def letters(db: psycopg.Connection[Any], name: str) -> list[DeadLetter]:
+    return find(db, schema="exactly_once", group_id=name)
+
+
+@both
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_the_rest_of_its_batch_is_stored_and_the_ledger_moves_on(
+    place: Place, db: psycopg.Connection[Any], transaction: str, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever Postgres tells which row it was, and where it does not."""
+    options = {"transaction": transaction, "mode": mode, "on_bad_row": "dead-letter"}
+    work = place.work(place.owners(), place.ranges(10, 2), **options)
+    mark = [place.mark()] if transaction == "batch" else []
+    result = run(transaction, work, [place.rows(range(10), range(2)), *mark])
+    assert place.written() == [*((0, n) for n in range(10) if n not in (BAD, 7, 8)), (1, 0), (1, 1)]
+    assert place.ledger() == [10, 2]
+    assert (result["rows"], len(result["set_aside"])) == (9, 3)
+    found = letters(db, place.name)
+    assert [letter.message_offset for letter in found] == [BAD, 7, 8]
+    assert json.loads(found[0].value or b"") == {"partition": 0, "offset": BAD}
+    assert found[0].headers == [("exactly_once.row_of", place.name.encode())]
+    assert f"{place.name}[0] offset {BAD}" in found[0].error
+    assert main(["dead-letters", "list", "--json", "--group-id", place.name, "--conninfo", place.conninfo]) == 0
+    assert len(json.loads(capsys.readouterr().out)["dead_letters"]) == 3
+
+
+@both
+def test_an_attempt_that_dies_leaves_no_dead_letter_and_the_next_one_does(
+    place: Place, db: psycopg.Connection[Any], transaction: str
+) -> None:
+    def die() -> None:
+        _failpoints.disarm()
+        raise KeyboardInterrupt
+
+    work = place.work(place.owners(), place.ranges(5), transaction=transaction, on_bad_row="dead-letter")
+    batches = [place.rows(range(5)), *([place.mark()] if transaction == "batch" else [])]
+    _failpoints.arm("guarded", die)
+    with pytest.raises(KeyboardInterrupt):
+        run(transaction, work, batches)
+    assert (place.written(), letters(db, place.name)) == ([], [])
+    for _ in range(2):  # the second finds what the first has done
+        run(transaction, work, batches)
+    assert [letter.message_offset for letter in letters(db, place.name)] == [BAD]
+    assert place.written() == [(0, n) for n in range(5) if n != BAD]
+
+
+def test_without_it_the_batch_fails_and_names_the_row(place: Place, db: psycopg.Connection[Any]) -> None:
+    work = place.work(place.owners(), place.ranges(5))
+    with pytest.raises(BadRow, match=rf"{place.name}\[0\] offset {BAD}"):
+        run("batch", work, [place.rows(range(5)), place.mark()])
+    assert (place.written(), letters(db, place.name)) == ([], [])
+
+
+def test_where_it_is_hardly_the_rows_fault_the_batch_fails(place: Place, db: psycopg.Connection[Any]) -> None:
+    """Two in a row are one too many, 3 and 7 are not in a row."""
+    limit = DeadLetterLimit(in_a_row=1)
+    work = place.work(place.owners(), place.ranges(10), on_bad_row="dead-letter", dead_letter_limit=limit)
+    with pytest.raises(TooManyDeadLetters, match="offset 8 would be dead letter 2 in a row"):
+        run("batch", work, [place.rows(range(10)), place.mark()])
+    assert (place.written(), place.ledger(), letters(db, place.name)) == ([], [0], [])
+
+
+def test_the_data_source_sets_them_aside_as_well(conninfo: str, name: str, db: psycopg.Connection[Any]) -> None:
+    target = Target(conninfo, name)
+    db.execute(f"ALTER TABLE {name} ADD CHECK (value <> 'v{BAD}')")
+    source = Run(target, onBadRow="dead-letter")
+    source.write(source.rows(0, range(5)), source.rows(1, range(5)))
+    assert target.offsets() == [(p, n) for p in range(2) for n in range(5) if n != BAD]
+    assert target.ledger() == [5, 5]
+    assert [(x.partition, x.message_offset) for x in letters(db, name)] == [(0, BAD), (1, BAD)]
+
+
+def test_rows_without_offsets_cannot_be_skipped() -> None:
+    with pytest.raises(ConfigurationError, match="on_bad_row='dead-letter' needs ledger='offsets'"):
+        check_options(conninfo="", table="t", group_id="g", ledger="batch-id", on_bad_row="dead-letter")
