@@ -129,7 +129,7 @@ class Assignment:
         thrown away: it waits for ever, and holds the interpreter's lock. A client without a subscription does not.
         A static member of the classic protocol would give up its place with it, so only what waits is answered.
         """
-        self.pause(client)  # else messages would keep coming, which nobody handles any more
+        self.pause(client, None)  # else messages would keep coming, which nobody handles any more
         if for_good:
             client.unsubscribe()
         while client.poll(0) is not None:

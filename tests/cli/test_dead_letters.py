@@ -130,11 +130,11 @@ def test_list_can_be_narrowed(letters: Command, dead: Dead) -> None:
     assert places("--all") == DEAD
 
 
-@pytest.mark.parametrize("by_id", [False, True])
-def test_list_tells_that_there_are_more(by_id: bool, letters: Command, dead: Dead) -> None:
-    which = sorted(dead.ids.values()) if by_id else ["--topic", dead.topic]
+@pytest.mark.parametrize("which", ["by id", "by topic"])
+def test_list_tells_that_there_are_more(which: str, letters: Command, dead: Dead) -> None:
+    meant = sorted(dead.ids.values()) if which == "by id" else ["--topic", dead.topic]
     for limit, told in ((3, "there are more than these 3: --limit N shows more\n"), (4, "")):
-        listed = letters("list", *which, "--limit", limit)
+        listed = letters("list", *meant, "--limit", limit)
         assert (listed.code, len(listed.out.splitlines()) - 1, listed.err) == (0, limit, told)
     refused = letters("list", "--limit", 0)
     assert refused.code == 2
