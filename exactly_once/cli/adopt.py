@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import replace
 
 from . import options, plan
 from .problems import CommandError
@@ -12,8 +13,9 @@ from .servers import open_database
 _DESCRIPTION = """\
 A topic that was deleted and made again, or that moved to another cluster, has other offsets than the
 ledger knows, so consumers refuse to start. This command gives the rows of a group the ids that Kafka has
-now, and offsets by one of --to-... or --keep-offsets. A dry run unless --execute is said; then everything
-happens in one transaction, is kept in the audit table, and a live owner is fenced."""
+now, and offsets by one of --to-... or --keep-offsets; rows that have these ids are left alone. A dry run
+unless --execute is given; then everything happens in one transaction, is kept in the audit table, and a
+live owner is fenced."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,18 +47,24 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(
                 f"group {chosen.group_id!r} has no rows of topic {chosen.topic!r}: there is nothing to adopt"
             )
-        # So that offsets are not moved by the wrong command.
-        if all((row.cluster_id, row.topic_id) == (chosen.cluster_id, chosen.topic_id) for row in rows):
+        # What belongs to them already is left alone: its offsets are not moved by the wrong command.
+        now = (chosen.cluster_id, chosen.topic_id)
+        own = [row.place.number for row in rows if (row.cluster_id, row.topic_id) == now]
+        if len(own) == len(rows):
             raise CommandError(
                 f"the rows belong to topic id {chosen.topic_id} of cluster {chosen.cluster_id} already: there is "
                 f"nothing to adopt. To move offsets: exactly-once reset --topic {chosen.topic}"
             )
+        chosen = replace(chosen, moves=[move for move in chosen.moves if move.partition.number not in own])
+        rows = [move.stored for move in chosen.moves if move.stored]
         if not args.force:
             plan.refuse_outside(chosen)
         if args.execute:
             chosen = plan.execute(session, chosen, "adopt", reason=args.reason)
     topic_ids, cluster_ids = _ids(row.topic_id for row in rows), _ids(row.cluster_id for row in rows)
     identity = [f"topic id {topic_ids} -> {chosen.topic_id}", f"cluster  {cluster_ids} -> {chosen.cluster_id}"]
+    if own:
+        identity.append(f"left alone, as they belong to these already: partitions {', '.join(map(str, sorted(own)))}")
     plan.show(chosen, args, identity)
     return 0
 

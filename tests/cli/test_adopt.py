@@ -105,6 +105,16 @@ def test_another_cluster_is_adopted_with_the_offsets_that_are_there(
     assert read_to_end(make_consumer, consumed) == [(0, 10), (1, 10)]
 
 
+def test_rows_of_the_topic_that_is_there_are_left_alone(operate: Command, consumed: str, db: Db, name: str) -> None:
+    """As where a topic was made again with fewer partitions, adopted, and got the others later."""
+    db.execute("UPDATE exactly_once.ledger SET topic_id = 'another' WHERE topic = %s AND partition = 1", (consumed,))
+    shown = operate("adopt", "--topic", consumed, "--to-earliest", "--execute")
+    assert "left alone, as they belong to these already: partitions 0" in shown.out
+    assert offsets(db, name) == [10, 0]
+    assert operate("adopt", "--topic", consumed, "--to-earliest", "--execute").code == 1
+    assert offsets(db, name) == [10, 0]
+
+
 def copy(source: str, target: str, topic: str, *, without: int) -> None:
     """Copy a topic to another cluster, without the first messages of each partition."""
     producer = Producer({"bootstrap.servers": target})
