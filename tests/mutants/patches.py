@@ -17,6 +17,7 @@ FROZEN = "tests/integration/test_frozen_owner.py"
 CONTRACT = "tests/integration/test_handler_breaks_contract.py"
 OWNERSHIP = "tests/unit/test_ownership.py"
 DELIVERY = "tests/unit/test_delivery.py"
+CLAIMS = "tests/integration/test_claims.py"
 WINDOW = "tests/publish/test_postgres_window.py"
 
 
@@ -593,7 +594,11 @@ MUTANTS = (
     # Keys that were claimed.
     *_each(
         "exactly_once/ledger/sql/migrations/0006_claims.sql",
-        ("tests/integration/test_claims.py",),
+        (
+            f"{CLAIMS}::test_key_is_held_for_one_to_two_windows_and_leaves_with_its_table",
+            f"{CLAIMS}::test_turn_waits_for_units_that_have_claimed",
+            f"{CLAIMS}::test_snapshot_older_than_the_last_turn_does_not_claim",
+        ),
         (
             "claim-older",
             "keys of the older window are claimed again: doubles",
@@ -632,7 +637,7 @@ MUTANTS = (
     ),
     *_each(
         "exactly_once/publish/sequence.py",
-        ("tests/publish/test_sequence.py",),
+        ("tests/publish/test_sequence.py", "tests/publish/test_sequence_crashes.py"),
         (
             "sequence-gap",
             "the persisted number rises over one that a crash lost: loses",
