@@ -23,7 +23,7 @@ from tests.support.seeds import VARIABLE, first_seed
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("exactly_once", "spark_sink", "tests", "examples", "pyproject.toml")
-_PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header")
+_PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.mutants.quick", "--no-header")
 _NOTHING_FAILED, _TESTS_FAILED = 0, 1
 _DOZEN_SECONDS = 200
 """No more mutant is begun after that: on a busy machine a dozen would take longer than it is worth in CI."""

@@ -16,6 +16,9 @@ SHORT = "tests/integration/test_short_advance.py"
 FROZEN = "tests/integration/test_frozen_owner.py"
 CONTRACT = "tests/integration/test_handler_breaks_contract.py"
 OWNERSHIP = "tests/unit/test_ownership.py"
+DELIVERY = "tests/unit/test_delivery.py"
+CLAIMS = "tests/integration/test_claims.py"
+WINDOW = "tests/publish/test_postgres_window.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,11 @@ def _advance(name: str, what: str, condition: str, *, nth: int, new: str = "true
     return Mutant(
         name, what, LEDGER, condition, new, (f"{ROWS}::test_one_wrong_partition_refuses_the_whole_advance",), nth
     )
+
+
+def _each(file: str, killers: tuple[str, ...], *patches: tuple[str, str, str, str]) -> tuple[Mutant, ...]:
+    """Patches of one file that the same tests notice: name, what is wrong, old, new."""
+    return tuple(Mutant(name, what, file, old, new, killers) for name, what, old, new in patches)
 
 
 MUTANTS = (
@@ -330,5 +338,317 @@ MUTANTS = (
         "row.next_offset > next_offset",
         "False",
         (OWNERSHIP,),
+    ),
+    # What a member knows of its partitions.
+    *_each(
+        "exactly_once/consumer/partitions.py",
+        (OWNERSHIP, DELIVERY),
+        (
+            "unit-unaccounted",
+            "a unit that was not accounted for does not stop the next",
+            "if state.in_flight_until != state.next_offset or not is_next:",
+            "if not is_next:",
+        ),
+        (
+            "unit-skips",
+            "a unit begins behind messages that were not applied",
+            "is_next = state.gaps.get(begin, begin) <= state.next_offset <= begin < end",
+            "is_next = True",
+        ),
+        (
+            "unit-later",
+            "the outcome of a unit moves a later acquisition",
+            "return state if state is not None and state.token == advance.token else None",
+            "return state",
+        ),
+        (
+            "unit-aborted",
+            "what an aborted unit was given is not taken back",
+            "                state.in_flight_until = state.next_offset\n\n    def resolved",
+            "                pass\n\n    def resolved",
+        ),
+        (
+            "resolved-later",
+            "resolving a unit touches a later acquisition",
+            "if state is not None and state.token not in tokens:",
+            "if False:",
+        ),
+        (
+            "resolved-landed",
+            "a unit that never landed counts as applied",
+            "landed = row.next_offset == advance.next_offset",
+            "landed = True",
+        ),
+        (
+            "delivers-anywhere",
+            "messages are delivered although the position is not trusted",
+            "state.phase is Phase.OWNED and state.positioned else None",
+            "state.phase is Phase.OWNED else None",
+        ),
+        (
+            "end-unapplied",
+            "the ledger moves to the end of the log over messages that wait",
+            "return max(self.next_offset, self.log_end) if self.next_offset == self.position else self.next_offset",
+            "return max(self.next_offset, self.log_end)",
+        ),
+        (
+            "seen-offset",
+            "a reset between units is not seen",
+            "is_ours and row is not None and row.next_offset == state.next_offset",
+            "is_ours",
+        ),
+        (
+            "seen-epoch",
+            "another owner with the same token is not seen between units",
+            "row.owner_token != state.token or row.owner_epoch != state.epoch:",
+            "row.owner_token != state.token:",
+        ),
+        (
+            "fenced-at-once",
+            "who was fenced acquires again without asking Kafka",
+            "state.phase, state.token, state.is_to_mirror = Phase.FENCED, None, False",
+            "state.phase, state.token, state.is_to_mirror = Phase.PENDING, None, False",
+        ),
+        (
+            "never-released",
+            "rows of partitions that are gone are not released",
+            (
+                "                self.last_ends.append(_to_end(partition, state))\n"
+                "            self.releases.append((partition, state.token))"
+            ),
+            "                self.last_ends.append(_to_end(partition, state))",
+        ),
+        (
+            "never-rotates",
+            "rows are never rotated: dead versions make each advance slower",
+            "rotates=state.advances >= ROTATE_EVERY,\n                    after",
+            "rotates=False,\n                    after",
+        ),
+        (
+            "goes-nowhere",
+            "a row that moved elsewhere is not followed",
+            "state.next_offset = state.in_flight_until = state.position = row.next_offset",
+            "state.next_offset = row.next_offset",
+        ),
+    ),
+    # What was fetched, and becomes batches.
+    *_each(
+        "exactly_once/consumer/buffer.py",
+        (DELIVERY,),
+        (
+            "fetched-unreadable",
+            "what comes behind an error of its partition is taken",
+            "is_taken = state is not None and state.unreadable is None",
+            "is_taken = state is not None",
+        ),
+        (
+            "fetched-twice",
+            "a message that is fetched twice is applied twice",
+            "            if offset < state.position:\n                continue\n",
+            "",
+        ),
+        (
+            "requeued-behind",
+            "what comes again comes behind what follows it",
+            "[*zip(messages, self._tried or repeat(1), strict=False), *self._again]",
+            "[*self._again, *zip(messages, self._tried or repeat(1), strict=False)]",
+        ),
+        (
+            "span-of-all",
+            "a part of a fetch moves the offset over all of it: loses",
+            "spans = None if self._waiting else self._spans",
+            "spans = self._spans",
+        ),
+        (
+            "span-of-last",
+            "the span of one fetch is taken for that of two",
+            "self._spans = None if self._waiting else spans",
+            "self._spans = spans",
+        ),
+        (
+            "stale-again",
+            "messages of before a reset come again",
+            "return state is not None and state.next_offset <= _offset(run[0]) <= _offset(run[-1]) < state.position",
+            "return state is not None",
+        ),
+        (
+            "cut-loses",
+            "the message behind a batch is lost",
+            "return messages[:end], messages[end:]",
+            "return messages[:end], messages[end + 1 :]",
+        ),
+    ),
+    # What becomes of a unit.
+    *_each(
+        "exactly_once/consumer/outcomes.py",
+        ("tests/unit/test_outcomes.py",),
+        (
+            "handler-committed",
+            "effects that a handler committed come again",
+            '(Sent.NOTHING, "committed", None): Decision.HALT_COMMITTED',
+            '(Sent.NOTHING, "committed", None): Decision.GIVE_BACK',
+        ),
+        (
+            "unknown-failed",
+            "a COMMIT without an answer counts as failed",
+            "(Sent.COMMIT, None, None): Decision.RESOLVE",
+            "(Sent.COMMIT, None, None): Decision.GIVE_BACK",
+        ),
+        (
+            "joined-stayed",
+            "a joined transaction that committed without the advance goes on",
+            '(Sent.ADVANCE, "committed", "stayed"): Decision.HALT_COMMITTED',
+            '(Sent.ADVANCE, "committed", "stayed"): Decision.RESOLVE',
+        ),
+    ),
+    *_each(
+        "exactly_once/ledger/outcome.py",
+        ("tests/unit/test_outcome.py",),
+        (
+            "lost-is-poison",
+            "a lost connection becomes the fault of a message: dead letter",
+            "    if connection_lost:\n        return Fault.ENVIRONMENT\n",
+            "",
+        ),
+        (
+            "lost-counts",
+            "a lost connection counts against a statement",
+            "return not connection_lost and driver is not None and",
+            "return driver is not None and",
+        ),
+    ),
+    # Whether Kafka still counts us.
+    *_each(
+        "exactly_once/consumer/kafka_offsets.py",
+        ("tests/unit/test_mirror.py", "tests/integration/test_membership_proof.py"),
+        (
+            "proof-refused",
+            "a refused commit proves membership",
+            "return set() if check.error else set(check.partitions)",
+            "return set(check.partitions)",
+        ),
+        (
+            "proof-partial",
+            "an error of one partition only is overlooked",
+            "for e in (error, *(tp.error for tp in offsets)) if e is not None]",
+            "for e in (error,) if e is not None]",
+        ),
+        (
+            "proof-any",
+            "the answer to any commit proves membership",
+            "if check is not None and any(tp.metadata == check.metadata for tp in offsets):",
+            "if check is not None:",
+        ),
+    ),
+    # Keys that were published.
+    *_each(
+        PUBLISH,
+        (WINDOW,),
+        (
+            "take-over-living",
+            "what a living sender has in flight is settled",
+            "WHERE o.id = dead AND o.ended_at IS NOT NULL;",
+            "WHERE o.id = dead;",
+        ),
+        (
+            "take-over-sure",
+            "keys that may be in the log become absent: doubles",
+            "    IF is_sure THEN\n",
+            "    IF true THEN\n",
+        ),
+        (
+            "release-others",
+            "a key that another sender holds becomes absent: doubles",
+            "CASE WHEN is_held THEN k.state = 'f' AND k.owner = me ELSE",
+            "CASE WHEN is_held THEN k.state = 'f' ELSE",
+        ),
+        (
+            "mark-others",
+            "a key that another sender holds becomes unknown",
+            "AND k.state IN ('f', 't') AND k.owner = me;\nEND\n$mark$",
+            "AND k.state IN ('f', 't');\nEND\n$mark$",
+        ),
+        (
+            "turn-drops",
+            "reservations leave with their generation: doubles",
+            "        INSERT INTO {schema}.publish_key SELECT * FROM unnest(kept);\n",
+            "",
+        ),
+    ),
+    *_each(
+        "exactly_once/ledger/sql/publish.sql",
+        (WINDOW,),
+        (
+            "renew-dead",
+            "a sender that was fenced lives on",
+            "WHERE id = %(owner)s AND token = %(token)s AND ended_at IS NULL\nRETURNING id",
+            "WHERE id = %(owner)s AND token = %(token)s\nRETURNING id",
+        ),
+        (
+            "fence-living",
+            "a sender is fenced before its lease is over",
+            "AND ended_at IS NULL AND lease_until < clock_timestamp()",
+            "AND ended_at IS NULL",
+        ),
+    ),
+    # Keys that were claimed.
+    *_each(
+        "exactly_once/ledger/sql/migrations/0006_claims.sql",
+        (
+            f"{CLAIMS}::test_key_is_held_for_one_to_two_windows_and_leaves_with_its_table",
+            f"{CLAIMS}::test_turn_waits_for_units_that_have_claimed",
+            f"{CLAIMS}::test_snapshot_older_than_the_last_turn_does_not_claim",
+        ),
+        (
+            "claim-older",
+            "keys of the older window are claimed again: doubles",
+            "WHERE NOT EXISTS (SELECT FROM %s AS old WHERE old.key = given.key OFFSET 0)",
+            "WHERE true OR NOT EXISTS (SELECT FROM %s AS old WHERE old.key = given.key OFFSET 0)",
+        ),
+        (
+            "claim-turned",
+            "a turn comes between a claim and its COMMIT",
+            "    PERFORM pg_advisory_xact_lock_shared(hashtext('exactly_once.claim'), hashtext(my_group));\n",
+            "",
+        ),
+        (
+            "claim-snapshot",
+            "a snapshot of before a turn claims again",
+            "IF current_setting('transaction_isolation') <> 'read committed' THEN",
+            "IF false THEN",
+        ),
+    ),
+    # Changes of one key, and numbers of one producer.
+    *_each(
+        "exactly_once/writer/changes.py",
+        ("tests/writer/test_changes.py",),
+        (
+            "older-wins",
+            "an older change overwrites a newer one",
+            "elif rules.newest_by is None or is_not_older(age, fate.age):",
+            "elif True:",
+        ),
+        (
+            "tombstone-lost",
+            "a row that a tombstone deletes stays",
+            "fate.row, fate.deleted = None, change",
+            "fate.row = None",
+        ),
+    ),
+    *_each(
+        "exactly_once/publish/sequence.py",
+        ("tests/publish/test_sequence.py", "tests/publish/test_sequence_crashes.py"),
+        (
+            "sequence-gap",
+            "the persisted number rises over one that a crash lost: loses",
+            "if self.states.get(first) is not _CONFIRMED or self.predecessors.get(first, -1) > self.persisted:",
+            "if self.states.get(first) is not _CONFIRMED:",
+        ),
+        (
+            "sequence-failed",
+            "the persisted number rises over one that failed: loses",
+            "if self.states.get(first) is not _CONFIRMED or self.predecessors.get(first, -1) > self.persisted:",
+            "if self.predecessors.get(first, -1) > self.persisted:",
+        ),
     ),
 )

@@ -166,6 +166,23 @@ def test_a_dead_owners_reservations_wait_for_its_lease(
         window(dead, name).reserve("c")
 
 
+def test_what_a_living_owner_has_in_flight_is_not_settled(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str
+) -> None:
+    """Whoever takes over fences first; the function refuses who has not, such as after a fence that was rolled back."""
+    living = make_owner()
+    window(living, name).reserve("a")
+    schema = living.store.schema
+    query = (
+        f'SELECT "{schema}".publish_take_over(s.id, %s, ARRAY[]::bytea[], true) '
+        f'FROM "{schema}".publish_scope s WHERE s.name = %s'
+    )
+    with pytest.raises(psycopg.Error) as refused:
+        db.execute(query.encode(), [living.id, name])
+    assert refused.value.sqlstate == "EO004"
+    assert window(make_owner(), name).reserve("a") is IN_FLIGHT
+
+
 def test_a_take_over_asks_the_log(make_owner: MakeOwner, db: psycopg.Connection[Any], name: str) -> None:
     dead = make_owner(name="crashed", transactional_id="tx-1", positions={name: {0: 17}})
     window(dead, name).reserve_many(["in the log", "not there", "confirmed"])

@@ -63,6 +63,25 @@ def test_messages_come_out_as_they_went_in_with_their_ends() -> None:
     assert delivery.next_batch(MANY, MANY)[0] == []
 
 
+@pytest.mark.parametrize("is_again", [False, True])
+@pytest.mark.parametrize("offset", [1, 20])
+def test_what_was_fetched_before_the_partition_was_positioned_elsewhere_is_dropped(
+    offset: int, *, is_again: bool
+) -> None:
+    """Whether it waits for the first time or comes again: below where the ledger stands now, and above."""
+    ownership = Ownership()
+    own(ownership, A0)
+    delivery = FetchBuffer(ownership, on_error=unexpected)
+    delivery.add([message(A0, 0), message(A0, 1)])
+    if is_again:
+        delivery.requeue(delivery.next_batch(MANY, MANY)[0])
+    own(ownership, A0, offset)
+    delivery.discard()
+    assert delivery.waiting == 0
+    delivery.add([message(A0, offset)])
+    assert at(delivery.next_batch(MANY, MANY)[0]) == [("a", 0, offset)]
+
+
 def test_error_events_go_to_on_error_and_are_never_delivered() -> None:
     errors: list[Message] = []
     delivery = delivering(A0, on_error=errors.append)

@@ -95,8 +95,9 @@ def test_an_advance_says_all_that_the_ledger_must_compare() -> None:
 def test_a_unit_that_was_not_accounted_for_stops_the_next() -> None:
     ownership, _ = owning(P)
     ownership.hand_out({P: Span(0, 3, None)})
-    with pytest.raises(AssertionError):
-        ownership.hand_out({P: Span(3, 5, None)})
+    for span in (Span(3, 5, None), Span(0, 3, None)):
+        with pytest.raises(AssertionError):
+            ownership.hand_out({P: span})
 
 
 def test_a_batch_that_leaves_out_what_was_not_applied_stops_the_loop() -> None:
@@ -140,6 +141,7 @@ def test_what_becomes_of_a_unit_does_not_touch_a_later_acquisition() -> None:
     ownership.committed(advances)
     ownership.aborted(advances)
     ownership.classify(advances, [])
+    assert resolved(ownership, advances, []) is Resolution.FENCED
     assert ownership.states[P].phase is Phase.OWNED
     assert ownership.states[P].next_offset == 7
 
