@@ -75,7 +75,21 @@ def marks_of(changes: Sequence[Row], rules: Rules) -> Marks:
 def collapse(changes: Sequence[Row], rules: Rules, marks: Marks | None = None) -> Collapsed:
     """Make one change of all that share a key; without marks the values themselves are compared."""
     marks = marks or marks_of(changes, rules)
-    return _last(changes, marks) if rules.is_plain else _one_by_one(changes, rules, marks)
+    if not rules.is_plain:
+        return _one_by_one(changes, rules, marks)
+    # The last change of each key wins; the loops stay in C.
+    last = dict(zip(marks.keys, range(len(changes)), strict=True))
+    if len(last) == len(changes) and Tombstone not in set(map(type, changes)):
+        return Collapsed(rows=list(changes), indexes=list(range(len(changes))))
+    result = Collapsed()
+    for index in last.values():
+        change = changes[index]
+        if type(change) is Tombstone:
+            result.deletes.append(change)
+        else:
+            result.rows.append(change)
+            result.indexes.append(index)
+    return result
 
 
 def rounds(keys: Iterable[Any]) -> list[list[int]]:
@@ -96,22 +110,6 @@ def keys_of(changes: Iterable[Row], key: tuple[int, ...]) -> list[Any]:
     if len(key) == 1:
         return [c[0] if type(c) is Tombstone else pick(c) for c in changes]
     return [tuple(c) if type(c) is Tombstone else pick(c) for c in changes]
-
-
-def _last(changes: Sequence[Row], marks: Marks) -> Collapsed:
-    """Let the last change of each key win; the loops stay in C."""
-    last = dict(zip(marks.keys, range(len(changes)), strict=True))
-    if len(last) == len(changes) and Tombstone not in set(map(type, changes)):
-        return Collapsed(rows=list(changes), indexes=list(range(len(changes))))
-    result = Collapsed()
-    for index in last.values():
-        change = changes[index]
-        if type(change) is Tombstone:
-            result.deletes.append(change)
-        else:
-            result.rows.append(change)
-            result.indexes.append(index)
-    return result
 
 
 @dataclass(slots=True)
