@@ -20,29 +20,15 @@ from .table import Column
 from .writer import TableWriter
 
 
-class _Array(Protocol):
-    def to_pylist(self, *, maps_as_pydicts: str) -> list[Any]:
-        """Return the values as Python has them."""
-
-    def __getitem__(self, index: int) -> Any:
-        """Return one value."""
-
-
-class _Schema(Protocol):
-    @property
-    def names(self) -> list[str]:
-        """The columns' names."""
-
-
 class ArrowBatch(Protocol):
     """What a ``pyarrow.RecordBatch`` or ``pyarrow.Table`` has, as far as it is needed."""
 
     @property
-    def schema(self) -> _Schema:
+    def schema(self) -> Any:
         """What the columns are called."""
 
     @property
-    def columns(self) -> Sequence[_Array]:
+    def columns(self) -> Sequence[Any]:
         """The values."""
 
 
@@ -82,12 +68,12 @@ def _encode() -> Callable[[ArrowBatch, Sequence[Column]], list[bytes] | None]:
     return module.encode  # type: ignore[no-any-return]
 
 
-def _values(name: str, array: _Array) -> list[Any]:
+def _values(name: str, array: Any) -> list[Any]:
     array = _in_utc(array)
     try:
-        return array.to_pylist(maps_as_pydicts="strict")
+        return list(array.to_pylist(maps_as_pydicts="strict"))
     except (ValueError, OverflowError, KeyError) as error:
-        for row, value in enumerate(array):  # type: ignore[var-annotated, arg-type]
+        for row, value in enumerate(array):
             try:
                 value.as_py(maps_as_pydicts="strict")
             except (ValueError, OverflowError, KeyError) as reason:

@@ -85,20 +85,12 @@ def _fit_of(column: Column) -> Fit:
     if column.element_oid is not None:
         return _array
     name = name_of(column.type_oid) if column.kind == "b" else None
-    return _FITS.get(name or "", _nothing)
-
-
-def _nothing(_array: Any, _column: Column) -> Any:
-    return None
+    return _FITS.get(name or "", lambda _array, _column: None)
 
 
 def _whole(wanted: Any) -> Fit:
     # The cast raises where a value is out of range.
     return lambda array, _: array.cast(wanted) if pa.types.is_integer(array.type) else None
-
-
-def _float8(array: Any, _: Column) -> Any:
-    return array.cast(pa.float64()) if pa.types.is_floating(array.type) else None
 
 
 def _only(wanted: Any) -> Fit:
@@ -182,7 +174,7 @@ _FITS: dict[str, Fit] = {
     "int4": _whole(pa.int32()),
     "int8": _whole(pa.int64()),
     "float4": _only(pa.float32()),
-    "float8": _float8,
+    "float8": lambda array, _: array.cast(pa.float64()) if pa.types.is_floating(array.type) else None,
     "numeric": _numeric,
     "bool": _only(pa.bool_()),
     "text": _text,

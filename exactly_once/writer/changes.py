@@ -29,11 +29,10 @@ class Tombstone(tuple[Any, ...]):
 
 @dataclass(slots=True)
 class Collapsed:
-    """What is left to do: first delete, then store. Indexes are those of the changes."""
+    """What is left to do: first delete, then store."""
 
     deletes: list[Row] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    indexes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,20 @@ def marks_of(changes: Sequence[Row], rules: Rules) -> Marks:
 def collapse(changes: Sequence[Row], rules: Rules, marks: Marks | None = None) -> Collapsed:
     """Make one change of all that share a key; without marks the values themselves are compared."""
     marks = marks or marks_of(changes, rules)
-    return _last(changes, marks) if rules.is_plain else _one_by_one(changes, rules, marks)
+    if not rules.is_plain:
+        return _one_by_one(changes, rules, marks)
+    # The last change of each key wins; the loops stay in C.
+    last = dict(zip(marks.keys, range(len(changes)), strict=True))
+    if len(last) == len(changes) and Tombstone not in set(map(type, changes)):
+        return Collapsed(rows=list(changes))
+    result = Collapsed()
+    for index in last.values():
+        change = changes[index]
+        if type(change) is Tombstone:
+            result.deletes.append(change)
+        else:
+            result.rows.append(change)
+    return result
 
 
 def rounds(keys: Iterable[Any]) -> list[list[int]]:
@@ -98,28 +110,11 @@ def keys_of(changes: Iterable[Row], key: tuple[int, ...]) -> list[Any]:
     return [tuple(c) if type(c) is Tombstone else pick(c) for c in changes]
 
 
-def _last(changes: Sequence[Row], marks: Marks) -> Collapsed:
-    """Let the last change of each key win; the loops stay in C."""
-    last = dict(zip(marks.keys, range(len(changes)), strict=True))
-    if len(last) == len(changes) and Tombstone not in set(map(type, changes)):
-        return Collapsed(rows=list(changes), indexes=list(range(len(changes))))
-    result = Collapsed()
-    for index in last.values():
-        change = changes[index]
-        if type(change) is Tombstone:
-            result.deletes.append(change)
-        else:
-            result.rows.append(change)
-            result.indexes.append(index)
-    return result
-
-
 @dataclass(slots=True)
 class _Fate:
     """What becomes of one key."""
 
     row: Row | None = None
-    index: int = 0
     age: Any = None
     deleted: Tombstone | None = None
 
@@ -132,9 +127,9 @@ def _one_by_one(changes: Sequence[Row], rules: Rules, marks: Marks) -> Collapsed
         if type(change) is Tombstone:
             fate.row, fate.deleted = None, change
         elif fate.row is None:
-            fate.row, fate.index, fate.age = change, index, age
+            fate.row, fate.age = change, age
         elif rules.newest_by is None or is_not_older(age, fate.age):
-            fate.row, fate.index = _merged(fate.row, change, rules), index
+            fate.row = _merged(fate.row, change, rules)
             if rules.newest_by not in rules.inserted_only:
                 fate.age = age
     result = Collapsed()
@@ -143,7 +138,6 @@ def _one_by_one(changes: Sequence[Row], rules: Rules, marks: Marks) -> Collapsed
             result.deletes.append(fate.deleted)
         if fate.row is not None:
             result.rows.append(fate.row)
-            result.indexes.append(fate.index)
     return result
 
 

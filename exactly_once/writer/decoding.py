@@ -198,16 +198,14 @@ def key_field(path: Sequence[str], message: Message) -> Any:
 def _headers(message: Message) -> list[list[Any]] | None:
     """Return pairs, because a name may come twice; bytes that are no text are shown as base64."""
     headers = message.headers()
-    return None if headers is None else [[pair[0], _shown(pair[1])] for pair in headers]
-
-
-def _shown(value: str | bytes | None) -> Any:
-    if not isinstance(value, bytes):
-        return value
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return {"base64": base64.b64encode(value).decode()}
+    shown: list[list[Any]] = []
+    for pair in headers or ():
+        value: Any = pair[1]
+        try:
+            shown.append([pair[0], value.decode() if isinstance(value, bytes) else value])
+        except UnicodeDecodeError:
+            shown.append([pair[0], {"base64": base64.b64encode(value).decode()}])
+    return None if headers is None else shown
 
 
 def remade(source: Message, key: Any, value: bytes | None) -> Message:

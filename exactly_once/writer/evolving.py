@@ -59,17 +59,13 @@ def type_of(value: Any) -> str | None:
     if isinstance(value, (float, Decimal)):
         return "numeric" if math.isfinite(value) else "jsonb"  # a double would change most decimal fractions
     if isinstance(value, str):
-        return "timestamptz" if _is_moment(value) else "text"
+        # A moment is what the decoder takes for one: other notations of ISO 8601 it refuses.
+        try:
+            _moment(msgspec.json.encode(value))
+        except (msgspec.ValidationError, UnicodeEncodeError):
+            return "text"
+        return "timestamptz"
     return "jsonb"
-
-
-def _is_moment(value: str) -> bool:
-    """Tell whether the decoder takes a text for a moment: other notations of ISO 8601 it refuses."""
-    try:
-        _moment(msgspec.json.encode(value))
-    except (msgspec.ValidationError, UnicodeEncodeError):
-        return False
-    return True
 
 
 def wider(one: str | None, other: str | None) -> str | None:

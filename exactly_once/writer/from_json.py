@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -109,7 +110,13 @@ class JsonDecoder:
         if self._rest is not None and base_name(table.pick([self._rest])[0]) not in ("json", "jsonb"):
             raise TableError(f"{table}: rest={self._rest!r} needs a column of json or jsonb")
         self._table = table
-        self._paths = self._paths_in(table)
+        self._paths: dict[str, Path]
+        if self._fields is not None:
+            self._paths = {column: path_of(path) for column, path in self._fields.items()}
+        else:
+            taken = {*self._envelope.columns, self._rest}
+            named = {name: (name,) for name in table.writable if name not in taken and (name,) not in self._drop}
+            self._paths = named | self._rename
         self._columns = (*self._paths, *([self._rest] if self._rest else []), *self._envelope.columns)
         self._fill()
         self._key = _Key(table, key, self._paths, self._reading) if mode == "upsert" else None
@@ -141,13 +148,6 @@ class JsonDecoder:
         )
 
     # How the columns are filled.
-
-    def _paths_in(self, table: Table) -> dict[str, Path]:
-        if self._fields is not None:
-            return {column: path_of(path) for column, path in self._fields.items()}
-        taken = {*self._envelope.columns, self._rest}
-        named = {name: (name,) for name in table.writable if name not in taken and (name,) not in self._drop}
-        return named | self._rename
 
     def _fill(self) -> None:
         """Get ready to fill columns from their paths."""
@@ -391,8 +391,10 @@ class _Key:
         if len(self._readers) > 1:
             raise ValueError(f"it is no object with {', '.join(self._readers)}")
         ((name, read),) = self._readers.items()
-        if raw.startswith(b'"') and _is_json_text(raw):
-            return {name: read(raw)}
+        if raw.startswith(b'"'):
+            with contextlib.suppress(ValueError):  # plain text that begins with a quote
+                text_of(raw)
+                return {name: read(raw)}
         text = key.decode()
         if "\0" in text:
             raise ValueError("it holds NUL, so it is in a binary form; keys are read as JSON or text")
@@ -402,14 +404,6 @@ class _Key:
 def _nothing(_: bytes) -> Any:
     """Stand for a decoder where msgspec cannot be one."""
     raise ValueError
-
-
-def _is_json_text(raw: bytes) -> bool:
-    try:
-        text_of(raw)
-    except ValueError:
-        return False
-    return True
 
 
 def _check(columns: Sequence[Column], reading: Reading) -> None:

@@ -232,10 +232,6 @@ def _moment(raw: bytes) -> Any:
     return datetime.combine(date(*parts[:3]), _clock(parts[3:]))  # the codec asks for a zone
 
 
-def _date(raw: bytes) -> Any:
-    return date(*_parts(raw)) if raw.startswith(b"[") else _words(raw)
-
-
 def _time(raw: bytes) -> Any:
     return _clock(_parts(raw)) if raw.startswith(b"[") else _words(raw)
 
@@ -322,7 +318,7 @@ _SIMPLE: dict[str, Reader] = {
     **dict.fromkeys(_WHOLE, _whole),
     "numeric": lambda raw: Decimal(raw.decode()) if raw[0] in _NUMBER_STARTS else decimal_of(text_of(raw)),
     "bytea": _bytes,
-    "date": _date,
+    "date": lambda raw: date(*_parts(raw)) if raw.startswith(b"[") else _words(raw),
     "time": _time,
     "timetz": _time,
     "timestamp": _moment,

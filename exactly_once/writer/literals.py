@@ -25,7 +25,7 @@ def literal(value: Any) -> str | None:
     """
     if value is None:
         return None
-    writer = _WRITERS.get(type(value)) or _inherited(value)
+    writer = _WRITERS.get(type(value)) or next((w for kind, w in _WRITERS.items() if isinstance(value, kind)), None)
     if writer is None:
         raise ValueError(f"a {type(value).__name__} has no form that Postgres reads: {cut(value)}")
     return writer(value)
@@ -48,16 +48,15 @@ def record(values: Sequence[Any]) -> str:
 
 
 def _array(values: Sequence[Any]) -> str:
-    return "{" + ",".join(map(_element, values)) + "}"
-
-
-def _element(value: Any) -> str:
-    if isinstance(value, list):
-        return _array(value)
-    text = literal(value)
-    if text is None:
-        return "NULL"
-    return f'"{text}"' if text.upper() == "NULL" else _quoted(text, doubled="\\")
+    parts = []
+    for value in values:
+        text = _array(value) if isinstance(value, list) else literal(value)
+        if text is None:
+            text = "NULL"
+        elif not isinstance(value, list):
+            text = f'"{text}"' if text.upper() == "NULL" else _quoted(text, doubled="\\")
+        parts.append(text)
+    return "{" + ",".join(parts) + "}"
 
 
 def _quoted(text: str, *, doubled: str) -> str:
@@ -76,19 +75,6 @@ def _range(value: Range[Any]) -> str:
     return f"{'[' if value.lower_inc else '('}{lower},{upper}{']' if value.upper_inc else ')'}"
 
 
-def _multirange(value: Multirange[Any]) -> str:
-    return "{" + ",".join(map(_range, value)) + "}"
-
-
-def _interval(value: timedelta) -> str:
-    return f"{value.days} days {value.seconds} seconds {value.microseconds} microseconds"
-
-
-def _inherited(value: Any) -> Callable[[Any], str] | None:
-    """Find the form of a type that inherits from one that has one."""
-    return next((writer for kind, writer in _WRITERS.items() if isinstance(value, kind)), None)
-
-
 _WRITERS: dict[type, Callable[[Any], str]] = {
     str: str.__str__,
     bool: lambda value: "t" if value else "f",
@@ -101,12 +87,12 @@ _WRITERS: dict[type, Callable[[Any], str]] = {
     datetime: lambda value: value.isoformat(sep=" "),
     date: date.isoformat,
     time: time.isoformat,
-    timedelta: _interval,
+    timedelta: lambda value: f"{value.days} days {value.seconds} seconds {value.microseconds} microseconds",
     UUID: str,
     list: _array,
     tuple: record,
     dict: json_text,
     Range: _range,
-    Multirange: _multirange,
+    Multirange: lambda value: "{" + ",".join(map(_range, value)) + "}",
     **dict.fromkeys((IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network), str),
 }

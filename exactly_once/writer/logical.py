@@ -89,7 +89,10 @@ def _conversion(schema: Schema) -> Convert | None:
 
 def _array(convert: Convert, text: bytes, column: Column | None) -> bytes:
     items = msgspec.json.decode(text, type=list[Raw])
-    element = None if column is None or column.element_oid is None else _element(column)
+    element = column
+    if column is not None:
+        oid = column.element_oid
+        element = None if oid is None else Column(name=column.name, type_name="", base_name="", type_oid=oid)
     return msgspec.json.encode(
         [each if bytes(each) == b"null" else Raw(convert(bytes(each), element)) for each in items]
     )
@@ -112,10 +115,6 @@ def _struct(fields: Mapping[str, Convert], text: bytes, column: Column | None) -
     return msgspec.json.encode(row)
 
 
-def _element(column: Column) -> Column:
-    return Column(name=column.name, type_name="", base_name="", type_oid=column.element_oid or 0)
-
-
 def _type(column: Column | None) -> str | None:
     return None if column is None else name_of(column.type_oid)
 
@@ -133,35 +132,23 @@ def _date(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
     return text if _type(column) in _NUMBERS else _text((date(1970, 1, 1) + timedelta(days=days)).isoformat())
 
 
-def _time(unit: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
-    if _type(column) in _NUMBERS:
+def _moment(kind: str, unit: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    """Write a time, a timestamp or an instant, whose zone is known, with all its digits.
+
+    The zone is UTC. A column that has one gets it of each kind, and one that has none of no kind.
+    """
+    of_column = _type(column)
+    if of_column in _NUMBERS:
         return text
-    moment, fraction = _split(text, unit)
-    if (moment - _EPOCH).days:
-        raise ValueError("it is no time of a day")
-    return _text(f"{moment:%H:%M:%S}{fraction}")
-
-
-def _timestamp(unit: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
-    """Write a moment with all its digits; with the zone, which is UTC, where the column has one."""
-    if _type(column) in _NUMBERS:
-        return text
-    moment, fraction = _split(text, unit)
-    return _text(f"{moment.isoformat()}{fraction}{'Z' if _type(column) == 'timestamptz' else ''}")
-
-
-def _instant(unit: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
-    """Write a moment of a known zone, but for a column that has none."""
-    if _type(column) in (*_NUMBERS, "timestamp"):
-        return _timestamp(unit, {}, text, column)
-    moment, fraction = _split(text, unit)
-    return _text(f"{moment.isoformat()}{fraction}Z")
-
-
-def _split(text: bytes, unit: str) -> tuple[datetime, str]:
     digits = _DIGITS[unit]
-    seconds, fraction = divmod(msgspec.json.decode(text, type=int), 10**digits)
-    return _EPOCH + timedelta(seconds=seconds), f".{fraction:0{digits}d}" if fraction else ""
+    seconds, part = divmod(msgspec.json.decode(text, type=int), 10**digits)
+    moment, fraction = _EPOCH + timedelta(seconds=seconds), f".{part:0{digits}d}" if part else ""
+    if kind == "time":
+        if (moment - _EPOCH).days:
+            raise ValueError("it is no time of a day")
+        return _text(f"{moment:%H:%M:%S}{fraction}")
+    is_zoned = of_column == "timestamptz" or (kind == "instant" and of_column != "timestamp")
+    return _text(f"{moment.isoformat()}{fraction}{'Z' if is_zoned else ''}")
 
 
 def _duration(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -223,12 +210,12 @@ def _geometry(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes
 
 _LOGICAL: dict[str, Callable[[Mapping[str, str], bytes, Column | None], bytes]] = {
     "io.debezium.time.Date": _date,
-    "io.debezium.time.Time": partial(_time, "ms"),
-    "io.debezium.time.MicroTime": partial(_time, "us"),
-    "io.debezium.time.NanoTime": partial(_time, "ns"),
-    "io.debezium.time.Timestamp": partial(_timestamp, "ms"),
-    "io.debezium.time.MicroTimestamp": partial(_timestamp, "us"),
-    "io.debezium.time.NanoTimestamp": partial(_timestamp, "ns"),
+    "io.debezium.time.Time": partial(_moment, "time", "ms"),
+    "io.debezium.time.MicroTime": partial(_moment, "time", "us"),
+    "io.debezium.time.NanoTime": partial(_moment, "time", "ns"),
+    "io.debezium.time.Timestamp": partial(_moment, "timestamp", "ms"),
+    "io.debezium.time.MicroTimestamp": partial(_moment, "timestamp", "us"),
+    "io.debezium.time.NanoTimestamp": partial(_moment, "timestamp", "ns"),
     "io.debezium.time.MicroDuration": _duration,
     "io.debezium.data.VariableScaleDecimal": _variable_decimal,
     "io.debezium.data.Json": _json,
@@ -237,12 +224,12 @@ _LOGICAL: dict[str, Callable[[Mapping[str, str], bytes, Column | None], bytes]] 
     "io.debezium.data.geometry.Geometry": _geometry,
     "io.debezium.data.geometry.Geography": _geometry,
     "org.apache.kafka.connect.data.Date": _date,
-    "org.apache.kafka.connect.data.Time": partial(_time, "ms"),
-    "org.apache.kafka.connect.data.Timestamp": partial(_timestamp, "ms"),
+    "org.apache.kafka.connect.data.Time": partial(_moment, "time", "ms"),
+    "org.apache.kafka.connect.data.Timestamp": partial(_moment, "timestamp", "ms"),
     "org.apache.kafka.connect.data.Decimal": _decimal,
-    "avro.timestamp-millis": partial(_instant, "ms"),
-    "avro.timestamp-micros": partial(_instant, "us"),
-    "avro.timestamp-nanos": partial(_instant, "ns"),
+    "avro.timestamp-millis": partial(_moment, "instant", "ms"),
+    "avro.timestamp-micros": partial(_moment, "instant", "us"),
+    "avro.timestamp-nanos": partial(_moment, "instant", "ns"),
 }
 _LOGICAL_COLUMNS = {
     "Date": "date",

@@ -59,7 +59,11 @@ class TableSink:
         **options: Any,
     ) -> None:
         self.writer = TableWriter(table, **options)
-        self._claims = None if claim is None else _claims(claim)
+        self._claims: Claims | None = None
+        if claim is not None:
+            from .claiming import Claims  # noqa: PLC0415 - an extra
+
+            self._claims = Claims(claim)
         self._evolves = evolve is not None
         self._types = dict(types or {})
         self._to_add: dict[str, str] = {}
@@ -220,12 +224,6 @@ class TableSink:
                 self._to_add = {}
                 raise TableChanged(f"{table} takes no more columns: {error}") from error
             logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
-
-
-def _claims(source: str | Sequence[str]) -> Claims:
-    from .claiming import Claims  # noqa: PLC0415 - an extra
-
-    return Claims(source)
 
 
 def _place(message: Message) -> tuple[str | None, int | None, int | None]:

@@ -32,7 +32,11 @@ def merge(connection: Connection, plan: Plan, prepared: Prepared, conflict: Conf
     if not rows:
         return 0
     if len(rows) > small_batch:
-        return _merge_staged(connection, plan, prepared, conflict)
+        form, encoded = plan.encode(prepared)
+        cursor = cursor_on(connection)
+        cursor.execute(statements.create_stage(plan.columns), prepare=False)
+        _copy(connection, STAGE, statements.stage_columns(len(plan.names)), form, encoded)
+        return cursor.execute(statements.insert_from_stage(plan, conflict), prepare=False).rowcount
     natives, values = plan.arrays(prepared)
     statement = statements.insert_from_arrays(plan, natives, conflict)
     return cursor_on(connection).execute(statement, values, prepare=False).rowcount
@@ -60,14 +64,6 @@ def rank(connection: Connection, plan: Plan, changes: Sequence[Row], rules: Rule
     statement = statements.rank_arrays(part, natives, len(rules.key))
     ranks = cursor_on(connection).execute(statement, values, prepare=False).fetchall()
     return Marks([r[0] for r in ranks], [r[1] for r in ranks] if rules.newest_by is not None else ())
-
-
-def _merge_staged(connection: Connection, plan: Plan, prepared: Prepared, conflict: Conflict) -> int:
-    form, encoded = plan.encode(prepared)
-    cursor = cursor_on(connection)
-    cursor.execute(statements.create_stage(plan.columns), prepare=False)
-    _copy(connection, STAGE, statements.stage_columns(len(plan.names)), form, encoded)
-    return cursor.execute(statements.insert_from_stage(plan, conflict), prepare=False).rowcount
 
 
 def _copy(

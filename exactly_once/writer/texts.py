@@ -62,7 +62,15 @@ def jsonb() -> Codec:
 
 def uuid() -> Codec:
     """Make the codec of UUIDs, from their text or 16 bytes too."""
-    return named("uuid", {UUID}, lambda v: UUID(bytes=bytes(v)) if isinstance(v, (bytes, bytearray)) else _uuid(v))
+
+    def coerce(value: Any) -> UUID:
+        if isinstance(value, (bytes, bytearray)):
+            return UUID(bytes=bytes(value))
+        if not isinstance(value, str) or not _UUID.fullmatch(value):
+            raise ValueError(f"{cut(value)} is no UUID")
+        return UUID(value)
+
+    return named("uuid", {UUID}, coerce)
 
 
 def inet() -> Codec:
@@ -75,12 +83,6 @@ def cidr() -> Codec:
     """Make the codec of networks."""
     exact: set[type] = {ipaddress.IPv4Network, ipaddress.IPv6Network}
     return named("cidr", exact, lambda v: _address(v, ipaddress.ip_network))
-
-
-def _uuid(value: Any) -> UUID:
-    if not isinstance(value, str) or not _UUID.fullmatch(value):
-        raise ValueError(f"{cut(value)} is no UUID")
-    return UUID(value)
 
 
 def _address(value: Any, make: Callable[[str], Any]) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from confluent_kafka import Message
 
 from exactly_once.ledger.session import Connection
 
-from .changes import MISSING, Collapsed, Marks, Row, Rules, Tombstone, collapse, marks_of, rounds
+from .changes import MISSING, Marks, Row, Rules, Tombstone, collapse, marks_of, rounds
 from .errors import BadRow, origin
 from .plan import Plan, Prepared
 from .statements import Conflict
@@ -42,7 +42,14 @@ class Upsert:
         """Apply changes in their order; return how many rows Postgres stored, changed or deleted."""
         looked_at, is_binary = self._prepare(changes, exact, origins)
         written = 0
-        for step in self._steps(looked_at, self._marks(connection, looked_at, is_binary=is_binary)):
+        marks = self._marks(connection, looked_at, is_binary=is_binary)
+        if self._conflict.add or (self._rules.keeps_missing and self._rules.newest_by is not None):
+            # Such changes cannot be made one, as a sum takes each row: a statement for each time that a key comes.
+            parts = [[looked_at[i] for i in indexes] for indexes in rounds(marks.keys)]
+            steps = [collapse(part, self._rules, Marks(range(len(part)))) for part in parts]
+        else:
+            steps = [collapse(looked_at, self._rules, marks)]
+        for step in steps:
             if step.deletes:
                 deleted = delete(connection, self._key, step.deletes, is_binary=is_binary)
                 written += deleted
@@ -50,16 +57,6 @@ class Upsert:
             for plan, rows in self._plan.by_columns(Prepared(step.rows, is_binary)):
                 written += merge(connection, plan, rows, self._conflict, small_batch=self._small_batch)
         return written
-
-    def _steps(self, changes: Sequence[Row], marks: Marks) -> Iterator[Collapsed]:
-        """Collapse what can be; the rest takes a statement for each time that a key comes."""
-        # A sum takes each of its rows, and Postgres takes a key once in a statement.
-        if self._conflict.add or (self._rules.keeps_missing and self._rules.newest_by is not None):
-            for indexes in rounds(marks.keys):
-                some = [changes[i] for i in indexes]
-                yield collapse(some, self._rules, Marks(range(len(some))))
-        else:
-            yield collapse(changes, self._rules, marks)
 
     def _marks(self, connection: Connection, changes: Sequence[Row], *, is_binary: bool) -> Marks:
         """Return what changes are compared by: their values, or their ranks where only Postgres can tell."""

@@ -105,20 +105,20 @@ class TableWriter:
         :raises TableError: when there is no such table, or it cannot take what it is asked to.
         :raises TableChanged: when it is gone; the next attempt looks for another one of its name.
         """
-        _check_connection(connection)
-        while self._table is None or (locks and self._lock_shape(connection, self._table) != self._table.shape):
-            table = read_table(connection, self.name)
-            self._conflict = self._conflict_in(table)
-            self._columns = self._columns or tuple(table.writable)
-            self._table, self._is_fresh, self._plans = table, True, {}
-        return self._table
-
-    def _lock_shape(self, connection: Connection, table: Table) -> str:
+        if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
+            raise ConfigurationError("the writer needs an open transaction; this connection commits each statement")
+        if (encoding := connection.info.encoding) != "utf-8":
+            raise ConfigurationError(f"the connection's client_encoding is {encoding}; say client_encoding=UTF8")
         try:
-            return lock_shape(connection, table)
+            while self._table is None or (locks and lock_shape(connection, self._table) != self._table.shape):
+                table = read_table(connection, self.name)
+                self._conflict = self._conflict_in(table)
+                self._columns = self._columns or tuple(table.writable)
+                self._table, self._is_fresh, self._plans = table, True, {}
         except psycopg.errors.UndefinedTable as error:
-            self._table = None
-            raise TableChanged(f"{table} is gone: {error}") from error
+            gone, self._table = self._table, None
+            raise TableChanged(f"{gone or self.name} is gone: {error}") from error
+        return self._table
 
     def key(self, connection: Connection) -> tuple[str, ...]:
         """Return the columns by which rows are told from each other; none where that does not matter."""
@@ -289,13 +289,4 @@ class TableWriter:
             message=origin(origins, line) if line is not None else None,
             row=line,
             column=column,
-        )
-
-
-def _check_connection(connection: Connection) -> None:
-    if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
-        raise ConfigurationError("the writer needs an open transaction; this connection commits each statement")
-    if connection.info.encoding != "utf-8":
-        raise ConfigurationError(
-            f"the connection's client_encoding is {connection.info.encoding}; say client_encoding=UTF8"
         )

@@ -113,13 +113,6 @@ def test_a_row_after_a_tombstone_is_deleted_first_where_something_could_outlive_
     assert collapse(changes, Rules(key=(0,), replaces_all=True)).deletes == []
 
 
-def test_indexes_tell_which_change_each_row_was() -> None:
-    changes = [(1, "a"), (2, "b"), (1, "c"), Tombstone((2,)), (3, "d")]
-    for rules in (Rules(key=(0,)), Rules(key=(0,), newest_by=0, replaces_all=False)):
-        left = collapse(changes, rules)
-        assert [changes[i] for i in left.indexes] == left.rows == [(1, "c"), (3, "d")]
-
-
 def test_a_key_of_several_columns_is_one_key() -> None:
     changes = [(1, 1, "a"), (1, 2, "b"), Tombstone((1, 1)), (1, 2, "c")]
     left = collapse(changes, Rules(key=(0, 1)))
