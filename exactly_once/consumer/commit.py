@@ -207,11 +207,27 @@ class CommitProtocol:
             unit.work.commit(unit.advances)
             self._committed(unit, commit_seconds=time.monotonic() - sent_at)
         except BaseException as error:
-            if unit.work.is_unknown:
-                self._after_unknown(unit, error)
-                return
-            self.abandon(unit, error)
-            raise
+            if not unit.work.is_unknown:
+                self.abandon(unit, error)
+                raise
+            # Once here; after an error of this the iteration goes on asking.
+            lost = is_lost(unit.work.connection)
+            self._pending = Pending(unit, Sent.COMMIT)
+            try:
+                resolution = self._resolve(self._pending)
+            except psycopg.Error:
+                if not isinstance(error, Exception):
+                    raise error from None
+                what = "COMMIT was not confirmed, and the database cannot be asked"
+                raise OutcomePending(_told(unit, what)) from error
+            if not isinstance(error, Exception):
+                raise
+            if resolution is Resolution.FENCED:
+                raise Fenced(_told(unit, "COMMIT was not confirmed, and its rows belong to another owner")) from error
+            if resolution is Resolution.ABORTED:
+                self._count(unit, error, lost=lost)
+                self._raise_fault(unit, error, lost=lost, began=True)
+                raise
         finally:
             self._terminator.clear()
 
@@ -344,25 +360,6 @@ class CommitProtocol:
             self._ownership.aborted(unit.advances)
             self._buffer.requeue(unit.sent.again())
 
-    def _after_unknown(self, unit: Unit, error: BaseException) -> None:
-        """Try once to learn the outcome of a COMMIT that was not confirmed."""
-        lost = is_lost(unit.work.connection)
-        self._pending = Pending(unit, Sent.COMMIT)
-        try:
-            resolution = self._resolve(self._pending)
-        except psycopg.Error:
-            if not isinstance(error, Exception):
-                raise error from None
-            raise OutcomePending(_told(unit, "COMMIT was not confirmed, and the database cannot be asked")) from error
-        if not isinstance(error, Exception):
-            raise error
-        if resolution is Resolution.FENCED:
-            raise Fenced(_told(unit, "COMMIT was not confirmed, and its rows belong to another owner")) from error
-        if resolution is Resolution.ABORTED:
-            self._count(unit, error, lost=lost)
-            self._raise_fault(unit, error, lost=lost, began=True)
-            raise error
-
     def _resolve(self, pending: Pending) -> Resolution:
         """Take the unit's rows again under a new token, and act on where they are."""
         unit, counters = pending.unit, self.counters
@@ -486,12 +483,6 @@ class CommitProtocol:
             logger.critical("%s", failure, extra=self._about("halt_failed", several=left))
         raise failure
 
-    def _is_suspect(self, unit: Unit) -> bool:
-        """Tell whether a unit has failed often enough, or is a part of one that has and can be cut further."""
-        several = len(unit.messages) > 1
-        is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
-        return self._patience.is_handlers or (several and is_part)
-
     def _blame(self, unit: Unit, error: Exception, fault: Fault, *, lost: bool) -> Fault:
         """End what would go on for ever: say whose fault it is that these messages failed so often.
 
@@ -503,7 +494,10 @@ class CommitProtocol:
         if fault is Fault.ENVIRONMENT and is_by_statement(error, connection_lost=lost):
             driver = driver_error(error)
             is_read_only = driver is not None and driver.sqlstate == READ_ONLY
-            if self._is_suspect(unit) and not (is_read_only and self._refuses_writes(unit)):
+            # Failed often enough, or a part of what did, which can be cut further.
+            is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
+            is_suspect = patience.is_handlers or (several and is_part)
+            if is_suspect and not (is_read_only and self._refuses_writes(unit)):
                 fault = Fault.HANDLER
         elif patience.is_overdue:
             unit.fault = Fault.OTHER

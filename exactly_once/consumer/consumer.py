@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -707,32 +708,22 @@ class ExactlyOnceConsumer:
         self._must_reopen = f"the Kafka client left {_SILENT_CHECKS} commits without an answer, and brokers answer"
         return True
 
-    def _look_into_fence(self) -> None:
-        """Go on where the client may have fenced itself.
-
-        One that hears nothing of its coordinator for a session time-out forgets its member id. A commit that waits in
-        it then goes out without that, which brokers take for another process of the same instance id.
+    def _reopen_client(self) -> None:
+        """Join anew, with another client.
 
         :raises InstanceFenced: when another process has our rows, or it is the second time in a short while.
         """
-        if self._fence is None:
-            return
-        now = time.monotonic()
-        if now - self._fenced_at < TWIN_SECONDS or self._is_replaced():
-            raise InstanceFenced(f"{self._fence}; group.instance.id={self._kafka.get('group.instance.id')!r}")
-        self._fence, self._fenced_at = None, now
-
-    def _is_replaced(self) -> bool:
-        """Look whether another process owns rows of ours by now."""
-        try:
-            rows = self._ledger.look(list(self._ownership.states))
-        except psycopg.Error:
-            return False  # the next fence tells
-        return any(row.owner_token is not None and row.owner_instance != self._session.instance for row in rows)
-
-    def _reopen_client(self) -> None:
-        """Join anew, with another client."""
-        self._look_into_fence()
+        if self._fence is not None:
+            # The client may have fenced itself: one that hears nothing of its coordinator for a session time-out
+            # forgets its member id. A commit that waits in it then goes out without that, which brokers take for
+            # another process of the same instance id. A real one owns rows of ours by now, or fences us again.
+            now, own, rows = time.monotonic(), self._session.instance, []
+            with contextlib.suppress(psycopg.Error):
+                rows = self._ledger.look(list(self._ownership.states))
+            is_replaced = any(row.owner_token is not None and row.owner_instance != own for row in rows)
+            if is_replaced or now - self._fenced_at < TWIN_SECONDS:
+                raise InstanceFenced(f"{self._fence}; group.instance.id={self._kafka.get('group.instance.id')!r}")
+            self._fence, self._fenced_at = None, now
         logger.warning("%s; joining again", self._must_reopen, extra=self._about("joining_again"))
         self._close_client()
         self._ownership.revoked(list(self._ownership.states))
