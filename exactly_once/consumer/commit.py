@@ -207,27 +207,11 @@ class CommitProtocol:
             unit.work.commit(unit.advances)
             self._committed(unit, commit_seconds=time.monotonic() - sent_at)
         except BaseException as error:
-            if not unit.work.is_unknown:
-                self.abandon(unit, error)
-                raise
-            # Once here; after an error of this the iteration goes on asking.
-            lost = is_lost(unit.work.connection)
-            self._pending = Pending(unit, Sent.COMMIT)
-            try:
-                resolution = self._resolve(self._pending)
-            except psycopg.Error:
-                if not isinstance(error, Exception):
-                    raise error from None
-                what = "COMMIT was not confirmed, and the database cannot be asked"
-                raise OutcomePending(_told(unit, what)) from error
-            if not isinstance(error, Exception):
-                raise
-            if resolution is Resolution.FENCED:
-                raise Fenced(_told(unit, "COMMIT was not confirmed, and its rows belong to another owner")) from error
-            if resolution is Resolution.ABORTED:
-                self._count(unit, error, lost=lost)
-                self._raise_fault(unit, error, lost=lost, began=True)
-                raise
+            if unit.work.is_unknown:
+                self._after_unknown(unit, error)
+                return
+            self.abandon(unit, error)
+            raise
         finally:
             self._terminator.clear()
 
@@ -359,6 +343,25 @@ class CommitProtocol:
         with self._ownership.changing():
             self._ownership.aborted(unit.advances)
             self._buffer.requeue(unit.sent.again())
+
+    def _after_unknown(self, unit: Unit, error: BaseException) -> None:
+        """Try once to learn the outcome of a COMMIT that was not confirmed."""
+        lost = is_lost(unit.work.connection)
+        self._pending = Pending(unit, Sent.COMMIT)
+        try:
+            resolution = self._resolve(self._pending)
+        except psycopg.Error:
+            if not isinstance(error, Exception):
+                raise error from None
+            raise OutcomePending(_told(unit, "COMMIT was not confirmed, and the database cannot be asked")) from error
+        if not isinstance(error, Exception):
+            raise error
+        if resolution is Resolution.FENCED:
+            raise Fenced(_told(unit, "COMMIT was not confirmed, and its rows belong to another owner")) from error
+        if resolution is Resolution.ABORTED:
+            self._count(unit, error, lost=lost)
+            self._raise_fault(unit, error, lost=lost, began=True)
+            raise error
 
     def _resolve(self, pending: Pending) -> Resolution:
         """Take the unit's rows again under a new token, and act on where they are."""

@@ -82,9 +82,10 @@ RETURNS void LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
     INSERT INTO {schema}.ledger (
         group_id, topic, partition, generation, cluster_id, topic_id, next_offset, leader_epoch, owner_epoch, owner_token,
         owner_kind, owner_instance, owner_name, application, halted, acquired_at, moved_at, advanced_at)
-    SELECT group_id, topic, partition, generation + 1, cluster_id, topic_id, next_offset, leader_epoch, owner_epoch,
-           owner_token, owner_kind, owner_instance, owner_name, application, halted, acquired_at, moved_at, advanced_at
-    FROM gone
+    SELECT g.group_id, g.topic, g.partition, g.generation + 1, g.cluster_id, g.topic_id, g.next_offset, g.leader_epoch,
+           g.owner_epoch, g.owner_token, g.owner_kind, g.owner_instance, g.owner_name, g.application, g.halted,
+           g.acquired_at, g.moved_at, g.advanced_at
+    FROM gone g
 $rotate$;
 
 -- Moves the offsets of one unit of work, all or none, inside the transaction of its effects.
