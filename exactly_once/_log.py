@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from ._model import Advance, Partition
 
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
 
 def about(
     action: str,
@@ -51,3 +53,14 @@ def text_of(error: object) -> str:
 def named(error: BaseException | None) -> str:
     """Return the class of an error and what it says."""
     return f"{type(error).__name__}: {text_of(error)}"
+
+
+def ago(seconds: float | None) -> str | None:
+    """Return how long ago something was, in its largest unit."""
+    if seconds is None:
+        return None
+    for size, name in _UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.1f} {name} ago"
+    # Below 0 where the server's clock was set back.
+    return f"{max(seconds, 0):.1f} s ago"

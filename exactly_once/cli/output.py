@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from exactly_once import _log
+
+ago = _log.ago
 _GAP = "  "
 _LEAST = 8  # characters of a name that are always shown: with less, pods of one deployment look alike
-_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
 def show(
@@ -104,14 +106,3 @@ def print_json(document: object) -> None:
 def printable(value: object) -> str:
     """Show a value in one line: what Kafka or a handler's error put there must not move the cursor of a terminal."""
     return "-" if value is None else "".join(c if c.isprintable() else " " for c in str(value))
-
-
-def ago(seconds: float | None) -> str | None:
-    """Return how long ago something was, in its largest unit."""
-    if seconds is None:
-        return None
-    for size, name in _UNITS:
-        if seconds >= size:
-            return f"{seconds / size:.1f} {name} ago"
-    # Below 0 where the server's clock was set back.
-    return f"{max(seconds, 0):.1f} s ago"

@@ -24,6 +24,9 @@ from .partitions import Ownership, PartitionState
 
 Spans = dict[Partition, Span]
 
+_MESSAGE_BYTES = 500
+"""About what a message takes in memory beside its value: without that, millions of small ones could be kept."""
+
 
 class Sent:
     """What the broker sent of a batch, whatever a handler does to its messages, as ``set_value`` does.
@@ -171,7 +174,7 @@ class FetchBuffer:
         if keep or self._kept:
             for partition, run in self._runs(self._waiting):
                 self._kept.setdefault(partition, []).extend(run)
-            self._kept_bytes += sum(map(len, self._waiting))
+            self._kept_bytes += _weight(self._waiting)
             self._waiting, self._spans = [], None
 
     def _take_in(self, messages: list[Message]) -> None:
@@ -207,7 +210,7 @@ class FetchBuffer:
             for run in self._kept.values():
                 batch += run[: max_messages - len(batch)]
             batch, _ = self._cut(batch, max_messages, max_bytes)
-            self._kept_bytes -= sum(map(len, batch))
+            self._kept_bytes -= _weight(batch)
             for partition, run in self._runs(batch):
                 rest = self._kept.pop(partition)[len(run) :]
                 if rest:
@@ -241,7 +244,7 @@ class FetchBuffer:
         if self._kept:
             kept = {partition: self._current(run) for partition, run in self._kept.items()}
             self._kept = {partition: run for partition, run in kept.items() if run}
-            self._kept_bytes = sum(sum(map(len, run)) for run in self._kept.values())
+            self._kept_bytes = sum(map(_weight, self._kept.values()))
 
     def _current(self, messages: list[Message]) -> list[Message]:
         if all(map(self._is_current, self._runs(messages))):
@@ -291,6 +294,10 @@ class FetchBuffer:
                 break
             end += 1
         return messages[:end], messages[end:]
+
+
+def _weight(messages: list[Message]) -> int:
+    return sum(map(len, messages)) + _MESSAGE_BYTES * len(messages)
 
 
 def _extend(spans: Spans, partition: Partition, run: list[Message]) -> None:

@@ -50,7 +50,14 @@ class ClaimsWindow:
         if self._seconds is None or time.monotonic() < self._next_turn:
             return
         if not self._is_agreed:
-            self._agree()
+            before = self._ask("claim_keep", seconds=self._seconds)
+            self._is_agreed = True
+            if before not in (None, self._seconds):
+                text = (
+                    "claims_window=%g: the group's keys were held for %g s until now; the last member to start decides"
+                )
+                extra = about("claims_window_changed", group=self._group_id)
+                logger.warning(text, self._seconds, before, extra=extra)
         try:
             left = self._ask("claim_turn", lock_seconds=_LOCK_SECONDS)
             self._postponed = 0
@@ -64,14 +71,6 @@ class ClaimsWindow:
                 logger.warning(text, extra=about("claims_turn_postponed", group=self._group_id))
         wait = _LONGEST_SECONDS if left is None else min(left, _LONGEST_SECONDS)
         self._next_turn = time.monotonic() + wait * random.uniform(1, 1 + _JITTER)  # noqa: S311
-
-    def _agree(self) -> None:
-        before = self._ask("claim_keep", seconds=self._seconds)
-        self._is_agreed = True
-        if before not in (None, self._seconds):
-            text = "claims_window=%g: the group's keys were held for %g s until now; the last member to start decides"
-            extra = about("claims_window_changed", group=self._group_id)
-            logger.warning(text, self._seconds, before, extra=extra)
 
     def _ask(self, name: str, *, lock_seconds: float = _AGAIN_SECONDS, **parameters: Any) -> float | None:
         with self._session.ledger_transaction(lock_timeout_seconds=lock_seconds) as (connection, _):

@@ -486,12 +486,6 @@ class CommitProtocol:
             logger.critical("%s", failure, extra=self._about("halt_failed", several=left))
         raise failure
 
-    def _is_suspect(self, unit: Unit) -> bool:
-        """Tell whether a unit has failed often enough, or is a part of one that has and can be cut further."""
-        several = len(unit.messages) > 1
-        is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
-        return self._patience.is_handlers or (several and is_part)
-
     def _blame(self, unit: Unit, error: Exception, fault: Fault, *, lost: bool) -> Fault:
         """End what would go on for ever: say whose fault it is that these messages failed so often.
 
@@ -503,7 +497,10 @@ class CommitProtocol:
         if fault is Fault.ENVIRONMENT and is_by_statement(error, connection_lost=lost):
             driver = driver_error(error)
             is_read_only = driver is not None and driver.sqlstate == READ_ONLY
-            if self._is_suspect(unit) and not (is_read_only and self._refuses_writes(unit)):
+            # Failed often enough, or a part of what did, which can be cut further.
+            is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
+            is_suspect = patience.is_handlers or (several and is_part)
+            if is_suspect and not (is_read_only and self._refuses_writes(unit)):
                 fault = Fault.HANDLER
         elif patience.is_overdue:
             unit.fault = Fault.OTHER

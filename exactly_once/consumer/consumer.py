@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -447,7 +448,7 @@ class ExactlyOnceConsumer:
         until_end: bool = False,
         idle_seconds: float | None = None,
         wait: tenacity.wait.wait_base = BACKOFF,
-    ) -> None:
+    ) -> bool:
         """Call ``handler(unit)`` for each unit until SIGTERM, SIGINT or :meth:`stop`; the form for services.
 
         What is nobody's fault is tried again after ``wait``, polling Kafka with partitions paused. When the
@@ -463,7 +464,9 @@ class ExactlyOnceConsumer:
 
         On a signal the unit in hand may finish for ``stop_seconds``, or until the second signal. Then whatever goes on,
         a wait for a server that stands still too, is given up, the unit is rolled back, and
-        ``SystemExit(128 + signal)`` is raised. ``until_end`` and ``idle_seconds`` are those of :meth:`units`.
+        ``SystemExit(128 + signal)`` is raised. ``until_end`` and ``idle_seconds`` are those of :meth:`units`. Return
+        whether such an end was reached: False after :meth:`stop`, while a signal that comes before an end that was
+        asked for raises ``SystemExit(128 + signal)``, so that a job that was stopped is not taken for one that is done.
 
         :raises PoisonMessage: naming topic, partition and offset.
         :raises TooManyDeadLetters: beyond ``dead_letter_limit``.
@@ -474,8 +477,9 @@ class ExactlyOnceConsumer:
         if in_thread:
             max_unit_seconds = math.inf  # Kafka does not wait for this handler
             handler = HandlerThread(handler, self._poll_aside, self._session.end, revoke_seconds=revoke_seconds)
+        units = self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds)
         service = Service(
-            self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds),
+            units,
             handler,
             retrying=retry_forever(sleep=self._idle, stop=self._stopping, group_id=self._options.group_id, wait=wait),
             stopping=self._stopping,
@@ -483,8 +487,12 @@ class ExactlyOnceConsumer:
             attempts=attempts,
             limit=dead_letter_limit or DeadLetterLimit(),
         )
-        with stopping_on_signals(self.stop, stop_seconds):
+        with stopping_on_signals(self.stop, stop_seconds) as received:
             service.run()
+        if received and not units.is_over and (until_end or idle_seconds is not None):
+            logger.warning("stopped before the end that was asked for", extra=self._about("stopped_before_end"))
+            raise SystemExit(128 + received[0])
+        return units.is_over
 
     def health(self) -> Health:
         """Say how this consumer is. Safe from threads; asks no server, so it answers at once."""
@@ -575,7 +583,8 @@ class ExactlyOnceConsumer:
                     continue
                 units.ask_for_ends()
             self._assignment.pause(self._client, self._buffer.to_pause)
-            if units.has_reached_ends():
+            units.is_over = units.has_reached_ends()
+            if units.is_over:
                 return None
             limit = min(self._commits.limit, units.max_messages or self._commits.limit)
             waiting = self._buffer.waiting
@@ -595,8 +604,10 @@ class ExactlyOnceConsumer:
                 work = UnitOfWork(self._ledger, isolation=isolation, max_unit_seconds=may_take)
                 failpoint("polled")
                 return Unit(messages, advances, attempt=self._buffer.attempt, work=work, commits=self._commits)
-            if units.is_left_without(since=self._idled_at):
+            units.is_over = units.is_left_without(since=self._idled_at)
+            if units.is_over:
                 return None
+        units.is_over = units.has_reached_ends()  # stopped, perhaps in the last unit
         return None
 
     def _linger_left(self, units: Units, limit: int) -> float:
@@ -707,32 +718,22 @@ class ExactlyOnceConsumer:
         self._must_reopen = f"the Kafka client left {_SILENT_CHECKS} commits without an answer, and brokers answer"
         return True
 
-    def _look_into_fence(self) -> None:
-        """Go on where the client may have fenced itself.
-
-        One that hears nothing of its coordinator for a session time-out forgets its member id. A commit that waits in
-        it then goes out without that, which brokers take for another process of the same instance id.
+    def _reopen_client(self) -> None:
+        """Join anew, with another client.
 
         :raises InstanceFenced: when another process has our rows, or it is the second time in a short while.
         """
-        if self._fence is None:
-            return
-        now = time.monotonic()
-        if now - self._fenced_at < TWIN_SECONDS or self._is_replaced():
-            raise InstanceFenced(f"{self._fence}; group.instance.id={self._kafka.get('group.instance.id')!r}")
-        self._fence, self._fenced_at = None, now
-
-    def _is_replaced(self) -> bool:
-        """Look whether another process owns rows of ours by now."""
-        try:
-            rows = self._ledger.look(list(self._ownership.states))
-        except psycopg.Error:
-            return False  # the next fence tells
-        return any(row.owner_token is not None and row.owner_instance != self._session.instance for row in rows)
-
-    def _reopen_client(self) -> None:
-        """Join anew, with another client."""
-        self._look_into_fence()
+        if self._fence is not None:
+            # The client may have fenced itself: one that hears nothing of its coordinator for a session time-out
+            # forgets its member id. A commit that waits in it then goes out without that, which brokers take for
+            # another process of the same instance id. A real one owns rows of ours by now, or fences us again.
+            now, own, rows = time.monotonic(), self._session.instance, []
+            with contextlib.suppress(psycopg.Error):
+                rows = self._ledger.look(list(self._ownership.states))
+            is_replaced = any(row.owner_token is not None and row.owner_instance != own for row in rows)
+            if is_replaced or now - self._fenced_at < TWIN_SECONDS:
+                raise InstanceFenced(f"{self._fence}; group.instance.id={self._kafka.get('group.instance.id')!r}")
+            self._fence, self._fenced_at = None, now
         logger.warning("%s; joining again", self._must_reopen, extra=self._about("joining_again"))
         self._close_client()
         self._ownership.revoked(list(self._ownership.states))

@@ -19,6 +19,7 @@ from exactly_once._model import MIRRORED, Partition
 from exactly_once.kafka.origin import Origin
 
 from .partitions import PartitionState, Phase
+from .rebalance import Positions, topic_partitions
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,7 @@ class KafkaOffsets:
         """Whether every commit was answered."""
         return self._in_flight <= 0
 
-    def check_membership(
-        self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]]
-    ) -> set[Partition] | None:
+    def check_membership(self, client: Consumer, offsets: Positions) -> set[Partition] | None:
         """Ask Kafka whether we still are a member, by committing what the ledger holds for ``offsets``.
 
         Call it again, with polling in between, until it returns something: the partitions that were
@@ -116,17 +115,11 @@ class KafkaOffsets:
             )
             logger.info("Kafka did not take the mirrored offsets: %s", errors[0], extra=extra)
 
-    def _commit(self, client: Consumer, offsets: Mapping[Partition, tuple[int, int | None]], metadata: str) -> bool:
+    def _commit(self, client: Consumer, offsets: Positions, metadata: str) -> bool:
         if not client.memberid():
             return False  # it has lost its session; a broker takes a static member without its id for another process
-        positions = [
-            TopicPartition(p.topic, p.number, offset, metadata=metadata)
-            if epoch is None
-            else TopicPartition(p.topic, p.number, offset, metadata=metadata, leader_epoch=epoch)
-            for p, (offset, epoch) in sorted(offsets.items())
-        ]
         try:
-            client.commit(offsets=positions, asynchronous=True)
+            client.commit(offsets=topic_partitions(offsets, metadata=metadata), asynchronous=True)
         except KafkaException as error:
             self.failed += 1
             extra = about("mirror_refused", group=self._group_id, several=offsets)

@@ -402,21 +402,18 @@ class Maintenance:
         extra = self._about("partition_bad", partition=partition)
         logger.error("%s is not read, others are: %s", partition, error, extra=extra)
 
-    def _unreadable(self) -> list[Partition]:
-        """Return the partitions of which everything is applied that could be read."""
-        states = self._ownership.states.items()
-        return [p for p, h in states if h.positioned and h.unreadable is not None and h.next_offset == h.position]
-
     def _reject_unreadable(self) -> None:
-        bad: dict[Partition, ExactlyOnceError] = {}
-        for partition in self._unreadable():
-            state = self._ownership.states[partition]
-            bad[partition] = BatchUnreadable(
+        """Leave partitions out that cannot be read on, once everything is applied that could be read."""
+        bad = {
+            partition: BatchUnreadable(
                 f"{partition} of group {self._ledger.group_id!r}: the client cannot read on at offset "
                 f"{state.next_offset} ({state.unreadable}). If the log is damaged, restore it from a replica, or skip "
                 f"what cannot be read with: exactly-once reset --topic {partition.topic} "
                 f"--partition {partition.number} --to-offset N"
             )
+            for partition, state in self._ownership.states.items()
+            if state.positioned and state.unreadable is not None and state.next_offset == state.position
+        }
         self._reject(bad)
 
     def _position(self, client: Consumer) -> None:

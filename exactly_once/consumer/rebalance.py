@@ -97,10 +97,10 @@ class Assignment:
         if self.is_incremental:
             if again:
                 client.incremental_unassign(_bare(again))
-            client.incremental_assign(_positions(targets))
+            client.incremental_assign(topic_partitions(targets))
         else:
-            client.assign(_positions({**{p: others[p] for p in others if p in assigned}, **targets}))
-        self._seek(client, _positions({p: place for p, place in targets.items() if place[1] is not None}))
+            client.assign(topic_partitions({**{p: others[p] for p in others if p in assigned}, **targets}))
+        self._seek(client, topic_partitions({p: place for p, place in targets.items() if place[1] is not None}))
         # A pause outlives a revocation: a partition that comes back may still be paused.
         client.resume(_bare(targets))
         self.paused.difference_update(targets)
@@ -188,12 +188,23 @@ class Assignment:
         # The client's own thread takes a few milliseconds to begin with what was assigned. Nobody polls meanwhile, so
         # all partitions wait together, and not one after the other.
         deadline = time.monotonic() + _SEEK_SECONDS
-        while positions:
-            positions = [position for position in positions if not _sought(client, position)]
-            if not positions or time.monotonic() >= deadline:
+        late = positions
+        while late:
+            waiting, late = late, []
+            for position in waiting:
+                try:
+                    client.seek(position)
+                except KafkaException as error:
+                    # Numbers below 0 are the client's own: it has not begun with what was assigned, is just then
+                    # beginning, or does not know the partition while brokers come back. A broker's answer comes with
+                    # what is fetched.
+                    if error.args[0].code() >= 0:
+                        raise
+                    late.append(position)
+            if not late or time.monotonic() >= deadline:
                 break
             time.sleep(_SEEK_WAIT_SECONDS)
-        for position in positions:
+        for position in late:
             logger.warning(
                 "the leader epoch of %s was not checked: the client did not begin to fetch in time",
                 position,
@@ -218,18 +229,6 @@ def generation(client: Consumer) -> int:
     return int.from_bytes(metadata[len(_METADATA) : len(_METADATA) + 4], sys.byteorder, signed=True)
 
 
-def _sought(client: Consumer, position: TopicPartition) -> bool:
-    try:
-        client.seek(position)
-    except KafkaException as error:
-        # Numbers below 0 are the client's own: it has not begun with what was assigned, is just then beginning, or
-        # does not know the partition while brokers come back. A broker's answer comes with what is fetched.
-        if error.args[0].code() >= 0:
-            raise
-        return False
-    return True
-
-
 def _assigned(client: Consumer) -> set[Partition]:
     return {Partition(tp.topic, tp.partition) for tp in client.assignment()}
 
@@ -238,10 +237,11 @@ def _bare(partitions: Iterable[Partition]) -> list[TopicPartition]:
     return [TopicPartition(*p) for p in sorted(partitions)]
 
 
-def _positions(positions: Positions) -> list[TopicPartition]:
+def topic_partitions(positions: Positions, **more: Any) -> list[TopicPartition]:
+    """Write positions as the client takes them, which takes no None for an unknown leader epoch."""
     return [
-        TopicPartition(p.topic, p.number, offset)
+        TopicPartition(p.topic, p.number, offset, **more)
         if epoch is None
-        else TopicPartition(p.topic, p.number, offset, leader_epoch=epoch)
+        else TopicPartition(p.topic, p.number, offset, leader_epoch=epoch, **more)
         for p, (offset, epoch) in sorted(positions.items())
     ]

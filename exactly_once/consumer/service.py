@@ -273,18 +273,20 @@ class _Stopped(BaseException):
 
 
 @contextlib.contextmanager
-def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterator[None]:
+def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterator[list[int]]:
     """Stop on the first SIGTERM or SIGINT; raise SystemExit after ``stop_seconds`` or on the second.
+
+    Yields the list of the signals that came.
 
     Wherever the second finds the loop: what waits for a server that stands still would wait for ever, and everything
     is made to be interrupted between any two lines.
 
     Does nothing outside of the main thread, where Python allows no signal handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
     alarms: list[threading.Timer] = []
     process = os.getpid()
 
@@ -312,7 +314,7 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
         with contextlib.suppress(_Stopped):
-            yield
+            yield received
     finally:
         for alarm in alarms:
             alarm.cancel()

@@ -39,6 +39,8 @@ class Units:
         """Whether the iteration ends where the logs end."""
         self._idle_seconds = idle_seconds
         self._busy_at = time.monotonic()
+        self.is_over = False
+        """Whether the iteration has come to an end of its own, and was not only stopped."""
         self.max_messages: int | None = None
         """How many messages a unit may have at most, below what the consumer's options allow."""
         self.max_unit_seconds = max_unit_seconds
@@ -117,6 +119,14 @@ class Units:
         if not (can_read if states else self._maintenance.is_left_idle):
             self.record_activity()
         elif self._idle_seconds is not None and time.monotonic() - max(self._busy_at, since) >= self._idle_seconds:
-            return True
+            # Of brokers that are away nothing comes, too.
+            read = {p: max(h.position, h.log_end) for p, h in states.items() if h.positioned}
+            try:
+                if not read or all(read[p] >= end for p, end in self._cluster.ends(list(read)).items()):
+                    return True
+            except BrokerUnreachable as error:
+                extra = about("ends_unknown", several=read)
+                logger.warning("nothing comes, and whether there is more is not known: %s", error, extra=extra)
+            self.record_activity()
         self.ask_for_ends()
         return self.until_end and self._maintenance.is_left_idle

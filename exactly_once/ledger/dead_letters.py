@@ -122,7 +122,8 @@ def store(
 
     Text that the database's encoding lacks, and NUL, is escaped; the message itself is kept byte by byte.
     """
-    headers = _headers(message)
+    headers = message.headers()
+    headers = list(headers.items()) if isinstance(headers, dict) else headers
     kind, milliseconds = message.timestamp()
     driver = driver_error(error) if isinstance(error, BaseException) else None
 
@@ -223,11 +224,6 @@ def place_of(message: Message) -> str:
 
 def _letter(row: tuple[Any, ...]) -> DeadLetter:
     return DeadLetter(**dict(zip((field.name for field in fields(DeadLetter)), row, strict=True)))
-
-
-def _headers(message: Message) -> list[tuple[str, str | bytes | None]] | None:
-    headers = message.headers()
-    return list(headers.items()) if isinstance(headers, dict) else headers
 
 
 def _as_bytes(value: str | bytes | None) -> bytes | None:

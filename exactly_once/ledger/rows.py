@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 from uuid import UUID, uuid4
@@ -20,7 +19,7 @@ from uuid import UUID, uuid4
 import psycopg
 from psycopg import sql
 
-from exactly_once._log import about
+from exactly_once._log import about, ago
 from exactly_once._model import Advance, OwnerKind, Partition, Row
 from exactly_once.errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
 from exactly_once.kafka.origin import Origin
@@ -376,7 +375,7 @@ class Ledger:
             if row.owner_token is None or row.owner_kind == self._owner_kind or self._take_over:
                 continue
             owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
-            age = f"acquired {_ago(row.acquired_seconds_ago)}, last advanced {_ago(row.advanced_seconds_ago)}"
+            age = f"acquired {ago(row.acquired_seconds_ago)}, last advanced {ago(row.advanced_seconds_ago) or 'never'}"
             error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
             raise error(
                 f"{partition} of group {self.group_id!r} is owned by {row.owner_kind} ({owner}; {age}) and was not "
@@ -392,11 +391,6 @@ def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
         f"{partition.number}: somebody deleted it. Restore it, or give it an offset with: "
         f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset N"
     )
-
-
-def _ago(seconds: float | None) -> str:
-    """Say how long ago something was: in days, hours, minutes and seconds."""
-    return "never" if seconds is None else f"{timedelta(seconds=round(max(seconds, 0.0)))} ago"
 
 
 def _keys(partitions: Iterable[Partition]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import apply
 from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
 from tests.support.worker import ensure_journal, record
 
 
@@ -93,3 +94,33 @@ def test_a_handler_in_a_thread_may_take_longer_than_nothing_may_come(
         consumer.subscribe([name])
         consumer.run(lambda unit: unit.execute("SELECT pg_sleep(3.2)"), in_thread=True, idle_seconds=3)
         assert consumer.counters.messages == 4
+
+
+@pytest.mark.slow
+def test_a_broker_that_stands_still_is_no_end(
+    make_consumer: MakeConsumer, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    with Kafka() as broker:
+        create_topic(broker.bootstrap_servers, 1, name=name)
+        for start in range(0, 20, 4):  # in batches, of which one is fetched at a time
+            produce(broker.bootstrap_servers, name, 4, 1, start=start)
+
+        def resume() -> None:
+            try:
+                until(lambda: "whether there is more is not known" in caplog.text, 30, "doubt about the end")
+            finally:
+                broker.resume()
+
+        resuming = threading.Thread(target=resume)
+
+        def handler(unit: Unit) -> None:
+            if resuming.ident is None:
+                broker.pause()
+                resuming.start()
+
+        little = {"fetch.message.max.bytes": 1, "queued.min.messages": 1, "bootstrap.servers": broker.bootstrap_servers}
+        with make_consumer(little, max_messages=1) as consumer:
+            consumer.subscribe([name])
+            assert consumer.run(handler, idle_seconds=1)
+            resuming.join()
+            assert consumer.counters.messages == 20

@@ -20,7 +20,6 @@ from exactly_once import (
     TransactionAborted,
     Unit,
 )
-from exactly_once.cli import main
 from exactly_once.ledger.dead_letters import DeadLetter, find
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, text
@@ -368,20 +367,3 @@ def test_message_of_another_partition_is_no_dead_letter_of_this_unit(scene: Scen
     unit = next(scene.consumer().units())
     with pytest.raises(ValueError, match=r"other\[0\] offset 7 does not belong to"), unit:
         unit.dead_letter(Message(topic="other", partition=0, offset=7), "x")
-
-
-def test_a_dead_letter_whose_message_comes_again_is_dropped(make_scene: MakeScene) -> None:
-    scene = make_scene(20, partitions=2)
-    run(scene.consumer(), refusing(2, 7), on_poison="dead-letter")
-    servers = ["--bootstrap-servers", scene.bootstrap_servers, "--conninfo", scene.conninfo]
-    rows = ["--group-id", scene.topic, "--topic", scene.topic, "--partition", "0", "--to-offset", "5", "--execute"]
-    assert main(["reset", *servers, *rows]) == 0
-    with psycopg.connect(scene.conninfo) as connection:
-        found = find(connection, schema="exactly_once", group_id=scene.topic, status=None)
-    assert [(f.partition, f.message_offset) for f in found if f.status == "dead"] == [(0, 2), (1, 2), (1, 7)]
-    ((settled_by, reason),) = scene.query(
-        "SELECT settled_by, reason FROM exactly_once.audit JOIN exactly_once.dead_letter USING (group_id, partition) "
-        "WHERE group_id = %s AND action = 'reset' AND status = 'dropped'"
-    )
-    assert "moved the offset back" in settled_by
-    assert reason.endswith("; 1 dead letters come again")

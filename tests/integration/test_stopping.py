@@ -376,3 +376,35 @@ def test_units_before_subscribe_are_refused(make_consumer: MakeConsumer) -> None
     consumer: ExactlyOnceConsumer = make_consumer()
     with pytest.raises(ConfigurationError, match="subscribe"):
         consumer.units()
+
+
+@pytest.mark.parametrize("end", [{"until_end": True}, {"idle_seconds": 30.0}])
+def test_a_signal_before_the_end_that_was_asked_for_is_no_success(
+    topic: str, make_consumer: MakeConsumer, end: dict[str, Any]
+) -> None:
+    with make_consumer(max_messages=5) as consumer:
+        consumer.subscribe([topic])
+        with pytest.raises(SystemExit) as ended:
+            consumer.run(lambda _: signal.raise_signal(signal.SIGTERM), **end)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_run_tells_whether_the_end_was_reached(topic: str, make_consumer: MakeConsumer) -> None:
+    def stop(_: Unit) -> None:
+        consumer.stop()
+
+    def stop_in_the_last(unit: Unit) -> None:
+        applied = sum(s.next_offset for s in consumer._ownership.states.values())
+        if applied + len(unit.messages) == MESSAGES:
+            signal.raise_signal(signal.SIGTERM)
+
+    with make_consumer(max_messages=5) as consumer:
+        consumer.subscribe([topic])
+        assert not consumer.run(stop, until_end=True)
+    with make_consumer(max_messages=5) as consumer:
+        consumer.subscribe([topic])
+        assert consumer.run(stop_in_the_last, until_end=True)
+        assert consumer.counters.messages == MESSAGES - 5
+    with make_consumer() as consumer:
+        consumer.subscribe([topic])
+        assert consumer.run(lambda _: None, until_end=True)

@@ -37,7 +37,7 @@ class Mutant:
 
 
 def _advance(name: str, what: str, condition: str, *, nth: int, new: str = "true") -> Mutant:
-    """One of the conditions of a fence, which is written for rotations, for one partition and for several."""
+    """One of the conditions of a fence, which is written for one partition and for several."""
     return Mutant(
         name, what, LEDGER, condition, new, (f"{ROWS}::test_one_wrong_partition_refuses_the_whole_advance",), nth
     )
@@ -49,23 +49,17 @@ def _each(file: str, killers: tuple[str, ...], *patches: tuple[str, str, str, st
 
 
 MUTANTS = (
-    # The fence: advance() of one partition, of several, and by a rotation.
+    # The fence: advance() of one partition, and of several.
     _advance("one-token", "one partition: a zombie's token passes", "l.owner_token = tokens[1]", nth=1),
     _advance("one-epoch", "one partition: an older epoch passes", "l.owner_epoch = epochs[1]", nth=1),
     _advance(
         "one-topic", "one partition: another topic of the name", "l.topic_id IS NOT DISTINCT FROM topic_ids[1]", nth=1
     ),
     _advance("one-offset", "one partition: the offset is not compared", "l.next_offset = expected[1]", nth=1),
-    _advance("many-token", "several: a zombie's token passes", "l.owner_token = a.token", nth=2),
-    _advance("many-epoch", "several: an older epoch passes", "l.owner_epoch = a.epoch", nth=2),
-    _advance("many-topic", "several: another topic of the name", "l.topic_id IS NOT DISTINCT FROM a.topic_id", nth=2),
-    _advance("many-offset", "several: the offset is not compared", "l.next_offset = a.expected", nth=2),
-    _advance("rotate-token", "a rotation: a zombie's token passes", "l.owner_token = a.token", nth=1),
-    _advance("rotate-epoch", "a rotation: an older epoch passes", "l.owner_epoch = a.epoch", nth=1),
-    _advance(
-        "rotate-topic", "a rotation: another topic of the name", "l.topic_id IS NOT DISTINCT FROM a.topic_id", nth=1
-    ),
-    _advance("rotate-offset", "a rotation: the offset is not compared", "l.next_offset = a.expected", nth=1),
+    _advance("many-token", "several: a zombie's token passes", "l.owner_token = a.token", nth=1),
+    _advance("many-epoch", "several: an older epoch passes", "l.owner_epoch = a.epoch", nth=1),
+    _advance("many-topic", "several: another topic of the name", "l.topic_id IS NOT DISTINCT FROM a.topic_id", nth=1),
+    _advance("many-offset", "several: the offset is not compared", "l.next_offset = a.expected", nth=1),
     Mutant(
         "short-count",
         "some of a unit's rows move, others do not",

@@ -236,11 +236,13 @@ def test_what_is_kept_comes_in_turns_and_in_order() -> None:
 
 
 def test_no_more_is_kept_than_the_client_holds() -> None:
-    delivery = delivering(A0, A1, queue_bytes=10)
-    delivery.add([message(A0, 0, size=6), message(A0, 1, size=6)], keep=True)
-    assert delivery.to_pause is None
-    delivery.next_batch(1, MANY)
-    assert delivery.to_pause == {A0}
+    """Of large messages, and of small ones, which take memory beside what is in them."""
+    for size, count in ((6000, 2), (1, 20)):
+        delivery = delivering(A0, A1, queue_bytes=10_000)
+        delivery.add([message(A0, offset, size=size) for offset in range(count)], keep=True)
+        assert delivery.to_pause is None
+        delivery.next_batch(1, MANY)
+        assert delivery.to_pause == {A0}
 
 
 class Interleavings(RuleBasedStateMachine):

@@ -397,7 +397,7 @@ SELECT topic, partition, next_offset FROM before ORDER BY topic, partition
 
 -- name: reset
 -- An operator moves offsets of rows that are locked; null leaves one as it is now. Raising the epoch and clearing the token fences
--- a live owner. Dead letters that come again are dropped, and counted in the audit.
+-- a live owner.
 WITH before AS (
     SELECT l.*, r.new_offset
     FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(next_offsets)s::bigint[])
@@ -412,11 +412,9 @@ after AS (
     WHERE l.group_id = before.group_id AND l.topic = before.topic AND l.partition = before.partition
     RETURNING l.topic, l.partition)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset)
-SELECT 'reset', %(reason)s || CASE WHEN dropped > 0 THEN format('; %%s dead letters come again', dropped) ELSE '' END,
-       before.group_id, topic, partition, before.next_offset, coalesce(before.new_offset, before.next_offset)
+SELECT 'reset', %(reason)s, before.group_id, topic, partition, before.next_offset,
+       coalesce(before.new_offset, before.next_offset)
 FROM before JOIN after USING (topic, partition)
-CROSS JOIN {schema}.dead_letters_come_again(before.group_id, topic, partition, before.topic_id, before.new_offset,
-                                            before.next_offset) AS dropped
 ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
 
@@ -438,13 +436,10 @@ after AS (
     RETURNING l.topic, l.partition)
 INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, new_offset,
                             old_topic_id, new_topic_id, old_cluster_id, new_cluster_id)
-SELECT 'adopt', %(reason)s || CASE WHEN dropped > 0 THEN format('; %%s dead letters come again', dropped) ELSE '' END,
-       before.group_id, topic, partition, before.next_offset,
+SELECT 'adopt', %(reason)s, before.group_id, topic, partition, before.next_offset,
        coalesce(before.new_offset, before.next_offset),
        before.topic_id, before.new_topic_id, before.cluster_id, %(cluster_id)s
 FROM before JOIN after USING (topic, partition)
-CROSS JOIN {schema}.dead_letters_come_again(before.group_id, topic, partition, before.new_topic_id, before.new_offset,
-                                            before.next_offset) AS dropped
 ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
 

@@ -32,20 +32,4 @@ CREATE INDEX dead_letter_recent ON {schema}.dead_letter (group_id, dead_at);
 CREATE INDEX dead_letter_dead ON {schema}.dead_letter (group_id, topic, partition, message_offset)
     WHERE status = 'dead';
 
--- Takes what comes again, because an offset is moved back, off the list: a replay would have its effects twice. It runs as the
--- owner of the schema, so that whoever may move offsets may do it.
-CREATE FUNCTION {schema}.dead_letters_come_again(
-    my_group text, my_topic text, my_partition int, my_topic_id text, new_offset bigint, old_offset bigint
-) RETURNS bigint LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $again$
-    WITH settled AS (
-        UPDATE {schema}.dead_letter d
-        SET status = 'dropped', settled_at = clock_timestamp(),
-            settled_by = session_user || ', who moved the offset back: it came again'
-        WHERE d.group_id = my_group AND d.topic = my_topic AND d.partition = my_partition AND d.status = 'dead'
-          AND d.topic_id IS NOT DISTINCT FROM my_topic_id
-          AND d.message_offset >= new_offset AND d.message_offset < old_offset
-        RETURNING d.id)
-    SELECT count(*) FROM settled
-$again$;
-
 UPDATE {schema}.version SET version = 2, migrated_at = clock_timestamp();
