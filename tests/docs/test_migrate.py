@@ -1,7 +1,7 @@
 """The guides in docs/migrate: the program before, on real servers, then the one after it from the same place.
 
-The programs before need packages that do not go together with this project's, so each has an environment of its own, which
-is made for the test. That takes packages and jars from elsewhere, so these tests run only where they are asked for.
+The programs before need packages that do not go together with this project's, so each has an environment of its own,
+which is made for the test. That takes packages and jars from elsewhere: these tests run only where they are asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,10 @@ def environment(directory: Path, packages: list[str]) -> Path:
     return python
 
 
-def run(
-    command: Sequence[str | Path], is_done: Callable[[], bool], how_to_stop: signal.Signals | None, directory: Path
-) -> int:
+def run(command: list[str], is_done: Callable[[], bool], how_to_stop: signal.Signals | None, directory: Path) -> int:
     """Run a program until it is done, or by itself where it is not to be stopped, and return its exit status."""
     with (directory / "log").open("w+") as log:
-        with subprocess.Popen(list(map(str, command)), cwd=directory, stdout=log, stderr=log) as process:
+        with subprocess.Popen(command, cwd=directory, stdout=log, stderr=log) as process:
             try:
                 if how_to_stop is not None:
                     until(lambda: is_done() or process.poll() is not None, 90, "every message")
@@ -114,13 +112,9 @@ def test_program_goes_over_and_every_message_is_applied_once(
     befores, (after,) = blocks(page, "python")
     python = environment(tmp_path / "venv", packages)
     create_topic(bootstrap_servers, PARTITIONS, name=name)
-    for count, (program, command, how_to_stop) in enumerate(
-        [
-            (befores[number], [python, "payments.py", *arguments], signal.SIGINT),
-            (after, [sys.executable, "payments.py"], signal.SIGTERM),
-        ],
-        start=1,
-    ):
+    old = befores[number], [str(python), "payments.py", *arguments], signal.SIGINT
+    new = after, [sys.executable, "payments.py"], signal.SIGTERM
+    for count, (program, command, how_to_stop) in enumerate([old, new], start=1):
         text = placed(program, bootstrap_servers, conninfo).replace('"payments"', f'"{name}"')
         (tmp_path / "payments.py").write_text(text.replace('"accounts"', f'"{name}"'))
         produce(bootstrap_servers, name, MESSAGES, PARTITIONS, start=(count - 1) * MESSAGES)
@@ -179,6 +173,7 @@ def test_connector_goes_over_and_every_message_is_stored_once(
 
 @pytest.mark.timeout(400)
 def test_query_goes_over_and_every_message_is_stored_once(
+    *,
     payment: Callable[[int], bool],
     bootstrap_servers: str,
     conninfo: str,
