@@ -27,11 +27,11 @@ from confluent_kafka import Consumer, TopicPartition
 from exactly_once import embedded
 from exactly_once.cli import main
 from exactly_once.ledger.migrate import migrate
+from tests.docs.programs import ROOT, code, placed
 from tests.support.findings import nothing
 from tests.support.topics import create_topic, delete_topic, produce
 from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 MESSAGES = 1000
 
@@ -39,8 +39,7 @@ MESSAGES = 1000
 def blocks(language: str, documents: list[Path] = DOCUMENTS) -> Iterator[Any]:
     """Find the fenced blocks of one language, each with a readable name."""
     for document in documents:
-        found = re.findall(rf"^```{language}\n(.*?)^```", document.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-        for number, block in enumerate(found, 1):
+        for number, block in enumerate(code(str(document.relative_to(ROOT)), language), 1):
             yield pytest.param(block, id=f"{document.relative_to(ROOT)}-{number}")
 
 
@@ -70,11 +69,6 @@ def payments(bootstrap_servers: str) -> Iterator[str]:
     produce(bootstrap_servers, topic, MESSAGES, 3)
     yield topic
     delete_topic(bootstrap_servers, topic)
-
-
-def placed(block: str, bootstrap_servers: str, conninfo: str) -> str:
-    """Give a program the addresses of the tests' servers."""
-    return block.replace("localhost:9092", bootstrap_servers).replace("postgresql://localhost/bank", conninfo)
 
 
 CONSUMERS = {each.values[0]: each for each in blocks("python") if is_consumer(each)}.values()
@@ -137,19 +131,6 @@ def _balance(conninfo: str) -> int:
     return int(balance)
 
 
-def test_readme_makes_what_its_first_program_needs(
-    payments: str, db: psycopg.Connection[Any], bootstrap_servers: str, conninfo: str
-) -> None:
-    (block,) = [block for block in README if "produce(" in block]
-    before = log_end(bootstrap_servers, payments)
-    try:
-        exec(placed(block, bootstrap_servers, conninfo), {})
-        assert db.execute("SELECT * FROM account").fetchall() == [(1, 0)]
-    finally:
-        db.execute("DROP TABLE IF EXISTS account")
-    assert log_end(bootstrap_servers, payments) == before + 1
-
-
 CHECKERS = {
     "mypy": ["-m", "mypy", "--strict", "--config-file="],
     "pyright": ["-m", "basedpyright", "--pythonpath", sys.executable, "--project", "pyrightconfig.json"],
@@ -176,14 +157,6 @@ def commit_start(bootstrap_servers: str, group: str, topic: str) -> None:
     consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": group})
     consumer.commit(offsets=[TopicPartition(topic, number, 0) for number in range(3)], asynchronous=False)
     consumer.close()
-
-
-def log_end(bootstrap_servers: str, topic: str) -> int:
-    """Count the messages that a topic was ever given."""
-    consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": "documents"})
-    ends = [consumer.get_watermark_offsets(TopicPartition(topic, number), timeout=10) for number in range(3)]
-    consumer.close()
-    return sum(high for _, high in ends)
 
 
 def test_excerpts_are_parts_of_tested_programs() -> None:
