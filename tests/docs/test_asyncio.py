@@ -99,8 +99,3 @@ def test_consumer_that_fails_says_so_and_its_error_is_raised_by_the_block(
 
     with pytest.raises(PoisonMessage, match="the handler's own"):
         asyncio.run(serve())
-
-
-def test_the_web_application_is_a_program() -> None:
-    """It is compiled, not run: FastAPI is none of the project's dependencies."""
-    compile((EXAMPLE / "web.py").read_text(), "web.py", "exec")

@@ -1,20 +1,19 @@
 """The guides in docs/migrate: the program before, on real servers, then the one after it from the same place.
 
-The programs before need packages that do not go together with this project's, so each has an environment of its own, which
-is made for the test. That takes packages and jars from elsewhere, so these tests run only where they are asked for.
+The programs before need packages that do not go together with this project's, so each has an environment of its own,
+which is made for the test. That takes packages and jars from elsewhere: these tests run only where they are asked for.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +27,26 @@ from exactly_once import BrokerUnreachable
 from exactly_once.demo.spark_driver import jdbc
 from exactly_once.embedded import spark
 from exactly_once.kafka.admin import Cluster
-from tests.docs.test_documents import ROOT, placed
+from tests.docs.programs import ROOT, code, placed, run
 from tests.support.require import VARIABLE, required_parts
 from tests.support.topics import create_topic, produce
-from tests.support.waiting import until
 
-if "migrate" not in required_parts():
-    pytest.skip(f"rivals are installed if {VARIABLE} names migrate", allow_module_level=True)
+if "other-packages" not in required_parts():
+    pytest.skip(f"packages are installed if {VARIABLE} names other-packages", allow_module_level=True)
 
-PAGES = ROOT / "docs" / "migrate"
 CONSTRAINTS = Path(__file__).with_name("migrate-constraints.txt")
 PARTITIONS = 3
 MESSAGES = 60
 """So many for each of the two programs."""
 
 PROGRAMS = {
-    "confluent-kafka": ("from-a-confluent-kafka-loop.md", 0, [], []),
-    "faststream": ("from-faststream.md", 0, ["faststream[kafka]"], []),
-    "aiokafka": ("from-faststream.md", 1, ["aiokafka"], []),
-    "quix": ("from-quix.md", 0, ["quixstreams"], []),
-    "faust": ("from-faust.md", 0, ["faust-streaming"], ["worker", "--without-web"]),
+    "confluent-kafka": ("docs/migrate/from-a-confluent-kafka-loop.md", 0, [], []),
+    "faststream": ("docs/migrate/from-faststream.md", 0, ["faststream[kafka]"], []),
+    "aiokafka": ("docs/migrate/from-faststream.md", 1, ["aiokafka"], []),
+    "quix": ("docs/migrate/from-quix.md", 0, ["quixstreams"], []),
+    "faust": ("docs/migrate/from-faust.md", 0, ["faust-streaming"], ["worker", "--without-web"]),
 }
 """A page, which of its programs before, what that needs beside this project's environment, and its arguments."""
-
-
-def blocks(page: str, language: str) -> tuple[list[str], list[str]]:
-    """Return the blocks of a page: those before, and those after."""
-    before, _, after = (PAGES / page).read_text("utf-8").partition("\n## After\n")
-    found = [re.findall(rf"^```{language}\n(.*?)^```", part, re.MULTILINE | re.DOTALL) for part in (before, after)]
-    return found[0], found[1]
 
 
 def environment(directory: Path, packages: list[str]) -> Path:
@@ -68,24 +58,6 @@ def environment(directory: Path, packages: list[str]) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "psycopg[binary]", *packages], check=True, timeout=300)
     return python
-
-
-def run(
-    command: Sequence[str | Path], is_done: Callable[[], bool], how_to_stop: signal.Signals | None, directory: Path
-) -> int:
-    """Run a program until it is done, or by itself where it is not to be stopped, and return its exit status."""
-    with (directory / "log").open("w+") as log:
-        with subprocess.Popen(list(map(str, command)), cwd=directory, stdout=log, stderr=log) as process:
-            try:
-                if how_to_stop is not None:
-                    until(lambda: is_done() or process.poll() is not None, 90, "every message")
-                    process.send_signal(how_to_stop)
-                process.wait(100)
-            finally:
-                process.kill()
-        log.seek(0)
-        assert is_done(), log.read()
-    return process.returncode
 
 
 def committed(bootstrap_servers: str, group: str, topic: str) -> int:
@@ -111,16 +83,12 @@ def test_program_goes_over_and_every_message_is_applied_once(
     name: str,
     tmp_path: Path,
 ) -> None:
-    befores, (after,) = blocks(page, "python")
+    *befores, after = code(page, "python")
     python = environment(tmp_path / "venv", packages)
     create_topic(bootstrap_servers, PARTITIONS, name=name)
-    for count, (program, command, how_to_stop) in enumerate(
-        [
-            (befores[number], [python, "payments.py", *arguments], signal.SIGINT),
-            (after, [sys.executable, "payments.py"], signal.SIGTERM),
-        ],
-        start=1,
-    ):
+    old = befores[number], [str(python), "payments.py", *arguments], signal.SIGINT
+    new = after, [sys.executable, "payments.py"], signal.SIGTERM
+    for count, (program, command, how_to_stop) in enumerate([old, new], start=1):
         text = placed(program, bootstrap_servers, conninfo).replace('"payments"', f'"{name}"')
         (tmp_path / "payments.py").write_text(text.replace('"accounts"', f'"{name}"'))
         produce(bootstrap_servers, name, MESSAGES, PARTITIONS, start=(count - 1) * MESSAGES)
@@ -151,9 +119,9 @@ def payment(db: psycopg.Connection[Any]) -> Any:
 def test_connector_goes_over_and_every_message_is_stored_once(
     payment: Callable[[int], bool], bootstrap_servers: str, conninfo: str, name: str, tmp_path: Path
 ) -> None:
-    page = "from-a-jdbc-sink-connector.md"
-    (before,), _ = blocks(page, "json")
-    _, (after, _) = blocks(page, "sh")
+    page = "docs/migrate/from-a-jdbc-sink-connector.md"
+    (before,) = code(page, "json")
+    after, _ = code(page, "sh")
     connector = json.loads(before.replace('"payments', f'"{name}'))
     place = {"connection.url": in_java(conninfo), "connection.username": conninfo_to_dict(conninfo)["user"]}
     connector["config"] |= {**place, "connection.password": ""}
@@ -179,6 +147,7 @@ def test_connector_goes_over_and_every_message_is_stored_once(
 
 @pytest.mark.timeout(400)
 def test_query_goes_over_and_every_message_is_stored_once(
+    *,
     payment: Callable[[int], bool],
     bootstrap_servers: str,
     conninfo: str,
@@ -186,7 +155,7 @@ def test_query_goes_over_and_every_message_is_stored_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (before,), (after,) = blocks("from-spark-jdbc.md", "python")
+    before, after = code("docs/migrate/from-spark-jdbc.md", "python")
     jars = ",".join(map(str, [*spark.kafka_source(), *jdbc()]))
     settings = ["spark.ui.enabled=false", "spark.driver.host=127.0.0.1", "spark.driver.bindAddress=127.0.0.1"]
     options = ["--master", "local[2]", "--jars", jars, *(word for each in settings for word in ("--conf", each))]
