@@ -295,6 +295,12 @@ def test_times_are_the_same_instants_whatever_the_sessions_time_zone(
     db.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(name)))
 
 
+def test_spark_finds_the_format_by_itself(spark: SparkSession) -> None:
+    """In a session that nothing was registered in; that it is found shows in what it refuses."""
+    with pytest.raises(Exception, match="table= is needed"):
+        spark.newSession().range(1).write.format("exactly_once_postgres").mode("append").save()
+
+
 def test_what_cannot_work_is_refused_when_the_query_starts(scene: Scene) -> None:
     scene.produce(1)
     for frame, options, said in [
