@@ -27,7 +27,7 @@ from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSource
 
 from exactly_once.errors import ConfigurationError
 
-from .frame import check_places
+from .frame import check_arrow, check_places
 from .options import Options, check_source_options
 from .publication import publish, register
 from .staging import BATCH_JOB, RunBatch, Staged, reap, stage
@@ -127,6 +127,7 @@ def _checked(given: Mapping[str, str], schema: StructType, *, overwrite: bool) -
             "a batch job, replace the whole table, which is option mode=replace; everything else is append"
         )
     check_places(schema, options)
+    check_arrow(schema)
     return options, schema
 
 

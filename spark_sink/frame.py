@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from exactly_once.writer import Column, Table
@@ -134,6 +134,24 @@ def check_places(schema: StructType, options: Options) -> dict[str, StructField]
         if kind not in kinds:
             raise FrameError(f"column {name!r} ({option}=) is {kind}; Kafka's own is {kinds[-1]}")
     return fields
+
+
+def check_arrow(schema: StructType) -> None:
+    """Refuse what Spark does not hand to Python's tasks, which would fail without a column's name."""
+    for field in schema.fields:
+        if not set(_NOT_IN_ARROW).isdisjoint(_kinds(field.dataType)):
+            raise FrameError(
+                f"column {field.name!r} is {field.dataType.simpleString()}, which Spark does not hand to Python; "
+                "cast it in the frame"
+            )
+
+
+def _kinds(kind: DataType) -> Iterator[str]:
+    """Return the names of a type and of all types within it."""
+    yield kind.typeName()
+    inner = [getattr(kind, name) for name in ("elementType", "keyType", "valueType") if hasattr(kind, name)]
+    for each in [*inner, *(field.dataType for field in getattr(kind, "fields", ()))]:
+        yield from _kinds(each)
 
 
 def _columns(fields: Iterable[StructField], table: Table, options: Options) -> list[str]:

@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
@@ -86,7 +86,13 @@ class OffsetLog:
                 f"checkpoint_location={self.location!r} has no offsets of batch {batch_id}, which is being "
                 "written; give the sink what the query is given as option checkpointLocation"
             )
-        starts = self._starts_of(batch_id)
+        starts: dict[Partition, int] = {}
+        if batch_id > 0:
+            starts = self._ends_of(batch_id - 1) or {}
+        else:
+            for name in _sources(self._read("offsets/0") or b"", self.location):
+                text = self._read(f"sources/{name}/0")
+                starts |= {} if text is None else parse_initial(text)
         self._ends = batch_id, ends
         return [Range(partition=p, start=starts.get(p), end=end) for p, end in sorted(ends.items())]
 
@@ -138,7 +144,11 @@ class OffsetLog:
             text = self._read(f"state/{number}/_metadata/metadata")
             if text is None and self._read(f"state/{number}") is None:
                 break
-            names.append(_operator(text))
+            # Behind a line of its version.
+            document = None if text is None else json.loads(text.decode().partition("\n")[2])
+            names.append(
+                "an operator without metadata" if document is None else str(document["operatorInfo"]["operatorName"])
+            )
         return names
 
     def _ends_of(self, batch_id: int) -> dict[Partition, int] | None:
@@ -146,15 +156,6 @@ class OffsetLog:
             return self._ends[1]
         text = self._read(f"offsets/{batch_id}")
         return None if text is None else parse_offsets(text, self.location)
-
-    def _starts_of(self, batch_id: int) -> dict[Partition, int]:
-        if batch_id > 0:
-            return self._ends_of(batch_id - 1) or {}
-        starts: dict[Partition, int] = {}
-        for name in _sources(self._read("offsets/0") or b"", self.location):
-            text = self._read(f"sources/{name}/0")
-            starts |= {} if text is None else parse_initial(text)
-        return starts
 
 
 def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
@@ -189,13 +190,6 @@ def _mark_of(group_id: str) -> str:
     return f"exactly_once/{quote(group_id, safe='')}"
 
 
-def _operator(metadata: bytes | None) -> str:
-    """Return the name of an operator with a state; without metadata it may be any."""
-    if metadata is None:
-        return "an operator without metadata"
-    return str(json.loads(metadata.decode().partition("\n")[2])["operatorInfo"]["operatorName"])
-
-
 def _sources(text: bytes, location: str) -> dict[str, str]:
     """Return what a file of the offset log says of each source, by its name: after a version and the batch's settings.
 
@@ -227,12 +221,9 @@ def _kafka_offsets(line: str) -> dict[Partition, int]:
         Partition(topic, int(number)): offset
         for topic, numbers in said.items()
         if isinstance(numbers, Mapping)
-        for number, offset in _numbered(numbers)
+        for number, offset in numbers.items()
+        if number.isdigit() and isinstance(offset, int)
     }
-
-
-def _numbered(numbers: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    return ((number, offset) for number, offset in numbers.items() if number.isdigit() and isinstance(offset, int))
 
 
 def reader(location: str, spark: SparkSession) -> _Disk | _Hadoop:

@@ -99,7 +99,7 @@ class DeadLetter:
             value=self.value,
             headers=self.headers,
             timestamp=(self.timestamp_type, self.timestamp_ms),
-            leader_epoch=self.leader_epoch,
+            leader_epoch=-1 if self.leader_epoch is None else self.leader_epoch,  # librdkafka's for none
         )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 import pytest
 
-from exactly_once import _failpoints
+from exactly_once import Unit, _failpoints
 from exactly_once.cli import main
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 from exactly_once.ledger.dead_letters import DeadLetter, DeadLetterLimit, find
@@ -80,6 +80,23 @@ def test_an_attempt_that_dies_leaves_no_dead_letter_and_the_next_one_does(
         run(transaction, work, batches)
     assert [letter.message_offset for letter in letters(db, place.name)] == [BAD]
     assert place.written() == [(0, n) for n in range(5) if n != BAD]
+
+
+def mend(unit: Unit) -> None:
+    """Store a row that was set aside, under an offset that the table takes."""
+    (message,) = unit.messages
+    table = dict(cast("list[tuple[str, bytes]]", message.headers()))["exactly_once.row_of"].decode()
+    row = json.loads(message.value() or b"")
+    unit.execute(f"INSERT INTO {table} VALUES (%s, %s)", (row["partition"], row["offset"] + 100))
+
+
+def test_a_row_that_was_set_aside_is_replayed(place: Place, db: psycopg.Connection[Any]) -> None:
+    work = place.work(place.owners(), place.ranges(5), on_bad_row="dead-letter")
+    run("batch", work, [place.rows(range(5)), place.mark()])
+    handler = ["--handler", "tests.spark.test_bad_rows:mend", "--execute"]
+    assert main(["dead-letters", "replay", *handler, "--group-id", place.name, "--conninfo", place.conninfo]) == 0
+    assert place.written() == [(0, 0), (0, 1), (0, 2), (0, 4), (0, BAD + 100)]
+    assert letters(db, place.name) == []
 
 
 def test_without_it_the_batch_fails_and_names_the_row(place: Place, db: psycopg.Connection[Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from psycopg import sql
 
 from exactly_once.embedded.proxy import ADVANCE_AND_COMMIT, PostgresProxy
+from spark_sink import FrameError
 from tests.spark.scene import Scene
 from tests.support.spark import read_topic
 
@@ -293,6 +294,23 @@ def test_times_are_the_same_instants_whatever_the_sessions_time_zone(
     for kind in ("stream", "job"):
         assert db.execute(look.format(sql.Identifier(name)), (kind,)).fetchall() == expected
     db.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(name)))
+
+
+def test_a_type_that_spark_does_not_hand_to_python_is_refused_by_its_column() -> None:
+    from pyspark.sql.types import ArrayType, StructType, YearMonthIntervalType  # noqa: PLC0415
+
+    from spark_sink import ExactlyOncePostgres  # noqa: PLC0415
+
+    source = ExactlyOncePostgres({"conninfo": "", "table": "t", "groupId": "g", "ledger": "batch-id"})
+    for kind in (YearMonthIntervalType(), ArrayType(StructType().add("x", YearMonthIntervalType()))):
+        with pytest.raises(FrameError, match=r"column 'i' is .*cast it in the frame"):
+            source.writer(StructType().add("i", kind), overwrite=False)
+
+
+def test_spark_finds_the_format_by_itself(spark: SparkSession) -> None:
+    """In a session that nothing was registered in; that it is found shows in what it refuses."""
+    with pytest.raises(Exception, match="table= is needed"):
+        spark.newSession().range(1).write.format("exactly_once_postgres").mode("append").save()
 
 
 def test_what_cannot_work_is_refused_when_the_query_starts(scene: Scene) -> None:
