@@ -22,10 +22,10 @@ KAFKA = {"bootstrap.servers": os.environ["EXACTLY_ONCE_BOOTSTRAP_SERVERS"], "lin
 
 
 def lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and the text of every line from ``start`` on."""
+    """Yield the offset and the text of every line from ``start`` on; one that is not written to its end is left."""
     with path.open("rb") as file:
         file.seek(start)
-        while line := file.readline():
+        while (line := file.readline()).endswith(b"\n"):
             yield file.tell() - len(line), line.rstrip(b"\n")
 
 
@@ -38,6 +38,27 @@ def name_of(path: Path) -> str:
         status, first = os.fstat(file.fileno()), file.readline()
     place = f"{path.resolve()}:{status.st_dev}:{status.st_ino}:".encode()
     return f"{path.name}-{blake2b(place + first, digest_size=16).hexdigest()}"
+
+
+def refuse_another(path: Path, name: str) -> None:
+    """Note what the file begins with, and refuse one that does not begin with what was noted before.
+
+    A file that is overwritten in place keeps its inode, and perhaps its first line.
+
+    :raises SystemExit: when it is another file.
+    """
+    note = path.with_name(f".{name}.begins")
+    content = path.read_bytes()
+    if note.exists():
+        size, digest = note.read_text().split()
+        if len(content) < int(size) or blake2b(content[: int(size)]).hexdigest() != digest:
+            raise SystemExit(
+                f"{path} was written anew since its lines were published: give it a name of its own, --name"
+            )
+    whole = content[: content.rfind(b"\n") + 1]
+    fresh = note.with_suffix(".new")
+    fresh.write_text(f"{len(whole)} {blake2b(whole).hexdigest()}")
+    fresh.replace(note)
 
 
 def begins_a_line(path: Path, offset: int) -> bool:
@@ -53,6 +74,7 @@ def publish(path: Path, topic: str, *, name: str | None, is_new: bool) -> None:
     :raises SystemExit: when the topic does not hold all of them at the end.
     """
     name, end = name or name_of(path), -1
+    refuse_another(path, name)
     with DedupProducer(
         KAFKA, dedup=SequenceFilter(), producer_name=name, snapshots=path.parent, accept_trimmed=is_new
     ) as producer:

@@ -34,6 +34,7 @@ from exactly_once.publish import (
     Undelivered,
     WindowFilter,
 )
+from exactly_once.publish.delivery import Batch
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
 from tests.support.topics import create_topic
 from tests.support.waiting import until
@@ -344,7 +345,7 @@ def test_nothing_stays_behind_in_memory(producer: DedupProducer, topic: str) -> 
     producer.flush(30)
     of_topic = producer._topics[topic]
     assert (of_topic.in_flight, of_topic.reported, any(of_topic._due.values())) == ({}, [], False)
-    assert not producer._calls
+    assert not producer.calls
 
 
 def test_calls_that_attach_keep_no_older_messages_alive(producer: DedupProducer, topic: str) -> None:
@@ -371,8 +372,8 @@ def test_a_report_whose_callback_was_interrupted_is_not_taken_for_success(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("exactly_once.publish.producer.report", interrupted)
-        delivery = made.produce(topic, b"x", dedup_key="a")
+        patched.setattr(Batch, "report", interrupted)
+        delivery = made.produce(topic, None, dedup_key="a")
         with pytest.raises(KeyboardInterrupt):
             made.flush(30)
     assert not delivery.done()
@@ -421,7 +422,7 @@ def test_a_duplicate_that_attaches_while_the_original_is_settled_is_settled_too(
     delivery = producer.produce(topic, b"x", dedup_key="a")
     delivery.result(30)
     called: list[object] = []
-    producer._topics[topic].in_flight["a"] = delivery.entry
+    producer._topics[topic].in_flight["a"] = delivery.entry[0]
     twin = producer.produce(topic, b"x", dedup_key="a", on_delivery=lambda *arguments: called.append(arguments))
     assert twin.is_attached
     assert twin.duplicate

@@ -118,6 +118,24 @@ def test_files_of_one_name_are_two_files(bootstrap_servers: str, tmp_path: Path)
     assert found == {b"header": 4, b"first": 2, b"second": 2}
 
 
+def test_a_file_that_was_written_anew_in_place_is_refused(bootstrap_servers: str, tmp_path: Path) -> None:
+    """Its inode, its first line and where its lines begin are those of the file before."""
+    topic, path = create_topic(bootstrap_servers, 1), tmp_path / "lines"
+    for content, status in ((b"header\na1\na2\n", 0), (b"header\nb1\nb2\nb3\n", 1)):
+        path.write_bytes(content)
+        done = execute(bootstrap_servers, "0", "0", str(EXAMPLE), str(path), topic)
+        assert done.returncode == status, done.stderr
+    assert "written anew" in done.stderr
+
+
+def test_a_line_that_is_not_written_to_its_end_is_left(bootstrap_servers: str, tmp_path: Path) -> None:
+    topic, path = create_topic(bootstrap_servers, 1), tmp_path / "lines"
+    for content in (b"one\nthr", b"one\nthree\n"):
+        path.write_bytes(content)
+        run(bootstrap_servers, DIES_AT_A_LINE, "0", "0", str(EXAMPLE), str(path), topic, status=0)
+    assert [record.value for record in scan(bootstrap_servers, topic)] == [b"one", b"three"]
+
+
 def test_another_file_under_a_name_is_refused(bootstrap_servers: str, tmp_path: Path) -> None:
     """As where it was cut off, or written anew, with the same first line."""
     topic = create_topic(bootstrap_servers, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,7 +33,7 @@ from exactly_once.publish import (
     Undelivered,
     WindowFilter,
 )
-from exactly_once.publish.delivery import Entry
+from exactly_once.publish.delivery import Batch
 from exactly_once.publish.topic import TopicPublisher
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
@@ -336,11 +336,11 @@ def test_polling_while_a_transaction_is_given_up_confirms_nothing(
     of_topic = producer._topics[topic]
     take = TopicPublisher._take
 
-    def polled(self: TopicPublisher, outcome: Outcome, entries: list[Entry]) -> None:
+    def polled(self: TopicPublisher, outcome: Outcome, batch: Batch, places: Sequence[int]) -> None:
         polling = threading.Thread(target=producer.poll)
         polling.start()
         polling.join(0.5)
-        take(self, outcome, entries)
+        take(self, outcome, batch, places)
 
     monkeypatch.setattr(TopicPublisher, "_take", polled)
     transaction = refused(producer, BufferError, *(numbered(topic, n) for n in range(2, 9)), seconds=0)
