@@ -81,8 +81,9 @@ class Committer:
             try:
                 self._publish(to_send)
             finally:
+                with self._adding:
+                    self._count -= sum(len(places) for _, places in to_send)
                 conclude(to_send, Outcome.UNKNOWN, None)  # those that an interruption has left
-                self._count -= sum(len(places) for _, places in to_send)
 
     def _publish(self, to_send: Sequence[ToSend]) -> None:
         deadline = time.monotonic() + self._timeout
