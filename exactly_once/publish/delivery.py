@@ -244,10 +244,14 @@ class Batch:
             self.topic.reported.append(self)
 
     def match(self) -> list[int]:
-        """Find the places of the reports that have arrived, and return them. Under the lock of the topic."""
-        found = {self.by_payload[m.value()]: m for m in self.arrived if m is not None}  # type: ignore[index]
+        """Find the places of the reports that have arrived, and return them. Under the lock of the topic.
+
+        Others may arrive meanwhile, and those that were not kept still count.
+        """
+        reports = self.arrived[:]
+        found = {self.by_payload[m.value()]: m for m in reports if m is not None}  # type: ignore[index]
         self.messages.update(found)
-        self.arrived.clear()
+        self.arrived[: len(reports)] = [None] * (len(reports) - len(found))
         return list(found)
 
     def match_if_settled(self) -> None:

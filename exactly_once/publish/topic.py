@@ -211,7 +211,7 @@ class TopicPublisher:
                         self._batch = None
                     rest = [place for place in range(count) if place not in settled] if settled else range(count)
                     self._take(_DELIVERED, batch, rest)
-                elif (batch.is_watched or batch.errors) and None not in batch.arrived:
+                elif batch.is_watched or batch.errors:
                     self._take(_DELIVERED, batch, batch.match())
         for place in places:
             error = batch.errors.get(place)
