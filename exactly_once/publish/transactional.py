@@ -52,6 +52,8 @@ class Transaction:
         """Topics and messages, in the order of the calls."""
         self.deliveries: list[Delivery] = []
         """What became of each; known when the block was left."""
+        self.is_over = False
+        """Whether the block was left: what comes later would be sent by nobody."""
 
     def produce(
         self,
@@ -67,7 +69,12 @@ class Transaction:
         timestamp: int = 0,
         on_delivery: Callback | None = None,
     ) -> None:
-        """Add a message; arguments as those of :meth:`DedupProducer.produce`."""
+        """Add a message; arguments as those of :meth:`DedupProducer.produce`.
+
+        :raises ConfigurationError: when the block was left.
+        """
+        if self.is_over:
+            raise ConfigurationError(f"the transaction is over: this message to {topic!r} would never be sent")
         given = ProducerRecord(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
         self.messages.append((topic, given))
 
@@ -119,7 +126,10 @@ class TransactionalProducer(Publisher):
         :raises BrokerUnreachable: when no client could be made ready; nothing was sent.
         """
         made = Transaction()
-        yield made
+        try:
+            yield made
+        finally:
+            made.is_over = True
         try:
             with self._turn:
                 self._publish(made, time.monotonic() + timeout_seconds)

@@ -478,3 +478,14 @@ def test_a_life_that_takes_over_under_its_own_id_must_start_once_more(
     with start(owners[2]) as producer:
         assert [d.may_repeat for d in publish(producer, topic, 1, 3).deliveries] == [False, False]
     assert values(proxied_broker.bootstrap_servers, topic) == [1, 3]
+
+
+def test_a_transaction_that_is_over_takes_nothing_more(make_producer: MakeProducer, topic: str) -> None:
+    """As in a line that slipped out of the block."""
+    producer = make_producer()
+    over = publish(producer, topic, 1)
+    with pytest.raises(KeyError), producer.transaction() as left:
+        raise KeyError
+    for transaction in (over, left):
+        with pytest.raises(ConfigurationError, match="never be sent"):
+            transaction.produce(topic, b"2", dedup_key=2)
