@@ -210,8 +210,12 @@ def producer(messages: int, rounds: int) -> Iterator[str]:
         runs = {
             "confluent_kafka.Producer, delivery callback": plain_rate,
             "DedupProducer with WindowFilter": dedup_rate,
-            "the same, produce_many with 1,000": many_rate,
+            "the same with a set kept by hand, a closure for each message": by_hand_rate,
+            "the same, produce_many with 1,000 records": many_rate,
+            "the same, produce_many with 1,000 payloads and their keys": payloads_rate,
+            "confluent_kafka.Producer with one header": header_rate,
             "DedupProducer with SequenceFilter": sequence_rate,
+            "the same, produce_many with 1,000 payloads and their numbers": numbers_rate,
         }
         rates: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(rounds + 1):
@@ -289,6 +293,75 @@ def many_rate(bootstrap_servers: str, messages: int) -> float:
         for start in range(0, messages, BATCH):
             values = [b"%0100d" % n for n in range(start, start + BATCH)]
             client.produce_many(topic, [ProducerRecord(value, dedup_key=value[-16:]) for value in values])
+            client.poll(0)
+        client.flush()
+        return messages / (time.process_time() - began)
+
+
+def by_hand_rate(bootstrap_servers: str, messages: int) -> float:
+    """What one would write: a set of what was acknowledged."""
+    topic, client = make_topic(bootstrap_servers), Producer(settings(bootstrap_servers))
+    seen: set[bytes] = set()
+    began = time.process_time()
+    for n in range(messages):
+        value = b"%0100d" % n
+        key = value[-16:]
+        if key not in seen:
+
+            def delivered(error: object, _: object, key: bytes = key) -> None:
+                if error is None:
+                    seen.add(key)
+
+            client.produce(topic, value, on_delivery=delivered)
+        if not n % BATCH:
+            client.poll(0)
+    client.flush()
+    return messages / (time.process_time() - began)
+
+
+def header_rate(bootstrap_servers: str, messages: int) -> float:
+    """What numbered messages must be compared with: they carry a header."""
+    topic, client = make_topic(bootstrap_servers), Producer(settings(bootstrap_servers))
+    failed = 0
+
+    def delivered(error: object, _: object) -> None:
+        nonlocal failed
+        failed += error is not None
+
+    began = time.process_time()
+    for n in range(messages):
+        headers = [("exactly-once-sequence", b"%d:%d:name" % (n - 1, n))]
+        client.produce(topic, b"%0100d" % n, headers=headers, on_delivery=delivered)
+        if not n % BATCH:
+            client.poll(0)
+    client.flush()
+    assert not failed
+    return messages / (time.process_time() - began)
+
+
+def payloads_rate(bootstrap_servers: str, messages: int) -> float:
+    """As many_rate, without a record for each message."""
+    topic = make_topic(bootstrap_servers)
+    with DedupProducer(settings(bootstrap_servers), dedup=WindowFilter(keys=messages)) as client:
+        client.filter_of(topic)
+        began = time.process_time()
+        for start in range(0, messages, BATCH):
+            values = [b"%0100d" % n for n in range(start, start + BATCH)]
+            client.produce_many(topic, values, dedup_keys=[value[-16:] for value in values])
+            client.poll(0)
+        client.flush()
+        return messages / (time.process_time() - began)
+
+
+def numbers_rate(bootstrap_servers: str, messages: int) -> float:
+    """As payloads_rate, with numbers."""
+    topic = make_topic(bootstrap_servers)
+    with DedupProducer(settings(bootstrap_servers), dedup=SequenceFilter(max_outstanding=messages)) as client:
+        client.filter_of(topic)
+        began = time.process_time()
+        for start in range(0, messages, BATCH):
+            values = [b"%0100d" % n for n in range(start, start + BATCH)]
+            client.produce_many(topic, values, sequences=range(start, start + BATCH))
             client.poll(0)
         client.flush()
         return messages / (time.process_time() - began)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from confluent_kafka import KafkaError, KafkaException
 
 from exactly_once._log import about
 from exactly_once.errors import BrokerUnreachable
 
-from .delivery import Outcome, outcome_of, take
+from .delivery import Batch, Outcome, outcome_of
 from .errors import ProducerFenced, TailHidden
 from .publisher import ToSend
 from .transactional import TransactionalProducer, conclude
@@ -39,20 +39,30 @@ class Committer:
         self._timeout = timeout
         """For so long a message is tried."""
         producer.find_seconds = min(_SECONDS, timeout)
-        self._collected: list[ToSend] = []
+        self._collected: list[tuple[Batch, list[int]]] = []
+        self._count = 0
+        """How many are collected or being published."""
         self._since = 0.0
         """When the first of ``_collected`` came."""
+        self._adding = threading.Lock()
+        """For ``_collected``."""
         self._lock = threading.Lock()
+        """Held while messages are published."""
 
     def __len__(self) -> int:
-        return len(self._collected)
+        return self._count
 
-    def add(self, to_send: Iterable[ToSend]) -> None:
+    def add(self, batch: Batch, places: Sequence[int]) -> None:
         """Take messages that were reserved, and publish what has come together if it is many."""
-        if not self._collected:
-            self._since = time.monotonic()
-        self._collected += to_send
-        if len(self._collected) >= self._messages:
+        with self._adding:
+            if not self._collected:
+                self._since = time.monotonic()
+            if self._collected and self._collected[-1][0] is batch:
+                self._collected[-1][1].extend(places)
+            else:
+                self._collected.append((batch, list(places)))
+            self._count += len(places)
+        if self._count >= self._messages:
             self.commit()
 
     def commit_if_due(self) -> None:
@@ -66,14 +76,16 @@ class Committer:
         :raises ProducerFenced: when another producer has taken over; none of it was sent.
         """
         with self._lock:
-            to_send = self._collected[:]
+            with self._adding:
+                to_send, self._collected = self._collected, []
             try:
                 self._publish(to_send)
             finally:
+                with self._adding:
+                    self._count -= sum(len(places) for _, places in to_send)
                 conclude(to_send, Outcome.UNKNOWN, None)  # those that an interruption has left
-                del self._collected[: len(to_send)]
 
-    def _publish(self, to_send: list[ToSend]) -> None:
+    def _publish(self, to_send: Sequence[ToSend]) -> None:
         deadline = time.monotonic() + self._timeout
         while to_send:
             error: KafkaError | None = None
@@ -82,7 +94,8 @@ class Committer:
             except ProducerFenced:
                 conclude(to_send, Outcome.NOT_PERSISTED, KafkaError(KafkaError._FENCED))  # noqa: SLF001 - its public name
                 raise
-            except (KafkaException, BufferError, BrokerUnreachable, TailHidden) as problem:  # nothing was committed
+            except (KafkaException, BufferError, BrokerUnreachable, TailHidden, TypeError, ValueError) as problem:
+                # Nothing was committed. The last two are of a message that is none: it has its error, the others go.
                 verdict = Outcome.NOT_PERSISTED
                 error = problem.args[0] if isinstance(problem, KafkaException) else None
                 logger.warning("numbered messages could not be sent: %s", problem, extra=about("commit_failed"))
@@ -91,18 +104,21 @@ class Committer:
                 time.sleep(_PAUSE_SECONDS)
 
     def _settle(
-        self, to_send: list[ToSend], verdict: Outcome, error: KafkaError | None, *, is_over: bool
+        self, to_send: Sequence[ToSend], verdict: Outcome, error: KafkaError | None, *, is_over: bool
     ) -> list[ToSend]:
         """Conclude what is decided; return what is to be sent again."""
         again: list[ToSend] = []
         if verdict is Outcome.NOT_PERSISTED and not is_over:
-            again = [item for item in to_send if not _is_refused(item[1][0].errors.get(item[1][1]))]
-            if len(again) == len(to_send) and error is not None and _is_refused(error):
+            for batch, places in to_send:
+                kept = [place for place in places if not _is_refused(batch.errors.get(place))]
+                again += [(batch, kept)] if kept else []
+            count = sum(len(places) for _, places in to_send)
+            if sum(len(places) for _, places in again) == count and error is not None and _is_refused(error):
                 again = []  # the client itself refused one of them, and does not tell which
-        kept = {entry for _, entry, _ in again}
-        conclude([item for item in to_send if item[1] not in kept], verdict, error)
-        for batch, place in kept:
-            take((batch, place), None, None)
+        waits = {(batch, place) for batch, places in again for place in places}
+        conclude([(b, [p for p in places if (b, p) not in waits]) for b, places in to_send], verdict, error)
+        for batch, places in again:
+            batch.send_again(places)
         return again
 
 

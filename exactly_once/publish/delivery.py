@@ -1,23 +1,36 @@
-"""Batches of messages that were given together, and deliveries: what becomes of each, as a small future.
+"""Batches of messages, and deliveries: what becomes of each message, as a small future.
 
-One object is made for a batch and none for a message of it: a million in flight are a million objects that every
-collection of garbage looks at, and that have left the processor's cache when their report comes. A delivery is a view,
-made when somebody asks for it.
+One object and one callback are made for a batch, and none for a message: a million in flight would be a million objects
+that every collection of garbage looks at, and that have left the processor's cache when their report comes. So a batch
+that was delivered whole is settled at once, by one assignment. A report finds its message by the payload, and only
+where somebody asks. A delivery is a view, made when somebody asks for it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from itertools import repeat
 from typing import Any, Protocol, overload
 
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from .errors import HeldElsewhere, NotDelivered, NotPersisted, OutcomeUnknown
+from .filter import Filter
+from .headers import Headers
+from .keys import CheckedKeys
 
 Callback = Callable[[KafkaError | None, Message | None], object]
+Payload = str | bytes | None
+Extra = tuple[int, Headers | None, int]
+"""Partition, headers and timestamp of a message."""
+_LONG = 1024
+"""A payload of more bytes costs more to compare and to keep than a callback of its own."""
 
 _PROOFS = frozenset(
     # The client or the broker refuses these for what they are, at every attempt, before anything is stored.
@@ -28,6 +41,7 @@ _PROOFS = frozenset(
         KafkaError.INVALID_RECORD,
         KafkaError.INVALID_TIMESTAMP,
         KafkaError.TOPIC_EXCEPTION,
+        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
     )
 )
 
@@ -63,11 +77,16 @@ def outcome_of(error: KafkaError) -> Outcome:
     return Outcome.NOT_PERSISTED if error.code() in _PROOFS else Outcome.UNKNOWN
 
 
+Call = tuple[Callback, KafkaError | None, Message | None]
+
+
 class Serving(Protocol):
-    """What a delivery needs of its producer."""
+    """What deliveries and topics need of their producer."""
 
     is_ended: bool
     """Whether it is closed and nothing more is reported."""
+    calls: deque[Call]
+    """Callbacks that are to be called, with what they are told."""
 
     def poll(self, timeout_seconds: float = 0.0) -> int:
         """Serve delivery reports."""
@@ -78,37 +97,82 @@ class Serving(Protocol):
         ...
 
 
+class Home(Protocol):
+    """What a batch needs of the topic's publisher."""
+
+    topic: str
+    producer: Serving
+    reported: list[Batch]
+    """Batches in which there is something to settle."""
+    failed: dict[Hashable, Delivery]
+    """By identity: failures that nobody has looked at, and that no later call has made good."""
+    lock: threading.Lock
+    is_transactional: bool
+    """Whether messages are settled when a transaction ends, and not as they are reported."""
+    keeps_reports: bool
+    """Whether reports of success are needed although nobody holds a delivery."""
+    filter: Filter[Any]
+
+    def undo(self, batch: Batch, places: Sequence[int]) -> None:
+        """Undo the reservations of messages that the client did not take."""
+        ...
+
+    def conclude(self, batch: Batch, places: Sequence[int], verdict: Outcome, error: KafkaError | None) -> None:
+        """Settle messages alike, whatever was reported."""
+        ...
+
+
+class Interest:
+    """Held by all who hold a delivery of a batch: without them nobody can ask where its messages stand."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Batch:
-    """Messages of one topic that were given together; everything about them by their place."""
+    """Messages of one topic that share a callback; everything about one of them by its place."""
 
     __slots__ = (
         "__weakref__",
+        "arrived",
+        "by_payload",
         "callbacks",
         "errors",
-        "failed",
+        "extras",
         "identities",
+        "interest",
+        "is_reported",
+        "is_watched",
+        "keys",
         "messages",
         "outcomes",
-        "producer",
         "reported",
         "resent",
+        "rest",
+        "told",
         "topic",
+        "values",
     )
 
-    def __init__(self, producer: Serving, topic: str, failed: dict[Hashable, Delivery], reported: list[Entry]) -> None:
-        self.producer = producer
+    def __init__(self, topic: Home) -> None:
         self.topic = topic
-        self.failed = failed
-        """Of the whole topic: failures that nobody has looked at."""
-        self.reported = reported
-        """Of the whole topic: what the client has reported."""
-        self.identities: list[Any] = []
+        self.identities: list[Any] = CheckedKeys()
         """Dedup keys, Sequences or Links."""
-        self.outcomes: list[Outcome] = []
-        self.messages: list[Message | None] = []
-        """The messages of the client's reports."""
-        # The rest is about few of them, by place.
+        self.values: list[Payload] = []
+        self.keys: list[Payload] = []
+        self.extras: dict[int, Extra] = {}
+        """What else is given with the few messages that have more than value and key."""
+        self.rest = _PENDING
+        """The outcome of all that are not in ``outcomes``."""
+        self.outcomes: dict[int, Outcome] = {}
+        self.by_payload: dict[bytes, int] = {}
+        """Places of messages that share the callback: their payload is bytes, and no other one's here."""
+        self.arrived: list[Message | None] = []
+        """Reports of success among these that are not matched with their places; None where nobody can ask."""
+        self.reported: list[int] = []
+        """Places with a report of their own that is not settled."""
         self.errors: dict[int, KafkaError] = {}
+        self.messages: dict[int, Message | None] = {}
+        """The messages of the reports that are matched."""
         self.callbacks: dict[int, list[Callback | None]] = {}
         """The callbacks of the call that sends and of those that attached to it; None for one without.
 
@@ -116,70 +180,129 @@ class Batch:
         """
         self.resent: set[int] = set()
         """Of which an earlier attempt may be in the log."""
+        self.is_watched = False
+        """Whether somebody waits for one of them: then reports are settled before all are there."""
+        self.is_reported = topic.is_transactional
+        """Whether the topic knows that there is something to settle. In a transaction the commit tells that."""
+        self.interest: Callable[[], Interest | None] = _ALWAYS if topic.keeps_reports else _NEVER
+        arrived, reported = self.arrived, topic.reported
 
-    def extend(self, identities: list[Any]) -> list[Entry]:
-        """Add the messages of a batch that has none yet; return their entries."""
-        self.identities += identities
-        self.outcomes += [_PENDING] * len(identities)
-        self.messages += [None] * len(identities)
-        return list(zip(repeat(self), range(len(identities))))
+        def told(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                self.report(self.by_payload[message.value()], error, message)  # type: ignore[index]
+                return
+            arrived.append(None if self.interest() is None else message)
+            if not self.is_reported:
+                self.is_reported = True
+                reported.append(self)
+
+        self.told: Callback | None = told  # type: ignore[assignment]  # the client gives a message with each report
+        """The callback that they share; None once it has done its work: it refers to the batch."""
+
+    def watched(self) -> Interest:
+        """Return what a delivery holds."""
+        held = self.interest()
+        if held is None:
+            held = Interest()
+            self.interest = weakref.ref(held)
+        return held
+
+    def callback_of(self, place: int) -> Callback:
+        """Return what the client calls with the report of a message."""
+        value = self.values[place]
+        # A report that is found by its payload needs no object of its own.
+        if (
+            type(value) is bytes
+            and len(value) <= _LONG
+            and place not in self.callbacks
+            and self.by_payload.setdefault(value, place) == place
+            and self.told is not None
+        ):
+            return self.told
+        return partial(self.report, place)
+
+    def callbacks_of(self, places: Sequence[int]) -> Iterable[Callback]:
+        """Return them for several messages."""
+        values: Any = self.values
+        if not self.callbacks and not self.by_payload and self.told and set(map(type, values)) == {bytes}:
+            self.by_payload = dict(zip(values, range(len(values)), strict=True))
+            if len(self.by_payload) == len(values) and max(map(len, values)) <= _LONG:
+                return repeat(self.told, len(places))
+            self.by_payload = {}
+        return map(self.callback_of, places)
+
+    def report(self, place: int, error: KafkaError | None, message: Message | None) -> None:
+        """Note the report of one message; it is settled before anybody is told."""
+        self.messages[place] = message
+        if error is not None:
+            self.errors[place] = error
+        else:
+            self.errors.pop(place, None)
+        self.reported.append(place)
+        if not self.is_reported:
+            self.is_reported = True
+            self.topic.reported.append(self)
+
+    def match(self) -> list[int]:
+        """Find the places of the reports that have arrived, and return them. Under the lock of the topic.
+
+        Others may arrive meanwhile, and those that were not kept still count.
+        """
+        reports = self.arrived[:]
+        found = {self.by_payload[m.value()]: m for m in reports if m is not None}  # type: ignore[index]
+        self.messages.update(found)
+        self.arrived[: len(reports)] = [None] * (len(reports) - len(found))
+        return list(found)
+
+    def match_if_settled(self) -> None:
+        """Do so unless their number is still needed to see that all are there. Under the lock of the topic."""
+        if self.arrived and (self.told is None or self.topic.is_transactional):
+            self.match()
+
+    def acknowledged(self, places: Sequence[int]) -> Iterable[Message]:
+        """Return the messages of these reports, in any order. Under the lock of the topic."""
+        if self.topic.is_transactional and len(self.arrived) == len(places):
+            return [message for message in self.arrived if message is not None]
+        self.match_if_settled()
+        return [message for place in places if (message := self.messages.get(place)) is not None]
+
+    def outcome(self, place: int) -> Outcome:
+        """Return what is known of a message; who asks too early is somebody who waits."""
+        found = self.outcomes.get(place, self.rest)
+        if found is _PENDING and not self.is_watched:
+            self.is_watched = True
+            self.topic.reported.append(self)
+        return found
+
+    def message(self, place: int) -> Message | None:
+        """Return the message of a report, if there was one."""
+        if self.arrived:
+            with self.topic.lock:
+                self.match_if_settled()
+        return self.messages.get(place)
+
+    def send_again(self, places: Iterable[int]) -> None:
+        """Forget the reports of an attempt that is over."""
+        with self.topic.lock:
+            self.match_if_settled()
+        for place in places:
+            self.errors.pop(place, None)
+            self.messages.pop(place, None)
 
 
-Entry = tuple[Batch, int]
-"""A message: its batch, and its place there. A batch has none of its own: the two would keep each other alive."""
-
-
-class Deliveries(Sequence["Delivery"]):
-    """The deliveries of one call of ``produce_many``, in the order of its messages; made when they are asked for."""
-
-    __slots__ = ("_attached", "_batch")
-
-    def __init__(self, batch: Batch, attached: dict[int, Entry]) -> None:
-        self._batch = batch
-        # Not in the batch: one in flight would keep the one before it alive, and that its own, without end.
-        self._attached = attached
-
-    def __len__(self) -> int:
-        return len(self._batch.identities)
-
-    @overload
-    def __getitem__(self, index: int) -> Delivery: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Delivery]: ...
-    def __getitem__(self, index: int | slice) -> Delivery | list[Delivery]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        entry = self._attached.get(place)
-        return Delivery(self._batch, place) if entry is None else Delivery(*entry, is_attached=True)
-
-
-def take(entry: Entry, error: KafkaError | None, message: Message | None) -> None:
-    """Note a report of the client."""
-    batch, place = entry
-    batch.messages[place] = message
-    if error is not None:
-        batch.errors[place] = error
-    elif batch.errors:
-        batch.errors.pop(place, None)
-
-
-def report(entry: Entry, error: KafkaError | None, message: Message | None) -> None:
-    """Note a report of the client that is to be settled by itself; it is settled before anybody is told.
-
-    Made a method of an entry, this is the client's callback: one small object for each message in flight.
-    """
-    take(entry, error, message)
-    entry[0].reported.append(entry)
+_FOREVER = Interest()
+_ALWAYS: Callable[[], Interest | None] = lambda: _FOREVER  # noqa: E731 - called like a weak reference
+_NEVER: Callable[[], Interest | None] = lambda: None  # noqa: E731
 
 
 class Delivery:
     """What becomes of one call of ``produce``. Made by the producer."""
 
-    __slots__ = ("_batch", "_place", "is_attached")
+    __slots__ = ("_batch", "_interest", "_place", "is_attached")
 
     def __init__(self, batch: Batch, place: int, *, is_attached: bool = False) -> None:
         self._batch = batch
+        self._interest = batch.watched()
         self._place = place
         self.is_attached = is_attached
         """Whether this call sent nothing, because an earlier one is sending the same key; it shares its outcome."""
@@ -188,14 +311,14 @@ class Delivery:
         return f"<Delivery {self.identity!r} {self.outcome.name}{' duplicate' if self.duplicate else ''}>"
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> tuple[Batch, int]:
         """The message that is, or was, sent."""
         return self._batch, self._place
 
     @property
     def topic(self) -> str:
         """The topic."""
-        return self._batch.topic
+        return self._batch.topic.topic
 
     @property
     def identity(self) -> Any:
@@ -205,7 +328,7 @@ class Delivery:
     @property
     def outcome(self) -> Outcome:
         """What is known of the message."""
-        return self._batch.outcomes[self._place]
+        return self._batch.outcome(self._place)
 
     @property
     def may_repeat(self) -> bool:
@@ -220,7 +343,7 @@ class Delivery:
     @property
     def message(self) -> Message | None:
         """The message of the client's report, if there was one."""
-        return self._batch.messages[self._place]
+        return self._batch.message(self._place)
 
     @property
     def duplicate(self) -> bool:
@@ -230,12 +353,12 @@ class Delivery:
     @property
     def offset(self) -> int | None:
         """Where it stands in the log; None while, or where, that is not known."""
-        return None if self.message is None or self.outcome is not _DELIVERED else self.message.offset()
+        return None if self.outcome is not _DELIVERED or self.message is None else self.message.offset()
 
     @property
     def partition(self) -> int | None:
         """The partition it stands in; None while, or where, that is not known."""
-        return None if self.message is None or self.outcome is not _DELIVERED else self.message.partition()
+        return None if self.outcome is not _DELIVERED or self.message is None else self.message.partition()
 
     def done(self) -> bool:
         """Tell whether the outcome is known."""
@@ -251,7 +374,7 @@ class Delivery:
         :raises HeldElsewhere: when another process is sending it.
         :raises TimeoutError: when nothing is known after so long; nothing changes by that.
         """
-        producer = self._batch.producer
+        producer = self._batch.topic.producer
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         if not self.done():
             producer.hurry()
@@ -269,11 +392,33 @@ class Delivery:
 
     def exception(self) -> NotDelivered | None:
         """Return why it was not delivered; None if it was, or is not known yet. ``flush`` does not tell it again."""
-        if self.outcome not in FAILURES:
+        outcome = self.outcome
+        if outcome not in FAILURES:
             return None
-        self._batch.failed.pop(self.identity, None)
-        said = f"{self.identity!r} to {self.topic}: {self.outcome.value} ({self.error or 'no error given'})"
-        made = FAILURES[self.outcome][1](said)
+        self._batch.topic.failed.pop(self.identity, None)
+        said = f"{self.identity!r} to {self.topic}: {outcome.value} ({self.error or 'no error given'})"
+        made = FAILURES[outcome][1](said)
         if self.error is not None:
             made.__cause__ = KafkaException(self.error)
         return made
+
+
+class Deliveries(Sequence[Delivery]):
+    """The deliveries of one batch, in the order of its messages; made when they are asked for."""
+
+    __slots__ = ("_batch", "_interest")
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._interest = batch.watched()
+
+    def __len__(self) -> int:
+        return len(self._batch.identities)
+
+    @overload
+    def __getitem__(self, index: int) -> Delivery: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Delivery]: ...
+    def __getitem__(self, index: int | slice) -> Delivery | list[Delivery]:
+        places = range(len(self))[index]
+        return Delivery(self._batch, places) if isinstance(places, int) else [Delivery(self._batch, p) for p in places]

@@ -267,6 +267,9 @@ class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
 
     def _reserve(self, wanted: list[K]) -> list[State]:
         seen = self._seen(wanted)
+        if len(wanted) == 1 and not seen and wanted[0] not in self._open:
+            self._open[wanted[0]] = _SENT
+            return [NEW]
         fresh = dict.fromkeys(wanted, _SENT)
         if not seen and len(fresh) == len(wanted) and (not self._open or self._open.keys().isdisjoint(fresh)):
             self._open.update(fresh)

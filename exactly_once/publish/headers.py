@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .keys import Key, encoded
@@ -24,9 +24,20 @@ class Sent(NamedTuple):
     number: int
 
 
+def with_sequences(
+    headers: Iterable[Headers | None], sequences: Sequence[tuple[str, int]], befores: Iterable[int]
+) -> list[list[tuple[str, HeaderValue]]]:
+    """Return the callers' headers with those of sequences of one producer."""
+    name = sequences[0][0].encode()
+    return [
+        [*(_listed(given) if given else ()), (SEQUENCE, b"%d:%d:%b" % (before, number, name))]
+        for given, (_, number), before in zip(headers, sequences, befores, strict=True)
+    ]
+
+
 def with_sequence(headers: Headers | None, producer: str, before: int, number: int) -> list[tuple[str, HeaderValue]]:
-    """Return the caller's headers with the one of a sequence."""
-    return [*_listed(headers), (SEQUENCE, f"{before}:{number}:{producer}")]
+    """Return a caller's headers with that of a sequence."""
+    return with_sequences([headers], [(producer, number)], [before])[0]
 
 
 def with_key(headers: Headers | None, key: Key) -> list[tuple[str, HeaderValue]]:

@@ -7,6 +7,7 @@ change afterwards (a bytearray) is copied.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 from uuid import UUID
 
 from .errors import KeyRefused
@@ -42,17 +43,23 @@ def checked(given: GivenKey) -> Key:
     raise KeyRefused(f"a dedup key is bytes, str, int or UUID, not {type(key).__name__}")
 
 
+class CheckedKeys(list[Any]):
+    """Keys that need no second look."""
+
+
 def checked_all(keys: Iterable[GivenKey]) -> list[Key]:
     """Check many keys; those of one plain type without looking at each in Python."""
-    given = list(keys)
+    if type(keys) is CheckedKeys:
+        return keys
+    given: list[Any] = CheckedKeys(keys)
     if len(given) == 1:
-        return [checked(given[0])]
+        return CheckedKeys((checked(given[0]),))
     kinds = set(map(type, given))
     if len(kinds) == 1 and not kinds.isdisjoint((bytes, str)):
-        lengths = list(map(len, given))  # type: ignore[arg-type]  # the line above says so
+        lengths = list(map(len, given))
         if min(lengths) and max(lengths) <= MAX_KEY_LENGTH:
-            return given  # type: ignore[return-value]
-    return [checked(key) for key in given]
+            return given
+    return CheckedKeys(checked(key) for key in given)
 
 
 def encoded(key: Key) -> bytes:

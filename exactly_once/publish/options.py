@@ -56,6 +56,8 @@ class PublishOptions:
         return cls(**given)
 
     def __post_init__(self) -> None:
+        if self.producer_name == "":
+            raise ConfigurationError("producer_name= is empty; name the producer, the same after a restart")
         if self.owner is not None and self.producer_name not in (None, self.owner.name):
             raise ConfigurationError(
                 f"producer_name={self.producer_name!r} is not the owner's, {self.owner.name!r}; leave it out"
@@ -64,6 +66,10 @@ class PublishOptions:
             raise ConfigurationError("published_since= has no time zone: datetime(..., tzinfo=UTC)")
         if self.snapshot_every < 1:
             raise ConfigurationError(f"snapshot_every={self.snapshot_every!r} must be at least 1")
+
+    def has_name(self) -> bool:
+        """Tell whether the producer's name is one that was given."""
+        return self.producer_name is not None or (self.owner is not None and self.owner.is_named)
 
     def name(self) -> str:
         """Return the producer's name."""

@@ -85,6 +85,7 @@ class PublishOwner:
             raise ConfigurationError("exclusive=True needs name=: a drawn name is nobody else's")
         self.store = Store(conninfo, connect=connect, schema=schema, migrate=migrate)
         self.name = name or f"publisher-{uuid4()}"
+        self.is_named = bool(name)
         self.token: UUID = uuid4()
         self.lease_seconds = lease_seconds
         self.transactional_id = transactional_id

@@ -10,13 +10,15 @@ from confluent_kafka import Producer
 
 from .chain import Link
 from .committer import Committer
-from .delivery import Callback, Delivery, report
+from .delivery import Batch, Callback, Delivery, Payload
+from .errors import KeyRefused
 from .filter import NoFilter
 from .headers import Headers
 from .keys import GivenKey, checked
 from .options import DedupKeywords, DedupOptions, client_settings
-from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher, ToSend
-from .topic import TopicPublisher
+from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher
+from .recovery import SequenceLog
+from .topic import Columns, TopicPublisher
 from .transactional import TransactionalProducer
 
 _TIMEOUT_MS = 300_000
@@ -87,32 +89,61 @@ class DedupProducer(Publisher):
         :raises BufferError: when the client's queue is full; nothing was marked. Call ``poll`` and try again.
         :raises KeyRefused: when the identity is missing or cannot be one.
         """
-        record = ProducerRecord(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
         ready = self._ready(topic)
-        if ready.filter.takes == "dedup_key" and dedup_key is not None and sequence is None and chain is None:
+        takes = ready.filter.takes
+        if takes == "dedup_key" and dedup_key is not None and sequence is None and chain is None:
             identity: Any = checked(dedup_key)
         else:
-            (identity,) = self._identities(ready, (record,))
-        with ready.order if ready.filter.takes == "sequence" else _ANY_ORDER:
-            delivery, may_go = ready.reserve_one(identity, on_delivery)
-            if may_go:
-                self._send(ready, ((ready, delivery.entry, record),), 0.0)
+            (identity,) = self._identities(ready, ((dedup_key,), (sequence,), (chain,)))
+        extra = (partition, headers, timestamp) if headers or timestamp or partition != -1 else None
+        if takes == "sequence":
+            with ready.order:
+                batch, place, delivery, may_go = ready.reserve((identity, value, key, extra, on_delivery))
+                if may_go:
+                    self._send(batch, (place,), 0.0)
+            return delivery
+        batch, place, delivery, may_go = ready.reserve((identity, value, key, extra, on_delivery))
+        if may_go and (extra is not None or ready.filter.writes_key):
+            self._send(batch, (place,), 0.0)
+        elif may_go:
+            try:
+                self._client.produce(topic, value, key, -1, batch.callback_of(place))  # type: ignore[arg-type]
+            except BaseException:
+                ready.undo(batch, (place,))
+                raise
         return delivery
 
     def produce_many(
-        self, topic: str, messages: Iterable[ProducerRecord], *, room_seconds: float = 60.0
+        self,
+        topic: str,
+        messages: Iterable[ProducerRecord] | Iterable[Payload],
+        *,
+        dedup_keys: Iterable[GivenKey] | None = None,
+        sequences: Iterable[int] | None = None,
+        room_seconds: float = 60.0,
     ) -> Sequence[Delivery]:
         """Send several messages with one question to the filter; return a delivery for each, in their order.
 
-        Where the client's queue is full, reports are served until there is room.
+        ``messages`` are :class:`ProducerRecord`, or the values alone where ``dedup_keys`` or ``sequences`` name them:
+        that is the fastest way. Where the client's queue is full, reports are served until there is room.
 
         :raises BufferError: when there is none within ``room_seconds``; what was not handed over is not marked.
+        :raises KeyRefused: when an identity is missing or cannot be one; nothing was marked.
         """
-        records = list(messages)
         ready = self._ready(topic)
+        given: list[Any] = list(messages)
+        if dedup_keys is None and sequences is None:
+            columns = self._columns(ready, given)
+        else:
+            nothing: list[Any] = [None] * len(given)
+            names = [nothing if named is None else list(named) for named in (dedup_keys, sequences)]
+            if any(len(column) != len(given) for column in names):
+                raise KeyRefused(f"{len(given)} messages need as many identities, not {min(map(len, names))}")
+            columns = Columns(self._identities(ready, (*names, nothing)), given, nothing, {}, {})
         with ready.order if ready.filter.takes == "sequence" else _ANY_ORDER:
-            deliveries, to_send = self._reserve(ready, records)
-            self._send(ready, to_send, room_seconds)
+            deliveries, batch, places = ready.reserve_many(columns)
+            if places:
+                self._send(batch, places, room_seconds)
         return deliveries
 
     def __len__(self) -> int:
@@ -127,11 +158,14 @@ class DedupProducer(Publisher):
             if self._committer is not None:
                 self._committer.producer.close()
 
-    def _send(self, topic: TopicPublisher, to_send: Iterable[ToSend], room_seconds: float) -> None:
-        if self._committer is not None and topic.log is not None:
-            self._committer.add(to_send)
+    def _send(self, batch: Batch, places: Sequence[int], room_seconds: float) -> None:
+        if self._committer is not None and batch.topic.is_transactional:
+            self._committer.add(batch, places)
         else:
-            self._hand_over(to_send, report, room_seconds)
+            self._hand_over(batch, places, room_seconds)
+
+    def _concludes(self, log: SequenceLog | None) -> bool:
+        return self._committer is not None and log is not None
 
     def _connect(self) -> Producer:
         return Producer(client_settings(self._settings))
@@ -155,7 +189,7 @@ class DedupProducer(Publisher):
 
     @contextlib.contextmanager
     def _nothing_arrives(self, topic: TopicPublisher) -> Iterator[bool]:
-        if self._committer is None or topic.log is None:
+        if self._committer is None or not topic.is_transactional:
             yield False
             return
         with self._committer.producer.nothing_arrives():

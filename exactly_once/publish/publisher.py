@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -10,20 +11,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from types import MethodType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
+from exactly_once._log import about
 from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .chain import Link
-from .delivery import Callback, Deliveries, Delivery, Entry, Outcome
+from .delivery import Batch, Call, Callback, Delivery, Extra, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
 from .filter import Filter, NoFilter, Resolved
 from .guard import Guard
-from .headers import Headers, key_of, sequence_of, with_key, with_sequence
+from .headers import Headers, key_of, sequence_of, with_key, with_sequences
 from .keys import GivenKey, checked_all
 from .options import PublishOptions, connection_settings
 from .owners import PublishOwner
@@ -31,7 +33,9 @@ from .recovery import SequenceLog
 from .sequence import Sequence as Numbered
 from .sequence import SequenceFilter
 from .tail import ranges_of, read_tail
-from .topic import Call, TopicPublisher
+from .topic import Columns, TopicPublisher
+
+logger = logging.getLogger(__name__)
 
 _STATES = ("confirmed", "in_flight", "unknown", "evicted", "evicted_young", "failed_open")
 CLOSE_SECONDS = 30.0
@@ -40,8 +44,6 @@ _NAMED = 3
 """So many failed messages are named in an error; the others are counted."""
 
 AnyFilter = Filter[Any]
-Report = Callable[[Entry, KafkaError | None, Message | None], None]
-"""Made a method of an entry, what the client calls with its delivery report."""
 
 
 class ProducerRecord(NamedTuple):
@@ -58,10 +60,11 @@ class ProducerRecord(NamedTuple):
     on_delivery: Callback | None = None
 
 
-ToSend = tuple[TopicPublisher, Entry, ProducerRecord]
-"""A message that the filter has let through."""
+ToSend = tuple[Batch, Sequence[int]]
+"""A batch, and the places of what the filter has let through."""
 _FIELDS = {"dedup_key": 2, "sequence": 3, "chain": 4}
 """Where a record has its identities."""
+_NO_EXTRA: Extra = (-1, None, 0)
 
 
 class Publisher(ABC):
@@ -83,7 +86,8 @@ class Publisher(ABC):
         self._opening = threading.Lock()
         self._bound: str | None = None
         """The topic of a filter that was given itself, and not made for each topic."""
-        self._calls: deque[Call] = deque()
+        self.calls: deque[Call] = deque()
+        """Callbacks that are to be called, with what they are told."""
         self._closed = False
         self._guard = Guard("the producer")
         self.is_ended = False
@@ -98,6 +102,10 @@ class Publisher(ABC):
     def _nothing_arrives(self, topic: TopicPublisher) -> Iterator[bool]:
         """See to it that nothing this producer has sent arrives meanwhile; tell whether that is so."""
         yield False
+
+    @abstractmethod
+    def _concludes(self, log: SequenceLog | None) -> bool:
+        """Tell whether the messages of a topic are sent in transactions."""
 
     @abstractmethod
     def _connect(self) -> Producer:
@@ -275,7 +283,8 @@ class Publisher(ABC):
         """Return what publishes to a topic, if this producer may still publish."""
         if self._owner is not None:
             self._owner.check()
-        self._check_open()
+        if self._closed or not self._guard.is_ours():
+            self._check_open()
         return self._topics.get(topic) or self._open(topic)
 
     def _check_open(self) -> None:
@@ -283,67 +292,82 @@ class Publisher(ABC):
         if self._closed:
             raise ConfigurationError("the producer is closed: make a new one")
 
-    def _reserve(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> tuple[Deliveries, Iterable[ToSend]]:
-        """Ask the filter for the right to send; return all deliveries, and the messages that may go.
+    def _columns(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> Columns:
+        """Return messages by column, with their identities checked."""
+        columns = list(zip(*records, strict=True)) or [()] * 9
+        values, keys, partitions, headers, timestamps, calls = (columns[n] for n in (0, 1, 5, 6, 7, 8))
+        extras: dict[int, Extra] = {}
+        if any(headers) or any(timestamps) or partitions.count(-1) < len(records):
+            given = enumerate(zip(partitions, headers, timestamps, strict=True))
+            extras = {n: extra for n, extra in given if extra != _NO_EXTRA}
+        callbacks = {n: call for n, call in enumerate(calls) if call is not None} if any(calls) else {}
+        return Columns(self._identities(topic, columns[2:5]), list(values), list(keys), extras, callbacks)
 
-        When it raises, nothing is reserved.
-        """
-        deliveries, may_go = topic.reserve(self._identities(topic, records), [record[8] for record in records])
-        if len(may_go) < len(records):
-            records = [records[place] for _, place in may_go]
-        return deliveries, zip(repeat(topic), may_go, records)
-
-    def _identities(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> list[Any]:
+    def _identities(self, topic: TopicPublisher, columns: Sequence[Sequence[Any]]) -> list[Any]:
+        """Check and return identities of the kind that the filter takes; the others must not be given."""
         takes = topic.filter.takes
         if takes == "nothing":
-            return [object() for _ in records]
-        field = _FIELDS[takes]
-        given: list[Any] = [record[field] for record in records]
-        for record, identity in zip(records, given, strict=True):
-            if identity is None or record[2:5].count(None) < 2:
-                raise _refused(topic.topic, takes, record)
+            return [object() for _ in columns[0]]
+        given = columns[_FIELDS[takes] - 2]
+        if None in given or any(column.count(None) < len(column) for column in columns if column is not given):
+            for row in zip(*columns, strict=True):
+                for other, identity in zip(_FIELDS, row, strict=True):
+                    if other != takes and identity is not None:
+                        raise KeyRefused(f"{other}= was given, but the filter of this topic takes {takes}=")
+                if row[_FIELDS[takes] - 2] is None:
+                    what = {"dedup_key": "keys", "sequence": "numbers", "chain": "chains"}[takes]
+                    raise KeyRefused(f"a message to {topic.topic!r} needs {takes}=, because its filter knows {what}")
         if takes == "sequence":
-            return [Numbered(self.producer_name, number) for number in given]
-        return checked_all(given) if takes == "dedup_key" else given
+            return list(map(Numbered, repeat(self.producer_name), given))
+        return checked_all(given) if takes == "dedup_key" else list(given)
 
-    def _hand_over(self, to_send: Iterable[ToSend], report: Report, room: float, *, undoes: bool = True) -> None:
+    def _hand_over(self, batch: Batch, places: Sequence[int], room: float, *, undoes: bool = True) -> None:
         """Give messages to the client, in order; where its queue is full, serve reports until there is room.
 
         :raises BufferError: when there is none within so many seconds; what was not handed over is not marked.
         """
-        left = iter(to_send)
-        for topic, entry, record in left:
-            value, key, _, _, _, partition, headers, timestamp, _ = record
-            try:
-                made = topic.filter
-                if made.takes == "sequence":
-                    assert isinstance(made, SequenceFilter)
-                    name, number = identity = entry[0].identities[entry[1]]
-                    headers = with_sequence(headers, name, made.predecessor(identity), number)
-                elif made.writes_key:
-                    headers = with_key(headers, entry[0].identities[entry[1]])
-                # Without keywords in the usual case: the client takes longer for them.
-                more: dict[str, Any] = {"headers": headers, "timestamp": timestamp} if headers or timestamp else {}
-                told = MethodType(report, entry)
+        name, produce = batch.topic.topic, self._client.produce
+        done = 0
+        try:
+            headers = _headers(batch, places)
+            is_all = len(places) == len(batch.values)
+            values = batch.values if is_all else [batch.values[place] for place in places]
+            keys = batch.keys if is_all else [batch.keys[place] for place in places]
+            calls: Iterable[Any] = batch.callbacks_of(places)
+            if not batch.extras and headers is None:  # without keywords: the client takes longer for them
+                for value, key, told in zip(values, keys, calls, strict=True):
+                    try:
+                        produce(name, value, key, -1, told)
+                    except BufferError:
+                        self._find_room(partial(produce, name, value, key, -1, told), room)
+                    done += 1
+                return
+            for place, value, key, told, with_ours in zip(
+                places, values, keys, calls, headers or repeat(None, len(places)), strict=True
+            ):
+                partition, given, timestamp = batch.extras.get(place, _NO_EXTRA)
+                more: Any = given if with_ours is None else with_ours
                 try:
-                    self._client.produce(topic.topic, value, key, partition, told, **more)
+                    produce(name, value, key, partition, told, headers=more, timestamp=timestamp)
                 except BufferError:
-                    if room <= 0:
-                        raise
-                    self._find_room(
-                        partial(self._client.produce, topic.topic, value, key, partition, told, **more), room
-                    )
-            except BaseException as exception:
-                if undoes:
-                    undo([(topic, entry, record), *left])
-                elif isinstance(exception, KafkaException):
-                    entry[0].errors[entry[1]] = exception.args[0]
-                raise
+                    again = partial(produce, name, value, key, partition, told, headers=more, timestamp=timestamp)
+                    self._find_room(again, room)
+                done += 1
+        except BaseException as exception:
+            if undoes:
+                batch.topic.undo(batch, places[done:])
+            elif isinstance(exception, KafkaException):
+                batch.errors[places[done]] = exception.args[0]
+            elif isinstance(exception, (TypeError, ValueError)) and done < len(places):  # no message at all
+                batch.errors[places[done]] = KafkaError(KafkaError.INVALID_RECORD, str(exception))
+            raise
 
     def _find_room(self, call: Callable[[], None], seconds: float) -> None:
         """Call again, serving reports while the client's queue is full."""
         deadline = time.monotonic() + seconds
         while True:
+            if seconds <= 0:
+                raise BufferError("the client's queue is full: nothing was marked; call poll() and try again")
             self.poll(_ROOM_SECONDS)
             try:
                 return call()
@@ -354,9 +378,9 @@ class Publisher(ABC):
     def _settle(self) -> None:
         for topic in list(self._topics.values()):
             topic.settle()
-        while self._calls:
+        while self.calls:
             with contextlib.suppress(IndexError):  # another thread may have taken the last one
-                callback, error, message = self._calls.popleft()
+                callback, error, message = self.calls.popleft()
                 callback(error, message)
 
     def _sequences(self, topic: str) -> SequenceFilter:
@@ -373,6 +397,14 @@ class Publisher(ABC):
             made = self._make_filter(name)
             log = None
             if isinstance(made, SequenceFilter) and self._options.recover:
+                if not self._options.has_name():
+                    logger.warning(
+                        "%r was drawn as the name of this producer: after a restart it recognises nothing on %r. Give "
+                        "producer_name=, the same in each life",
+                        self.producer_name,
+                        name,
+                        extra=about("name_drawn") | {"topic": name, "producer": self.producer_name},
+                    )
                 is_fenced = self._fence_predecessor()
                 log = SequenceLog(
                     self._kafka,
@@ -386,7 +418,7 @@ class Publisher(ABC):
                     since=self._options.published_since,
                 )
                 log.recover()
-            topic = self._topics[name] = TopicPublisher(self, name, made, log, self._calls)
+            topic = self._topics[name] = TopicPublisher(self, name, made, log, is_transactional=self._concludes(log))
             return topic
 
     def _make_filter(self, topic: str) -> AnyFilter:
@@ -421,15 +453,13 @@ def _escaped(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def undo(to_send: list[ToSend]) -> None:
-    """Undo the reservations of messages that the client did not take."""
-    for topic in {topic for topic, _, _ in to_send}:
-        topic.undo([entry for of, entry, _ in to_send if of is topic])
-
-
-def _refused(topic: str, takes: str, record: ProducerRecord) -> KeyRefused:
-    for other, place in _FIELDS.items():
-        if other != takes and record[place] is not None:
-            return KeyRefused(f"{other}= was given, but the filter of this topic takes {takes}=")
-    what = {"dedup_key": "keys", "sequence": "numbers", "chain": "chains"}[takes]
-    return KeyRefused(f"a message to {topic!r} needs {takes}=, because its filter knows {what}")
+def _headers(batch: Batch, places: Sequence[int]) -> list[Any] | None:
+    """Return the headers of messages with those that recovery needs; None where it needs none."""
+    made = batch.topic.filter
+    if not made.writes_key and not isinstance(made, SequenceFilter):
+        return None
+    given = [batch.extras[place][1] if place in batch.extras else None for place in places]
+    identities = [batch.identities[place] for place in places]
+    if isinstance(made, SequenceFilter):
+        return with_sequences(given, identities, made.predecessors(identities))
+    return [with_key(headers, key) for headers, key in zip(given, identities, strict=True)]

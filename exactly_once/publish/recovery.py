@@ -161,13 +161,13 @@ class SequenceLog:
 
     def confirmed(self, messages: Iterable[Message]) -> None:
         """Take note of acknowledged messages; every so many of them a snapshot is made."""
-        fresh: dict[Partition, int] = {}
+        fresh: dict[int | None, int | None] = {}
         for message in messages:
             self._since += 1
-            fresh[Partition(self._topic, message.partition() or 0)] = (message.offset() or 0) + 1
+            fresh[message.partition()] = message.offset()
         if self._filter.has_unknown(self._producer):
             return  # one of the doubtful ones may stand below these offsets, and is not in the filter
-        self.positions.update(fresh)
+        self.positions.update({Partition(self._topic, n or 0): (offset or 0) + 1 for n, offset in fresh.items()})
         if self._since >= self._every:
             self.save()
 

@@ -220,8 +220,17 @@ class SequenceFilter(Filter[Sequence]):
         self._settle("mark_unknown", keys)
 
     def abandon(self, key: Sequence) -> None:
-        """Give up a number that failed for good, so that ``persisted`` can rise over it."""
+        """Give up a number that failed for good, so that ``persisted`` can rise over it.
+
+        :raises KeyRefused: for a number above all that were pushed: those below it, which are still to come, would
+            count as duplicates.
+        """
         _checked([key.number])
+        with self._lock:
+            found = self._producers.get(key.producer)
+            last = -1 if found is None else found.last_pushed
+        if key.number > last:
+            raise KeyRefused(f"{key.number} of {key.producer!r} cannot be given up: the last one pushed is {last}")
         self._settle("confirm", (key,))
 
     def resolve(self, found: Collection[Sequence], *, is_sure: bool) -> Resolved:
@@ -263,12 +272,16 @@ class SequenceFilter(Filter[Sequence]):
             found = self._producers.get(producer)
             return -1 if found is None else found.pushed()
 
-    def predecessor(self, key: Sequence) -> int:
-        """Return the number that was pushed before this one: what recovery needs to see gaps."""
-        name, number = key
+    def predecessors(self, keys: list[Sequence]) -> list[int]:
+        """Return the numbers that were pushed before these ones of one producer: recovery sees gaps by them."""
+        name, first = keys[0]
+        numbers = [number for _, number in keys]
         with self._lock:
-            found = self._producers.get(name)
-            return -1 if found is None else found.predecessor(number)
+            found = self._producers[name]
+            place = bisect_left(found.numbers, first, found.head)
+            if not found.predecessors and found.numbers[place : place + len(numbers)] == numbers:
+                return [found.predecessor(first), *numbers[:-1]]
+            return [found.predecessor(number) for number in numbers]
 
     def stats(self) -> Stats:
         """Return the figures of this moment; confirmed numbers are not counted, they are not kept."""

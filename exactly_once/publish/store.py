@@ -47,10 +47,13 @@ class Store:
         self._lock = threading.RLock()
         self._guard = Guard("this connection of filters")
         self._connection: Connection | None = None
-        with self._using() as connection:
-            if migrate:
-                schemas.migrate(connection, schema)
-            schemas.check(connection, schema)
+        try:
+            with self._using() as connection:
+                if migrate:
+                    schemas.migrate(connection, schema)
+                schemas.check(connection, schema)
+        except psycopg.OperationalError as error:
+            raise self._translated(error) from error
 
     def run(self, name: str, /, **parameters: Any) -> Rows:
         """Run a query and return its rows.

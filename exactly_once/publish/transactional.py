@@ -13,22 +13,22 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from exactly_once._log import about
 from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable, ConfigurationError, ExactlyOnceError
 
 from .chain import Link
-from .delivery import FAILURES, Callback, Delivery, Outcome, take
+from .delivery import FAILURES, Callback, Delivery, Outcome
 from .errors import NotDelivered, OutcomeUnknown, ProducerFenced
 from .headers import Headers
 from .keys import GivenKey
 from .options import PublishKeywords, PublishOptions, client_settings
-from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend, undo
+from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend
 from .recovery import SequenceLog
 from .tail import ends_of, read_tail
 from .topic import TopicPublisher
@@ -52,6 +52,8 @@ class Transaction:
         """Topics and messages, in the order of the calls."""
         self.deliveries: list[Delivery] = []
         """What became of each; known when the block was left."""
+        self.is_over = False
+        """Whether the block was left: what comes later would be sent by nobody."""
 
     def produce(
         self,
@@ -67,7 +69,12 @@ class Transaction:
         timestamp: int = 0,
         on_delivery: Callback | None = None,
     ) -> None:
-        """Add a message; arguments as those of :meth:`DedupProducer.produce`."""
+        """Add a message; arguments as those of :meth:`DedupProducer.produce`.
+
+        :raises ConfigurationError: when the block was left.
+        """
+        if self.is_over:
+            raise ConfigurationError(f"the transaction is over: this message to {topic!r} would never be sent")
         given = ProducerRecord(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
         self.messages.append((topic, given))
 
@@ -119,7 +126,10 @@ class TransactionalProducer(Publisher):
         :raises BrokerUnreachable: when no client could be made ready; nothing was sent.
         """
         made = Transaction()
-        yield made
+        try:
+            yield made
+        finally:
+            made.is_over = True
         try:
             with self._turn:
                 self._publish(made, time.monotonic() + timeout_seconds)
@@ -137,6 +147,9 @@ class TransactionalProducer(Publisher):
             topic.failed.clear()
 
     def _fence_predecessor(self) -> bool:
+        return True
+
+    def _concludes(self, log: SequenceLog | None) -> bool:
         return True
 
     @contextlib.contextmanager
@@ -202,7 +215,7 @@ class TransactionalProducer(Publisher):
             raise self._fenced(f"the transaction is {verdict.value}") from cause
         raise FAILURES[verdict][1](f"the transaction is {verdict.value}: {error.str()}") from cause
 
-    def send(self, to_send: list[ToSend], seconds: float) -> tuple[Outcome, KafkaError | None]:
+    def send(self, to_send: Sequence[ToSend], seconds: float) -> tuple[Outcome, KafkaError | None]:
         """Send what was reserved elsewhere in one transaction; return how it ended. The caller concludes it.
 
         :raises ProducerFenced: when another producer has taken over; nothing was sent.
@@ -214,7 +227,7 @@ class TransactionalProducer(Publisher):
             self._hand_over_all(to_send, deadline)
             return self._commit_all(to_send, deadline)
 
-    def _commit_all(self, to_send: list[ToSend], deadline: float) -> tuple[Outcome, KafkaError | None]:
+    def _commit_all(self, to_send: Sequence[ToSend], deadline: float) -> tuple[Outcome, KafkaError | None]:
         """Commit what was handed over; return how that ended. The messages of an interrupted one are concluded."""
         verdict, error = Outcome.UNKNOWN, None
         is_fine = is_told = False
@@ -245,7 +258,7 @@ class TransactionalProducer(Publisher):
             self._replace_client(max(0.1, deadline - time.monotonic()), [])
             self._check_fenced()
 
-    def _replace_client(self, seconds: float, to_send: list[ToSend]) -> None:
+    def _replace_client(self, seconds: float, to_send: Sequence[ToSend]) -> None:
         """Make a client in the place of the last one, unless somebody has taken over from that meanwhile.
 
         A process that was frozen for long does not know of its successor, and would fence it by this. What it has
@@ -253,8 +266,7 @@ class TransactionalProducer(Publisher):
         """
         self._client = self._new_client(seconds)
         self._is_usable = False  # until that is known
-        messages = [batch.messages[place] for _, (batch, place), _ in to_send]
-        own = {(m.partition(), m.offset()) for m in messages if m is not None}
+        own = {(m.partition(), m.offset()) for m in _reports(to_send)}
         if any(log.has_another_writer(own) for log in self.logs()):
             self._is_fenced = True
         self._is_usable = True
@@ -272,23 +284,27 @@ class TransactionalProducer(Publisher):
         try:
             for topic, of_topic in places.items():
                 records = [made.messages[place][1] for place in of_topic]
-                deliveries, some = self._reserve(self._ready(topic), records)
+                ready = self._ready(topic)
+                deliveries, batch, may_go = ready.reserve_many(self._columns(ready, records))
                 found.update(zip(of_topic, deliveries, strict=True))
-                to_send += some
+                if may_go:
+                    to_send.append((batch, may_go))
             if (problem := _problem(found.values(), to_send)) is not None:
                 raise problem
         except BaseException:
-            undo(to_send)
+            for batch, may_go in to_send:
+                batch.topic.undo(batch, may_go)
             raise
         finally:
             made.deliveries = [found[place] for place in sorted(found)]
         return to_send
 
-    def _hand_over_all(self, to_send: list[ToSend], deadline: float) -> None:
+    def _hand_over_all(self, to_send: Sequence[ToSend], deadline: float) -> None:
         """Give all to the client, or none: what it was not asked to commit is never in the log."""
         try:
             self._client.begin_transaction()
-            self._hand_over(to_send, take, max(0.0, deadline - time.monotonic()), undoes=False)
+            for batch, may_go in to_send:
+                self._hand_over(batch, may_go, max(0.0, deadline - time.monotonic()), undoes=False)
         except BaseException as exception:
             self._is_usable = False
             self._note_fenced(_error_of(exception))
@@ -298,7 +314,7 @@ class TransactionalProducer(Publisher):
             self._check_fenced()
             raise
 
-    def _find_out(self, to_send: list[ToSend], error: KafkaError) -> Outcome:
+    def _find_out(self, to_send: Sequence[ToSend], error: KafkaError) -> Outcome:
         """Replace the client, which ends the transaction if that is still open; then see in the topic how it ended."""
         _listen(self._client)
         self._is_usable = False
@@ -318,10 +334,9 @@ class TransactionalProducer(Publisher):
         )
         return verdict
 
-    def _look_for(self, to_send: list[ToSend]) -> Outcome:
+    def _look_for(self, to_send: Sequence[ToSend]) -> Outcome:
         """Look whether readers are shown a message of a transaction that has ended: it stands for all of them."""
-        found = [batch.messages[place] for _, (batch, place), _ in to_send if place not in batch.errors]
-        acknowledged = [message for message in found if message is not None]
+        acknowledged = _reports([(b, [p for p in places if p not in b.errors]) for b, places in to_send])
         if not acknowledged:
             return Outcome.NOT_PERSISTED  # the client asks to commit only when all are
         places = [(Partition(str(m.topic()), m.partition() or 0), m.offset()) for m in acknowledged]
@@ -354,22 +369,27 @@ def _error_of(exception: BaseException) -> KafkaError | None:
     return exception.args[0] if isinstance(exception, KafkaException) else None
 
 
-def conclude(to_send: list[ToSend], verdict: Outcome, error: KafkaError | None) -> None:
+def _reports(to_send: Sequence[ToSend]) -> list[Message]:
+    return [m for batch, places in to_send for p in places if (m := batch.message(p)) is not None]
+
+
+def conclude(to_send: Sequence[ToSend], verdict: Outcome, error: KafkaError | None) -> None:
     """Settle the messages of a transaction that are not settled yet."""
     problems = []
-    left = [(topic, (batch, place)) for topic, (batch, place), _ in to_send if batch.outcomes[place] is Outcome.PENDING]
-    for topic in {topic for topic, _ in left}:
+    for batch, places in to_send:
+        left = [place for place in places if batch.outcome(place) is Outcome.PENDING]
         try:
-            topic.conclude([entry for of, entry in left if of is topic], verdict, error)
+            if left:
+                batch.topic.conclude(batch, left, verdict, error)
         except Exception as problem:  # noqa: BLE001 - the other topics must be told, too
             problems.append(problem)
     if problems:
         raise problems[0]
 
 
-def _problem(deliveries: Iterable[Delivery], to_send: list[ToSend]) -> NotDelivered | None:
+def _problem(deliveries: Iterable[Delivery], to_send: Sequence[ToSend]) -> NotDelivered | None:
     """Return why a transaction with these deliveries cannot be published."""
-    ours = {entry for _, entry, _ in to_send}
+    ours = {(batch, place) for batch, places in to_send for place in places}
     for delivery in deliveries:
         if not delivery.done() and delivery.entry not in ours:
             return OutcomeUnknown(f"{delivery.identity!r} was left in flight by a transaction that was interrupted")

@@ -26,6 +26,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from exactly_once import embedded
 from exactly_once.cli import main
+from exactly_once.demo.journal import scan
 from exactly_once.ledger.migrate import migrate
 from tests.docs.programs import ROOT, code, placed
 from tests.support.findings import nothing
@@ -129,6 +130,41 @@ def _balance(conninfo: str) -> int:
     with psycopg.connect(conninfo) as connection:
         (balance,) = connection.execute("SELECT balance FROM account WHERE id = 1").fetchone() or (-1,)
     return int(balance)
+
+
+PUBLISHING = [block for block in blocks("python", [ROOT / "docs/publishing.md"]) if is_program(block)]
+
+
+@pytest.mark.parametrize("block", PUBLISHING)
+def test_program_that_publishes_sends_once(
+    block: str, bootstrap_servers: str, postgres_conninfo: str, name: str, tmp_path: Path
+) -> None:
+    """Twice, as after a restart; in a database in which the window has a length of its own."""
+    with psycopg.connect(postgres_conninfo, autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"'.encode())
+    program = placed(block, bootstrap_servers, f"{postgres_conninfo.rsplit('/', 1)[0]}/{name}")
+    made = [topic for topic in ("orders", "audit") if f'"{topic}"' in block]
+    for topic in made:
+        create_topic(bootstrap_servers, 3, name=topic)
+    try:
+        counts = []
+        for _ in range(2):
+            done = subprocess.run(
+                [sys.executable, "-c", program],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            counts.append(sum(1 for topic in made for _ in scan(bootstrap_servers, topic)))
+    finally:
+        for topic in made:
+            delete_topic(bootstrap_servers, topic)
+    kept = "SequenceFilter" in block or "PostgresWindow" in block
+    (sent,) = {len(re.findall(r'b"', block)) if "again" not in block else 1}
+    assert counts == [sent, sent if kept else 2 * sent]
 
 
 CHECKERS = {

@@ -23,3 +23,9 @@ def test_keywords_are_the_options(keywords: type, checked: type[options.PublishO
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match="recovr= is no option; there are producer_name, owner, "):
         options.PublishOptions.of({"recovr": False})
+
+
+def test_an_empty_name_is_refused() -> None:
+    """As of an environment variable that is not set: each life would have a name of its own."""
+    with pytest.raises(ConfigurationError, match="empty"):
+        options.DedupOptions(producer_name="")

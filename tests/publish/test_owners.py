@@ -8,7 +8,15 @@ import psycopg
 import pytest
 from confluent_kafka import Producer
 
-from exactly_once.publish import NameTaken, PostgresWindow, PublishOwner, State, TopicTakeOver, end_positions
+from exactly_once.publish import (
+    FilterUnavailable,
+    NameTaken,
+    PostgresWindow,
+    PublishOwner,
+    State,
+    TopicTakeOver,
+    end_positions,
+)
 from exactly_once.publish.headers import with_key
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
@@ -88,3 +96,8 @@ def test_a_name_whose_owner_crashed_is_waited_for(
     again = make_owner(name=name, exclusive=True, wait_seconds=60)
     assert again.id > crashed.id
     assert [getattr(record, "action", "") for record in caplog.records].count("waits_for_name") == 1
+
+
+def test_a_database_that_is_away_at_the_start_is_told_as_later() -> None:
+    with pytest.raises(FilterUnavailable, match="cannot be asked"):
+        PublishOwner("host=127.0.0.1 port=1 connect_timeout=2")

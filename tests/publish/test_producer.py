@@ -34,6 +34,7 @@ from exactly_once.publish import (
     Undelivered,
     WindowFilter,
 )
+from exactly_once.publish.delivery import Batch
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
 from tests.support.topics import create_topic
 from tests.support.waiting import until
@@ -344,7 +345,7 @@ def test_nothing_stays_behind_in_memory(producer: DedupProducer, topic: str) -> 
     producer.flush(30)
     of_topic = producer._topics[topic]
     assert (of_topic.in_flight, of_topic.reported, any(of_topic._due.values())) == ({}, [], False)
-    assert not producer._calls
+    assert not producer.calls
 
 
 def test_calls_that_attach_keep_no_older_messages_alive(producer: DedupProducer, topic: str) -> None:
@@ -371,8 +372,8 @@ def test_a_report_whose_callback_was_interrupted_is_not_taken_for_success(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("exactly_once.publish.producer.report", interrupted)
-        delivery = made.produce(topic, b"x", dedup_key="a")
+        patched.setattr(Batch, "report", interrupted)
+        delivery = made.produce(topic, None, dedup_key="a")
         with pytest.raises(KeyboardInterrupt):
             made.flush(30)
     assert not delivery.done()
@@ -421,7 +422,7 @@ def test_a_duplicate_that_attaches_while_the_original_is_settled_is_settled_too(
     delivery = producer.produce(topic, b"x", dedup_key="a")
     delivery.result(30)
     called: list[object] = []
-    producer._topics[topic].in_flight["a"] = delivery.entry
+    producer._topics[topic].in_flight["a"] = delivery.entry[0]
     twin = producer.produce(topic, b"x", dedup_key="a", on_delivery=lambda *arguments: called.append(arguments))
     assert twin.is_attached
     assert twin.duplicate
@@ -529,3 +530,86 @@ def test_a_closed_producer_takes_nothing_more() -> None:
         with pytest.raises(ConfigurationError, match="closed"):
             send()
     assert made, "true, although nothing is in flight"
+
+
+class Told:
+    """The client's message of a report."""
+
+    def __init__(self, value: bytes) -> None:
+        self.value = lambda: value
+
+
+class Stand:
+    """A client whose reports come when a test says so: no broker holds those of one partition back on demand."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Any]] = []
+
+    def produce(self, topic: str, value: bytes, key: object, partition: int, told: Any) -> None:
+        self.sent.append((value, told))
+
+    def poll(self, timeout: float = 0) -> int:
+        return 0
+
+    def flush(self, timeout: float = 0) -> int:
+        return 0
+
+    def report(self, *places: int, error: KafkaError | None = None) -> None:
+        for place in places:
+            value, told = self.sent[place]
+            told(error, Told(value))
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
+    made = Stand()
+    monkeypatch.setattr(DedupProducer, "_connect", lambda _: made)
+    return made
+
+
+def test_a_message_does_not_wait_for_those_beside_it(stand: Stand) -> None:
+    """Neither for who asks, nor for who is called back."""
+    told: list[object] = []
+    made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=100))
+    for n in range(3):
+        made.produce("t", b"%d" % n, dedup_key=n)
+    stand.report(0)  # nobody can ask for this one
+    asked = made.produce("t", b"asked", dedup_key="asked")
+    made.produce("t", b"called", dedup_key="called", on_delivery=lambda *_: told.append(1))
+    many = made.produce_many("t", [b"a", b"b"], dedup_keys=["a", "b"])
+    stand.report(3, 4, 6)
+    made.poll()
+    assert (asked.done(), [each.done() for each in many], told) == (False, [False, False], [1])
+    made.poll()  # now it is known that somebody waits
+    assert (asked.outcome, [each.done() for each in many]) == (Outcome.DELIVERED, [False, True])
+    stand.report(1, 5)
+    stand.report(2, error=KafkaError(KafkaError._MSG_TIMED_OUT))
+    made.poll()
+    assert many[0].outcome is Outcome.DELIVERED
+    assert made.produce("t", b"2", dedup_key=2).may_repeat
+    assert [made.produce("t", b"%d" % n, dedup_key=n).duplicate for n in (0, 1)] == [True, True]
+    stand.report(7)
+    made.close()
+
+
+def test_reports_of_equal_payloads_are_told_apart(stand: Stand) -> None:
+    made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=100))
+    single = [made.produce("t", b"x", dedup_key=n) for n in range(3)]
+    many = made.produce_many("t", [b"x", "x", None, b"y"], dedup_keys=[3, 4, 5, 6])
+    stand.report(1, 5, error=KafkaError(KafkaError._MSG_TIMED_OUT))
+    stand.report(0, 2, 3, 4, 6)
+    made.poll()
+    outcomes = [each.outcome for each in (*single, *many)]
+    assert [n for n, outcome in enumerate(outcomes) if outcome is not Outcome.DELIVERED] == [1, 5]
+    with pytest.raises(Undelivered, match="2 messages"):
+        made.close()
+
+
+def test_payloads_need_as_many_keys(stand: Stand) -> None:
+    made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=100))
+    with pytest.raises(KeyRefused, match="2 messages need as many"):
+        made.produce_many("t", [b"a", b"b"], dedup_keys=["a"])
+    with pytest.raises(KeyRefused, match="sequence= was given"):
+        made.produce_many("t", [b"a"], dedup_keys=["a"], sequences=[1])
+    assert not made.produce_many("t", [], dedup_keys=[])
+    made.close()

@@ -45,6 +45,16 @@ TIMED_OUT, REFUSED = KafkaError(KafkaError._MSG_TIMED_OUT), KafkaError(KafkaErro
 OUT_OF_TIME = KafkaException(KafkaError(KafkaError._TIMED_OUT, retriable=True))
 
 
+class Report:
+    """What the client tells of a message."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def value(self) -> bytes:
+        return b"%d" % self.number
+
+
 class Client:
     """Stands in for the client and the broker behind it."""
 
@@ -67,7 +77,7 @@ class Client:
             fate = self.world.rng.random()
             if fate < 0.8 or 0.83 < fate < 0.9:  # there; the second kind's report is lost
                 self.world.log[number] += 1
-            callback(None if fate < 0.8 else REFUSED if fate < 0.83 else TIMED_OUT, None)
+            callback(None if fate < 0.8 else REFUSED if fate < 0.83 else TIMED_OUT, Report(number))
         del self.queue[:count]
         return count
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exactly_once.publish import LimitReached, Sequence, SequenceFilter, SnapshotCorrupted, State
+from exactly_once.publish import KeyRefused, LimitReached, Sequence, SequenceFilter, SnapshotCorrupted, State
 
 NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
 
@@ -86,6 +86,17 @@ def test_producers_do_not_mix() -> None:
     publish(made, 7)
     assert made.reserve(s(7, "other")) is NEW
     assert made.reserve_many([s(7), s(8, "other"), s(8)]) == [DUPLICATE, NEW, NEW]
+
+
+def test_a_number_that_was_never_pushed_cannot_be_given_up() -> None:
+    """Those below it, which are still to come, would count as duplicates."""
+    made = SequenceFilter()
+    made.reserve(s(1))
+    for number in (2, 9):
+        with pytest.raises(KeyRefused, match="the last one pushed is 1"):
+            made.abandon(s(number))
+    made.confirm(s(1))
+    assert made.reserve(s(2)) is NEW
 
 
 def test_a_number_given_up_lets_persisted_rise() -> None:

@@ -59,7 +59,7 @@ class World:
         state = self.made.reserve(key)
         assert state in (State.NEW, State.DUPLICATE)
         if state is State.NEW:
-            sent = Sent(NAME, self.made.predecessor(key), number)
+            sent = Sent(NAME, self.made.predecessors([key])[0], number)
             self.rng.choice(self.flying).append(sent)
 
     def deliver(self, flying: list[Sent], log: list[Sent]) -> None:

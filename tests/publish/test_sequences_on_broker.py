@@ -35,6 +35,7 @@ from exactly_once.publish.headers import Sent, with_sequence
 from exactly_once.publish.recovery import SequenceLog, Walk
 from exactly_once.publish.snapshot import pack, unpack
 from exactly_once.publish.tail import describe, ends_of, read_tail
+from exactly_once.publish.topic import Columns
 from tests.support.topics import create_topic, delete_topic
 
 Make = Callable[..., DedupProducer]
@@ -440,9 +441,10 @@ def test_the_doubts_of_a_batch_are_marked_before_its_confirmations(order: int) -
     producer = DedupProducer(nowhere, dedup=made, producer_name="n", recover=False)
     of_topic = producer._open("t")
     of_topic.log = watching = Watching(made)  # type: ignore[assignment]
-    _, entries = of_topic.reserve([Sequence("n", 1), Sequence("n", 2)], [None, None])
-    entries[0][0].errors[0] = KafkaError(KafkaError._MSG_TIMED_OUT)
-    of_topic.reported.extend(entries[::order])
+    columns = Columns([Sequence("n", 1), Sequence("n", 2)], [b"1", b"2"], [None, None], {}, {})
+    _, batch, places = of_topic.reserve_many(columns)
+    for place in places[::order]:
+        batch.report(place, None if place else KafkaError(KafkaError._MSG_TIMED_OUT), None)
     of_topic.settle()
     assert watching.unknown == [1]
     with pytest.raises(Undelivered, match="1 messages failed"):
@@ -493,6 +495,20 @@ def test_a_refused_message_leaves_the_others_of_its_transaction(make: Make, boot
     assert large.outcome is Outcome.NOT_PERSISTED
     assert values(bootstrap_servers, topic) == [0, 1, 3]
     assert producer.last_sequence_id(topic) == 1
+
+
+def test_what_is_no_message_leaves_the_others_of_its_transaction(
+    make: Make, bootstrap_servers: str, topic: str
+) -> None:
+    producer = make()
+    wrong: list[dict[str, Any]] = [{"value": 7}, {"value": "\ud800"}, {"headers": [("a", 5)]}, {"partition": 99}]
+    bad = [producer.produce(topic, sequence=2 * n, **given) for n, given in enumerate(wrong)]
+    good = [producer.produce(topic, b"%d" % n, sequence=2 * n + 1) for n in range(10, 13)]
+    with pytest.raises(Undelivered, match=r"4 messages failed.*number=0"):
+        producer.flush(30)
+    assert {delivery.outcome for delivery in bad} == {Outcome.NOT_PERSISTED}
+    assert {delivery.outcome for delivery in good} == {Outcome.DELIVERED}
+    assert values(bootstrap_servers, topic) == [10, 11, 12]
 
 
 def test_without_transactions_recovery_waits_for_replicas_after_an_unclean_end(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,7 +33,7 @@ from exactly_once.publish import (
     Undelivered,
     WindowFilter,
 )
-from exactly_once.publish.delivery import Entry
+from exactly_once.publish.delivery import Batch
 from exactly_once.publish.topic import TopicPublisher
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
@@ -336,11 +336,11 @@ def test_polling_while_a_transaction_is_given_up_confirms_nothing(
     of_topic = producer._topics[topic]
     take = TopicPublisher._take
 
-    def polled(self: TopicPublisher, outcome: Outcome, entries: list[Entry]) -> None:
+    def polled(self: TopicPublisher, outcome: Outcome, batch: Batch, places: Sequence[int]) -> None:
         polling = threading.Thread(target=producer.poll)
         polling.start()
         polling.join(0.5)
-        take(self, outcome, entries)
+        take(self, outcome, batch, places)
 
     monkeypatch.setattr(TopicPublisher, "_take", polled)
     transaction = refused(producer, BufferError, *(numbered(topic, n) for n in range(2, 9)), seconds=0)
@@ -478,3 +478,14 @@ def test_a_life_that_takes_over_under_its_own_id_must_start_once_more(
     with start(owners[2]) as producer:
         assert [d.may_repeat for d in publish(producer, topic, 1, 3).deliveries] == [False, False]
     assert values(proxied_broker.bootstrap_servers, topic) == [1, 3]
+
+
+def test_a_transaction_that_is_over_takes_nothing_more(make_producer: MakeProducer, topic: str) -> None:
+    """As in a line that slipped out of the block."""
+    producer = make_producer()
+    over = publish(producer, topic, 1)
+    with pytest.raises(KeyError), producer.transaction() as left:
+        raise KeyError
+    for transaction in (over, left):
+        with pytest.raises(ConfigurationError, match="never be sent"):
+            transaction.produce(topic, b"2", dedup_key=2)
