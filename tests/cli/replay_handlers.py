@@ -60,7 +60,7 @@ def drop_the_others(unit: Unit) -> None:
     """Have the effect, while somebody else drops every other letter of the topic."""
     apply(unit)
     dead = unit.messages[0]
-    with psycopg.connect(unit.connection.info.dsn) as other:
+    with psycopg.connect(unit.connection.info.dsn, password=unit.connection.info.password) as other:
         other.execute(
             "UPDATE exactly_once.dead_letter SET status = 'dropped' "
             "WHERE topic = %s AND (partition, message_offset) <> (%s, %s)",

@@ -199,7 +199,7 @@ def test_who_makes_rows_waits_for_another_who_does_and_sees_what_became_of_his(
 ) -> None:
     """With a snapshot from before it would make the first generation again, once the second is there."""
     late = make_owner()
-    with psycopg.connect(db.info.dsn) as first:
+    with psycopg.connect(db.info.dsn, password=db.info.password) as first:
         lock = "SELECT pg_advisory_xact_lock(hashtext('exactly_once.register'), hashtext(%s))"
         first.execute(lock, (name,))
         answer = submit(register, late, name)

@@ -170,7 +170,7 @@ def test_an_advance_that_waits_for_an_acquisition_is_refused(
     with db.transaction():
         db.execute("UPDATE exactly_once.ledger SET owner_token = gen_random_uuid() WHERE group_id = %s", (name,))
         late = in_background(advance, old, [to(row, 10)])
-        with psycopg.connect(db.info.dsn, autocommit=True) as looking:
+        with psycopg.connect(db.info.dsn, password=db.info.password, autocommit=True) as looking:
             wait_until_blocked(looking, old)
     error = late.exception(10)
     assert isinstance(error, psycopg.Error)
