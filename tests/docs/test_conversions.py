@@ -104,7 +104,9 @@ class Running:
         self._env = {
             **os.environ,
             "EXACTLY_ONCE_BOOTSTRAP_SERVERS": bootstrap_servers,
-            "EXACTLY_ONCE_CONNINFO": "postgresql://{user}@{host}:{port}/{dbname}".format(**conninfo_to_dict(conninfo)),
+            "EXACTLY_ONCE_CONNINFO": "postgresql://{user}:{password}@{host}:{port}/{dbname}".format(
+                **{"password": "", **conninfo_to_dict(conninfo)}
+            ),
             "DJANGO_SETTINGS_MODULE": "settings",
         }
         migrate(self._db)
