@@ -82,3 +82,21 @@ def test_a_unit_without_rows_changes_nothing(kind: str, work: Connection, make_t
     writer = TableWriter(table, mode="upsert", newest_by="version")
     assert writer.write(work, []) == 0
     assert writer.write(work, [(None, None)][:0], columns=["version", "k"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["ext.citext", "ext.folded"])
+def test_keys_and_ages_compare_as_the_index_does_where_their_schema_is_not_on_the_path(
+    kind: str, work: Connection, name: str
+) -> None:
+    schema = f"{name}_ext"
+    work.execute(f"CREATE SCHEMA {schema}; DROP EXTENSION IF EXISTS citext; CREATE EXTENSION citext SCHEMA {schema}")
+    work.execute(f"CREATE DOMAIN {schema}.folded AS {schema}.citext")
+    kind = kind.replace("ext", schema, 1)
+    work.execute(f"CREATE TEMP TABLE folded (k {kind} PRIMARY KEY, age {kind}, v int) ON COMMIT DROP")
+    writer = TableWriter("folded", mode="upsert", newest_by="age")
+    for change in (("A", "a", 1), ("a", "B", 2), ("a", "A", 3)):
+        writer.write(work, [change])
+    assert work.execute("SELECT k::text, age::text, v FROM folded").fetchall() == [("A", "B", 2)]
+    writer.write(work, [Tombstone(("a",))])
+    assert work.execute("SELECT FROM folded").fetchall() == []
+    assert writer.missed_deletes == 0
