@@ -174,6 +174,28 @@ def test_columns_are_added_by_request_only(operate: Command, bootstrap_servers: 
     assert rows(db, source, "id, name") == [(0, "n0"), (1, "n1")]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rename", "id=nope"], "it has id; fields or rename fill id from nope, which it does not have"),
+        (
+            ["--update", "id"],
+            "error: update, newest_by, add and --missing keep are about rows that exist: --mode upsert",
+        ),
+        (["--epoch", "zz=ms"], "error: epoch names zz, which no field fills"),
+        (["--mode", "upsert"], "no primary key that is checked at once; say --key COLUMNS, over which there is"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_told_in_the_words_of_options(
+    options: list[str], said: str, operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    db.execute(f"CREATE TABLE {source} (id int PRIMARY KEY DEFERRABLE)")
+    send(bootstrap_servers, source, [("0", {"id": 1})])
+    result = operate("sink", "--topic", source, "--table", source, "--until-end", *options)
+    assert result.code in (1, 2)
+    assert said in result.err
+
+
 @pytest.mark.parametrize("bad", [b"no json", {"id": "x"}, {"id": 2**31}, {"id": None}, None])
 def test_a_bad_message_stops_the_sink_and_is_named(
     bad: Any, operate: Command, bootstrap_servers: str, source: str, db: Database

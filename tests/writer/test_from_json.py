@@ -49,9 +49,7 @@ def messages(*values: Any, key: bytes | None = None) -> list[Message]:
 
 
 def test_a_number_that_is_too_far_from_the_epoch_is_not_told_to_say_epoch() -> None:
-    with pytest.raises(
-        BadRow, match=r"ms is beyond the years 1 to 9999, .*; a column of bigint without epoch takes it$"
-    ):
+    with pytest.raises(BadRow, match=r"ms is beyond the years 1 .*; a column of bigint without epoch takes it$"):
         rows(JsonDecoder(epoch={"a": "ms"}), table(a="timestamp"), {"a": 253402300800000})
 
 
