@@ -100,3 +100,27 @@ def test_keys_and_ages_compare_as_the_index_does_where_their_schema_is_not_on_th
     writer.write(work, [Tombstone(("a",))])
     assert work.execute("SELECT FROM folded").fetchall() == []
     assert writer.missed_deletes == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "forms"),
+    [
+        ("numeric", ["1.0", "1.00", "1"]),
+        ("numeric(6,2)", ["1.0", "1.00", "1"]),
+        ("jsonb", ["1.0", "1", "1.00"]),
+        ("interval", ["24 hours", "1 day", "86400 seconds"]),
+    ],
+)
+def test_a_key_is_stored_as_it_was_written_first_however_changes_are_cut(
+    kind: str, forms: list[str], work: Connection, make_table: MakeTable
+) -> None:
+    for middle in ((forms[1], 2), Tombstone((forms[1],))):
+        found = []
+        for size in (1, 3):
+            table = make_table(f"(k {kind} PRIMARY KEY, v int)")
+            writer = TableWriter(table, mode="upsert")
+            stream: list[Any] = [(forms[0], 1), middle, (forms[2], 3)]
+            for start in range(0, 3, size):
+                writer.write(work, stream[start : start + size])
+            found += work.execute(f"SELECT k::text, v FROM {table}").fetchall()
+        assert found[0] == found[1]
