@@ -17,7 +17,11 @@ exit codes:
 
 # By the name of the class: psycopg, which defines them, must not be imported here.
 _HINTS = {
-    "InsufficientPrivilege": "`exactly-once migrate --sql --role NAME` prints the grants that a role needs",
+    "InsufficientPrivilege": (
+        "`exactly-once migrate --sql --role NAME` prints the grants on the ledger; tables of your own need "
+        "GRANT INSERT, those that are changed by key SELECT, UPDATE and DELETE too, and making one USAGE and CREATE "
+        "ON SCHEMA"
+    ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
     "InvalidSchemaName": "run `exactly-once migrate`, or pass --schema",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
             for statement in ready.statements:
                 logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
             ready.flow.sink().write(connection, [])
+            _warn_of_what_is_applied(task, ready.flow, connection)
         return ready.flow
 
 
@@ -89,6 +91,23 @@ def made_ready(
     messages = sample(task.kafka, flow.topics, _positions(task, connection) if task.adds_columns else None)
     wanted = asking(columns_of, flow, messages, for_new_table=False).types if task.adds_columns else {}
     return Ready(flow=flow, statements=add_columns(table, wanted), messages=messages)
+
+
+def _warn_of_what_is_applied(task: Task, flow: Flow, connection: Connection) -> None:
+    """Tell of a group that goes on behind messages which this table cannot have: those are in another one, or gone."""
+    # A ledger that is not there, or is of another version, is what the consumer tells of.
+    with contextlib.suppress(psycopg.ProgrammingError), connection.transaction():
+        applied = [(p, at) for p, at in _positions(task, connection).items() if p[0] in flow.topics and at > 0]
+        found = connection.execute(query("is_unwritten", ""), {"name": flow.table}, prepare=False).fetchone()
+        if applied and found is not None and found[0]:
+            logger.warning(
+                "%s is empty, and group %s goes on behind what it applied before, whatever --start says: %s; earlier "
+                "messages do not come again. To copy them, too, say another --group-id, or `exactly-once reset`",
+                flow.table,
+                task.kafka["group.id"],
+                ", ".join(f"{topic}[{number}] from offset {at}" for (topic, number), at in applied),
+                extra={"action": "applied_before", "group": task.kafka["group.id"]},
+            )
 
 
 def _positions(task: Task, connection: Connection) -> Positions:

@@ -21,7 +21,10 @@ _moment: Callable[[bytes], datetime] = msgspec.json.Decoder(Annotated[datetime, 
 
 def can_be_column(name: str) -> bool:
     """Tell whether a column can have the name of a field."""
-    is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= NAME_BYTES
+    try:
+        is_short = 0 < len(name.encode()) <= NAME_BYTES
+    except UnicodeEncodeError:  # half of a surrogate pair, as of a text that was cut
+        return False
     return is_short and name not in _SYSTEM_COLUMNS and not set('"\\\0') & set(name)
 
 

@@ -321,6 +321,9 @@ class JsonDecoder:
         some = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
         text = f"no field of the message has a column in {self._table}; it has {some or 'no fields'}"
         similar = {column: name for name in names if (column := alike(name, self._paths)) is not None}
+        if moved := {column: ".".join(self._paths[column]) for column in similar if column == similar[column]}:
+            pairs = ", ".join(f"{column} from {path}" for column, path in moved.items())
+            return f"{text}; fields or rename fill {pairs}, which it does not have"
         if similar:
             pairs = ", ".join(f'{column} = "{name}"' for column, name in similar.items())
             text += f"; names differ in case or underscores only: fields = {{ {pairs} }}"
@@ -418,6 +421,6 @@ def _check(columns: Sequence[Column], reading: Reading) -> None:
         ("json_text", set(reading.json_text), {"json", "jsonb"}),
     ):
         if unknown := given - set(names):
-            raise TableError(f"{option}= names {', '.join(sorted(unknown))}, which no field fills")
+            raise TableError(f"{option} names {', '.join(sorted(unknown))}, which no field fills")
         if wrong := sorted(name for name in given if names[name] not in kinds):
-            raise TableError(f"{option}= names {', '.join(wrong)}, which is not of {', '.join(sorted(kinds))}")
+            raise TableError(f"{option} names {', '.join(wrong)}, which is not of {', '.join(sorted(kinds))}")

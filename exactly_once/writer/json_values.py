@@ -24,7 +24,7 @@ from .json_types import FLOATS, Epoch, Reading, base_name, is_exact
 from .literals import record
 from .numbers import decimal_of, whole_of
 from .table import Column
-from .times import clock_of
+from .times import BEYOND, clock_of
 
 UNREADABLE = (msgspec.DecodeError, ValueError, ArithmeticError, TypeError, RecursionError)
 """What is raised for JSON of which nothing can be made."""
@@ -83,6 +83,8 @@ def checked(column: Column, reading: Reading) -> Reader:
 def advice(column: Column, raw: bytes, reading: Reading) -> str:
     """Say what option, or what other type, would take a value that its column did not; nothing if none is known."""
     name, is_text, is_number = base_name(column), raw.startswith(b'"'), raw[0] in _NUMBER_STARTS
+    if is_number and name in _MOMENTS and column.name in reading.epoch:
+        return ""  # it is taken as a number already, and says itself what is wrong
     if is_number and name in _MOMENTS:
         return f'epoch = {{ {column.name} = "ms" }} takes a number, here of milliseconds'
     if raw.startswith((b"{", b"[")):
@@ -216,7 +218,7 @@ def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:
     try:
         moment = _EPOCH + timedelta(microseconds=microseconds)
     except OverflowError as error:
-        raise ValueError(f"{shown(raw)} {unit} is out of range: {error}") from error
+        raise ValueError(f"{shown(raw)} {unit} is {BEYOND}; a column of bigint without epoch takes it") from error
     if name == "date":
         if microseconds % _DAY:
             raise ValueError(f"{shown(raw)} {unit} is no whole day, so it is no date")

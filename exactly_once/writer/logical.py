@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
-from datetime import date, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from typing import Literal
 
@@ -15,6 +15,7 @@ from .codecs import name_of
 from .errors import BadRow, cut
 from .json_shape import fields_in
 from .table import Column
+from .times import BEYOND
 
 Row = dict[str, bytes]
 """The fields of an object, each as JSON text."""
@@ -57,7 +58,9 @@ def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) ->
         if row.get(name, b"null") != b"null":
             try:
                 row[name] = convert(row[name], columns.get(name))
-            except (ValueError, TypeError, OverflowError, KeyError) as error:
+            except OverflowError as error:
+                raise BadRow(f"{cut(row[name])}: {error}", column=name) from error
+            except (ValueError, TypeError, KeyError) as error:
                 what = f"{cut(row[name])} is not of the type that the schema says: {error}"
                 raise BadRow(what, column=name) from error
     return row
@@ -125,11 +128,19 @@ def _text(value: str) -> bytes:
 
 _EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - logical types without a zone
 _DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
+_DAY_SECONDS = 86_400
+
+
+def _since_epoch(*, days: int = 0, seconds: int = 0) -> datetime:
+    try:
+        return _EPOCH + timedelta(days=days, seconds=seconds)
+    except OverflowError as error:  # also of what Debezium writes for infinity
+        raise OverflowError(f"it is {BEYOND}; a column of bigint takes the number as it is") from error
 
 
 def _date(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
     days = msgspec.json.decode(text, type=int)
-    return text if _type(column) in _NUMBERS else _text((date(1970, 1, 1) + timedelta(days=days)).isoformat())
+    return text if _type(column) in _NUMBERS else _text(_since_epoch(days=days).date().isoformat())
 
 
 def _moment(kind: str, unit: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -142,10 +153,10 @@ def _moment(kind: str, unit: str, _: Mapping[str, str], text: bytes, column: Col
         return text
     digits = _DIGITS[unit]
     seconds, part = divmod(msgspec.json.decode(text, type=int), 10**digits)
-    moment, fraction = _EPOCH + timedelta(seconds=seconds), f".{part:0{digits}d}" if part else ""
+    if kind == "time" and not 0 <= seconds < _DAY_SECONDS:
+        raise ValueError("it is no time of a day")
+    moment, fraction = _since_epoch(seconds=seconds), f".{part:0{digits}d}" if part else ""
     if kind == "time":
-        if (moment - _EPOCH).days:
-            raise ValueError("it is no time of a day")
         return _text(f"{moment:%H:%M:%S}{fraction}")
     is_zoned = of_column == "timestamptz" or (kind == "instant" and of_column != "timestamp")
     return _text(f"{moment.isoformat()}{fraction}{'Z' if is_zoned else ''}")

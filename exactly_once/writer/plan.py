@@ -149,9 +149,17 @@ class Plan:
 
     def is_comparable(self, position: int, values: Iterable[Any]) -> bool:
         """Tell whether Python finds two values of a column equal exactly when Postgres does."""
+        return self._is_plain(position) and self._is_native(position, values)
+
+    def has_one_form(self, position: int) -> bool:
+        """Tell whether equal values of a column are written alike, unlike 1.0 and 1.00, or a and A of citext."""
+        column = self.columns[position]
+        return self._is_plain(position) and (name_of(column.type_oid) != "numeric" or column.typmod >= 0)
+
+    def _is_plain(self, position: int) -> bool:
         column = self.columns[position]
         is_known = column.kind == "e" or (column.element_oid is None and name_of(column.type_oid) in _COMPARABLE)
-        return is_known and column.is_deterministic and self._is_native(position, values)
+        return is_known and column.is_deterministic
 
     def is_ordered(self, position: int, values: Iterable[Any]) -> bool:
         """Tell whether Python finds a value of a column the greater one exactly when Postgres does."""

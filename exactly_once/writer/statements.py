@@ -66,7 +66,7 @@ def insert_from_arrays(plan: Plan, natives: Sequence[bool], conflict: Conflict) 
 def delete_from_arrays(plan: Plan, natives: Sequence[bool]) -> bytes:
     """Delete by keys that are passed as one array for each column of the key."""
     names = [sql.Identifier(n) for n in plan.names]
-    same = (sql.SQL("t.{0} = k.{0}").format(n) for n in names)
+    same = (sql.SQL("t.{0} {1} k.{0}").format(n, _operator("=", c)) for n, c in zip(names, plan.columns, strict=True))
     lock = (sql.SQL("t.{}").format(n) for n in names)
     statement = query(
         "delete_rows",
@@ -112,11 +112,12 @@ def _insert(
         values=_list(values),
         source=source,
         order=order,
-        conflict=_clause(plan.names, conflict),
+        conflict=_clause(plan, conflict),
     )
 
 
-def _clause(names: Sequence[str], conflict: Conflict) -> sql.Composable:
+def _clause(plan: Plan, conflict: Conflict) -> sql.Composable:
+    names = plan.names
     if conflict.mode == "append":
         return sql.SQL("")
     key = _list(map(sql.Identifier, conflict.key))
@@ -134,8 +135,9 @@ def _clause(names: Sequence[str], conflict: Conflict) -> sql.Composable:
     clause = sql.SQL("ON CONFLICT ({}) DO UPDATE SET {}").format(key, changes)
     if conflict.newest_by is None:
         return clause
-    newest = sql.Identifier(conflict.newest_by)
-    return clause + sql.SQL(" WHERE t.{0} IS NULL OR EXCLUDED.{0} >= t.{0}").format(newest)
+    (newest,) = plan.table.pick([conflict.newest_by])
+    is_newer = sql.SQL(" WHERE t.{0} IS NULL OR EXCLUDED.{0} {1} t.{0}")
+    return clause + is_newer.format(sql.Identifier(newest.name), _operator(">=", newest))
 
 
 def _arrays(plan: Plan, natives: Sequence[bool]) -> sql.Composed:
@@ -151,6 +153,13 @@ def _from_array(plan: Plan, position: int, *, is_native: bool) -> sql.Composable
         return value
     # To the type without length, for a cast to one with length would cut what does not fit.
     return sql.SQL("{}::{}").format(value, sql.SQL(plan.columns[position].base_name))
+
+
+def _operator(sign: Literal["=", ">="], column: Column) -> sql.Composable:
+    """Return the operator that an index uses: off the search_path its sign is another one's, of citext that of text."""
+    if column.operator_schema in (None, "pg_catalog"):
+        return sql.SQL(sign)
+    return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(column.operator_schema), sql.SQL(sign))
 
 
 def _list(parts: Iterable[sql.Composable]) -> sql.Composed:

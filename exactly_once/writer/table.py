@@ -46,6 +46,8 @@ class Column:
     element_base_kind: str | None = None
     element_typmod: int | None = None
     is_deterministic: bool = True
+    operator_schema: str | None = None
+    """Where the operators are by which an index of its type compares; None for a type without any of its own."""
     attributes: Sequence[Column] = ()
     """Of a composite type, or of one that is the element of an array."""
 

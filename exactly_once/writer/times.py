@@ -21,8 +21,12 @@ _MOMENT_TEXT = re.compile(rf"{_DAY_TEXT}(?:[Tt ]{_CLOCK})?", re.ASCII)
 _CLOCK_TEXT = re.compile(_CLOCK, re.ASCII)
 _LONG_FRACTION = re.compile(r"[.,](\d{7,})")
 _MIDNIGHT = re.compile(r"24:00(?::00(?:\.0+)?)?(?P<zone>[Zz]|[+-][\d:]+)?", re.ASCII)
+_END_OF_DAY = re.compile(r"(?<=[Tt ])24(?=(?::?00(?::?00(?:[.,]0+)?)?)?(?:[Zz+-]|$))", re.ASCII)
+_FAR_YEAR = re.compile(r"[+-]?\d{5,}-|[+-]\d{4}-", re.ASCII)
 _SECOND = 1_000_000
 _DAY = 86_400 * _SECOND
+BEYOND = "beyond the years 1 to 9999, which are all that is read here"
+"""Postgres holds more, Python's dates do not."""
 
 
 def timestamp(name: str, typmod: int, naive: Naive) -> Codec:
@@ -105,16 +109,18 @@ def interval(typmod: int) -> Codec:
 def read_moment(text: str) -> datetime:
     """Read a date and time in ISO 8601; digits below the microsecond are rounded as Postgres does it.
 
-    :raises ValueError: for any other text, and for what Python cannot hold.
+    :raises ValueError: for any other text.
+    :raises OverflowError: for what Python cannot hold.
     """
     text = text.strip()
     if not _MOMENT_TEXT.fullmatch(text):
         raise ValueError(f"{cut(text)} is not in ISO 8601")
     text, microseconds = _without_long_fraction(text)
+    text, midnights = _END_OF_DAY.subn("00", text)
     try:
-        return datetime.fromisoformat(text) + timedelta(microseconds=microseconds)
+        return datetime.fromisoformat(text) + timedelta(days=midnights, microseconds=microseconds)
     except OverflowError as error:
-        raise ValueError(f"{cut(text)}: {error}") from error
+        raise OverflowError(f"it is {BEYOND}") from error
 
 
 def read_clock(text: str) -> time | str:
@@ -158,7 +164,7 @@ def _special(value: str, *, is_zoned: bool) -> str:
         return text
     if (before_christ := _BC.fullmatch(text)) and (before_christ["zone"] is not None) is is_zoned:
         return text
-    raise ValueError(f"{cut(value)} is not in ISO 8601")
+    raise ValueError(f"{cut(value)} is {BEYOND if _FAR_YEAR.match(text) else 'not in ISO 8601'}")
 
 
 def _check_zone(value: datetime | time, *, is_zoned: bool) -> None:

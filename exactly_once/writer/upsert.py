@@ -110,12 +110,14 @@ def _rules(plan: Plan, conflict: Conflict, *, keeps_missing: bool) -> Rules:
     inserted_only: tuple[int, ...] = ()
     if conflict.update is not None:
         inserted_only = plan.positions([n for n in plan.names if n not in conflict.key and n not in conflict.update])
+    # A row that is there keeps its key as it was written first, unless a tombstone comes between.
+    changing = tuple(i for i in plan.positions(conflict.key) if not plan.has_one_form(i))
     says_all = set(plan.names) >= {c.name for c in plan.table.columns if not c.is_generated}
     return Rules(
         key=plan.positions(conflict.key),
-        inserted_only=inserted_only,
+        inserted_only=inserted_only + changing,
         newest_by=plan.positions([conflict.newest_by])[0] if conflict.newest_by else None,
         keeps_missing=keeps_missing,
         replaces_all=says_all
-        and not (keeps_missing or inserted_only or conflict.newest_by or plan.table.notices_deletes),
+        and not (keeps_missing or inserted_only or changing or conflict.newest_by or plan.table.notices_deletes),
     )

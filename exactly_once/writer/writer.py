@@ -73,7 +73,7 @@ class TableWriter:
                 )
         if mode != "upsert" and (update is not None or newest_by is not None or add or missing == "keep"):
             raise ConfigurationError(
-                "update=, newest_by=, add= and missing='keep' are about rows that exist: mode='upsert'"
+                "update, newest_by, add and missing='keep' are about rows that exist: mode='upsert'"
             )
         self.name = table
         self.mode = mode
@@ -241,7 +241,10 @@ class TableWriter:
             return Conflict(mode="append")
         key = self._key or (table.keys[0] if table.keys else ())
         if self.mode == "upsert" and not key:
-            raise TableError(f"{table} has no primary key; say key=, which a unique index or constraint must cover")
+            raise TableError(
+                f"{table} has no primary key that is checked at once; say key=COLUMNS, over which there is a unique "
+                "index or constraint that is not deferrable"
+            )
         table.pick(key)
         if key and set(key) not in map(set, table.keys):
             raise TableError(

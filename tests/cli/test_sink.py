@@ -68,6 +68,26 @@ def test_a_topic_becomes_a_table_once(operate: Command, bootstrap_servers: str, 
     assert "messages/s" in result.err
 
 
+@pytest.mark.parametrize("partitioned", ["", "PARTITION BY RANGE (id)"])
+def test_a_group_that_applied_messages_before_is_told_of_when_its_table_is_empty(
+    partitioned: str, operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    """A mended name of a table, say: what is in the other one does not come again."""
+    for table in (f"{source}_a", f"{source}_b"):
+        db.execute(f"CREATE TABLE {table} (id int) {partitioned}")
+        if partitioned:
+            db.execute(f"CREATE TABLE {table}_1 PARTITION OF {table} DEFAULT")
+    send(bootstrap_servers, source, [("0", {"id": 1})])
+    said = []
+    for table in (f"{source}_a", f"{source}_a", f"{source}_b"):
+        result = operate("sink", "--topic", source, "--table", table, "--start", "earliest", "--until-end")
+        assert result.code == 0, result.err
+        said.append("is empty, and group" in result.err)
+    assert said == [False, False, True]
+    assert f"WARNING {source}_b is empty" in result.err
+    assert f"whatever --start says: {source}[0] from offset 1; " in result.err
+
+
 def test_a_dry_run_shows_rows_and_ddl_and_stores_nothing(
     operate: Command, bootstrap_servers: str, source: str, db: Database
 ) -> None:
@@ -152,6 +172,28 @@ def test_columns_are_added_by_request_only(operate: Command, bootstrap_servers: 
     command = ("sink", "--topic", source, "--table", source, "--until-end")
     assert operate(*command, "--add-columns").code == 0
     assert rows(db, source, "id, name") == [(0, "n0"), (1, "n1")]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rename", "id=nope"], "it has id; fields or rename fill id from nope, which it does not have"),
+        (
+            ["--update", "id"],
+            "error: update, newest_by, add and --missing keep are about rows that exist: --mode upsert",
+        ),
+        (["--epoch", "zz=ms"], "error: epoch names zz, which no field fills"),
+        (["--mode", "upsert"], "no primary key that is checked at once; say --key COLUMNS, over which there is"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_told_in_the_words_of_options(
+    options: list[str], said: str, operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    db.execute(f"CREATE TABLE {source} (id int PRIMARY KEY DEFERRABLE)")
+    send(bootstrap_servers, source, [("0", {"id": 1})])
+    result = operate("sink", "--topic", source, "--table", source, "--until-end", *options)
+    assert result.code in (1, 2)
+    assert said in result.err
 
 
 @pytest.mark.parametrize("bad", [b"no json", {"id": "x"}, {"id": 2**31}, {"id": None}, None])

@@ -118,6 +118,18 @@ def test_too_many_bad_messages_stop_the_sink_where_the_limit_is(
     assert db.execute(found, (source,)).fetchall() == [(i,) for i in (5, *range(10, 10 + limit))]
 
 
+def test_a_role_that_may_not_write_the_table_is_told_what_to_grant(  # noqa: PLR0917 - fixtures
+    command: Command, bootstrap_servers: str, conninfo: str, source: str, db: Database, no_superuser: str
+) -> None:
+    db.execute(f"REVOKE pg_write_all_data FROM {no_superuser}; CREATE TABLE {source} (id int)")
+    where = ["--topic", source, "--table", source, "--until-end", "--bootstrap-servers", bootstrap_servers]
+    where += ["--group-id", source, "--conninfo", make_conninfo(conninfo, options=f"-c role={no_superuser}")]
+    result = command("sink", *where)
+    assert result.code == 1
+    assert f"permission denied for table {source}; " in result.err
+    assert "tables of your own need GRANT INSERT" in result.err
+
+
 READERS = {"tsquery": "a b", "jsonpath": "$$.", "regclass": "a.b.c.d", "regtype": "nosuch", '"char"': "xy"}
 """Types, and values of which their readers say what else is said of a statement that is wrong."""
 

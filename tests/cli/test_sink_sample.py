@@ -122,6 +122,19 @@ def test_names_that_no_column_can_have_are_kept_in_the_rest(
     assert "they are lost: say fields" in refused.err
 
 
+def test_half_of_a_surrogate_pair_in_a_name_makes_no_column_and_its_message_is_named(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    values = [b'{"id": 1}', rb'{"id": 2, "\ud83d": 1}', b'{"id": 3}']
+    send(bootstrap_servers, source, [("0", value) for value in values], 3)
+    stopped = operate(*created(source))
+    assert stopped.code == 1
+    assert "no column can have the name of '\\ud83d'" in stopped.err
+    assert f"{source}[0] offset 1: " in stopped.err
+    assert operate(*created(source, "--on-poison", "dead-letter")).code == 0
+    assert rows(db, source, "id") == [(1,), (3,)]
+
+
 def test_nested_fields_get_types_from_their_values(
     operate: Command, bootstrap_servers: str, source: str, db: Database, tmp_path: Any
 ) -> None:

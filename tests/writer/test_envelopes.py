@@ -244,6 +244,35 @@ def test_a_value_that_is_not_of_its_logical_type_names_its_field(db: Database, n
         sink(name, "connect").write(db, messages((None, wrapped)))
 
 
+FAR: list[tuple[str, dict[str, Any], Any]] = [
+    # what Postgres holds and Python does not: infinity as Debezium writes it, the year 10000, 44 BC
+    ("timestamp", field("v", "int64", f"{DEBEZIUM}time.MicroTimestamp"), 9223372036825200000),
+    ("timestamptz", field("v", "int64", f"{CONNECT}Timestamp"), 253402300800000),
+    ("date", field("v", "int32", f"{DEBEZIUM}time.Date"), -735524),
+    ("timestamptz", field("v", "string", f"{DEBEZIUM}time.ZonedTimestamp"), "+10000-01-01T04:59:59Z"),
+    ("timestamptz", field("v", "string", f"{DEBEZIUM}time.ZonedTimestamp"), "9999-12-31T23:59:59.9999999Z"),
+]
+
+
+@pytest.mark.parametrize(("column", "kind", "value"), FAR, ids=lambda each: str(each)[:60])
+def test_a_moment_that_is_too_far_says_so_and_what_takes_it(
+    column: str, kind: dict[str, Any], value: Any, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, v {column})")
+    sent = messages((None, {"schema": {"type": "struct", "fields": [kind]}, "payload": {"id": 1, "v": value}}))
+    with (
+        pytest.raises(BadRow, match=r"offset 0: column v: .*is beyond the years 1 to 9999") as refused,
+        db.transaction(),
+    ):
+        sink(name, "connect").write(db, sent)
+    wider = "text" if isinstance(value, str) else "bigint"
+    assert wider in str(refused.value)
+    assert "not of the type" not in str(refused.value)
+    db.execute(f"ALTER TABLE {name} ALTER v TYPE {wider} USING NULL")
+    write(db, sink(name, "connect"), [sent])
+    assert rows(db, name) == [(1, value)]
+
+
 def connect(payload: Any) -> dict[str, Any]:
     return {"schema": None if payload is None else {"type": "struct", "fields": []}, "payload": payload}
 

@@ -48,6 +48,11 @@ def messages(*values: Any, key: bytes | None = None) -> list[Message]:
     return [Message(topic="t", partition=1, offset=i, key=key, value=v) for i, v in enumerate(encoded)]
 
 
+def test_a_number_that_is_too_far_from_the_epoch_is_not_told_to_say_epoch() -> None:
+    with pytest.raises(BadRow, match=r"ms is beyond the years 1 .*; a column of bigint without epoch takes it$"):
+        rows(JsonDecoder(epoch={"a": "ms"}), table(a="timestamp"), {"a": 253402300800000})
+
+
 def rows(decoder: Any, into: Table, *values: Any, mode: Any = "append", key: Sequence[str] = ()) -> list[Any]:
     decoder.prepare(into, mode=mode, key=key)
     return list(decoder.decode(messages(*values)))

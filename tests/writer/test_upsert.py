@@ -96,3 +96,45 @@ def test_the_first_row_of_a_key_stays_whatever_fields_others_lack(
         writer.write(work, [(two, 5, 0), (one, MISSING, 1), (one, 5, 2), (two, MISSING, 3)])
         found = work.execute(f"SELECT id::text, a, seq FROM {table} ORDER BY id").fetchall()
         assert found == [("1", 7, 1), ("2", 5, 0)]
+
+
+@pytest.mark.parametrize("kind", ["ext.citext", "ext.folded"])
+def test_keys_and_ages_compare_as_the_index_does_where_their_schema_is_not_on_the_path(
+    kind: str, work: Connection, name: str
+) -> None:
+    schema = f"{name}_ext"
+    work.execute(f"CREATE SCHEMA {schema}; DROP EXTENSION IF EXISTS citext; CREATE EXTENSION citext SCHEMA {schema}")
+    work.execute(f"CREATE DOMAIN {schema}.folded AS {schema}.citext")
+    kind = kind.replace("ext", schema, 1)
+    work.execute(f"CREATE TEMP TABLE folded (k {kind} PRIMARY KEY, age {kind}, v int) ON COMMIT DROP")
+    writer = TableWriter("folded", mode="upsert", newest_by="age")
+    for change in (("A", "a", 1), ("a", "B", 2), ("a", "A", 3)):
+        writer.write(work, [change])
+    assert work.execute("SELECT k::text, age::text, v FROM folded").fetchall() == [("A", "B", 2)]
+    writer.write(work, [Tombstone(("a",))])
+    assert work.execute("SELECT FROM folded").fetchall() == []
+    assert writer.missed_deletes == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "forms"),
+    [
+        ("numeric", ["1.0", "1.00", "1"]),
+        ("numeric(6,2)", ["1.0", "1.00", "1"]),
+        ("jsonb", ["1.0", "1", "1.00"]),
+        ("interval", ["24 hours", "1 day", "86400 seconds"]),
+    ],
+)
+def test_a_key_is_stored_as_it_was_written_first_however_changes_are_cut(
+    kind: str, forms: list[str], work: Connection, make_table: MakeTable
+) -> None:
+    for middle in ((forms[1], 2), Tombstone((forms[1],))):
+        found = []
+        for size in (1, 3):
+            table = make_table(f"(k {kind} PRIMARY KEY, v int)")
+            writer = TableWriter(table, mode="upsert")
+            stream: list[Any] = [(forms[0], 1), middle, (forms[2], 3)]
+            for start in range(0, 3, size):
+                writer.write(work, stream[start : start + size])
+            found += work.execute(f"SELECT k::text, v FROM {table}").fetchall()
+        assert found[0] == found[1]

@@ -10,3 +10,9 @@ WHERE a.attrelid = to_regclass(%(name)s) AND a.attnum > 0 AND NOT a.attisdropped
 -- name: comment_on_rest_column
 -- Mark that column, so that later runs fill it, too.
 COMMENT ON COLUMN {column} IS {comment}
+
+-- name: is_unwritten
+-- Tell whether nothing was ever stored in a table, which needs no right to read it; of a foreign one nobody knows.
+SELECT c.relkind <> 'f' AND pg_relation_size(c.oid)
+       + coalesce((SELECT sum(pg_relation_size(p.relid)) FROM pg_partition_tree(c.oid) p), 0) = 0
+FROM pg_class c WHERE c.oid = to_regclass(%(name)s)

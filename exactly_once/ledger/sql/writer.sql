@@ -25,6 +25,11 @@ SELECT a.attname AS name, format_type(a.atttypid, a.atttypmod) AS type_name, for
        CASE WHEN t.typcategory = 'A' THEN t.typelem END AS element_oid, e.typtype::text AS element_kind,
        b.oid AS element_base_oid, b.typtype::text AS element_base_kind, part.typmod AS element_typmod,
        coalesce(l.collisdeterministic, true) AS is_deterministic,
+       (SELECT s.nspname
+        FROM pg_opclass c JOIN pg_am m ON m.oid = c.opcmethod JOIN pg_amop w ON w.amopfamily = c.opcfamily
+        JOIN pg_operator r ON r.oid = w.amopopr JOIN pg_namespace s ON s.oid = r.oprnamespace
+        WHERE c.opcintype = base.oid AND c.opcdefault AND m.amname = 'btree' AND w.amoplefttype = base.oid
+          AND w.amoprighttype = base.oid AND w.amopstrategy = 3) AS operator_schema,
        CASE 'c' WHEN t.typtype THEN t.typrelid WHEN b.typtype THEN b.typrelid END AS composite_oid
 FROM pg_attribute a
 CROSS JOIN LATERAL (
