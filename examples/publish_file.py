@@ -2,13 +2,15 @@
 
     python examples/publish_file.py FILE TOPIC [--plain]
 
-A start goes on behind the last line that is surely in the topic, and what lies beyond it there is not sent again.
+A start goes on behind the last line that is surely in the topic, and what lies beyond it there is not sent again. The
+file may grow: a last line without its end is left for the next start. One that was written over is refused.
 ``--plain`` uses confluent-kafka's own producer and a file that says how far it came, to show what happens otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -21,11 +23,11 @@ from exactly_once.publish import DedupProducer, SequenceFilter, Undelivered
 KAFKA = {"bootstrap.servers": os.environ["EXACTLY_ONCE_BOOTSTRAP_SERVERS"], "linger.ms": 2}
 
 
-def lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and the text of every line from ``start`` on."""
+def lines(path: Path, start: int, end: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset and the text of every line from ``start`` on, of those that begin before ``end``."""
     with path.open("rb") as file:
         file.seek(start)
-        while line := file.readline():
+        while (end is None or file.tell() < end) and (line := file.readline()):
             yield file.tell() - len(line), line.rstrip(b"\n")
 
 
@@ -40,11 +42,33 @@ def name_of(path: Path) -> str:
     return f"{path.name}-{blake2b(place + first, digest_size=16).hexdigest()}"
 
 
-def begins_a_line(path: Path, offset: int) -> bool:
-    """Tell whether a line of the file begins at an offset."""
+def whole_lines(path: Path, name: str) -> int:
+    """Return where the last whole line ends; note a digest of all before it, and compare what was noted last.
+
+    Numbers are places in the file, so a file that is written over in place would have other lines under old numbers.
+
+    :raises SystemExit: when it was.
+    """
+    note = path.with_name(f"{path.name}-{blake2b(name.encode(), digest_size=8).hexdigest()}.published")
+    noted = json.loads(note.read_text()) if note.exists() else {"end": 0, "digest": ""}
+    digest, end, is_same = blake2b(), 0, not noted["end"]
     with path.open("rb") as file:
-        file.seek(offset - 1)
-        return file.read(2)[:1] == b"\n" and offset < path.stat().st_size
+        for line in file:
+            if line.endswith(b"\n"):
+                digest.update(line)
+                end += len(line)
+            if end == noted["end"]:
+                is_same = digest.hexdigest() == noted["digest"]
+    if not is_same:
+        raise SystemExit(
+            f"{path} is not the file any more of which {name} has published {noted['end']} bytes: give it a --name of "
+            "its own, and it is published from its beginning"
+        )
+    # Before any of these lines is sent, and whole or not at all.
+    written = note.with_suffix(".new")
+    written.write_text(json.dumps({"end": end, "digest": digest.hexdigest()}))
+    written.replace(note)
+    return end
 
 
 def publish(path: Path, topic: str, *, name: str | None, is_new: bool) -> None:
@@ -53,13 +77,14 @@ def publish(path: Path, topic: str, *, name: str | None, is_new: bool) -> None:
     :raises SystemExit: when the topic does not hold all of them at the end.
     """
     name, end = name or name_of(path), -1
+    whole = whole_lines(path, name)
     with DedupProducer(
         KAFKA, dedup=SequenceFilter(), producer_name=name, snapshots=path.parent, accept_trimmed=is_new
     ) as producer:
         last = producer.last_sequence_id(topic)
-        if last > 0 and not begins_a_line(path, last):
+        if last >= whole:
             raise SystemExit(f"{topic} has line {last} of {name}, but {path} has none there: it is another file")
-        for offset, line in lines(path, max(last, 0)):
+        for offset, line in lines(path, max(last, 0), whole):
             while True:
                 try:
                     producer.produce(topic, line, sequence=offset)

@@ -40,36 +40,25 @@ def run(args: argparse.Namespace) -> int:
         settings.required(key)
     with open_database(settings) as session:
         chosen = plan.make_plan(session, settings, args, ask_kafka=True)
-        _refuse_own(chosen)
+        rows = [move.stored for move in chosen.moves if move.stored]
+        if not rows:
+            raise CommandError(
+                f"group {chosen.group_id!r} has no rows of topic {chosen.topic!r}: there is nothing to adopt"
+            )
+        # So that offsets are not moved by the wrong command.
+        if all((row.cluster_id, row.topic_id) == (chosen.cluster_id, chosen.topic_id) for row in rows):
+            raise CommandError(
+                f"the rows belong to topic id {chosen.topic_id} of cluster {chosen.cluster_id} already: there is "
+                f"nothing to adopt. To move offsets: exactly-once reset --topic {chosen.topic}"
+            )
         if not args.force:
             plan.refuse_outside(chosen)
         if args.execute:
             chosen = plan.execute(session, chosen, "adopt", reason=args.reason)
-    plan.show(chosen, args, _identity(chosen))
+    topic_ids, cluster_ids = _ids(row.topic_id for row in rows), _ids(row.cluster_id for row in rows)
+    identity = [f"topic id {topic_ids} -> {chosen.topic_id}", f"cluster  {cluster_ids} -> {chosen.cluster_id}"]
+    plan.show(chosen, args, identity)
     return 0
-
-
-def _refuse_own(chosen: plan.Plan) -> None:
-    """Refuse what needs no adoption, so that offsets are not moved by the wrong command."""
-    rows = [move.stored for move in chosen.moves if move.stored]
-    now = (chosen.cluster_id, chosen.topic_id)
-    if not rows:
-        raise CommandError(
-            f"group {chosen.group_id!r} has no rows of topic {chosen.topic!r}: there is nothing to adopt"
-        )
-    if all((row.cluster_id, row.topic_id) == now for row in rows):
-        raise CommandError(
-            f"the rows belong to topic id {now[1]} of cluster {now[0]} already: there is nothing to adopt. To move "
-            f"offsets: exactly-once reset --topic {chosen.topic}"
-        )
-
-
-def _identity(chosen: plan.Plan) -> list[str]:
-    rows = [move.stored for move in chosen.moves if move.stored]
-    return [
-        f"topic id {_ids(row.topic_id for row in rows)} -> {chosen.topic_id}",
-        f"cluster  {_ids(row.cluster_id for row in rows)} -> {chosen.cluster_id}",
-    ]
 
 
 def _ids(ids: Iterable[str | None]) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 
 from exactly_once._model import QUERY
-from exactly_once.ledger.session import Session
 
 from . import output
 from .options import Settings
 from .plan import Move, Plan, Target, execute
 from .problems import CommandError, UsageError
-from .servers import Stored, open_database, stored_rows
+from .servers import open_database, stored_rows
 
 KIND = "batch"
 _MAX_BATCH = 2**63 - 2
@@ -37,7 +36,15 @@ def reset(settings: Settings, args: argparse.Namespace) -> int:
         raise UsageError(f"--to-batch is about queries: leave out --partition, and --topic unless it is {QUERY}ID")
     group_id, offset = settings.required("group_id"), args.target.offset + 1
     with open_database(settings) as session:
-        stored = _stored(session, group_id, args.topic)
+        rows = stored_rows(session, group_id=group_id, topic=args.topic, counts_batches=True)
+        # Where there are several, that of the query which has counted a batch.
+        counted = [row for row in rows if row.next_offset or row.halted] or rows
+        if not counted:
+            raise CommandError(f"group {group_id!r} counts no batches: look at --group-id; offsets have --to-offset")
+        if len(counted) > 1:
+            names = " or ".join(f"--topic {row.topic}" for row in counted)
+            raise CommandError(f"group {group_id!r} counts the batches of several queries: say {names}")
+        (stored,) = counted
         move = Move(partition=stored.place, stored=stored, new_offset=offset, log=None)
         plan = Plan(
             group_id=group_id,
@@ -49,35 +56,21 @@ def reset(settings: Settings, args: argparse.Namespace) -> int:
         )
         if args.execute:
             plan = execute(session, plan, "reset", reason=args.reason)
-    _tell(stored, plan, args)
-    return 0
-
-
-def _stored(session: Session, group_id: str, topic: str | None) -> Stored:
-    """Return the row that is meant: where there are several, that of the query which has counted a batch."""
-    rows = stored_rows(session, group_id=group_id, topic=topic, counts_batches=True)
-    counted = [row for row in rows if row.next_offset or row.halted] or rows
-    if not counted:
-        raise CommandError(f"group {group_id!r} counts no batches: look at --group-id; offsets have --to-offset")
-    if len(counted) > 1:
-        names = " or ".join(f"--topic {row.topic}" for row in counted)
-        raise CommandError(f"group {group_id!r} counts the batches of several queries: say {names}")
-    return counted[0]
-
-
-def _tell(stored: Stored, plan: Plan, args: argparse.Namespace) -> None:
     query_id, owner = stored.topic.removeprefix(QUERY), stored.owner
     old, new = (plan.moves[0].old_offset or 0) - 1, args.target.offset
-    if args.json:
-        document = {"executed": args.execute, "group_id": plan.group_id, "query_id": query_id}
-        output.print_json(document | {"old_batch": old, "new_batch": new, "owner": owner, "halted": stored.halted})
-        return
-    print(f"group {plan.group_id}, query {query_id}, to {args.target}")
     fences = f"fences {owner}" if owner else None
     goes_on = f"no longer halted: {stored.halted}" if stored.halted else None
     note = "; ".join(filter(None, (fences, goes_on))) or None
-    output.print_table(("OLD BATCH", "", "NEW BATCH", "NOTE"), [(old, "->", new, note)])
-    print("done" if args.execute else "dry run: nothing was changed; --execute does it")
+    document = {"executed": args.execute, "group_id": plan.group_id, "query_id": query_id}
+    output.show(
+        args,
+        document | {"old_batch": old, "new_batch": new, "owner": owner, "halted": stored.halted},
+        ("OLD BATCH", "", "NEW BATCH", "NOTE"),
+        [(old, "->", new, note)],
+        title=[f"group {plan.group_id}, query {query_id}, to {args.target}"],
+        notes=[output.ending(args)],
+    )
+    return 0
 
 
 def _batch(text: str) -> Target:

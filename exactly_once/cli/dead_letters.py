@@ -59,7 +59,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         options.add_common(one)
         if action == "list":
             one.add_argument("--all", action="store_true", help="also those that were replayed or dropped")
-            one.add_argument("--limit", type=int, default=_LIST_LIMIT, help="how many at most (%(default)s)")
+            least = options.number("is not a number: 1 or more", least=1)
+            one.add_argument("--limit", type=least, default=_LIST_LIMIT, help="how many at most (%(default)s)")
         elif action == "replay":
             what = "what is called with a unit, as by run()"
             one.add_argument("--handler", required=True, metavar="MODULE:FUNCTION", help=what)
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "drop" and not (args.ids or args.topic):
         raise UsageError("name the dead letters to drop: their ids, or --topic")
     handler = Named("--handler", args.handler) if args.action == "replay" else None
+    limit = getattr(args, "limit", None)
     with open_database(settings) as session:
         found = dead_letters.find(
             session.connection,
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             partition=args.partition,
             ids=args.ids or None,
             status=None if getattr(args, "all", False) or args.action == "show" else "dead",
-            limit=getattr(args, "limit", None),
+            limit=None if limit is None or args.ids else limit + 1,  # one more tells whether these are all
         )
         if missing := set(args.ids) - {letter.id for letter in found}:
             raise CommandError(
@@ -99,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
             )
         # `list` and `show` have no such option.
         if not getattr(args, "execute", False):
-            _show(args, found)
+            _show(args, found[:limit])
+            if limit is not None and len(found) > limit:
+                print(f"there are more than these {limit}: --limit N shows more", file=sys.stderr)
             return 0
         if handler is not None:
             return _replay(args, session, found, handler)

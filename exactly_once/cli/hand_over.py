@@ -6,22 +6,20 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from exactly_once._model import Partition
-from exactly_once.kafka.admin import Topic
 from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.session import Session, cursor_on
 from exactly_once.ledger.sql import query
 
 from . import options, output
-from .options import Settings
 from .problems import CommandError
-from .servers import CommandCluster, Stored, open_cluster, open_database, stored_rows
-from .status import Line, beside_logs
+from .servers import Stored, open_cluster, open_database, stored_rows
+from .status import beside_logs
 
 EARLIEST = -2
 """What the Kafka source of Spark takes for the start of a log."""
+_HEADER = ("TOPIC", "PARTITION", "NEXT OFFSET", "NOTE")
 
 _DESCRIPTION = """\
 Hand the partitions of a group from the plain consumer to Spark, or back, without a gap and without a
@@ -54,50 +52,42 @@ def run(args: argparse.Namespace) -> int:
     """Show what stands in the way of the new side, or clear it away; tell it where to start."""
     settings = options.settings(args)
     settings.opener()
-    settings.required("group_id")
+    group_id = settings.required("group_id")
     if args.to == "spark":
         settings.required("bootstrap_servers")
     with open_database(settings) as session:
-        rows = _rows(session, settings, args.topic)
+        rows = stored_rows(session, group_id=group_id)
+        if unknown := sorted(set(args.topic or ()) - {row.topic for row in rows}):
+            raise CommandError(f"the ledger has no rows of topic {unknown[0]!r} for group {group_id!r}")
+        rows = [row for row in rows if args.topic is None or row.topic in args.topic]
+        if not rows:
+            raise CommandError(
+                f"the ledger has no offsets of group {group_id!r}: look at --group-id. (A Spark query that counts "
+                "batches has none, and cannot be handed over.)"
+            )
+        if halted := next((row for row in rows if row.halted), None):
+            raise CommandError(
+                f"{halted.place} is halted ({halted.halted}): nobody may take it over before exactly-once reset "
+                f"--topic {halted.topic} --partition {halted.partition}"
+            )
         cluster = open_cluster(settings) if settings.bootstrap_servers else None
-        if cluster is not None:
-            _refuse(beside_logs(rows, cluster))
+        # At offsets that the log does not have the new side would stop, or start elsewhere.
+        for line in beside_logs(rows, cluster) if cluster is not None else ():
+            if line.problem is not None:
+                raise CommandError(f"{line.stored.place} of group {group_id!r}: {line.problem}")
         owned = [row for row in rows if row.owned and row.owner_kind != args.to]
         if owned and args.execute:
             rows = _release(session, rows, args)
-    is_ready = not owned or args.execute
-    starts = _starts(rows, cluster) if cluster is not None and args.to == "spark" and is_ready else None
-    if args.json:
-        _print_document(rows, owned, starts, args, settings)
-    else:
-        _print(rows, owned, starts, args, settings)
+    starts = None
+    if cluster is not None and args.to == "spark" and (not owned or args.execute):
+        stored = {row.place: EARLIEST if row.next_offset is None else row.next_offset for row in rows}
+        # Spark wants every partition of a topic named, those without a row too.
+        starts = {
+            name: {str(n): stored.get(Partition(name, n), EARLIEST) for n in range(topic.partitions)}
+            for name, topic in cluster.topics(sorted({row.topic for row in rows})).items()
+        }
+    _show(rows, owned, starts, args)
     return 0
-
-
-def _rows(session: Session, settings: Settings, topics: Sequence[str] | None) -> list[Stored]:
-    rows = stored_rows(session, group_id=settings.group_id)
-    if topics is not None:
-        if unknown := sorted(set(topics) - {row.topic for row in rows}):
-            raise CommandError(f"the ledger has no rows of topic {unknown[0]!r} for group {settings.group_id!r}")
-        rows = [row for row in rows if row.topic in topics]
-    if not rows:
-        raise CommandError(
-            f"the ledger has no offsets of group {settings.group_id!r}: look at --group-id. (A Spark query that counts "
-            "batches has none, and cannot be handed over.)"
-        )
-    if halted := next((row for row in rows if row.halted), None):
-        raise CommandError(
-            f"{halted.place} is halted ({halted.halted}): nobody may take it over before exactly-once reset "
-            f"--topic {halted.topic} --partition {halted.partition}"
-        )
-    return rows
-
-
-def _refuse(lines: Sequence[Line]) -> None:
-    """Refuse offsets that the log does not have: the new side would stop at them, or start elsewhere."""
-    for line in lines:
-        if line.problem is not None:
-            raise CommandError(f"{line.stored.place} of group {line.stored.group_id!r}: {line.problem}")
 
 
 def _release(session: Session, rows: Sequence[Stored], args: argparse.Namespace) -> list[Stored]:
@@ -119,77 +109,44 @@ def _release(session: Session, rows: Sequence[Stored], args: argparse.Namespace)
     return [replace(row, next_offset=offsets[row.place]) for row in rows]
 
 
-def _starts(rows: Sequence[Stored], cluster: CommandCluster) -> dict[str, dict[str, int]]:
-    """Return ``startingOffsets``: Spark wants every partition of a topic named, those without a row too."""
-    topics: dict[str, Topic] = cluster.topics(sorted({row.topic for row in rows}))
-    stored = {row.place: row.next_offset for row in rows}
-    return {
-        name: {str(number): _start(stored.get(Partition(name, number))) for number in range(topic.partitions)}
-        for name, topic in topics.items()
-    }
-
-
-def _start(next_offset: int | None) -> int:
-    return EARLIEST if next_offset is None else next_offset
-
-
-def _print_document(
+def _show(
     rows: Sequence[Stored],
     owned: Sequence[Stored],
     starts: dict[str, dict[str, int]] | None,
     args: argparse.Namespace,
-    settings: Settings,
 ) -> None:
     places = {row.place for row in owned}
-    document: dict[str, Any] = {
-        "executed": args.execute,
-        "group_id": settings.group_id,
-        "to": args.to,
-        "starting_offsets": starts,
-        "partitions": [
-            {
-                "topic": row.topic,
-                "partition": row.partition,
-                "next_offset": row.next_offset,
-                "in_the_way": row.owner if row.place in places else None,
-            }
-            for row in rows
-        ],
-    }
-    output.print_json(document)
-
-
-def _print(
-    rows: Sequence[Stored],
-    owned: Sequence[Stored],
-    starts: dict[str, dict[str, int]] | None,
-    args: argparse.Namespace,
-    settings: Settings,
-) -> None:
-    places = {row.place for row in owned}
-    released = "released from" if args.execute else "owned by"
-    print(f"group {settings.group_id}, to {args.to}")
-    output.print_table(
-        ("TOPIC", "PARTITION", "NEXT OFFSET", "NOTE"),
-        [
-            (
-                row.topic,
-                row.partition,
-                row.next_offset,
-                f"{released} {row.owner_kind} {row.owner}" if row.place in places else None,
-            )
-            for row in rows
-        ],
-        give=(3, 0),
-    )
+    group_id = rows[0].group_id
+    notes = [f"ready: start the {args.to}, it goes on from these offsets"]
     if owned and not args.execute:
         last = output.ago(min((row.advanced_seconds_ago for row in owned if row.advanced_seconds_ago), default=None))
-        output.print_lines(
-            f"dry run: nothing was changed. {owned[0].owner_kind} {owned[0].owner} has not released its rows; it last "
-            f"moved one {last or 'never'}. See to it that it has stopped, then say --execute"
-        )
+        owner = f"{owned[0].owner_kind} {owned[0].owner}"
+        text = f"dry run: nothing was changed. {owner} has not released its rows; it last moved one {last or 'never'}. "
+        notes = [text + "See to it that it has stopped, then say --execute"]
     elif starts is not None:
-        print("ready: start the query with a new checkpoint and, for its Kafka source,")
+        notes = ["ready: start the query with a new checkpoint and, for its Kafka source,"]
+    released = "released from" if args.execute else "owned by"
+    partitions, cells = [], []
+    for row in rows:
+        is_owned = row.place in places
+        place = {"topic": row.topic, "partition": row.partition, "next_offset": row.next_offset}
+        partitions.append(place | {"in_the_way": row.owner if is_owned else None})
+        cells.append([*place.values(), f"{released} {row.owner_kind} {row.owner}" if is_owned else None])
+    output.show(
+        args,
+        {
+            "executed": args.execute,
+            "group_id": group_id,
+            "to": args.to,
+            "starting_offsets": starts,
+            "partitions": partitions,
+        },
+        _HEADER,
+        cells,
+        title=[f"group {group_id}, to {args.to}"],
+        give=(_HEADER.index("NOTE"), _HEADER.index("TOPIC")),
+        notes=notes,
+    )
+    if starts is not None and not args.json:
+        # In one line, however wide: it is copied into a program.
         print(f"  .option(\"startingOffsets\", '{json.dumps(starts)}')")
-    else:
-        print(f"ready: start the {args.to}, it goes on from these offsets")

@@ -13,8 +13,10 @@ import psycopg
 from exactly_once._model import Partition
 from exactly_once.errors import DatabaseUnreachable
 from exactly_once.kafka.admin import Topic
+from exactly_once.ledger import dead_letters
+from exactly_once.ledger.dead_letters import DeadLetter
 from exactly_once.ledger.rows import LOCK_SECONDS
-from exactly_once.ledger.session import Session, cursor_on
+from exactly_once.ledger.session import Connection, Session, cursor_on
 from exactly_once.ledger.sql import query
 
 from . import output
@@ -23,6 +25,7 @@ from .problems import CommandError
 from .servers import CommandCluster, Log, Stored, open_cluster, stored_rows
 
 _HEADER = ("PARTITION", "OLD OFFSET", "", "NEW OFFSET", "LOG START", "LOG END", "NOTE")
+_NAMED = 5  # dead letters; `dead-letters list` has all
 _MAX_PARTITION = 2**31 - 1  # an int32 of Kafka's protocol
 _MAX_OFFSET = 2**63 - 1  # an int64
 
@@ -77,6 +80,12 @@ class Move:
             start, end = max(start, self.log.start), min(end, self.log.end)
         return max(0, end - start)
 
+    def brings_again(self, letter: DeadLetter) -> bool:
+        """Tell whether a dead letter's message is in the log, and is applied again."""
+        if self.log is None or self.result is None or self.old_offset is None:
+            return False
+        return max(self.result, self.log.start) <= letter.message_offset < min(self.old_offset, self.log.end)
+
     @property
     def is_outside(self) -> bool:
         """Whether the offset afterwards is none of the log's."""
@@ -93,6 +102,8 @@ class Plan:
     moves: Sequence[Move]
     topic_id: str | None
     cluster_id: str | None
+    letters: Sequence[DeadLetter] = ()
+    """The dead letters whose messages come again: they are dropped, or a replay would apply them once more."""
 
 
 def add_targets(
@@ -170,7 +181,7 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
         chosen = cluster.ends(partitions)
     elif target.kind == "time" and cluster and target.time:
         chosen = cluster.at(partitions, target.time)
-    return Plan(
+    plan = Plan(
         group_id=group_id,
         topic=topic,
         target=target,
@@ -178,6 +189,7 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
         topic_id=found.topic_id if found else None,
         cluster_id=cluster.cluster_id if cluster else None,
     )
+    return replace(plan, letters=_letters(session.connection, session.schema, plan))
 
 
 def refuse_outside(plan: Plan) -> None:
@@ -218,6 +230,15 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str) -> Pla
                 raise CommandError(
                     "rows of the ledger were deleted at this very moment; nothing was changed, try again"
                 )
+            moves = []
+            for move in plan.moves:
+                old, new = before[move.partition]
+                stored = replace(move.stored, next_offset=old) if move.stored else None
+                moves.append(replace(move, stored=stored, new_offset=new))
+            plan = replace(plan, moves=moves)
+            plan = replace(plan, letters=_letters(connection, session.schema, plan))
+            for letter in plan.letters:
+                dead_letters.settle(connection, letter.id, "dropped", schema=session.schema)
     except psycopg.OperationalError as error:
         # With a state the server has answered, and has rolled back; without, COMMIT may be on its way.
         if error.sqlstate is not None:
@@ -225,12 +246,7 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str) -> Pla
         raise DatabaseUnreachable(
             f"the connection to Postgres was lost on the way: {error}; `exactly-once status` shows whether it was done"
         ) from error
-    moves = []
-    for move in plan.moves:
-        old, new = before[move.partition]
-        stored = replace(move.stored, next_offset=old) if move.stored else None
-        moves.append(replace(move, stored=stored, new_offset=new))
-    return replace(plan, moves=moves)
+    return plan
 
 
 def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None:
@@ -267,12 +283,18 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
         cells.append([m.partition.number, m.old_offset, "->", m.result, *(m.log or (None, None)), note])
     # An owner that lives goes on meanwhile, so a dry run counts for this moment.
     again, left_out = sum(m.again for m in plan.moves), sum(m.left_out for m in plan.moves)
-    verb, other = ("come", "are left out") if args.execute else ("would come", "would be left out")
+    verb, other, drop = "would come", "would be left out", "would be dropped"
+    if args.execute:
+        verb, other, drop = "come", "are left out", "are dropped"
     effects = [f"{again} {verb} again, their effects a second time"] if again else []
     effects += [f"{left_out} {other}, without effects"] if left_out else []
     effect = "no message comes again, none is left out"
     if effects:
         effect = f"messages: {'; '.join(effects)} (counted in offsets, so gaps of compaction and transactions count)"
+    notes = [effect] if is_one_log else []
+    if plan.letters:
+        places = ", ".join(letter.place for letter in plan.letters[:_NAMED]) + (", ..." * (len(plan.letters) > _NAMED))
+        notes.append(f"dead letters whose messages {verb} again, and {drop} for that: {len(plan.letters)} ({places})")
     output.show(
         args,
         {
@@ -283,13 +305,27 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
             "topic_id": plan.topic_id,
             "cluster_id": plan.cluster_id,
             "partitions": partitions,
+            "dead_letters": [letter.id for letter in plan.letters],
         },
         _HEADER,
         cells,
         title=[f"group {plan.group_id}, topic {plan.topic}, to {plan.target}", *more],
         give=(_HEADER.index("NOTE"),),
-        notes=[*([effect] if is_one_log else []), output.ending(args)],
+        notes=[*notes, output.ending(args)],
     )
+
+
+def _letters(connection: Connection, schema: str, plan: Plan) -> list[DeadLetter]:
+    """Find the dead letters that come again; those of a topic of that name that was deleted do not."""
+    found = dead_letters.find(connection, schema=schema, group_id=plan.group_id, topic=plan.topic)
+    moves = {move.partition.number: move for move in plan.moves}
+    return [
+        letter
+        for letter in found
+        if letter.topic_id == plan.topic_id
+        and letter.partition in moves
+        and moves[letter.partition].brings_again(letter)
+    ]
 
 
 def _partitions(

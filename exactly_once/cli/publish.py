@@ -7,7 +7,6 @@ from typing import Any
 
 from psycopg.rows import dict_row
 
-from exactly_once.ledger.session import Session
 from exactly_once.ledger.sql import query
 from exactly_once.publish.recovery import sequences_in
 
@@ -43,8 +42,11 @@ def run(args: argparse.Namespace) -> int:
     """Show the status."""
     settings = options.settings(args)
     settings.opener()
-    with open_database(settings) as session:
-        found: dict[str, Any] = {part: _rows(session, name) for part, name in _QUERIES.items()}
+    with open_database(settings) as session, session.connection.cursor(row_factory=dict_row) as cursor:
+        found: dict[str, Any] = {
+            part: cursor.execute(query(name, session.schema), prepare=False).fetchall()
+            for part, name in _QUERIES.items()
+        }
     found["sequences"] = [
         {"topic": topic, "producer": name, "persisted": persisted, "beyond_a_gap": len(beyond)}
         for topic in args.topic
@@ -62,8 +64,3 @@ def run(args: argparse.Namespace) -> int:
         if rows:
             output.print_table([column.upper() for column in rows[0]], [list(row.values()) for row in rows])
     return 0
-
-
-def _rows(session: Session, name: str) -> list[dict[str, Any]]:
-    with session.connection.cursor(row_factory=dict_row) as cursor:
-        return cursor.execute(query(name, session.schema), prepare=False).fetchall()

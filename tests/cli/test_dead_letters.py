@@ -130,6 +130,17 @@ def test_list_can_be_narrowed(letters: Command, dead: Dead) -> None:
     assert places("--all") == DEAD
 
 
+@pytest.mark.parametrize("by_id", [False, True])
+def test_list_tells_that_there_are_more(by_id: bool, letters: Command, dead: Dead) -> None:
+    which = sorted(dead.ids.values()) if by_id else ["--topic", dead.topic]
+    for limit, told in ((3, "there are more than these 3: --limit N shows more\n"), (4, "")):
+        listed = letters("list", *which, "--limit", limit)
+        assert (listed.code, len(listed.out.splitlines()) - 1, listed.err) == (0, limit, told)
+    refused = letters("list", "--limit", 0)
+    assert refused.code == 2
+    assert "0 is not a number: 1 or more" in refused.err
+
+
 def test_empty_list_says_so(letters: Command) -> None:
     assert letters("list").out == "there are no dead letters\n"
     assert letters("list", "--json").json == {"dead_letters": []}
@@ -218,6 +229,21 @@ def test_dropped_letter_is_not_dropped_or_replayed_again(letters: Command, dead:
         refused = letters(*again, "--execute")
         assert refused.code == 1
         assert "list --all" in refused.err
+
+
+def test_reset_drops_the_letters_whose_messages_come_again(
+    command: Command, dead: Dead, bootstrap_servers: str, conninfo: str
+) -> None:
+    """Else the log brings a message once, and a replay of its letter a second time."""
+    where = ["--group-id", dead.topic, "--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo]
+    reset = ["reset", "--topic", dead.topic, "--to-offset", 4, *where]
+    planned = command(*reset)
+    assert f"would be dropped for that: 2 ({dead.topic}[0] offset 4, {dead.topic}[1] offset 4)" in planned.out
+    assert dead.statuses() == ["dead"] * 4
+    done = command(*reset, "--execute", "--json")
+    assert done.json["dead_letters"] == [dead[0, 4], dead[1, 4]]
+    assert dead.statuses() == ["dead", "dropped"] * 2
+    assert "dead letters" not in command("reset", "--topic", dead.topic, "--to-current", *where).out
 
 
 def test_drop_as_json(letters: Command, dead: Dead) -> None:
