@@ -131,7 +131,7 @@ def test_list_can_be_narrowed(letters: Command, dead: Dead) -> None:
 
 
 @pytest.mark.parametrize("by_id", [False, True])
-def test_list_tells_that_there_are_more(by_id: bool, letters: Command, dead: Dead) -> None:
+def test_list_tells_that_there_are_more(*, by_id: bool, letters: Command, dead: Dead) -> None:
     which = sorted(dead.ids.values()) if by_id else ["--topic", dead.topic]
     for limit, told in ((3, "there are more than these 3: --limit N shows more\n"), (4, "")):
         listed = letters("list", *which, "--limit", limit)
