@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+# In the order in which every unit passes them.
 OF_A_UNIT = ("polled", "begun", "handled", "guarded", "advanced", "committed", "positioned", "mirrored")
-"""In the order in which every unit passes them."""
+# All; the last ones are passed only by units that have to.
 NAMES = (*OF_A_UNIT, "dead_lettered")
-"""All; the last ones are passed only by units that have to."""
 
 _armed: dict[str, Callable[[], None]] = {}
 

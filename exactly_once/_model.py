@@ -8,19 +8,18 @@ from enum import Enum
 from typing import Literal, NamedTuple
 from uuid import UUID
 
+# How the metadata of offsets begins that this library told Kafka: they are no place to start from.
 MIRRORED = "exactly_once"
-"""How the metadata of offsets begins that this library told Kafka: they are no place to start from."""
 
+# After how many advances of a row another one takes its place.
+#
+# Each advance leaves a dead version behind. While anybody holds an older snapshot they stay, and all of them are
+# reached by the key, so an advance would cost more and more. A rotation costs about two advances: with one in 256
+# nobody can measure it, and 256 versions are few.
 ROTATE_EVERY = 256
-"""After how many advances of a row another one takes its place.
 
-Each advance leaves a dead version behind. While anybody holds an older snapshot they stay, and all of them are reached
-by the key, so an advance would cost more and more. A rotation costs about two advances: with one in 256 nobody can
-measure it, and 256 versions are few.
-"""
-
+# How the topic begins of a row that has the next batch id of a Spark query: Kafka allows no colon in a name.
 QUERY = "query:"
-"""How the topic begins of a row that has the next batch id of a Spark query: Kafka allows no colon in a name."""
 
 OwnerKind = Literal["consumer", "spark"]
 StartPolicy = Literal["earliest", "latest", "committed"] | datetime

@@ -29,11 +29,11 @@ from .ledger.session import Connection, Session, cursor_on, is_lost, last_row
 from .ledger.sql import query
 from .ledger.transaction import UnitOfWork, transaction_ended
 
+# The moments that every unit passes, in their order: for :func:`crash_at` and :func:`failing_at`.
 FAILPOINTS = _failpoints.OF_A_UNIT
-"""The moments that every unit passes, in their order: for :func:`crash_at` and :func:`failing_at`."""
 
+# The cluster of every unit made here; its topics have their names as ids. See :meth:`Unit.identity`.
 CLUSTER_ID = "test-cluster"
-"""The cluster of every unit made here; its topics have their names as ids. See :meth:`Unit.identity`."""
 
 _NOBODY = UUID(int=0)
 _offsets = itertools.count()

@@ -39,12 +39,12 @@ from .owners import BatchGrant, checked_rows, patiently, rotates_at
 from .ranges import Range
 from .report import SinkUnit
 
+# The schema of what a task returns.
 REPORT = "report string"
-"""The schema of what a task returns."""
 ROWS, BYTES = 100_000, 16 * 1024 * 1024
 """The size of a COPY: ten thousand rows each, which is what Spark hands over, took a sixth longer."""
+# The header of a dead letter that is a row, as JSON, and not what the broker has; its value is the table.
 ROW_HEADER = "exactly_once.row_of"
-"""The header of a dead letter that is a row, as JSON, and not what the broker has; its value is the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +115,8 @@ class Attempt:
         *,
         kin: UUID = UUID(int=0),  # noqa: B008 - it does not change
     ) -> None:
+        # The publication learns grants and parts within its transaction, and puts them in then.
         self.work = work
-        """The publication learns grants and parts within its transaction, and puts them in then."""
         options = work.options
         self._own = Session(connector(options.conninfo), schema=options.schema, instance=work.instance)
         self.session = session or self._own
@@ -128,8 +128,8 @@ class Attempt:
             self.session.connect, schema=options.schema, group_id=options.group_id, instance=kin
         )
         self._may_have_committed = False
+        # Whether the ledger's rows are rotated: on the driver now and then, in tasks never.
         self.rotates = session is not None and rotates_at(work.batch_id)
-        """Whether the ledger's rows are rotated: on the driver now and then, in tasks never."""
 
     def __enter__(self) -> Self:
         return self

@@ -41,8 +41,8 @@ else:
         "StreamArrowWriter", (DataSourceStreamWriter, DataSourceArrowWriter), {}
     )
 
+# Batches after which abandoned rows of other groups are looked for.
 _REAP_EVERY = 100
-"""Batches after which abandoned rows of other groups are looked for."""
 
 
 @dataclass(frozen=True)

@@ -17,33 +17,33 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType, DecimalType, StructField, StructType
 
+# Of several frames, which one a row is of.
 FRAME = f"{RESERVED}frame"
-"""Of several frames, which one a row is of."""
+# How the columns begin, one for each frame, that hold its rows as structs.
 ROW = f"{RESERVED}row"
-"""How the columns begin, one for each frame, that hold its rows as structs."""
 
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
+# Spark's own forms leave out microseconds, and fields that are null.
 _JSON_FORM = {
     "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
     "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
     "ignoreNullFields": "false",
 }
-"""Spark's own forms leave out microseconds, and fields that are null."""
 _NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
 _TEXTS = ("text", "varchar", "bpchar")
+# By Spark's type those of Postgres that take no value of it, so that only a column of nulls would pass.
 _NEVER = {
     "boolean": (*_NUMBERS, *_TEXTS),
     **dict.fromkeys(("byte", "short", "integer", "long", "float", "double", "decimal"), ("bool", *_TEXTS)),
     "date": ("timestamptz", *_TEXTS),
     **dict.fromkeys(("timestamp", "timestamp_ntz"), ("date", *_TEXTS)),
 }
-"""By Spark's type those of Postgres that take no value of it, so that only a column of nulls would pass."""
 _NOT_IN_JSON = ("decimal", "date", "timestamp", "timestamp_ntz")
 _NOT_IN_ARROW = ("interval", "yearmonthinterval")
+# Spark's type and Postgres' of which one has a time zone and the other none.
 _ZONED_AND_NOT = (("timestamp_ntz", "timestamptz"), ("timestamp", "timestamp"))
-"""Spark's type and Postgres' of which one has a time zone and the other none."""
 
 
 def fit(frame: DataFrame, table: Table, options: Options) -> tuple[DataFrame, tuple[str, ...]]:

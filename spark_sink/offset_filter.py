@@ -18,8 +18,8 @@ from exactly_once.writer import BadRow
 from .errors import RowsOutOfOrder
 from .ranges import Range
 
+# How the names of columns begin that travel with a batch and are never written.
 RESERVED = "__exactly_once_"
-"""How the names of columns begin that travel with a batch and are never written."""
 TOPIC, PARTITION, OFFSET = f"{RESERVED}topic", f"{RESERVED}partition", f"{RESERVED}offset"
 """Copies of the three columns under names and types that are known."""
 PLACES = (TOPIC, PARTITION, OFFSET)
@@ -38,8 +38,8 @@ class OffsetFilter:
         self._from = next_offsets
         self._ranges = ranges
         self._strictly = strictly
+        # The highest offset that was seen of each partition.
         self.last: dict[Partition, int] = {}
-        """The highest offset that was seen of each partition."""
         self.dropped = 0
 
     def keep(self, rows: pa.Table) -> pa.Table:

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What the log says of a source that has given nothing so far.
 _NOTHING_YET = "-"
-"""What the log says of a source that has given nothing so far."""
 
+# What the checkpoint calls operators that keep no row for later: each comes in its message's batch, or never.
 _KEEP_KEYS = ("dedupe", "dedupeWithinWatermark", "globalLimit")
-"""What the checkpoint calls operators that keep no row for later: each comes in its message's batch, or never."""
 
+# Returns the content of a file below the checkpoint, none of a directory, or None when there is no such thing.
 Read = Callable[[str], "bytes | None"]
-"""Returns the content of a file below the checkpoint, none of a directory, or None when there is no such thing."""
+# Writes a file below the checkpoint, whole or not at all.
 Write = Callable[[str, bytes], None]
-"""Writes a file below the checkpoint, whole or not at all."""
 
 
 class Mark(NamedTuple):

@@ -22,12 +22,12 @@ Transaction = Literal["batch", "partition"]
 LedgerKind = Literal["offsets", "batch-id"]
 OnBadRow = Literal["fail", "dead-letter"]
 
+# What each of several tables may have for itself.
 _OF_TABLE = ("mode", "key", "add")
-"""What each of several tables may have for itself."""
+# What only ``foreachBatch`` can do.
 _ONLY_SINK = ("transaction", "in_transaction", "on_report", "small_batch", "tables", "dead_letter_limit")
-"""What only ``foreachBatch`` can do."""
+# What Spark itself hands on to a data source.
 _OF_SPARK = ("path", "queryname")
-"""What Spark itself hands on to a data source."""
 _TRUTHS = {"true": True, "false": False}
 
 

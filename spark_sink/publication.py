@@ -140,8 +140,8 @@ class StagedCommit:
         # What this query is called in the database; a batch job by its own name, as it has no checkpoint.
         job_id = self._options.job_id
         self._name = batch.query_id if job_id is None else f"job {job_id}"
+        # How far the run has written each row of the ledger; :meth:`_recall` reads it, :meth:`write` moves it.
         self._ended: dict[Partition, int] = {}
-        """How far the run has written each row of the ledger; :meth:`_recall` reads it, :meth:`write` moves it."""
         self._log: OffsetLog | None = None
 
     def write(self, schema: StructType, staged: Sequence[Staged]) -> dict[Partition, tuple[int, int]]:

@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# What the driver collects at most, in its Java and its Python: as much as a task sends in one COPY.
 SMALL_BYTES = 16 << 20
-"""What the driver collects at most, in its Java and its Python: as much as a task sends in one COPY."""
 
 
 class Run:
@@ -53,8 +53,8 @@ class Run:
 
     def __init__(self, options: Options, query: StreamQuery | None, spark: SparkSession) -> None:
         self._options = options
+        # What travels to the executors.
         self._sent = replace(options, on_report=None, kafka=None)
-        """What travels to the executors."""
         self.query = query
         self._log = _offset_log(options, query, spark)
         # Spark's names of a query: one for its checkpoint, one for this start of it. Spark Connect tells neither.
@@ -82,10 +82,10 @@ class Run:
         self.close = weakref.finalize(self, _end, self._session, starter)
         check(self._session.connection, options.schema)
         self._writers = {str(each.table): writer_of(each) for each in options.targets}
+        # By its name what is known of each table: its options, itself, its key; empty before the first batch.
         self._tables: dict[str, tuple[Options, Table, tuple[str, ...]]] = {}
-        """By its name what is known of each table: its options, itself, its key; empty before the first batch."""
+        # Of the last batch that was written; 0 until one was, when Spark's own limit of results is what guards.
         self._bytes_an_offset = 0.0
-        """Of the last batch that was written; 0 until one was, when Spark's own limit of results is what guards."""
         self._known = Claim(is_known_query=True, has_others=False)
 
     def write(self, frames: Mapping[str, DataFrame], batch_id: int) -> BatchReport:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The last batch of each run and group; over Spark Connect a run has no id, and a process of its own.
 _written: dict[tuple[str | None, str], int] = {}
-"""The last batch of each run and group; over Spark Connect a run has no id, and a process of its own."""
 
 
 class PostgresSink:
@@ -96,8 +96,8 @@ class PostgresSink:
         given = {option: value for option, value in locals().items() if option != "self"}  # in front of all other names
         self._options: Options = check_options(**given)
         self._run: Run | None = None
+        # What the last batch has raised; Spark makes a StreamingQueryException of it, which has only its text.
         self.error: Exception | None = None
-        """What the last batch has raised; Spark makes a StreamingQueryException of it, which has only its text."""
 
     def __call__(self, frame: DataFrame, batch_id: int) -> None:
         """Write one micro-batch; a replay of one that was written writes nothing.

@@ -28,15 +28,15 @@ from .errors import StageLost
 from .offset_filter import PLACES, spans
 from .options import Options
 
+# About how much is staged at a time, and held in memory where it is published.
 CHUNK_BYTES = 8 << 20
-"""About how much is staged at a time, and held in memory where it is published."""
 
+# Topic, partition, lowest and highest offset; None where a row lacks one.
 ObservedRange = tuple[str | None, int | None, int | None, int | None]
-"""Topic, partition, lowest and highest offset; None where a row lacks one."""
 
 
+# What stands for the id of a query where there is none.
 BATCH_JOB = "batch job"
-"""What stands for the id of a query where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

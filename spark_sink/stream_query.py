@@ -17,15 +17,15 @@ from .owners import Claim
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+# The trait of operators with a state, since Spark 4.1 and before.
 _STATEFUL = (
     "org.apache.spark.sql.execution.streaming.operators.stateful.StatefulOperator",
     "org.apache.spark.sql.execution.streaming.StatefulOperator",
 )
-"""The trait of operators with a state, since Spark 4.1 and before."""
+# How operators are called that keep no row for later: each comes in its message's batch, or never.
 _KEEP_KEYS = ("StreamingDeduplicate", "StreamingGlobalLimit")
-"""How operators are called that keep no row for later: each comes in its message's batch, or never."""
+# How logical operators are called that pick rows by looking at others.
 _CHOOSING = ("Aggregate", "Deduplicate", "Distinct", "GlobalLimit", "LocalLimit", "Offset", "Sample", "Tail")
-"""How logical operators are called that pick rows by looking at others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ from .offset_filter import OFFSET, PARTITION, PLACES, RESERVED, TOPIC, OffsetFil
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+# The column that is 1 in the end mark, and nowhere else.
 END = f"{RESERVED}end"
-"""The column that is 1 in the end mark, and nowhere else."""
 
 
 def to_one_task(frame: DataFrame, *, order: Sequence[str]) -> DataFrame:

@@ -17,8 +17,8 @@ from .problems import CommandError
 from .servers import Stored, open_cluster, open_database, stored_rows
 from .status import beside_logs
 
+# What the Kafka source of Spark takes for the start of a log.
 EARLIEST = -2
-"""What the Kafka source of Spark takes for the start of a log."""
 _HEADER = ("TOPIC", "PARTITION", "NEXT OFFSET", "NOTE")
 
 _DESCRIPTION = """\

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from .options import number
 
+# The exit code of a run that shows nothing.
 CUT_SHORT = 3
-"""The exit code of a run that shows nothing."""
 positive = number("must be a number above 0", least=1)
 
 

@@ -18,8 +18,8 @@ from .sink_worker import work_alone
 logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 1.0
+# How long workers may take to stop, besides what the unit in hand is given: to close their clients and connections.
 _CLOSE_SECONDS = 15.0
-"""How long workers may take to stop, besides what the unit in hand is given: to close their clients and connections."""
 _KILLED = 128 + signal.SIGKILL
 
 
@@ -29,8 +29,8 @@ class Crew:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._context = multiprocessing.get_context("spawn")
+        # The last that each worker has sent; of those that are gone, too.
         self._counts: dict[Connection, Counts] = {}
-        """The last that each worker has sent; of those that are gone, too."""
         self._workers: list[SpawnProcess] = []
         self._kill_at: float | None = None
 

@@ -35,13 +35,13 @@ except ImportError as error:
 
 
 FORMATS = ("json", *get_args(FormatName), "raw")
+# At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay.
 LINGER_SECONDS = 0.05
-"""At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay."""
 
 T = TypeVar("T")
 _NAME = re.compile(r'"(?:[^"]|"")*"|[^."]+')
+# What Python and the clients of Kafka read in different ways.
 _NOT_POSIX = re.compile(r"\(\?|\\[A-Za-z0-9]")
-"""What Python and the clients of Kafka read in different ways."""
 _Scalar = str | bool | int | float
 _Count = Annotated[int, Meta(ge=1)]
 
@@ -374,6 +374,6 @@ def _choices(kind: type[Any], name: str) -> list[str]:
     return sorted(str(value) for value in values)
 
 
+# What can be said of messages that are stored as they are.
 _RAW = {"topics", "topics_regex", "table", "mode", "key", "format", "update", "metadata", "missing", "types", "claim"}
-"""What can be said of messages that are stored as they are."""
 _KEYS = {f.name for f in fields(Flow)}

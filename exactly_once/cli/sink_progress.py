@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 LIVE_SECONDS = 1.0
 LOGGED_SECONDS = 10.0
 LEFT_OUT_SECONDS = 60.0
+# So many fields or columns are named in one record.
 _NAMES = 20
-"""So many fields or columns are named in one record."""
+# Takes the line that moves off a terminal.
 CLEAR = "\r\x1b[K"
-"""Takes the line that moves off a terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +130,8 @@ class Progress:
         self._clock = clock
         self._told = Counts()
         self._told_at = self._idle_since = clock()
+        # How often to say it.
         self.seconds = LIVE_SECONDS if is_live else LOGGED_SECONDS
-        """How often to say it."""
 
     def tell(self) -> None:
         """Say what happened since the last time."""

@@ -28,8 +28,8 @@ from .sink_worker import fail, set_up_logs, work
 logger = logging.getLogger(__name__)
 
 _STARTS = ("earliest", "latest", "committed")
+# With patterns: new topics are found within ten seconds, not five minutes, and Kafka's own are none of them.
 _PATTERN_SETTINGS = {"topic.metadata.refresh.interval.ms": 10_000, "topic.blacklist": "^__"}
-"""With patterns: new topics are found within ten seconds, not five minutes, and Kafka's own are none of them."""
 
 
 def run(args: argparse.Namespace) -> int:

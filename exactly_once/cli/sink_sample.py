@@ -28,12 +28,12 @@ from .sink_flows import Flow
 
 logger = logging.getLogger(__name__)
 
+# Messages of each end of each partition: enough to meet what most messages have, and read in a second.
 SAMPLE = 100
-"""Messages of each end of each partition: enough to meet what most messages have, and read in a second."""
+# Tells later runs which column it is.
 REST_COMMENT = "exactly-once sink: the fields that have no column of their own"
-"""Tells later runs which column it is."""
+# Offsets by topic and partition.
 Positions = Mapping[tuple[str, int], int]
-"""Offsets by topic and partition."""
 
 _WAIT_SECONDS = 10.0
 _METADATA_TYPES = {

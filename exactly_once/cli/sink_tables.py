@@ -28,8 +28,8 @@ from .sink_sample import REST_COMMENT, Positions, columns_of, create_table, samp
 
 logger = logging.getLogger(__name__)
 
+# Seconds between looks at a topic that is empty: at first, and at most.
 _WAITS = (1.0, 30.0)
-"""Seconds between looks at a topic that is empty: at first, and at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

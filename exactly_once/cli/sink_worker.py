@@ -44,8 +44,9 @@ from .sink_tables import prepare
 
 logger = logging.getLogger(__name__)
 
+# How long a member that ends waits until Kafka has taken its partitions back.
 _LEAVE_SECONDS = 2.0
-"""How long a member that ends waits until Kafka has taken its partitions back."""
+# What the library's errors say in Python, and how the command line and the file say it.
 _IN_OPTIONS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -61,7 +62,6 @@ _IN_OPTIONS = [
         (r"\b(epoch|fields|update|newest_by|metadata|on_tombstone|naive_timestamps|decimal)=", r"\1 = "),
     )
 ]
-"""What the library's errors say in Python, and how the command line and the file say it."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 

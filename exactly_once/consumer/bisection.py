@@ -6,8 +6,8 @@ commit on the way, in their order, and no savepoint is put under the handler's f
 
 from __future__ import annotations
 
+# So many messages at least are tried behind one that was named: fewer would cost more commits than failures.
 _LEAST = 64
-"""So many messages at least are tried behind one that was named: fewer would cost more commits than failures."""
 
 
 class Bisection:
@@ -15,11 +15,11 @@ class Bisection:
 
     def __init__(self) -> None:
         self._suspects = 0
+        # How many messages come before the one that an error named, and are tried without it.
         self._before = 0
-        """How many messages come before the one that an error named, and are tried without it."""
+        # How many messages a unit may have after one was named. Where one is bad more are, and a large unit would
+        # be handed out again and again for each; so it doubles with each commit, up to the size at which it failed.
         self._cautious: int | None = None
-        """How many messages a unit may have after one was named. Where one is bad more are, and a large unit would
-        be handed out again and again for each; so it doubles with each commit, up to the size at which it failed."""
         self._full = 0
 
     @property

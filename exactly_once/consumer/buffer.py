@@ -24,8 +24,8 @@ from .partitions import Ownership, PartitionState
 
 Spans = dict[Partition, Span]
 
+# About what a message takes in memory beside its value: without that, millions of small ones could be kept.
 _MESSAGE_BYTES = 500
-"""About what a message takes in memory beside its value: without that, millions of small ones could be kept."""
 
 
 class HeadersUnreadable(ValueError):
@@ -151,27 +151,27 @@ class FetchBuffer:
     ) -> None:
         self._ownership = ownership
         self._on_error = on_error
+        # What was fetched for the next units, in the client's order; empty while anything is kept.
         self._waiting: list[Message] = []
-        """What was fetched for the next units, in the client's order; empty while anything is kept."""
+        # What came while no unit could be made, and since then until it is empty. The first has the next turn.
         self._kept: dict[Partition, list[Message]] = {}
-        """What came while no unit could be made, and since then until it is empty. The first has the next turn."""
         self._kept_bytes = 0
+        # What comes again, and how often each message was handed out so far.
         self._again: list[tuple[Message, int]] = []
-        """What comes again, and how often each message was handed out so far."""
+        # The same counts of the batch that was handed out last, if any of it came again.
         self._tried: list[int] = []
-        """The same counts of the batch that was handed out last, if any of it came again."""
         self._spans: Spans | None = None
         self._queue_bytes = queue_bytes
+        # Up to which size batches are weighed; 0 weighs all.
         self._weighs_from = 0 if can_outgrow else queue_bytes
-        """Up to which size batches are weighed; 0 weighs all."""
+        # The one topic there is, if so; it need not be asked of each message then.
         self.only_topic: str | None = None
-        """The one topic there is, if so; it need not be asked of each message then."""
+        # How often messages of the batch that was handed out last were handed out by now.
         self.attempt = 0
-        """How often messages of the batch that was handed out last were handed out by now."""
         self.gaps = 0
         self.dropped = 0
+        # How many of the dropped messages were of partitions that were not ours then.
         self.not_owned = 0
-        """How many of the dropped messages were of partitions that were not ours then."""
 
     @property
     def waiting(self) -> int:

@@ -15,17 +15,17 @@ from exactly_once.ledger.sql import query
 
 logger = logging.getLogger(__name__)
 
+# How long a turn may wait for the units that have claimed, while others wait behind it: below ``deadlock_timeout``, so
+# that it is the turn that gives up.
 _LOCK_SECONDS = 0.5
-"""How long a turn may wait for the units that have claimed, while others wait behind it: below ``deadlock_timeout``, so
-that it is the turn that gives up."""
+# When a turn that had to give up is tried again.
 _AGAIN_SECONDS = 10.0
-"""When a turn that had to give up is tried again."""
+# After how many such tries in a row that is told of: one or two are usual where units take seconds.
 _TOLD_TRIES = 6
-"""After how many such tries in a row that is told of: one or two are usual where units take seconds."""
+# How long the window is not looked at at most: another member may have made it shorter.
 _LONGEST_SECONDS = 3600.0
-"""How long the window is not looked at at most: another member may have made it shorter."""
+# The members of a group are not to come together.
 _JITTER = 0.2
-"""The members of a group are not to come together."""
 
 
 class ClaimsWindow:
@@ -37,10 +37,10 @@ class ClaimsWindow:
         self._group_id = group_id
         self._seconds = seconds
         self._is_agreed = False
+        # How often in a row the turn had to give up.
         self._postponed = 0
-        """How often in a row the turn had to give up."""
+        # When the next turn may be due, on the monotonic clock.
         self._next_turn = 0.0
-        """When the next turn may be due, on the monotonic clock."""
 
     def turn(self) -> None:
         """Turn the window if it is time. What another member or a long unit holds up is tried again later.

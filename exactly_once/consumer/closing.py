@@ -13,8 +13,8 @@ class Closing:
 
     def __init__(self, client: Consumer) -> None:
         self._client = client
+        # What closing raised; written by the thread before it ends.
         self._error: BaseException | None = None
-        """What closing raised; written by the thread before it ends."""
         self._thread = threading.Thread(target=self._run, name="exactly_once-close", daemon=True)
 
     def wait(self, seconds: float) -> bool:

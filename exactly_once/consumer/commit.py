@@ -53,14 +53,14 @@ from .unit import Unit
 
 logger = logging.getLogger(__name__)
 
+# For how long a halt is tried to be stored, while the partitions of others are not read: below a session time-out.
 _HALT_SECONDS = 10.0
-"""For how long a halt is tried to be stored, while the partitions of others are not read: below a session time-out."""
+# The longest pause between units that a server in trouble makes fail; the first is a tenth of a second.
 _TROUBLE_SECONDS = 5.0
-"""The longest pause between units that a server in trouble makes fail; the first is a tenth of a second."""
+# How long a server that went down under a unit, again, may take to come back: far below max.poll.interval.ms.
 _BACK_SECONDS = 30.0
-"""How long a server that went down under a unit, again, may take to come back: far below max.poll.interval.ms."""
+# How many units a handler may leave unused before that is told: the first messages may be none that it looks at.
 _UNUSED_UNITS = 3
-"""How many units a handler may leave unused before that is told: the first messages may be none that it looks at."""
 _NOBODYS = (Fault.CONFLICT, Fault.ENVIRONMENT)
 
 
@@ -118,25 +118,25 @@ class CommitProtocol:
         self._buffer = buffer
         self._terminator = terminator
         self._max_messages = max_messages
+        # When the unit began that is open, on the monotonic clock.
         self._began_at = 0.0
-        """When the unit began that is open, on the monotonic clock."""
+        # Nothing is handed out while it is set.
         self._pending: Pending | None = None
-        """Nothing is handed out while it is set."""
+        # How many units in a row failed by the environment's fault; any commit ends that.
         self._troubles = 0
-        """How many units in a row failed by the environment's fault; any commit ends that."""
         self._patience = Patience()
+        # Up to where the messages go that failed too often: parts of them are cut at their first failure.
         self._suspects: dict[Partition, int] = {}
-        """Up to where the messages go that failed too often: parts of them are cut at their first failure."""
+        # How many units were committed by a handler that has used none of them; None once it did, or it was told.
         self._unused: int | None = 0
-        """How many units were committed by a handler that has used none of them; None once it did, or it was told."""
+        # When the next unit makes sense, on the monotonic clock: servers that refuse are not asked in a hurry.
         self.not_before = 0.0
-        """When the next unit makes sense, on the monotonic clock: servers that refuse are not asked in a hurry."""
         self.limit = max_messages
         self.counters = Counters()
+        # Seconds that the last committed unit took, and of these the COMMIT, where it was ours.
         self.timing: tuple[float, float | None] = (0.0, None)
-        """Seconds that the last committed unit took, and of these the COMMIT, where it was ours."""
+        # When that was, on the monotonic clock.
         self.committed_at: float | None = None
-        """When that was, on the monotonic clock."""
         self.failed: ExactlyOnceError | None = None
 
     @property

@@ -70,27 +70,28 @@ from .units import Units
 
 logger = logging.getLogger(__name__)
 
+# How long one fetch waits, and so how late a stop is noticed.
 POLL_SECONDS = 0.1
-"""How long one fetch waits, and so how late a stop is noticed."""
+# How much is taken at once of what the client has: as many as it fetches ahead (``queued.min.messages``).
 _QUEUED_MESSAGES = 100_000
-"""How much is taken at once of what the client has: as many as it fetches ahead (``queued.min.messages``)."""
+# How long the Kafka client may take to end: while its coordinator is away, it waits for what it has asked of it.
 CLIENT_SECONDS = 30.0
-"""How long the Kafka client may take to end: while its coordinator is away, it waits for what it has asked of it."""
+# After so many membership checks without an answer, ten seconds each, a client is asked no more.
 _SILENT_CHECKS = 3
-"""After so many membership checks without an answer, ten seconds each, a client is asked no more."""
+# How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`.
 CLOSE_SECONDS = 8.0
-"""How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`."""
+# How long the last offsets may take to be committed to Kafka: nothing depends on it but a dashboard.
 _GOODBYE_SECONDS = 2.0
-"""How long the last offsets may take to be committed to Kafka: nothing depends on it but a dashboard."""
+# How long to wait before joining again under a ``group.instance.id`` that is taken: it expires after many seconds.
 _REOPEN_SECONDS = 1.0
-"""How long to wait before joining again under a ``group.instance.id`` that is taken: it expires after many seconds."""
+# A second fence by the instance id within this time is another process: of two that run, one is told by then.
 TWIN_SECONDS = 60.0
-"""A second fence by the instance id within this time is another process: of two that run, one is told by then."""
 _FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
 _ONE_ASSIGNOR = (
     "All members of a group need a common partition.assignment.strategy and the same group.protocol; "
     "stop the others, or change this one's"
 )
+# What stops the loop, because a broker refuses it every time, and what mends it where the client does not say that.
 _FATAL_CODES = {
     _FATAL: "",
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "",
@@ -101,7 +102,7 @@ _FATAL_CODES = {
     KafkaError.INCONSISTENT_GROUP_PROTOCOL: _ONE_ASSIGNOR,
     KafkaError.UNSUPPORTED_ASSIGNOR: "Set group.remote.assignor to one that the broker has",
 }
-"""What stops the loop, because a broker refuses it every time, and what mends it where the client does not say that."""
+# What the client says of a batch that it can check, decompress or parse no better the next time.
 _UNREADABLE = (
     KafkaError._BAD_MSG,  # noqa: SLF001 - these, too, are public names
     KafkaError._BAD_COMPRESSION,  # noqa: SLF001
@@ -112,7 +113,6 @@ _UNREADABLE = (
     KafkaError.MSG_SIZE_TOO_LARGE,
     KafkaError.UNSUPPORTED_COMPRESSION_TYPE,
 )
-"""What the client says of a batch that it can check, decompress or parse no better the next time."""
 
 _IN_ASYNCIO = (
     "one thread polls Kafka and commits. Run it in a thread of its own, and call your coroutines from its handler with "
@@ -230,25 +230,25 @@ class ExactlyOnceConsumer:
         self._thread: threading.Thread | None = None
         self._topics: list[str] = []
         self._callbacks: dict[Change, OnRebalance | None] = {}
+        # What was handed out last, whatever became of it.
         self._unit: Unit | None = None
-        """What was handed out last, whatever became of it."""
         self._stopping = Stop()
+        # Set by the first call of close(); written by the owning thread, read by all.
         self._closed = False
-        """Set by the first call of close(); written by the owning thread, read by all."""
+        # Why the client can do nothing but be replaced; empty while it can.
         self._must_reopen = ""
-        """Why the client can do nothing but be replaced; empty while it can."""
+        # The end of the present client, where it was begun.
         self._closing_client: Closing | None = None
-        """The end of the present client, where it was begun."""
+        # What the client said when it was fenced by its instance id, until it is opened anew.
         self._fence: str | None = None
-        """What the client said when it was fenced by its instance id, until it is opened anew."""
+        # When it was the last time, on the monotonic clock.
         self._fenced_at = -math.inf
-        """When it was the last time, on the monotonic clock."""
+        # Until when the client was polled with partitions paused, on the monotonic clock.
         self._idled_at = 0.0
-        """Until when the client was polled with partitions paused, on the monotonic clock."""
+        # What closing still has to do, with Postgres and without; None before it.
         self._closing: list[deque[Callable[[], object]]] | None = None
-        """What closing still has to do, with Postgres and without; None before it."""
+        # Which errors of the client were logged as warnings, and where.
         self._warned: set[tuple[int, str]] = set()
-        """Which errors of the client were logged as warnings, and where."""
         self._assemble(self._options, metrics)
         self._client = self._open_client()
 

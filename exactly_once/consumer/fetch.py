@@ -35,8 +35,8 @@ class Linger:
     def __init__(self, seconds: float, *, max_bytes: int) -> None:
         self._seconds = seconds
         self._max_bytes = max_bytes
+        # When the first message of the batch came, on the monotonic clock; None while there is none.
         self._began_at: float | None = None
-        """When the first message of the batch came, on the monotonic clock; None while there is none."""
         self._bytes = 0
 
     def weigh(self, messages: Iterable[Message]) -> None:

@@ -15,12 +15,12 @@ from .unit import Unit
 
 logger = logging.getLogger(__name__)
 
+# How long a handler may take before Kafka is polled beside it: so quick ones cost nothing, far below a rebalance.
 QUICK_SECONDS = 0.5
-"""How long a handler may take before Kafka is polled beside it: so quick ones cost nothing, far below a rebalance."""
+# How late a handler that has ended is noticed, at most.
 _POLL_SECONDS = 0.1
-"""How late a handler that has ended is noticed, at most."""
+# How long a handler may take to notice that its transaction was ended under it.
 _NOTICE_SECONDS = 1.0
-"""How long a handler may take to notice that its transaction was ended under it."""
 
 
 class HandlerThread:

@@ -23,10 +23,10 @@ from .rebalance import Positions, topic_partitions
 
 logger = logging.getLogger(__name__)
 
+# How often offsets are committed to Kafka: dashboards read them every few seconds.
 MIRROR_SECONDS = 1.0
-"""How often offsets are committed to Kafka: dashboards read them every few seconds."""
+# How long a membership check may take until it is asked anew: two heartbeats, for a broker that is busy.
 _CHECK_SECONDS = 10.0
-"""How long a membership check may take until it is asked anew: two heartbeats, for a broker that is busy."""
 
 
 class KafkaOffsets:
@@ -34,18 +34,18 @@ class KafkaOffsets:
 
     def __init__(self, *, group_id: str) -> None:
         self._group_id = group_id
+        # Which database the offsets are from, once that is known; others read it.
         self.origin: Origin | None = None
-        """Which database the offsets are from, once that is known; others read it."""
+        # When offsets were committed last, on the monotonic clock.
         self._sent_at = 0.0
-        """When offsets were committed last, on the monotonic clock."""
+        # How many commits were not answered; written by librdkafka's callback, which runs inside of a poll.
         self._in_flight = 0
-        """How many commits were not answered; written by librdkafka's callback, which runs inside of a poll."""
+        # The question that is on its way. Rebalances end it: its answer would be about what we were before.
         self._check: MembershipCheck | None = None
-        """The question that is on its way. Rebalances end it: its answer would be about what we were before."""
+        # How many commits Kafka refused.
         self.failed = 0
-        """How many commits Kafka refused."""
+        # How many membership checks in a row had no answer of any kind; the loop sets it back when it has acted.
         self.unanswered = 0
-        """How many membership checks in a row had no answer of any kind; the loop sets it back when it has acted."""
 
     def drop_check(self) -> None:
         """Forget the question that is on its way: partitions were taken away since."""

@@ -45,35 +45,35 @@ from .rebalance import Assignment, Change, generation
 
 logger = logging.getLogger(__name__)
 
+# How often rows are looked at, and topic ids are asked for again where a topic is not large.
 RECHECK_SECONDS = 5.0
-"""How often rows are looked at, and topic ids are asked for again where a topic is not large."""
+# A topic id costs a description of the whole topic, 20 microseconds of our CPU a partition: under 0.1 % of it.
 PARTITIONS_PER_SECOND = 40
-"""A topic id costs a description of the whole topic, 20 microseconds of our CPU a partition: under 0.1 % of it."""
+# The members of a group are mostly started together; their questions are not to come together for ever.
 _JITTER = 0.2
-"""The members of a group are mostly started together; their questions are not to come together for ever."""
+# How long a log must have had nothing more before the ledger is moved to its end: a busy one moves with its units.
 QUIET_SECONDS = 1.0
-"""How long a log must have had nothing more before the ledger is moved to its end: a busy one moves with its units."""
+# When a bad partition is told of again, and tried again if that may help; twice as long each time.
 BAD_SECONDS = 30.0
-"""When a bad partition is told of again, and tried again if that may help; twice as long each time."""
+# The longest of these pauses: once an hour shows in every log that is kept for a day.
 _BAD_MOST_SECONDS = 3600.0
-"""The longest of these pauses: once an hour shows in every log that is kept for a day."""
+# How long a member without partitions waits until it believes that: longer than two heartbeats, in which others are
+# told to give up and do it. Only under the eager protocol does Kafka say it once and for all.
 SETTLE_SECONDS = 10.0
-"""How long a member without partitions waits until it believes that: longer than two heartbeats, in which others are
-told to give up and do it. Only under the eager protocol does Kafka say it once and for all."""
+# How often what Kafka holds of the group is compared with the ledger: each time is a request to its coordinator.
 COMPARE_SECONDS = 10.0
-"""How often what Kafka holds of the group is compared with the ledger: each time is a request to its coordinator."""
+# How long that request may take, for which the loop stands still.
 _COMMITTED_SECONDS = 0.5
-"""How long that request may take, for which the loop stands still."""
+# How many partitions beside the new ones are compared at once: many members may each ask about many partitions.
 _COMPARED_AT_MOST = 200
-"""How many partitions beside the new ones are compared at once: many members may each ask about many partitions."""
+# How long to leave alone what was locked, refused or gave no answer: its holder is at work for about as long.
 _BUSY_SECONDS = 1.0
-"""How long to leave alone what was locked, refused or gave no answer: its holder is at work for about as long."""
+# How long to wait for one row of several that may be locked: time enough for a round trip, no more.
 _FREE_SECONDS = 0.1
-"""How long to wait for one row of several that may be locked: time enough for a round trip, no more."""
+# For how much of its time a loop that reads others may stand still for a leader that gives no answer.
 _ASKING_SHARE = 0.25
-"""For how much of its time a loop that reads others may stand still for a leader that gives no answer."""
+# When to go on with an acquisition or a membership check that needs several turns: far below a heartbeat.
 _AGAIN_SECONDS = 0.05
-"""When to go on with an acquisition or a membership check that needs several turns: far below a heartbeat."""
 
 Notify = Callable[[Change, list[TopicPartition]], None]
 
@@ -109,38 +109,39 @@ class Maintenance:
         self._is_called_for_nothing = is_called_for_nothing
         self._stop_on_bad_partition = stop_on_bad_partition
         # Times are on the monotonic clock, and 0 is "at once". What is known of a partition is in its PartitionState.
+
+        # What the user's rebalance callbacks have not been called for; the end of each run does it.
         self._news: list[tuple[Change, list[TopicPartition]]] = []
-        """What the user's rebalance callbacks have not been called for; the end of each run does it."""
+        # Questions for topic ids that are on their way; all are answered before the next ones are asked.
         self._asked: dict[str, Future[Any]] = {}
-        """Questions for topic ids that are on their way; all are answered before the next ones are asked."""
+        # When the id of each topic is asked for again; a topic that is not in it is due.
         self._next_recheck: dict[str, float] = {}
-        """When the id of each topic is asked for again; a topic that is not in it is due."""
+        # Until when an error makes no topic due again: one that repeats would ask with each message.
         self._hurried: dict[str, float] = {}
-        """Until when an error makes no topic due again: one that repeats would ask with each message."""
+        # When the rows are read again without a lock, to notice a reset or a failover.
         self._next_rows = 0.0
-        """When the rows are read again without a lock, to notice a reset or a failover."""
+        # When there is something to do though nothing happened.
         self._next_run = 0.0
-        """When there is something to do though nothing happened."""
+        # When the run began that goes on now.
         self._began_at = 0.0
-        """When the run began that goes on now."""
+        # When to acquire or check the membership again. A new assignment sets it to 0, others wait.
         self._not_before = 0.0
-        """When to acquire or check the membership again. A new assignment sets it to 0, others wait."""
+        # When to examine suspects again, of which a row was locked or a leader silent.
         self._next_examination = 0.0
-        """When to examine suspects again, of which a row was locked or a leader silent."""
+        # What was logged last as waiting for an answer of its leader.
         self._postponed: tuple[Partition, ...] = ()
-        """What was logged last as waiting for an answer of its leader."""
+        # When Kafka last changed what is ours, or the group's generation changed while nothing was.
         self._assigned_at = 0.0
-        """When Kafka last changed what is ours, or the group's generation changed while nothing was."""
+        # The group's generation at the last run without partitions.
         self._generation = -1
-        """The group's generation at the last run without partitions."""
+        # When what Kafka holds is compared again; new partitions need not wait for that, only
         self._next_comparison = 0.0
-        """When what Kafka holds is compared again; new partitions need not wait for that, only"""
+        # until this, where the group's coordinator gave no answer.
         self._compare_new_from = 0.0
-        """until this, where the group's coordinator gave no answer."""
+        # Whether Kafka has said what is ours, be it nothing, and has not taken all of it since.
         self.is_member = False
-        """Whether Kafka has said what is ours, be it nothing, and has not taken all of it since."""
+        # Why Kafka could not be asked the last time, if so.
         self.unreachable: str | None = None
-        """Why Kafka could not be asked the last time, if so."""
 
     @property
     def is_due(self) -> bool:

@@ -25,8 +25,8 @@ from .partitions import Ownership, PartitionState, Phase
 
 logger = logging.getLogger(__name__)
 
+# How long one look at the gauges waits for Kafka to tell where the logs end.
 LAG_SECONDS = 1.0
-"""How long one look at the gauges waits for Kafka to tell where the logs end."""
 
 
 class Observer:
@@ -55,8 +55,8 @@ class Observer:
         self._cluster = cluster
         self._made_at = self._polled_at = time.monotonic()
         self._has_failed = False
+        # What the loop waits for to go away.
         self.trouble: BaseException | None = None
-        """What the loop waits for to go away."""
         self._published = [0] * len(_COUNTED)
         if metrics is not None:
             for metric, values, _ in _COUNTED:
@@ -168,6 +168,7 @@ def _bad(states: Mapping[Partition, PartitionState]) -> list[tuple[Partition, Pa
 
 _Count = Callable[[CommitProtocol, FetchBuffer], int]
 
+# Every counter: metric, values of its labels beyond the common ones, and where the parts count it.
 _COUNTED: tuple[tuple[m.Metric, tuple[str, ...], _Count], ...] = (
     (m.UNITS, (), lambda s, _: s.counters.committed),
     (m.MESSAGES, (), lambda s, _: s.counters.messages),
@@ -182,4 +183,3 @@ _COUNTED: tuple[tuple[m.Metric, tuple[str, ...], _Count], ...] = (
     (m.DROPPED, ("applied",), lambda _, d: d.dropped - d.not_owned),
     (m.DROPPED, ("not_owned",), lambda _, d: d.not_owned),
 )
-"""Every counter: metric, values of its labels beyond the common ones, and where the parts count it."""

@@ -22,15 +22,15 @@ from exactly_once.ledger.session import Connection, connector, server_of
 
 Isolation = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 
+# A fifth of the default max.poll.interval.ms: the unit, its retry and a wait for locks fit into it.
 _UNIT_SECONDS = 60.0
-"""A fifth of the default max.poll.interval.ms: the unit, its retry and a wait for locks fit into it."""
+# What confluent-kafka's consume() takes at most.
 _MAX_MESSAGES = 1_000_000
-"""What confluent-kafka's consume() takes at most."""
 
+# An entry of the ledger's index holds 2,704 bytes: group, topic and partition.
 _GROUP_ID_BYTES = 2000
-"""An entry of the ledger's index holds 2,704 bytes: group, topic and partition."""
+# What tells one instance from the next: the random ends of a pod's name, or a number.
 _INSTANCE = re.compile(r"(-[bcdfghjklmnpqrstvwxz0-9]{5,10}){1,2}$|[-_.]?\d+$")
-"""What tells one instance from the next: the random ends of a pod's name, or a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from typing import Literal
 
 from exactly_once._model import Sent
 
+# A transaction of which the server does not know what became of it, and never will.
 LOST = "lost"
-"""A transaction of which the server does not know what became of it, and never will."""
 
+# What is known of the unit's rows: the advance was refused (SQLSTATE EO001), or whether they moved.
 Rows = Literal["short", "moved", "stayed"]
-"""What is known of the unit's rows: the advance was refused (SQLSTATE EO001), or whether they moved."""
 
 
 class Decision(Enum):

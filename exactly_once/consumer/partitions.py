@@ -157,12 +157,12 @@ class Ownership:
     def __init__(self) -> None:
         self.states: dict[Partition, PartitionState] = {}
         self.releases: list[tuple[Partition, UUID]] = []
+        # Moves to the end of the log of partitions that are to be released; to be made before that.
         self.last_ends: list[Advance] = []
-        """Moves to the end of the log of partitions that are to be released; to be made before that."""
+        # Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done.
         self.has_changed = True
-        """Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done."""
+        # Whether no :meth:`changing` was cut short; :meth:`invalidate_all` makes it sound again.
         self.is_sound = True
-        """Whether no :meth:`changing` was cut short; :meth:`invalidate_all` makes it sound again."""
 
     @contextmanager
     def changing(self) -> Iterator[None]:

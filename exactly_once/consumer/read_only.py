@@ -13,9 +13,9 @@ from .startup import refuse_read_only
 
 logger = logging.getLogger(__name__)
 
+# How long a member that cannot write keeps its partitions. A failover is over by then, as a rule; where this one was
+# sent to a standby by mistake, a healthy member may be waiting for them.
 LEAVE_SECONDS = 120.0
-"""How long a member that cannot write keeps its partitions. A failover is over by then, as a rule; where this one was
-sent to a standby by mistake, a healthy member may be waiting for them."""
 
 
 class ReadOnlyGuard:

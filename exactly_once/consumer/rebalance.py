@@ -23,16 +23,16 @@ from exactly_once._model import Partition
 
 logger = logging.getLogger(__name__)
 
+# How long the client may take to begin with what was assigned; it is milliseconds, unless the machine is full.
 _SEEK_SECONDS = 0.5
-"""How long the client may take to begin with what was assigned; it is milliseconds, unless the machine is full."""
+# Between two tries: about as long as the client takes.
 _SEEK_WAIT_SECONDS = 0.005
-"""Between two tries: about as long as the client takes."""
 _METADATA = b"CGMDv2:"
+# How often a callback is gone through that exceptions of signal handlers cut short.
 _TRIES = 3
-"""How often a callback is gone through that exceptions of signal handlers cut short."""
 
+# For each partition the offset to fetch from, and the leader epoch it belongs to.
 Positions = Mapping[Partition, tuple[int, int | None]]
-"""For each partition the offset to fetch from, and the leader epoch it belongs to."""
 
 
 class Change(Enum):
@@ -56,14 +56,14 @@ class Assignment:
 
     def __init__(self, *, incremental: bool, group_id: str) -> None:
         self._group_id = group_id
+        # Whether rebalances are incremental. Learnt from the client where its configuration does not tell.
         self.is_incremental = incremental
-        """Whether rebalances are incremental. Learnt from the client where its configuration does not tell."""
+        # What librdkafka's callbacks recorded; maintenance applies it between units, in order.
         self.events: deque[Event] = deque()
-        """What librdkafka's callbacks recorded; maintenance applies it between units, in order."""
+        # What callbacks raised, and errors that stop the loop, which raises them one by one.
         self.failures: deque[BaseException] = deque()
-        """What callbacks raised, and errors that stop the loop, which raises them one by one."""
+        # What is not fetched now, because enough of it waits. An interruption may leave more in it, never less.
         self.paused: set[Partition] = set()
-        """What is not fetched now, because enough of it waits. An interruption may leave more in it, never less."""
 
     def subscribe(self, client: Consumer, topics: list[str]) -> None:
         """Subscribe the client with callbacks that record and return."""

@@ -34,8 +34,8 @@ _HOW_ON = 'on_poison="dead-letter" sets such messages aside'
 _SWALLOWED = "it cannot be set aside, because a SQL error was swallowed, and nobody knows whose fault that was"
 
 
+# What becomes of a message that cannot be applied. A callable is called in the transaction that skips it.
 OnPoison = Literal["stop", "dead-letter"] | Callable[[Unit, Message, Exception], object]
-"""What becomes of a message that cannot be applied. A callable is called in the transaction that skips it."""
 
 
 @dataclass(slots=True)
@@ -85,16 +85,16 @@ class Service:
         self._limit = limit
         self._bisection = Bisection()
         self._suspect: _Suspect | None = None
+        # Messages that failed alone by what any other message may meet as well, in their order.
         self._doubts: list[_Suspect] = []
-        """Messages that failed alone by what any other message may meet as well, in their order."""
+        # Up to where the batch goes that is searched for its poison.
         self._searched: dict[Partition, int] = {}
-        """Up to where the batch goes that is searched for its poison."""
+        # Whether the handler could apply a part of it.
         self._has_committed = False
-        """Whether the handler could apply a part of it."""
+        # How many messages of it were set aside.
         self._found = 0
-        """How many messages of it were set aside."""
+        # The message that the last error named, until it was tried alone.
         self._named: tuple[Partition, int] | None = None
-        """The message that the last error named, until it was tried alone."""
 
     def run(self) -> None:
         """Serve until the iteration ends."""

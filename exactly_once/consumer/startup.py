@@ -24,10 +24,10 @@ from exactly_once.ledger.store import LedgerStore
 from .closing import Closing
 from .options import Options
 
+# How long brokers may take to hear of a new topic; seconds, where a cluster is busy.
 _LAGGING_SECONDS = 3.0
-"""How long brokers may take to hear of a new topic; seconds, where a cluster is busy."""
+# Between two questions for a topic that may be new.
 _AGAIN_SECONDS = 0.1
-"""Between two questions for a topic that may be new."""
 
 
 def check_database(session: Session, options: Options) -> None:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import psycopg
     from psycopg.abc import Params
 
+# What psycopg executes; a string must be a literal, so that no value gets into it but as a parameter.
 Statement = LiteralString | bytes | sql.SQL | sql.Composed
-"""What psycopg executes; a string must be a literal, so that no value gets into it but as a parameter."""
 
 
 class Stage(Enum):
@@ -80,29 +80,29 @@ class Unit:
         commits: EndsUnits,
     ) -> None:
         topics = {advance.partition.topic for advance in advances}
+        # The messages as the broker sent them.
         self.sent = Sent(messages, only_topic=topics.pop() if len(topics) == 1 else None)
-        """The messages as the broker sent them."""
         self.messages = self.sent.messages
         self.attempt = attempt
         self.advances = advances
         self.work = work
         self.stage = Stage.NEW
+        # Whose fault it was that the unit failed.
         self.fault: Fault | None = None
-        """Whose fault it was that the unit failed."""
+        # How many messages were set aside.
         self.dead_letters = 0
-        """How many messages were set aside."""
+        # Whether the handler has asked the unit for its connection, or for what goes over it.
         self.is_touched = False
-        """Whether the handler has asked the unit for its connection, or for what goes over it."""
+        # Whether its connection was used, be it by a framework that has it from elsewhere.
         self.is_connection_used = False
-        """Whether its connection was used, be it by a framework that has it from elsewhere."""
+        # Whether Kafka took partitions of it while it was open.
         self.is_taken = False
-        """Whether Kafka took partitions of it while it was open."""
+        # How often its only message was tried alone, where somebody counts.
         self.tries_alone: int | None = None
-        """How often its only message was tried alone, where somebody counts."""
         self._commits = commits
         self._process = 0
+        # Whether somebody else holds the connection too, so that the order of statements is not ours to keep.
         self._is_lent = False
-        """Whether somebody else holds the connection too, so that the order of statements is not ours to keep."""
 
     def __repr__(self) -> str:
         span = ", ".join(f"{a.partition} {a.expected}..{a.next_offset - 1}" for a in self.advances)

@@ -35,16 +35,16 @@ class Units:
         self._cluster = cluster
         self._ownership = ownership
         self._maintenance = maintenance
+        # Whether the iteration ends where the logs end.
         self.until_end = until_end
-        """Whether the iteration ends where the logs end."""
         self._idle_seconds = idle_seconds
         self._busy_at = time.monotonic()
+        # Whether the iteration has come to an end of its own, and was not only stopped.
         self.is_over = False
-        """Whether the iteration has come to an end of its own, and was not only stopped."""
+        # How many messages a unit may have at most, below what the consumer's options allow.
         self.max_messages: int | None = None
-        """How many messages a unit may have at most, below what the consumer's options allow."""
+        # After a unit that took longer the next one is halved.
         self.max_unit_seconds = max_unit_seconds
-        """After a unit that took longer the next one is halved."""
         for state in ownership.states.values():
             state.stop_at = None
 

@@ -35,8 +35,8 @@ class Verdict:
     """The sum over all accounts."""
 
 
+# The money that there is.
 TOTAL = BRANCHES * ACCOUNTS * OPENING_BALANCE
-"""The money that there is."""
 
 
 def check(bootstrap_servers: str, conninfo: str, topic: str, schema: str) -> Verdict:

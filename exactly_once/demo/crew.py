@@ -32,10 +32,10 @@ class Worker:
 
     def __init__(self, events: queue.Queue[tuple[Worker, Event]], module: str) -> None:
         self.number = 0
+        # Those that it has by its reports, and since when.
         self.partitions: dict[int, float] = {}
-        """Those that it has by its reports, and since when."""
+        # The names of its reports, in order.
         self.reports: list[str] = []
-        """The names of its reports, in order."""
         # Without a name: nothing of it stays, however the parent ends.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long-lived as the process)
         self._process = subprocess.Popen(

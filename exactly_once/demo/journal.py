@@ -34,13 +34,13 @@ CREATE = """
     );
     CREATE TABLE journal.counter (topic text PRIMARY KEY, total bigint NOT NULL);
 """
+# One entry per message; the parameters are those of `entry`.
 APPEND = 'INSERT INTO journal.entries (topic, partition, "offset", value, worker) VALUES (%s, %s, %s, %s, %s)'
-"""One entry per message; the parameters are those of `entry`."""
+# Adds to the counter; the parameters are a topic and a number of messages.
 COUNT = """
     INSERT INTO journal.counter (topic, total) VALUES (%s, %s)
     ON CONFLICT (topic) DO UPDATE SET total = counter.total + excluded.total
 """
-"""Adds to the counter; the parameters are a topic and a number of messages."""
 
 
 class Identity(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Literal
 
 from exactly_once._failpoints import OF_A_UNIT
 
+# What a failpoint means, for people.
 MOMENTS = {
     "polled": "with a batch in hand",
     "begun": "in an open transaction",
@@ -18,9 +19,8 @@ MOMENTS = {
     "positioned": "between two batches",
     "mirrored": "after committing to Kafka",
 }
-"""What a failpoint means, for people."""
+# What ``committed`` means for the ordinary loop.
 BETWEEN_COMMITS = "between its two commits"
-"""What ``committed`` means for the ordinary loop."""
 
 # Where a frozen worker has something to do as a zombie.
 _WITH_BATCH = ("polled", "begun", "handled", "guarded", "advanced")

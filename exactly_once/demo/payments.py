@@ -19,8 +19,8 @@ from confluent_kafka.cimpl import NewTopic
 from psycopg import sql
 
 BRANCHES = 6
+# In each branch.
 ACCOUNTS = 100
-"""In each branch."""
 OPENING_BALANCE = 1_000
 _REGRETTED = 5  # payments of a transaction that is aborted: they are in the log and must take no effect
 _SECONDS = 30  # longer than a broker on a busy machine takes to answer
@@ -104,8 +104,8 @@ class Publisher:
         self._producer.init_transactions(_SECONDS)
         self._delivered: dict[int, int] = {}  # by partition the last offset of the transaction under way
         self.published = 0
+        # For each partition the offset of the last payment that counts.
         self.last: dict[int, int] = {}
-        """For each partition the offset of the last payment that counts."""
 
     def publish(self, count: int) -> None:
         """Publish ``count`` payments, after a few that are taken back."""

@@ -44,8 +44,8 @@ class Injury:
     """Kills or freezes this process at a failpoint, by the signals that nobody can catch."""
 
     def __init__(self) -> None:
+        # Whether the process was frozen with the batch that it still has in hand.
         self.was_frozen = False
-        """Whether the process was frozen with the batch that it still has in hand."""
 
     def arm(self, kind: str, at: str, after: int) -> None:
         """Do it when the failpoint ``at`` has been passed ``after`` times from now on."""

@@ -24,8 +24,8 @@ _POLL_SECONDS = 0.01
 _RESERVED = frozenset({"data_directory", "listen_addresses", "port", "unix_socket_directories"})
 _MODES = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 _CONFIGURATION = "embedded.conf"
+# A file in the data directory, so that a base backup has the password of its roles with it.
 _KEY_FILE = "embedded.key"
-"""A file in the data directory, so that a base backup has the password of its roles with it."""
 # Iterations slow down who guesses: a password of 128 random bits needs no more than one.
 _AUTHENTICATION = ("--auth=scram-sha-256", "--set=scram_iterations=1")
 

@@ -23,10 +23,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 Match: TypeAlias = str | re.Pattern[str] | Callable[[str], object]
 
+# A COMMIT alone, or as the last statement of several in one Query.
 COMMIT = re.compile(r"(?:^|;)\s*COMMIT(?:\s+(?:WORK|TRANSACTION))?\s*;?\s*$", re.IGNORECASE)
-"""A COMMIT alone, or as the last statement of several in one Query."""
+# What moves the ledger and makes a transaction of ours durable.
 ADVANCE_AND_COMMIT = r"advance\((.|\n)*COMMIT$"
-"""What moves the ledger and makes a transaction of ours durable."""
 
 _SSL_REQUEST, _GSS_REQUEST = 80877103, 80877104
 _ENDS_GROUP = b"QS"  # the messages that the server answers with ReadyForQuery
@@ -45,14 +45,14 @@ class Fault:
         self.after = after
         self.holds = holds
         self.close_client = close_client
+        # Set once it has struck; for a fault after the statement: once the server has answered it.
         self.fired = threading.Event()
-        """Set once it has struck; for a fault after the statement: once the server has answered it."""
+        # Set once the server has answered the statement; after `release`, the sign that it has arrived.
         self.answered = threading.Event()
-        """Set once the server has answered the statement; after `release`, the sign that it has arrived."""
+        # The SQL text that it struck at.
         self.sql: str | None = None
-        """The SQL text that it struck at."""
+        # As the server answered: I (in no transaction, as after COMMIT), T (in one), E (in a failed one).
         self.transaction_status: str | None = None
-        """As the server answered: I (in no transaction, as after COMMIT), T (in one), E (in a failed one)."""
 
     def wait(self, timeout: float = 10) -> None:
         """Wait until the fault has fired; raise AssertionError if it does not."""
@@ -80,10 +80,10 @@ class PostgresProxy:
         if self._uri.scheme not in ("postgresql", "postgres") or not self._uri.hostname:
             raise ValueError("the proxy needs a postgresql:// URI with a TCP host")
         self.upstream = (self._uri.hostname, self._uri.port or 5432)
+        # SQL of every statement run, in order, over all connections; only with `record=True`.
         self.statements: list[str] = []
-        """SQL of every statement run, in order, over all connections; only with `record=True`."""
+        # How many times clients asked for an answer (Query and Sync messages; a pipeline counts once).
         self.round_trips = 0
-        """How many times clients asked for an answer (Query and Sync messages; a pipeline counts once)."""
         self._record = record
         self._lock = threading.Lock()  # over all below, and the counts above: every connection has threads of its own
         self._armed: list[Fault] = []  # those that have not struck

@@ -32,17 +32,17 @@ from .settings import OUR_CLIENTS
 
 logger = logging.getLogger(__name__)
 
+# How long one question to the cluster may take; the caller repeats it.
 REQUEST_SECONDS = 5.0
-"""How long one question to the cluster may take; the caller repeats it."""
 
 _EARLIEST, _LATEST = OffsetSpec.earliest(), OffsetSpec.latest()  # type: ignore[no-untyped-call]
+# How long the list of brokers may take to come, behind a question that was not answered.
 _REFRESH_SECONDS = 1.0
-"""How long the list of brokers may take to come, behind a question that was not answered."""
+# How long something is asked for that can be done without, by a loop that does not poll meanwhile.
 _QUICK_SECONDS = 0.5
-"""How long something is asked for that can be done without, by a loop that does not poll meanwhile."""
 
+# The client's own time-out comes first: it brings the answers of those leaders that are not waited for.
 _GRACE = 1.2
-"""The client's own time-out comes first: it brings the answers of those leaders that are not waited for."""
 
 _ZERO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
 _NO_IDS = (

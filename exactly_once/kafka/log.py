@@ -6,12 +6,12 @@ import logging
 import re
 import time
 
+# The logger that clients get unless the settings name another one by ``logger``.
 NAME = "exactly_once.kafka"
-"""The logger that clients get unless the settings name another one by ``logger``."""
+# How long a line that repeats is left out after it was logged; twice as long each time.
 _FIRST_PAUSE_SECONDS = 60.0
-"""How long a line that repeats is left out after it was logged; twice as long each time."""
+# How many different lines are remembered; numbers in them do not count, so there are few.
 _MOST_LINES = 1000
-"""How many different lines are remembered; numbers in them do not count, so there are few."""
 _NUMBER = re.compile(r"\d+")
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from exactly_once.errors import ConfigurationError
 
+# librdkafka's default.
 _POLL_INTERVAL_MS = 300_000
-"""librdkafka's default."""
 
+# What a broker takes for the name of a topic.
 _TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
-"""What a broker takes for the name of a topic."""
 
 
+# How the ``client.id`` of our clients begins.
 OUR_CLIENTS = "exactly_once"
-"""How the ``client.id`` of our clients begins."""
 
 _FORCED = {"enable.auto.commit": False, "enable.auto.offset.store": False, "enable.partition.eof": True}
 _DEFAULTS = {"isolation.level": "read_committed", "fetch.queue.backoff.ms": 10}

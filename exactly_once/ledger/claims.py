@@ -14,10 +14,10 @@ from .sql import query
 
 Key = bytes | str | int | UUID
 
+# Bytes of a key that are kept as they are: what keys mostly have. An entry of an index would hold 2,704 of them.
 _LONGEST = 128
-"""Bytes of a key that are kept as they are: what keys mostly have. An entry of an index would hold 2,704 of them."""
+# Of longer ones: two keys with one digest of 256 bits will not be met, nor can anybody make them.
 _DIGEST_BYTES = 32
-"""Of longer ones: two keys with one digest of 256 bits will not be met, nor can anybody make them."""
 
 
 def claim(connection: Connection, keys: Iterable[Key], *, schema: str, group_id: str) -> list[bool]:

@@ -25,8 +25,8 @@ from .sql import query
 
 Status = Literal["dead", "replayed", "dropped"]
 
+# What is kept of an error: its statement and parameters could be as large as the message itself.
 _ERROR_CHARACTERS = 10_000
-"""What is kept of an error: its statement and parameters could be as large as the message itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from exactly_once.errors import ConfigurationError, SchemaTooNew, SchemaTooOld
 from .session import Connection, address, cursor_on
 from .sql import grants, latest, migrations, query
 
+# The version of the schema that this release was written for.
 VERSION = latest()
-"""The version of the schema that this release was written for."""
 
 
 def migrate(connection: Connection, schema: str = "exactly_once") -> list[int]:

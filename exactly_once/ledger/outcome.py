@@ -8,10 +8,10 @@ from enum import Enum
 
 import psycopg
 
+# SQLSTATE of the advance: fewer rows matched than the unit has partitions.
 SHORT_COUNT = "EO001"
-"""SQLSTATE of the advance: fewer rows matched than the unit has partitions."""
+# SQLSTATE of the advance: it did not run in the transaction that the unit began.
 FOREIGN_TRANSACTION = "EO002"
-"""SQLSTATE of the advance: it did not run in the transaction that the unit began."""
 
 
 _MISTAKES = re.compile(
@@ -36,21 +36,22 @@ class Fault(Enum):
     OTHER = "stop, loudly"
 
 
+# How often in a row one batch may fail by what looks like the server's state and can be a statement's doing, before
+# the handler is at fault; and by what is nobody's, before its units become smaller.
 TRIES = 5
-"""How often in a row one batch may fail by what looks like the server's state and can be a statement's doing, before
-the handler is at fault; and by what is nobody's, before its units become smaller."""
+# For how long the same batches may fail by conflicts, lost connections, or a server that is there and refuses.
 PATIENCE_SECONDS = 600.0
-"""For how long the same batches may fail by conflicts, lost connections, or a server that is there and refuses."""
+# What one failure takes of it at most: the server may have been away since the one before.
 _GAP_SECONDS = 30.0
-"""What one failure takes of it at most: the server may have been away since the one before."""
 
 _CONFLICTS = ("40", "55P03")
 _ENVIRONMENT = ("08", "53", "57", "58", "25006", "26000")
 _DURATION = ("57014", "25P03", "25P04")
 _HANDLER = ("21", "22", "23", "38", "39", "44", "54", "P0", "25P02")
+# What looks like the server's state and can be a statement's own doing: SET TRANSACTION READ ONLY, say.
 _BY_STATEMENT = ("25006", "26000", "53400", "58P01")
-"""What looks like the server's state and can be a statement's own doing: SET TRANSACTION READ ONLY, say."""
 _OURS = "EO"
+# The classes of SQLSTATEs that Postgres gives; another one was made up by an application, for its data.
 _STANDARD = frozenset(
     (
         *("00", "01", "02", "03", "08", "09", "0A", "0B", "0F", "0L", "0P", "0Z", "10", "20", "21", "22", "23", "24"),
@@ -58,7 +59,6 @@ _STANDARD = frozenset(
         *("55", "57", "58", "72", "F0", "HV", "P0", "XX"),
     )
 )
-"""The classes of SQLSTATEs that Postgres gives; another one was made up by an application, for its data."""
 READ_ONLY = "25006"
 
 
@@ -102,10 +102,10 @@ class Patience:
     """
 
     def __init__(self) -> None:
+        # How often this batch has failed in a row.
         self.tries = 0
-        """How often this batch has failed in a row."""
+        # How often of these by what may be a statement's own doing.
         self.by_statement = 0
-        """How often of these by what may be a statement's own doing."""
         self._batch: Hashable = None
         self._seconds = 0.0
         self._last: float | None = None

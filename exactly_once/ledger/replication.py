@@ -15,8 +15,8 @@ from .session import Connection
 
 logger = logging.getLogger(__name__)
 
+# The server's own function that warns: its text depends on ``lc_messages``, and SQLSTATE 01000 is any warning.
 _WAIT = "SyncRepWaitForLSN"
-"""The server's own function that warns: its text depends on ``lc_messages``, and SQLSTATE 01000 is any warning."""
 
 
 def watched(connect: Callable[[], Connection]) -> Callable[[], Connection]:

@@ -19,10 +19,10 @@ from .outcome import Fault, classify, driver_error, is_mistaken
 
 logger = logging.getLogger(__name__)
 
+# Seconds between tries: up to 0.1, doubling up to 5, each time a random part of it.
 BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=5.0)
-"""Seconds between tries: up to 0.1, doubling up to 5, each time a random part of it."""
+# After how long a start-up that waits says so: no server that is well takes longer to answer.
 TOLD_SECONDS = 1.0
-"""After how long a start-up that waits says so: no server that is well takes longer to answer."""
 
 T = TypeVar("T")
 

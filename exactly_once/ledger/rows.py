@@ -31,8 +31,8 @@ from .sql import query
 
 logger = logging.getLogger(__name__)
 
+# How long a change of the ledger waits for rows that another transaction has locked.
 LOCK_SECONDS = 4.0
-"""How long a change of the ledger waits for rows that another transaction has locked."""
 
 Watch = Callable[[int, Sequence[Partition]], AbstractContextManager[None]]
 
@@ -59,16 +59,17 @@ class Ledger:
         self._owner_kind = owner_kind
         self._owner_name = owner_name
         self._take_over = take_over
+        # Which program applies the messages: written into each row that is acquired.
         self.application = application
-        """Which program applies the messages: written into each row that is acquired."""
         self._can_identify = True
         self._inside: Connection | None = None
         self._watch = watch or (lambda pid, partitions: contextlib.nullcontext())
         self._advance = query("advance", session.schema).as_bytes(None)
         # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
         # short COMMIT's wait for a synchronous standby, after which it has committed all the same.
+
+        # What goes before the advance and the COMMIT of a unit.
         self.own_time = b"SET LOCAL statement_timeout = 0"
-        """What goes before the advance and the COMMIT of a unit."""
 
     def inside(self, connection: Connection) -> Ledger:
         """Return this ledger with changes that become part of the transaction that is open there.

@@ -49,21 +49,21 @@ _DEFAULTS = {
     # In an SQL_ASCII database psycopg would else give bytes for text.
     "client_encoding": "UTF8",
 }
+# How long a backend may take to end before the caller goes on polling Kafka meanwhile; usually it is milliseconds.
 _END_WAIT_SECONDS = 2.0
-"""How long a backend may take to end before the caller goes on polling Kafka meanwhile; usually it is milliseconds."""
+# What four digits can say; whatever may take longer is said to be unbounded.
 _LONGEST_SECONDS = 9999
-"""What four digits can say; whatever may take longer is said to be unbounded."""
+# What ends a unit's transaction from under it, and what to do instead.
 _NOT_YOURS = {
     "commit": "the unit commits when its block is left",
     "rollback": "raise an exception to undo the unit, or use `with unit.connection.transaction():` for a part of it",
     "close": "the connection is the consumer's; `with unit.connection:` ends the transaction, too: take it out",
     "set_autocommit": "a unit is one transaction",
 }
-"""What ends a unit's transaction from under it, and what to do instead."""
+# How psycopg converts values by itself: a copy, which is not changed by what is registered later.
 _ADAPTERS = adapt.AdaptersMap(psycopg.adapters)
-"""How psycopg converts values by itself: a copy, which is not changed by what is registered later."""
+# Where a connection that is lent keeps what was set on it before, by tracing say.
 _OWN = "_exactly_once_own"
-"""Where a connection that is lent keeps what was set on it before, by tracing say."""
 
 
 class Begun(NamedTuple):
@@ -180,8 +180,8 @@ class Session:
         self._closed = False
         self._refused: set[str] = set()
         self._begin: dict[tuple[str, float], bytes] = {}
+        # Where connections have led that were joined: to our own ledger.
         self._same_ledger: set[str] = set()
-        """Where connections have led that were joined: to our own ledger."""
 
     @property
     def connection(self) -> Connection:

@@ -30,24 +30,24 @@ from .sql import query
 
 logger = logging.getLogger(__name__)
 
+# How long a transaction of ours may take before its blockers are looked at.
 FROZEN_AFTER_SECONDS = 2.0
-"""How long a transaction of ours may take before its blockers are looked at."""
+# How long a process may show no sign of life before it passes for stopped.
 STILL_SECONDS = 10.0
-"""How long a process may show no sign of life before it passes for stopped."""
+# How long a unit without a bound is left alone that shows no sign of life: its server may be full.
 UNBOUNDED_SECONDS = 60.0
-"""How long a unit without a bound is left alone that shows no sign of life: its server may be full."""
+# How long a transaction is too young for a sign of life to be missed: the first needs a connection.
 _YOUNG_SECONDS = 3 * FROZEN_AFTER_SECONDS
-"""How long a transaction is too young for a sign of life to be missed: the first needs a connection."""
+# How often the thread looks whether it has anything to do; half of :data:`FROZEN_AFTER_SECONDS`.
 _TURN_SECONDS = 1.0
-"""How often the thread looks whether it has anything to do; half of :data:`FROZEN_AFTER_SECONDS`."""
+# How often life is shown: a few times within :data:`STILL_SECONDS`.
 _SIGN_SECONDS = 2.0
-"""How often life is shown: a few times within :data:`STILL_SECONDS`."""
+# Between two looks at what a transaction waits for, which read pg_locks: they double up to this.
 _LONGEST_PAUSE_SECONDS = 4.0
-"""Between two looks at what a transaction waits for, which read pg_locks: they double up to this."""
+# How long a look that is under way is waited for; it is a daemon's, and closes its connection by itself.
 _CLOSE_SECONDS = 2.0
-"""How long a look that is under way is waited for; it is a daemon's, and closes its connection by itself."""
+# How long the connection is kept after the last use, so that one slow unit after the other opens one.
 _KEPT_SECONDS = 30.0
-"""How long the connection is kept after the last use, so that one slow unit after the other opens one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -95,8 +95,8 @@ class StaleBackendTerminator:
             "young": _YOUNG_SECONDS,
             "unbounded": UNBOUNDED_SECONDS,
         }
+        # The transaction that is open; written by the consumer's thread, read by ours in one step.
         self._watched: _Watched | None = None
-        """The transaction that is open; written by the consumer's thread, read by ours in one step."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         # The thread's own.

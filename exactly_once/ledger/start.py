@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 Range = tuple[int, int]
 
+# What is wrong with one partition and says nothing about the others of the member.
 _OF_ONE_PARTITION = (LedgerRowMissing, PartitionHalted, OffsetOutOfRange, TopicRecreated)
-"""What is wrong with one partition and says nothing about the others of the member."""
 
 
 class Checked(NamedTuple):
@@ -63,10 +63,10 @@ class StartOffsets:
         self._start = start
         self._on_out_of_range = on_out_of_range
         self._topics: dict[str, Topic] = {}
+        # The topics that ``start`` is about, or None for all; others were found later, and are read from the start.
         self.first_topics: frozenset[str] | None = None
-        """The topics that ``start`` is about, or None for all; others were found later, and are read from the start."""
+        # Programs that were told of as applying messages of this group, too.
         self._told: set[str] = set()
-        """Programs that were told of as applying messages of this group, too."""
 
     def close(self) -> None:
         """End the connections to Kafka."""

@@ -35,17 +35,17 @@ class UnitOfWork:
     ) -> None:
         self._ledger = ledger
         self._isolation = isolation
+        # How long the unit may take before the next one is halved, and before peers doubt that it is alive.
         self.max_unit_seconds = max_unit_seconds
-        """How long the unit may take before the next one is halved, and before peers doubt that it is alive."""
         self._connection: Connection | None = None
         self.begun: Begun | None = None
+        # Written by :meth:`join`, :meth:`advance` and :meth:`commit`, for what each sends.
         self.sent = Sent.NOTHING
-        """Written by :meth:`join`, :meth:`advance` and :meth:`commit`, for what each sends."""
+        # Statements that wait for the next flush, or for COMMIT.
         self._deferred: list[Bound] = []
-        """Statements that wait for the next flush, or for COMMIT."""
+        # What converts their parameters, for each thread of the handler, since it keeps what it converts; new ones
+        # after a flush, behind which encoding or adapters may change.
         self._transformers: dict[int, abc.Transformer] = {}
-        """What converts their parameters, for each thread of the handler, since it keeps what it converts; new ones
-        after a flush, behind which encoding or adapters may change."""
 
     @property
     def connection(self) -> Connection:

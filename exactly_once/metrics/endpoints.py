@@ -26,11 +26,11 @@ from .health import Health
 
 logger = logging.getLogger(__name__)
 
+# Given an Accept header, returns content type and text of the metrics: ``PrometheusMetrics.render``.
 Render = Callable[[str], tuple[str, bytes]]
-"""Given an Accept header, returns content type and text of the metrics: ``PrometheusMetrics.render``."""
 
+# How long a client may take to send its request: each has a thread until then.
 _CLIENT_SECONDS = 5.0
-"""How long a client may take to send its request: each has a thread until then."""
 
 
 class HasHealth(Protocol):
@@ -56,8 +56,8 @@ class Endpoints:
         self._consumers = consumers
         self._render = render
         self._server = _Server((host, port), self._answer)
+        # The port; where 0 was given, the one that was free.
         self.port: int = self._server.server_address[1]
-        """The port; where 0 was given, the one that was free."""
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="exactly_once-endpoints", daemon=True
         )

@@ -36,8 +36,8 @@ class Sample(NamedTuple):
     value: float
 
 
+# Reads every gauge of one consumer, from any thread. It may take a second, while Kafka is asked for the log ends.
 Read = Callable[[], Iterable[Sample]]
-"""Reads every gauge of one consumer, from any thread. It may take a second, while Kafka is asked for the log ends."""
 
 
 class Metrics(Protocol):
@@ -149,6 +149,7 @@ SINCE_POLL = Metric(
     "Since the loop last polled Kafka; above max.poll.interval.ms the partitions go to other members.",
 )
 
+# Every metric there is.
 METRICS = (
     UNITS,
     MESSAGES,
@@ -168,4 +169,3 @@ METRICS = (
     SINCE_COMMIT,
     SINCE_POLL,
 )
-"""Every metric there is."""

@@ -22,8 +22,8 @@ class ConfirmedKeys:
         self._younger: set[bytes] = set()
         self._older: set[bytes] = set()
         self._began = time.monotonic()
+        # Duplicates that were answered from here.
         self.hits = 0
-        """Duplicates that were answered from here."""
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Take keys that were confirmed now."""

@@ -16,8 +16,8 @@ from .snapshot import pack, unpack
 
 _KIND = "ChainFilter"
 
+# Chain and number: a link without its reference.
 Pair = tuple[str, Number]
-"""Chain and number: a link without its reference."""
 GapPolicy = Literal["raise", "treat_as_new", "treat_as_seen"]
 
 

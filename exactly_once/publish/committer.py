@@ -23,10 +23,10 @@ from .transactional import TransactionalProducer, conclude
 
 logger = logging.getLogger(__name__)
 
+# For one attempt: the brokers' default of how long a transaction may last.
 _SECONDS = 60.0
-"""For one attempt: the brokers' default of how long a transaction may last."""
+# Between two attempts: brokers that refuse at once are not asked without end.
 _PAUSE_SECONDS = 0.2
-"""Between two attempts: brokers that refuse at once are not asked without end."""
 
 
 class Committer:
@@ -36,18 +36,18 @@ class Committer:
         self.producer = producer
         self._messages = messages
         self._seconds = seconds
+        # For so long a message is tried.
         self._timeout = timeout
-        """For so long a message is tried."""
         producer.find_seconds = min(_SECONDS, timeout)
         self._collected: list[tuple[Batch, list[int]]] = []
+        # How many are collected or being published.
         self._count = 0
-        """How many are collected or being published."""
+        # When the first of ``_collected`` came.
         self._since = 0.0
-        """When the first of ``_collected`` came."""
+        # For ``_collected``.
         self._adding = threading.Lock()
-        """For ``_collected``."""
+        # Held while messages are published.
         self._lock = threading.Lock()
-        """Held while messages are published."""
 
     def __len__(self) -> int:
         return self._count

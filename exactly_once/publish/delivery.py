@@ -27,10 +27,10 @@ from .keys import CheckedKeys
 
 Callback = Callable[[KafkaError | None, Message | None], object]
 Payload = str | bytes | None
+# Partition, headers and timestamp of a message.
 Extra = tuple[int, Headers | None, int]
-"""Partition, headers and timestamp of a message."""
+# A payload of more bytes costs more to compare and to keep than a callback of its own.
 _LONG = 1024
-"""A payload of more bytes costs more to compare and to keep than a callback of its own."""
 
 _PROOFS = frozenset(
     # The client or the broker refuses these for what they are, at every attempt, before anything is stored.
@@ -58,15 +58,14 @@ class Outcome(Enum):
 
 
 _PENDING, _DELIVERED, _SKIPPED = Outcome.PENDING, Outcome.DELIVERED, Outcome.SKIPPED
+# Of outcomes that are no success: the client's code for what it did not say itself, and what ``result`` raises.
+#
+# An error of None would mean delivered. They are retriable: the same call may be made again.
 FAILURES: dict[Outcome, tuple[int, type[NotDelivered]]] = {
     Outcome.NOT_PERSISTED: (KafkaError._FAIL, NotPersisted),  # noqa: SLF001 - its public name
     Outcome.UNKNOWN: (KafkaError._FAIL, OutcomeUnknown),  # noqa: SLF001
     Outcome.HELD_ELSEWHERE: (KafkaError._STATE, HeldElsewhere),
 }
-"""Of outcomes that are no success: the client's code for what it did not say itself, and what ``result`` raises.
-
-An error of None would mean delivered. They are retriable: the same call may be made again.
-"""
 
 
 def outcome_of(error: KafkaError) -> Outcome:
@@ -155,35 +154,34 @@ class Batch:
 
     def __init__(self, topic: Home) -> None:
         self.topic = topic
+        # Dedup keys, Sequences or Links.
         self.identities: list[Any] = CheckedKeys()
-        """Dedup keys, Sequences or Links."""
         self.values: list[Payload] = []
         self.keys: list[Payload] = []
+        # What else is given with the few messages that have more than value and key.
         self.extras: dict[int, Extra] = {}
-        """What else is given with the few messages that have more than value and key."""
+        # The outcome of all that are not in ``outcomes``.
         self.rest = _PENDING
-        """The outcome of all that are not in ``outcomes``."""
         self.outcomes: dict[int, Outcome] = {}
+        # Places of messages that share the callback: their payload is bytes, and no other one's here.
         self.by_payload: dict[bytes, int] = {}
-        """Places of messages that share the callback: their payload is bytes, and no other one's here."""
+        # Reports of success among these that are not matched with their places; None where nobody can ask.
         self.arrived: list[Message | None] = []
-        """Reports of success among these that are not matched with their places; None where nobody can ask."""
+        # Places with a report of their own that is not settled.
         self.reported: list[int] = []
-        """Places with a report of their own that is not settled."""
         self.errors: dict[int, KafkaError] = {}
+        # The messages of the reports that are matched.
         self.messages: dict[int, Message | None] = {}
-        """The messages of the reports that are matched."""
+        # The callbacks of the call that sends and of those that attached to it; None for one without.
+        #
+        # No entry: one call, without a callback.
         self.callbacks: dict[int, list[Callback | None]] = {}
-        """The callbacks of the call that sends and of those that attached to it; None for one without.
-
-        No entry: one call, without a callback.
-        """
+        # Of which an earlier attempt may be in the log.
         self.resent: set[int] = set()
-        """Of which an earlier attempt may be in the log."""
+        # Whether somebody waits for one of them: then reports are settled before all are there.
         self.is_watched = False
-        """Whether somebody waits for one of them: then reports are settled before all are there."""
+        # Whether the topic knows that there is something to settle. In a transaction the commit tells that.
         self.is_reported = topic.is_transactional
-        """Whether the topic knows that there is something to settle. In a transaction the commit tells that."""
         self.interest: Callable[[], Interest | None] = _ALWAYS if topic.keeps_reports else _NEVER
         arrived, reported = self.arrived, topic.reported
 
@@ -196,8 +194,8 @@ class Batch:
                 self.is_reported = True
                 reported.append(self)
 
+        # The callback that they share; None once it has done its work: it refers to the batch.
         self.told: Callback | None = told  # type: ignore[assignment]  # the client gives a message with each report
-        """The callback that they share; None once it has done its work: it refers to the batch."""
 
     def watched(self) -> Interest:
         """Return what a delivery holds."""
@@ -304,8 +302,8 @@ class Delivery:
         self._batch = batch
         self._interest = batch.watched()
         self._place = place
+        # Whether this call sent nothing, because an earlier one is sending the same key; it shares its outcome.
         self.is_attached = is_attached
-        """Whether this call sent nothing, because an earlier one is sending the same key; it shares its outcome."""
 
     def __repr__(self) -> str:
         return f"<Delivery {self.identity!r} {self.outcome.name}{' duplicate' if self.duplicate else ''}>"

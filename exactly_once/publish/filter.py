@@ -59,8 +59,9 @@ NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, 
 # Reading an enum's member costs more than a global.
 _ABSENT, _SENT, _RESENT, _UNKNOWN, _CONFIRMED = KeyState
 
+# What a reservation is answered.
 ANSWERS = {_ABSENT: NEW, _SENT: IN_FLIGHT, _RESENT: IN_FLIGHT, _UNKNOWN: UNKNOWN, _CONFIRMED: DUPLICATE}
-"""What a reservation is answered."""
+# The table of states: what a key is after a change. The functions of 0003_publish.sql do the same to rows.
 CHANGES: dict[Change, dict[KeyState, KeyState]] = {
     "reserve": {_ABSENT: _SENT, _SENT: _SENT, _RESENT: _RESENT, _UNKNOWN: _RESENT, _CONFIRMED: _CONFIRMED},
     "confirm": dict.fromkeys(KeyState, _CONFIRMED),
@@ -73,7 +74,6 @@ CHANGES: dict[Change, dict[KeyState, KeyState]] = {
         _CONFIRMED: _CONFIRMED,
     },
 }
-"""The table of states: what a key is after a change. The functions of 0003_publish.sql do the same to rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,14 +199,14 @@ class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
     """So many unknown keys are kept; None for no bound. The oldest one that is let go counts as absent."""
 
     def __init__(self) -> None:
+        # Keys in flight and unknown ones; ABSENT where a confirmed neighbour would make the key look seen.
         self._open: dict[K, KeyState] = {}
-        """Keys in flight and unknown ones; ABSENT where a confirmed neighbour would make the key look seen."""
+        # Those of ``_open`` that are unknown, oldest first, and in which epoch they became so.
         self._unknown: dict[K, int] = {}
-        """Those of ``_open`` that are unknown, oldest first, and in which epoch they became so."""
+        # Raised by a subclass whose unknown keys leave by age.
         self._epoch = 0
-        """Raised by a subclass whose unknown keys leave by age."""
+        # Protects all of the state, a subclass's as well.
         self._lock = threading.Lock()
-        """Protects all of the state, a subclass's as well."""
         self._duplicates = 0
         self._evicted = 0
 

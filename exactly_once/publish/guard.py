@@ -6,8 +6,8 @@ import os
 
 from exactly_once.errors import ConfigurationError
 
+# How many forks lie between the first process and this one: cheaper to look at than the process id.
 _forks = [0]
-"""How many forks lie between the first process and this one: cheaper to look at than the process id."""
 
 
 def _count_fork() -> None:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from .keys import Key, encoded
 
+# ``<number before>:<number>:<producer name>``; -1 where nothing was before.
 SEQUENCE = "exactly-once-sequence"
-"""``<number before>:<number>:<producer name>``; -1 where nothing was before."""
+# The dedup key as bytes, its first one telling the type.
 DEDUP_KEY = "exactly-once-key"
-"""The dedup key as bytes, its first one telling the type."""
 
 HeaderValue = str | bytes | None
 Headers = Mapping[str, HeaderValue] | Iterable[tuple[str, HeaderValue]]

@@ -24,8 +24,8 @@ class Intervals:
 
     def __init__(self, infinity: Any, floor: Any, pairs: Iterable[tuple[Any, Any]] = ()) -> None:
         self.infinity = infinity
+        # The lower end of what this chain may have: everything above it is unseen at first.
         self.floor = floor
-        """The lower end of what this chain may have: everything above it is unseen at first."""
         given = list(pairs) or [(floor, infinity)]
         self.lowers = [lower for lower, _ in given]
         self.uppers = [upper for _, upper in given]
@@ -109,8 +109,8 @@ class Intervals:
         return list(zip(self.lowers, self.uppers, strict=True))
 
 
+# So many references of a chain are kept beside those of its gaps: 10 kB, and further back than messages overtake.
 _LINKS = 100
-"""So many references of a chain are kept beside those of its gaps: 10 kB, and further back than messages overtake."""
 
 
 class Links:
@@ -123,8 +123,8 @@ class Links:
     __slots__ = ("numbers", "previous")
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]] = ()) -> None:
+        # Oldest first.
         self.previous: dict[Any, Any] = dict(pairs)
-        """Oldest first."""
         self.numbers = sorted(self.previous)
 
     def check(self, number: Any, previous: Any) -> None:

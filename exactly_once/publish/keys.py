@@ -15,8 +15,8 @@ from .errors import KeyRefused
 Key = bytes | str | int | UUID
 GivenKey = bytes | str | int | UUID | bytearray | memoryview
 
+# Bytes or characters; send a digest of what is longer.
 MAX_KEY_LENGTH = 1024
-"""Bytes or characters; send a digest of what is longer."""
 INT64 = 1 << 63
 
 

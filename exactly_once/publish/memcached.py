@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 _DIGEST_BYTES = 16
 _OPEN = frozenset((KeyState.IN_FLIGHT, KeyState.RESENT))
 _MISSING = object()
+# What a released slot holds in memcached, as in the original: a delete could not be compared.
 _EMPTY = b"-"
-"""What a released slot holds in memcached, as in the original: a delete could not be compared."""
 
 
 class Slot(NamedTuple):
@@ -147,8 +147,8 @@ class SharedSlotFilter(Filter[GivenKey]):
         self._hash_key = blake2b(hash_key).digest()[:32]
         self._me = secrets.token_bytes(8)
         self._guard = Guard("this filter")
+        # What this process holds. A slot that is ours and is not in here is from a lost answer.
         self._held: dict[bytes, KeyState] = {}
-        """What this process holds. A slot that is ours and is not in here is from a lost answer."""
         self._lock = threading.Lock()
         self._duplicates = self._evicted = self._failed_open = 0
 

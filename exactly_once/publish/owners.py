@@ -24,10 +24,10 @@ from .store import Store
 logger = logging.getLogger(__name__)
 
 _LEASE_SECONDS = 60.0
+# Between two looks at a name that is taken.
 _WAIT_SECONDS = 0.5
-"""Between two looks at a name that is taken."""
+# By topic and partition: an offset.
 Positions = Mapping[str, Mapping[int, int]]
-"""By topic and partition: an offset."""
 
 
 class DeadOwner(NamedTuple):

@@ -17,8 +17,8 @@ from .owners import DeadOwner, PublishOwner
 
 logger = logging.getLogger(__name__)
 
+# Bytes of an encoded key that are kept as they are; a row of the index has room for 2,704.
 _LONGEST = 1025
-"""Bytes of an encoded key that are kept as they are; a row of the index has room for 2,704."""
 
 
 def _stored(form: bytes) -> bytes:
@@ -92,8 +92,8 @@ class PostgresWindow(Filter[GivenKey]):
         holding = owner.holding(self._scope)
         self._mine, self._lock = holding.keys, holding.lock
         self._duplicates = 0
+        # ``cache_keys`` that were confirmed here: their duplicates cost no round trip; ``cache.hits`` counts them.
         self.cache = ConfirmedKeys(cache_keys, seconds)
-        """``cache_keys`` that were confirmed here: their duplicates cost no round trip; ``cache.hits`` counts them."""
 
     def reserve_many(self, keys: Iterable[GivenKey], *, map_version: int | None = None) -> list[State]:
         """Reserve several keys with one statement, which also checks the version of the map of shards.

@@ -21,8 +21,8 @@ from .recovery import SequenceLog
 from .topic import Columns, TopicPublisher
 from .transactional import TransactionalProducer
 
+# librdkafka's default of message.timeout.ms.
 _TIMEOUT_MS = 300_000
-"""librdkafka's default of message.timeout.ms."""
 _ANY_ORDER = contextlib.nullcontext()
 
 

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 _STATES = ("confirmed", "in_flight", "unknown", "evicted", "evicted_young", "failed_open")
 CLOSE_SECONDS = 30.0
 _ROOM_SECONDS = 0.1
+# So many failed messages are named in an error; the others are counted.
 _NAMED = 3
-"""So many failed messages are named in an error; the others are counted."""
 
 AnyFilter = Filter[Any]
 
@@ -60,10 +60,10 @@ class ProducerRecord(NamedTuple):
     on_delivery: Callback | None = None
 
 
+# A batch, and the places of what the filter has let through.
 ToSend = tuple[Batch, Sequence[int]]
-"""A batch, and the places of what the filter has let through."""
+# Where a record has its identities.
 _FIELDS = {"dedup_key": 2, "sequence": 3, "chain": 4}
-"""Where a record has its identities."""
 _NO_EXTRA: Extra = (-1, None, 0)
 
 
@@ -78,20 +78,20 @@ class Publisher(ABC):
         self._options = options
         self._check_owner(options.owner)
         self._owner = options.owner
+        # Given or drawn; who publishes with sequences gives one, and the same after a restart.
         self.producer_name = options.name()
-        """Given or drawn; who publishes with sequences gives one, and the same after a restart."""
         self._dedup = dedup
         self._stores = options.stores(self.producer_name)
         self._topics: dict[str, TopicPublisher] = {}
         self._opening = threading.Lock()
+        # The topic of a filter that was given itself, and not made for each topic.
         self._bound: str | None = None
-        """The topic of a filter that was given itself, and not made for each topic."""
+        # Callbacks that are to be called, with what they are told.
         self.calls: deque[Call] = deque()
-        """Callbacks that are to be called, with what they are told."""
         self._closed = False
         self._guard = Guard("the producer")
+        # Whether it is closed and nothing more is reported.
         self.is_ended = False
-        """Whether it is closed and nothing more is reported."""
         self._client = self._connect()
 
     @abstractmethod

@@ -30,8 +30,8 @@ class Walk:
 
     def __init__(self, persisted: int = -1, above: Mapping[int, int] | None = None) -> None:
         self.persisted = persisted
+        # Whether the message before which nothing was pushed is in the log.
         self.has_first = False
-        """Whether the message before which nothing was pushed is in the log."""
         self._befores: dict[int, int] = {}
         self._following: dict[int, list[int]] = {}
         for number, before in (above or {}).items():
@@ -99,12 +99,12 @@ class SequenceLog:
         self._store = store
         self._every = every
         self._accept_trimmed = accept_trimmed
+        # Whether nothing of an earlier life can be on its way: brokers have fenced it and ended what it left open.
         self._is_fenced = is_fenced
-        """Whether nothing of an earlier life can be on its way: brokers have fenced it and ended what it left open."""
         self._begins = since
         self._log = Log(None, None, is_compacted=False, replicas=1, lag_seconds=0)
+        # Nothing of this producer that the filter does not know stands below them.
         self.positions: dict[Partition, int] = {}
-        """Nothing of this producer that the filter does not know stands below them."""
         self._since = 0
 
     def recover(self) -> int:

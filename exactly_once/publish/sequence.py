@@ -20,8 +20,8 @@ from .keys import INT64
 from .snapshot import pack, unpack
 
 _KIND = "SequenceFilter"
+# So many numbers that are done with are dropped together: one at a time, each would move all that follow.
 _COMPACT_AT = 4096
-"""So many numbers that are done with are dropped together: one at a time, each would move all that follow."""
 _ABSENT, _SENT, _RESENT, _UNKNOWN, _CONFIRMED = KeyState
 _MAY_BE_THERE = frozenset((_UNKNOWN, _RESENT))
 
@@ -39,21 +39,20 @@ class SequenceState:
     __slots__ = ("head", "last_pushed", "numbers", "persisted", "predecessors", "states", "used_at")
 
     def __init__(self, persisted: int = -1, above: Mapping[int, int] | None = None) -> None:
+        # Every number up to this one that was ever pushed is in the log.
         self.persisted = persisted
-        """Every number up to this one that was ever pushed is in the log."""
+        # Of numbers that an earlier life got into the log: the one that it had pushed before each.
+        #
+        # What lies between that one and persisted was lost in a crash, so persisted must not rise over the gap.
         self.predecessors = dict(above or {})
-        """Of numbers that an earlier life got into the log: the one that it had pushed before each.
-
-        What lies between that one and persisted was lost in a crash, so persisted must not rise over the gap.
-        """
+        # Those above ``persisted`` that were pushed, sorted; those before ``head`` are done with.
         self.numbers: list[int] = sorted(self.predecessors)
-        """Those above ``persisted`` that were pushed, sorted; those before ``head`` are done with."""
         self.head = 0
+        # What a number is that is not simply in flight. One that surely failed stays, as absent, and persisted does
+        # not rise over it: else its retry behind a higher number would be a duplicate.
         self.states: dict[int, KeyState] = dict.fromkeys(self.numbers, _CONFIRMED)
-        """What a number is that is not simply in flight. One that surely failed stays, as absent, and persisted does
-        not rise over it: else its retry behind a higher number would be a duplicate."""
+        # The highest number that was ever pushed, failed or not.
         self.last_pushed = self.numbers[-1] if self.numbers else persisted
-        """The highest number that was ever pushed, failed or not."""
         self.used_at = 0.0
 
     def push(self, number: int) -> State:

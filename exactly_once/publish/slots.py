@@ -21,8 +21,8 @@ from .keys import GivenKey, Key, checked_all, encoded
 
 WAYS = (1, 2, 4, 8, 16)
 _STAMP_MASK = 0xFFFFFFFF
+# Low bits of a product depend on few bits of its factors.
 _SHIFT = 20
-"""Low bits of a product depend on few bits of its factors."""
 
 Fingerprint = Literal[64, 128]
 

@@ -34,8 +34,8 @@ _SECONDS = 120.0
 _ASK_SECONDS = 10.0
 _NOT_ALLOWED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 _RANGES_SECONDS = 30.0
+# The brokers' default of replica.lag.time.max.ms, where they do not tell.
 _LAG_SECONDS = 30.0
-"""The brokers' default of replica.lag.time.max.ms, where they do not tell."""
 
 
 class Log(NamedTuple):

@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 _PENDING, _DELIVERED = Outcome.PENDING, Outcome.DELIVERED
 _SILENT = KafkaError(KafkaError._FAIL, "the client is closed and gave no report")  # noqa: SLF001 - its public name
+# For so long ``poll``, ``flush`` and ``result`` wait for a filter's server to take outcomes, then they go on.
 MARK_SECONDS = 2.0
-"""For so long ``poll``, ``flush`` and ``result`` wait for a filter's server to take outcomes, then they go on."""
+# So many messages that are given one by one share a batch: a delivery that is kept keeps the others' messages.
 _SHARED = 100
-"""So many messages that are given one by one share a batch: a delivery that is kept keeps the others' messages."""
 
 
 class Columns(NamedTuple):
@@ -39,8 +39,8 @@ class Columns(NamedTuple):
     callbacks: dict[int, Callback]
 
 
+# A message that is to be sent: identity, value, key, extra and callback.
 Given = tuple[Any, Payload, Payload, Extra | None, Callback | None]
-"""A message that is to be sent: identity, value, key, extra and callback."""
 
 
 class TopicPublisher:
@@ -53,36 +53,36 @@ class TopicPublisher:
         self.topic = topic
         self.filter = made
         self.log = log
+        # Whether messages are settled by :meth:`conclude`, and not as they are reported.
         self.is_transactional = is_transactional
-        """Whether messages are settled by :meth:`conclude`, and not as they are reported."""
         self.keeps_reports = is_transactional or log is not None
+        # From the call of ``produce`` until the outcome is marked in the filter; a second call attaches to it.
         self.in_flight: dict[Hashable, Batch] = {}
-        """From the call of ``produce`` until the outcome is marked in the filter; a second call attaches to it."""
+        # Batches in which there is something to settle.
         self.reported: list[Batch] = []
-        """Batches in which there is something to settle."""
+        # By identity: failures that nobody has looked at, and that no later call has made good.
         self.failed: dict[Hashable, Delivery] = {}
-        """By identity: failures that nobody has looked at, and that no later call has made good."""
+        # The one that takes messages that are given one by one.
         self._batch: Batch | None = None
-        """The one that takes messages that are given one by one."""
+        # How many messages ended how.
         self.counts: Counter[Outcome] = Counter()
-        """How many messages ended how."""
+        # How many calls shared the outcome of one in flight.
         self.attached = 0
-        """How many calls shared the outcome of one in flight."""
+        # Held from the reservation of a number until the client has it, so that both happen in the same order.
         self.order = threading.RLock()
-        """Held from the reservation of a number until the client has it, so that both happen in the same order."""
+        # For additions to ``in_flight`` and to the batch, and for callbacks: who attaches comes before who settles, or
+        # after.
         self.lock = threading.Lock()
-        """For additions to ``in_flight`` and to the batch, and for callbacks: who attaches comes before who settles, or
-        after."""
         self._settling = threading.Lock()
+        # What the filter is to be told. What was delivered comes last: a snapshot must not be made before the doubts
+        # of the same reports are known.
         self._due: dict[Outcome, list[tuple[Batch, Sequence[int]]]] = {
             Outcome.UNKNOWN: [],
             Outcome.NOT_PERSISTED: [],
             _DELIVERED: [],
         }
-        """What the filter is to be told. What was delivered comes last: a snapshot must not be made before the doubts
-        of the same reports are known."""
+        # What the callers are to be told.
         self._to_tell: list[tuple[Outcome, Batch, Sequence[int]]] = []
-        """What the callers are to be told."""
         self._marking: threading.Thread | None = None
         self._mark_error: BaseException | None = None
 

@@ -37,23 +37,23 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 60.0
 _ABORT_SECONDS = 5.0
+# Of connections that end after a minute without traffic the client does not tell.
 _IDLE_SECONDS = 50.0
-"""Of connections that end after a minute without traffic the client does not tell."""
 _FENCED = frozenset((KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH))  # noqa: SLF001
+# Python's levels of the client's ``log_level`` 0 to 7.
 _LEVELS = (*[logging.CRITICAL] * 3, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO, logging.DEBUG)
-"""Python's levels of the client's ``log_level`` 0 to 7."""
 
 
 class Transaction:
     """Messages that are published together when the block of ``with producer.transaction()`` ends."""
 
     def __init__(self) -> None:
+        # Topics and messages, in the order of the calls.
         self.messages: list[tuple[str, ProducerRecord]] = []
-        """Topics and messages, in the order of the calls."""
+        # What became of each; known when the block was left.
         self.deliveries: list[Delivery] = []
-        """What became of each; known when the block was left."""
+        # Whether the block was left: what comes later would be sent by nobody.
         self.is_over = False
-        """Whether the block was left: what comes later would be sent by nobody."""
 
     def produce(
         self,

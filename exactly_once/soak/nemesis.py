@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+# How often each kind comes in one round.
 DECK = {
     "kill -9": 4,
     "kill -9 at a failpoint": 4,
@@ -20,7 +21,6 @@ DECK = {
     "immediate restart of Postgres": 1,
     "broker killed": 1,
 }
-"""How often each kind comes in one round."""
 
 
 class Nemesis:

@@ -21,8 +21,8 @@ from .worker import table
 
 logger = logging.getLogger(__name__)
 
+# Topic and partition.
 Place = tuple[str, int]
-"""Topic and partition."""
 
 _LEDGER = "SELECT group_id, topic, partition, coalesce(next_offset, 0), owner_epoch, halted FROM exactly_once.ledger"
 _EFFECTS = """

@@ -10,19 +10,19 @@ from typing import Any
 from exactly_once.demo import worker
 
 SCHEMA = "soak"
+# Topics and how many partitions each has; every group reads all of them.
 TOPICS = {"soak-transactions": 6, "soak-singles": 3}
-"""Topics and how many partitions each has; every group reads all of them."""
+# The groups, each with its rebalance protocol and a table of its own; the last one is the sink command's.
 GROUPS: Mapping[str, Mapping[str, Any]] = {
     "eager": {"partition.assignment.strategy": "range"},
     "cooperative": {"partition.assignment.strategy": "cooperative-sticky"},
     "consumer": {"group.protocol": "consumer"},
     "sink": {"partition.assignment.strategy": "cooperative-sticky"},
 }
-"""The groups, each with its rebalance protocol and a table of its own; the last one is the sink command's."""
+# How many members a group has when nothing is wrong; one more joins and leaves.
 MEMBERS = {"eager": 2, "cooperative": 2, "consumer": 2, "sink": 1}
-"""How many members a group has when nothing is wrong; one more joins and leaves."""
+# Numbers of workers for each group; more than may be there at a time, as those that leave take a while.
 PLACES = 10
-"""Numbers of workers for each group; more than may be there at a time, as those that leave take a while."""
 
 # A frozen owner is ended after this long; with less, a busy machine would look like one.
 _MAX_UNIT_SECONDS = 8.0

@@ -21,12 +21,12 @@ from exactly_once.demo.display import Display
 from exactly_once.embedded.proxy import PostgresProxy
 
 FAULTS = ("kill", "pause", "cut-before", "cut-after")
+# How long a pipeline works between two faults.
 _BETWEEN_SECONDS = (1.0, 4.0)
-"""How long a pipeline works between two faults."""
+# How long a process stands still: longer than its session, if that is short, so that others take its partitions.
 _PAUSE_SECONDS = 12.0
-"""How long a process stands still: longer than its session, if that is short, so that others take its partitions."""
+# How long a COMMIT is waited for that is to be cut.
 _CUT_SECONDS = 5.0
-"""How long a COMMIT is waited for that is to be cut."""
 _LOOK_SECONDS = 0.5
 
 

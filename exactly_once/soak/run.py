@@ -27,10 +27,10 @@ from .order import GROUPS, MEMBERS, PLACES, TOPICS, Order, draw
 from .source import Source
 from .worker import create_tables
 
+# After so long without progress of a partition that has messages, nothing new goes wrong until it moves again.
 CALM_SECONDS = 30.0
-"""After so long without progress of a partition that has messages, nothing new goes wrong until it moves again."""
+# After so long, with 90 seconds of calm, it is wedged. Only time in which both servers are up counts.
 WEDGED_SECONDS = 120.0
-"""After so long, with 90 seconds of calm, it is wedged. Only time in which both servers are up counts."""
 _END_SECONDS = 90.0  # for a worker that is asked to end: more than any wait of the library without servers
 _TURN_SECONDS = 0.05  # what is due happens about then
 _LOOK_SECONDS = 0.5  # the observer's snapshots come once a second

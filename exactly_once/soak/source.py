@@ -27,10 +27,10 @@ class Source(threading.Thread):
         self, bootstrap_servers: str, topic: str, partitions: int, *, seed: int, is_transactional: bool
     ) -> None:
         super().__init__(name=f"source of {topic}", daemon=True)
+        # Set by the soak while enough is waiting to be applied.
         self.paused = False
-        """Set by the soak while enough is waiting to be applied."""
+        # How many were sent by transactions that were committed, or one by one.
         self.published = 0
-        """How many were sent by transactions that were committed, or one by one."""
         self.aborted = 0
         self.left_open = 0
         self._topic = topic

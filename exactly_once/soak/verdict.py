@@ -18,6 +18,7 @@ from exactly_once.demo.journal import Entry, Record, compare, scan
 from .observer import Anomaly, Place
 from .worker import table
 
+# What can be wrong. ``ended``: a worker by itself; ``halted``: a partition; ``foreign``: the effect of no message.
 KINDS = (
     "lost",
     "doubled",
@@ -30,7 +31,6 @@ KINDS = (
     "wedged",
     "ended",
 )
-"""What can be wrong. ``ended``: a worker by itself; ``halted``: a partition; ``foreign``: the effect of no message."""
 _SHOWN = 5  # anomalies of one kind, group and partition that are written out: more of the same show nothing
 _LONGEST = 1_000  # characters of one of them; the whole of it was shown when it was found
 _SCAN_SECONDS = 180  # for reading one topic: minutes of messages on a machine that is busy

@@ -31,8 +31,8 @@ _INSTANTS = (
 _UUID = r"^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
 _NO_UUID = "00000000-0000-0000-0000-000000000000"
 
+# Return the array that pgpq encodes as the column wants it; None, or an Arrow error, if that is not certain.
 Fit = Callable[[Any, Column], Any]
-"""Return the array that pgpq encodes as the column wants it; None, or an Arrow error, if that is not certain."""
 
 
 def encode(batch: Any, columns: Sequence[Column]) -> Iterator[bytes] | None:

@@ -17,8 +17,8 @@ class Missing:
         return "MISSING"
 
 
+# What stands for a field that a message does not have, where that differs from null.
 MISSING: Final = Missing()
-"""What stands for a field that a message does not have, where that differs from null."""
 
 
 class Tombstone(tuple[Any, ...]):

@@ -21,8 +21,8 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}\na claim needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
+# Claims keys in the transaction of a unit; tells of each whether it is the first.
 Claim = Callable[[Sequence[str]], Sequence[bool]]
-"""Claims keys in the transaction of a unit; tells of each whether it is the first."""
 
 
 class Claims:

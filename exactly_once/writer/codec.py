@@ -17,8 +17,8 @@ from .changes import MISSING
 from .errors import cut
 from .literals import literal
 
+# What to do with a timestamp whose time zone is not said, or is said where the column holds none.
 Naive = Literal["refuse", "utc"]
-"""What to do with a timestamp whose time zone is not said, or is said where the column holds none."""
 
 TEXT = registry["text"].oid
 BYTEA = registry["bytea"].oid

@@ -22,8 +22,8 @@ from .errors import BadRow, TableError, cut
 from .statements import Mode
 from .table import Column, Table
 
+# What of a message, besides its value, can fill a column: one of SOURCES, ``header:NAME`` or ``key:PATH``.
 Source = str
-"""What of a message, besides its value, can fill a column: one of SOURCES, ``header:NAME`` or ``key:PATH``."""
 SOURCES = ("topic", "partition", "offset", "timestamp", "key", "headers")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -27,14 +27,14 @@ from .table import Column
 logger = logging.getLogger(__name__)
 
 EnvelopeName = Literal["debezium", "connect", "maxwell", "canal"]
+# A key, and a row in JSON or None for a delete.
 Change = tuple[bytes | None, bytes | None]
-"""A key, and a row in JSON or None for a delete."""
 
+# What Debezium writes for a large value that Postgres has not logged, because the update left it as it was.
 _UNAVAILABLE = "__debezium_unavailable_value"
-"""What Debezium writes for a large value that Postgres has not logged, because the update left it as it was."""
 _UNAVAILABLE_FORMS = (_UNAVAILABLE, base64.b64encode(_UNAVAILABLE.encode()).decode(), [_UNAVAILABLE])
+# Statements of which Canal tells that remove no rows.
 _WITHOUT_ROWS = ("CREATE", "ALTER", "QUERY", "CINDEX", "DINDEX")
-"""Statements of which Canal tells that remove no rows."""
 
 
 class _Wrapped(msgspec.Struct):
@@ -126,17 +126,16 @@ class Envelope(Format):
         self._keeps_missing = missing == "keep"
         self._on_tombstone = on_tombstone
         self._skips_truncate = on_truncate == "skip"
+        # The columns that the fields of a row go to, by the fields' names.
         self._columns: Mapping[str, Column] = {}
-        """The columns that the fields of a row go to, by the fields' names."""
+        # The fields of the key; none where rows are only appended.
         self._key: tuple[str, ...] = ()
-        """The fields of the key; none where rows are only appended."""
+        # Whether a column of the key is filled from the message's own.
         self._keeps_keys = False
-        """Whether a column of the key is filled from the message's own."""
+        # Offset and key of each partition's last message, where that was a delete: the tombstone behind it is nothing.
+        #
+        # What comes again, because a batch failed, is not behind what came after it.
         self._deleted: dict[tuple[str | None, int | None], tuple[int, bytes | None]] = {}
-        """Offset and key of each partition's last message, where that was a delete: the tombstone behind it is nothing.
-
-        What comes again, because a batch failed, is not behind what came after it.
-        """
         self._is_behind_delete = False
 
     def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:

@@ -19,8 +19,8 @@ from confluent_kafka import Message
 
 from exactly_once.errors import ExactlyOnceError
 
+# Postgres cuts longer names.
 NAME_BYTES = 63
-"""Postgres cuts longer names."""
 _SHOWN = 100
 
 

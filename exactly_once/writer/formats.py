@@ -30,8 +30,8 @@ from .table import Column, Table
 
 FormatName = Literal["debezium", "connect", "maxwell", "canal", "cloudevents", "csv", "msgpack"]
 
+# Fields that hold the row: who fills a column from one of them knows what the messages are.
 _WRAPPERS = {"payload", "before", "after", "data"}
-"""Fields that hold the row: who fills a column from one of them knows what the messages are."""
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 _encode = msgspec.json.Encoder(decimal_format="number").encode
 
@@ -352,8 +352,8 @@ class Csv(Format):
             raise ConfigurationError(f"csv_delimiter={delimiter!r} is not possible; it is one character and no quote")
         self._given = columns
         self._names = tuple(columns or ())
+        # The fields that hold JSON.
         self._json: set[str] = set()
-        """The fields that hold JSON."""
         quoted = re.escape(delimiter)
         self._field = re.compile(rf'(?:"((?:[^"]|"")*)"|([^"{quoted}\r\n]*))({quoted}|\r?\n|\Z)')
 

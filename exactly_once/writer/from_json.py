@@ -23,19 +23,19 @@ from .json_values import UNREADABLE, advice, checked, reader_of, shown, stripped
 from .statements import Mode
 from .table import Column, OnMissing, Table
 
+# What to do with a message without a value.
 OnTombstone = Literal["delete", "refuse", "skip"]
-"""What to do with a message without a value."""
 
 _NUL = rb"\\u0000"
 _SHOWN_NAMES = 20
+# So many messages are decoded by one loop: enough for its start to cost nothing, and they stay in the cache.
 _AT_ONCE = 256
-"""So many messages are decoded by one loop: enough for its start to cost nothing, and they stay in the cache."""
+# So many where one of those needs a closer look, so that of messages of which 1 % do 85 % still need none.
 _FEW = 16
-"""So many where one of those needs a closer look, so that of messages of which 1 % do 85 % still need none."""
+# Where a zero may have been -0, which only a double knows, or too small for one.
 _UNSURE_ZERO = re.compile(rb"(?<!\d)-0|\d[eE]-|0{300}")
-"""Where a zero may have been -0, which only a double knows, or too small for one."""
+# A fraction of a second of which msgspec does not make what Postgres makes of it.
 _UNSURE_HALF = rb"\.\d{6}(?:5(?:0*\D|0000000)|4999999)"
-"""A fraction of a second of which msgspec does not make what Postgres makes of it."""
 _TIMESTAMPS = {"timestamp", "timestamptz"}
 _MISSING: dict[str, OnMissing | None] = {"default": None, "null": "null", "apart": "keep"}
 
@@ -93,8 +93,8 @@ class JsonDecoder:
         )
         self._missing = missing
         self._on_tombstone = on_tombstone
+        # The columns that a field has filled so far.
         self._filled: set[str] = set()
-        """The columns that a field has filled so far."""
         for option, value, choices in (("nul", nul, get_args(Nul)), ("missing", missing, tuple(_MISSING))):
             if value not in choices:
                 raise ConfigurationError(f"{option}={value!r} is not possible; choose one of {', '.join(choices)}")
@@ -164,8 +164,8 @@ class JsonDecoder:
         self._absent = {name: MISSING if name in tells else None for name in types}
         self._told = [i for i, c in enumerate(columns) if c.name in tells]
         self._floats = [i for i, c in enumerate(columns) if base_name(c) in FLOATS]
+        # The fields seen so far that no column takes.
         self._ignored: set[str] = set()
-        """The fields seen so far that no column takes."""
         unsure = [_UNSURE_HALF] if any(base_name(c.element or c) in _TIMESTAMPS for c in columns) else []
         unsure += [_NUL] if reading.nul == "strip" else []
         self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None

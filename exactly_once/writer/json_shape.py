@@ -15,25 +15,25 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}\nJSON is decoded by msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
+# The type of fields that are left as they are.
 Raw = msgspec.Raw
-"""The type of fields that are left as they are."""
+# What stands for a field that an object does not have.
 UNSET = msgspec.UNSET
-"""What stands for a field that an object does not have."""
 
 Path = tuple[str, ...]
+# Field names to deeper trees, or to the column that is filled.
 Tree = dict[str, "Tree | str"]
-"""Field names to deeper trees, or to the column that is filled."""
+# Fields that no column takes, and the objects in which they are.
 Left = dict[str, Any]
-"""Fields that no column takes, and the objects in which they are."""
 
 NULL = b"null"
+# Beyond it the names may be data, such as ids, and each is another type.
 _MOST_IGNORED = 100
-"""Beyond it the names may be data, such as ids, and each is another type."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Return the fields of an object, each as the JSON that it is.
 fields_in: Callable[[bytes], dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-"""Return the fields of an object, each as the JSON that it is."""
+# The column of fields that are dropped.
 _NOWHERE = ""
-"""The column of fields that are dropped."""
 
 
 class Shape:
@@ -56,15 +56,15 @@ class Shape:
         for path in drop:
             _grow(self._tree, path, _NOWHERE)
         self._ignored: list[str] = []
+        # Names of further fields that :attr:`decode_known` takes, and what returns their JSON, nothing if absent.
         self.ignored: list[tuple[str, Callable[[Any], Raw]]] = []
-        """Names of further fields that :attr:`decode_known` takes, and what returns their JSON, nothing if absent."""
         self.is_deep = any(isinstance(below, dict) for below in self._tree.values())
+        # The row of an object that has none of the fields.
         self.empty = tuple(UNSET if name in tells else None for name in columns)
-        """The row of an object that has none of the fields."""
+        # Decodes an object, of which :attr:`pick` takes the row; refuses one that has other fields too.
         self.decode_known = self._decoder(forbids=True)
-        """Decodes an object, of which :attr:`pick` takes the row; refuses one that has other fields too."""
+        # The same for any object; None where msgspec knows not all the names, such as one with quotes.
         self.decode = self._decoder(forbids=False)
-        """The same for any object; None where msgspec knows not all the names, such as one with quotes."""
         names = [self._attributes[name] for name in columns] if self.decode is not None else []
         self.pick = _careful_picker(names, self.empty) if self.is_deep else _picker(names)
 

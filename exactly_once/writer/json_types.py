@@ -15,10 +15,10 @@ from .codec import Naive
 from .codecs import name_of
 from .table import Column
 
+# The unit of dates and times that are numbers.
 Epoch = Literal["s", "ms", "us", "ns", "days"]
-"""The unit of dates and times that are numbers."""
+# What to do with NUL, which text in Postgres does not hold.
 Nul = Literal["refuse", "strip"]
-"""What to do with NUL, which text in Postgres does not hold."""
 
 _LIMITS = {
     "int2": (-(1 << 15), (1 << 15) - 1),

@@ -26,14 +26,14 @@ from .numbers import decimal_of, whole_of
 from .table import Column
 from .times import BEYOND, clock_of
 
+# What is raised for JSON of which nothing can be made.
 UNREADABLE = (msgspec.DecodeError, ValueError, ArithmeticError, TypeError, RecursionError)
-"""What is raised for JSON of which nothing can be made."""
+# Makes of a field's JSON what the column's codec takes; raises one of UNREADABLE if it cannot.
 Reader = Callable[[bytes], Any]
-"""Makes of a field's JSON what the column's codec takes; raises one of UNREADABLE if it cannot."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# In microseconds.
 _DAY = 86_400_000_000
-"""In microseconds."""
 _UNITS: dict[Epoch, Decimal] = {
     "s": Decimal(1_000_000),
     "ms": Decimal(1000),
@@ -41,8 +41,8 @@ _UNITS: dict[Epoch, Decimal] = {
     "ns": Decimal("0.001"),
     "days": Decimal(_DAY),
 }
+# All that Postgres holds is far below in each unit.
 _LARGEST_EXPONENT = 30
-"""All that Postgres holds is far below in each unit."""
 _NUL_ESCAPE = re.compile(rb"(?<!\\)((?:\\\\)*)(?:\\u0000)+")
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
@@ -53,8 +53,8 @@ _BOOLEANS = {
     **dict.fromkeys((b"1", b'"1"', b'"true"', b'"t"'), True),
     **dict.fromkeys((b"0", b'"0"', b'"false"', b'"f"'), False),
 }
+# What JSON has no numbers for.
 _NOT_FINITE = (b'"NaN"', b'"Infinity"', b'"-Infinity"')
-"""What JSON has no numbers for."""
 
 
 def reader_of(column: Column, reading: Reading) -> Reader:

@@ -17,13 +17,13 @@ from .json_shape import fields_in
 from .table import Column
 from .times import BEYOND
 
+# The fields of an object, each as JSON text.
 Row = dict[str, bytes]
-"""The fields of an object, each as JSON text."""
+# Makes of the JSON text of a value the JSON text of what it stands for, for the column that it goes to.
 Convert = Callable[[bytes, "Column | None"], bytes]
-"""Makes of the JSON text of a value the JSON text of what it stands for, for the column that it goes to."""
 
+# So many schemas are kept: of many topics, a few each.
 _SHAPES = 256
-"""So many schemas are kept: of many topics, a few each."""
 _NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
 
 
@@ -45,8 +45,8 @@ class Schema(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):
         return next((each for each in self.fields if each.field == field), None)
 
 
+# Schemas by their text, which each message repeats.
 schema_in = lru_cache(_SHAPES)(msgspec.json.Decoder(Schema).decode)
-"""Schemas by their text, which each message repeats."""
 
 
 def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) -> Row:

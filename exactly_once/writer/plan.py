@@ -19,10 +19,10 @@ from .errors import BadRow, TableError, cut, origin
 from .table import Column, OnMissing, Table
 
 _NONE = type(None)
+# Types whose order Python knows, too; that of text is the collation's.
 _ORDERED = frozenset(
     {"int2", "int4", "int8", "oid", "numeric", "bool", "uuid", "date", "timestamp", "timestamptz", "time", "bytea"}
 )
-"""Types whose order Python knows, too; that of text is the collation's."""
 _COMPARABLE = _ORDERED | {"text", "varchar", "name"}
 
 
@@ -54,8 +54,8 @@ class Plan:
         self.names = tuple(names)
         self.columns: list[Column] = table.pick(names)
         self.codecs: list[Codec] = [codec_of(column, naive) for column in self.columns]
+        # Whether MISSING stays what it is, for it is null elsewhere.
         self._is_left_out = [column.is_left_out(missing) for column in self.columns]
-        """Whether MISSING stays what it is, for it is null elsewhere."""
         self.may_leave_out = any(self._is_left_out)
 
     def positions(self, names: Iterable[str]) -> tuple[int, ...]:

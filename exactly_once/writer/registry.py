@@ -29,17 +29,18 @@ from .errors import BadRow, RegistryAway, TableError, cut
 from .formats import to_json
 from .logical import Schema
 
+# Makes JSON of what comes behind the id.
 Read = Callable[[bytes], bytes]
-"""Makes JSON of what comes behind the id."""
 
 _HEADER_BYTES = 5
+# How long an answer is waited for; then the batch comes again.
 _TIMEOUT_SECONDS = 10.0
-"""How long an answer is waited for; then the batch comes again."""
 _UNKNOWN_SCHEMA = 40403
 _NOT_NOW, _SERVER_ERROR = (408, 429), 500
 _SETTINGS = {"url", "basic.auth.user.info", "bearer.auth.token"}
 _SETTINGS |= {f"ssl.{name}" for name in ("ca.location", "certificate.location", "key.location", "key.password")}
 _PRIMITIVES = {"int": "int32", "long": "int64", "enum": "string", "fixed": "bytes", "record": "struct"}
+# Avro's logical types, by the names of those that stand for the same.
 _LOGICAL = {
     "date": "org.apache.kafka.connect.data.Date",
     "time-millis": "org.apache.kafka.connect.data.Time",
@@ -53,7 +54,6 @@ _LOGICAL = {
     "decimal": "org.apache.kafka.connect.data.Decimal",
     "uuid": "io.debezium.data.Uuid",
 }
-"""Avro's logical types, by the names of those that stand for the same."""
 
 
 class Registry:
@@ -249,6 +249,7 @@ def _schema_of_avro(schema: Any, space: str, known: dict[str, Schema]) -> Schema
     return result
 
 
+# Connect's types, and the numbers of Protobuf's.
 _PROTOBUF = {
     "int32": (5, 15, 17),
     "int64": (3, 16, 18, 13, 7),  # the 32 bits without a sign, too
@@ -259,7 +260,6 @@ _PROTOBUF = {
     "string": (9, 14),
     "bytes": (12,),
 }
-"""Connect's types, and the numbers of Protobuf's."""
 
 
 def _protobuf(text: str, references: list[tuple[str, str]], url: str) -> Read:

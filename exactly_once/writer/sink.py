@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Evolve = Literal["add-columns"]
+# Messages of which no row can be made, in their order, and why.
 Bad = Sequence[tuple[Message, BadRow]]
-"""Messages of which no row can be made, in their order, and why."""
+# What takes such messages, in the transaction that skips them.
 SetAside = Callable[[Bad], object]
-"""What takes such messages, in the transaction that skips them."""
+# So many messages are looked at once more for each bad one among them.
 _SIFTED = 256
-"""So many messages are looked at once more for each bad one among them."""
 
 
 class TableSink:
@@ -66,21 +66,21 @@ class TableSink:
             self._claims = Claims(claim)
         self._evolves = evolve is not None
         self._types = dict(types or {})
+        # Columns that the next transaction adds, until one sees that they are there.
         self._to_add: dict[str, str] = {}
-        """Columns that the next transaction adds, until one sees that they are there."""
+        # Fields that can be no columns.
         self._declined: set[str] = set()
-        """Fields that can be no columns."""
         self.decoder = decoder
+        # How many rows were written so far, those of units that were rolled back included.
         self.rows = 0
-        """How many rows were written so far, those of units that were rolled back included."""
+        # How often a field came that no column takes, so far; counted as ``rows`` is.
         self.unused_fields: Counter[str] = Counter()
-        """How often a field came that no column takes, so far; counted as ``rows`` is."""
+        # How many messages the decoder has left out so far, because they are not wanted; counted as ``rows`` is.
         self.filtered_messages = 0
-        """How many messages the decoder has left out so far, because they are not wanted; counted as ``rows`` is."""
+        # How many rows were left out so far, because their event was claimed before; counted as ``rows`` is.
         self.repeated_rows = 0
-        """How many rows were left out so far, because their event was claimed before; counted as ``rows`` is."""
+        # The columns that no message has filled so far.
         self.unfilled_columns: set[str] = set()
-        """The columns that no message has filled so far."""
         self._has_met_bad = False
         self._prepared_for: Table | None = None
         self._columns: Sequence[str] = ()

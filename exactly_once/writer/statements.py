@@ -15,8 +15,8 @@ from .table import Column
 
 Mode = Literal["append", "upsert", "insert-ignore"]
 
+# No name can have it.
 _PLACEHOLDER = "\0"
-"""No name can have it."""
 STAGE = sql.Identifier("pg_temp", "exactly_once_stage")
 
 

@@ -15,8 +15,8 @@ from exactly_once.ledger.sql import query
 
 from .errors import TableError
 
+# What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was.
 OnMissing = Literal["null", "default", "keep"]
-"""What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was."""
 
 _WRITABLE = {"r": "table", "p": "partitioned table", "f": "foreign table"}
 

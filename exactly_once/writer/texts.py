@@ -13,8 +13,8 @@ from .codec import BYTEA, TEXT, Codec, by_text, named, refuse
 from .errors import NAME_BYTES, cut
 from .literals import json_text
 
+# Python takes zones and masks too: the first it would lose, the second means something else.
 _ADDRESS = re.compile(r"[\da-fA-F.:]+(?:/\d+)?", re.ASCII)
-"""Python takes zones and masks too: the first it would lose, the second means something else."""
 _BARE_UUID = r"[\da-fA-F]{8}(?:-?[\da-fA-F]{4}){3}-?[\da-fA-F]{12}"
 _UUID = re.compile(rf"{_BARE_UUID}|\{{{_BARE_UUID}\}}", re.ASCII)
 _JSON_ALREADY = (bytes, bytearray, memoryview)

@@ -25,8 +25,8 @@ _END_OF_DAY = re.compile(r"(?<=[Tt ])24(?=(?::?00(?::?00(?:[.,]0+)?)?)?(?:[Zz+-]
 _FAR_YEAR = re.compile(r"[+-]?\d{5,}-|[+-]\d{4}-", re.ASCII)
 _SECOND = 1_000_000
 _DAY = 86_400 * _SECOND
+# Postgres holds more, Python's dates do not.
 BEYOND = "beyond the years 1 to 9999, which are all that is read here"
-"""Postgres holds more, Python's dates do not."""
 
 
 def timestamp(name: str, typmod: int, naive: Naive) -> Codec:

@@ -28,8 +28,8 @@ class Upsert:
         self._small_batch = small_batch
         self._key = plan.part(conflict.key)
         self._rules = _rules(plan, conflict, keeps_missing=plan.may_leave_out and missing != "default")
+        # How many deletes found no row.
         self.missed = 0
-        """How many deletes found no row."""
 
     def apply(
         self,

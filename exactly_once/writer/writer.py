@@ -24,15 +24,15 @@ from .storing import append, append_encoded, merge
 from .table import Column, OnMissing, Table, lock_shape, read_table
 from .upsert import Upsert
 
+# Up to so many rows an INSERT from arrays beats a COPY to a stage and a merge.
 SMALL_BATCH = 500
-"""Up to so many rows an INSERT from arrays beats a COPY to a stage and a merge."""
 
 _BAD_DATA = ("22", "23", "P0001")
 _STALE = ("42", "22P03", "0A000")
+# What the readers of some types raise for a value: ltree 42601, regclass 0A000. A COPY names its column then.
 _OF_READERS = ("42", "0A", "08P01")
-"""What the readers of some types raise for a value: ltree 42601, regclass 0A000. A COPY names its column then."""
+# Where Postgres says that it was; the words for line and column may be in any language.
 _COPY_CONTEXT = re.compile(r"^COPY .*?, [^\W\d]+ (\d+)(?:, [^\W\d]+ (.+?))?(?:: .*)?$", re.MULTILINE)
-"""Where Postgres says that it was; the words for line and column may be in any language."""
 
 
 class TableWriter:
@@ -87,10 +87,10 @@ class TableWriter:
         self._small_batch = small_batch
         self._table: Table | None = None
         self._is_fresh = False
+        # Whether small batches go by a stage, too: only a COPY tells a value that is wrong from a table that is.
         self._stages = False
-        """Whether small batches go by a stage, too: only a COPY tells a value that is wrong from a table that is."""
+        # How many deletes found no row so far, those of units that were rolled back included.
         self.missed_deletes = 0
-        """How many deletes found no row so far, those of units that were rolled back included."""
         self._conflict = Conflict(mode=mode)
         self._plans: dict[tuple[str, ...], Plan] = {}
 
