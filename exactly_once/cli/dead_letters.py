@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -168,9 +169,11 @@ def _replay(
 
 
 def _document(letter: DeadLetter) -> dict[str, Any]:
-    """Return a letter for reading: text as text, the timestamp as a time, headers as pairs."""
+    """Return a letter for reading: text as text, the timestamp as a time or else milliseconds, headers as pairs."""
     kind = _TIMESTAMPS.get(letter.timestamp_type)
-    time = datetime.fromtimestamp(letter.timestamp_ms / 1000, UTC) if kind else None
+    time: datetime | int | None = letter.timestamp_ms if kind else None
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # no date: Kafka takes any number
+        time = datetime.fromtimestamp(letter.timestamp_ms / 1000, UTC) if kind else None
     document = asdict(letter) | {
         "timestamp_type": kind,
         "timestamp": time,

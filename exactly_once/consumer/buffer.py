@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property
-from itertools import groupby, repeat
+from itertools import groupby, islice, repeat
 from typing import Any
 
 from confluent_kafka import Message
@@ -28,6 +28,22 @@ _MESSAGE_BYTES = 500
 """About what a message takes in memory beside its value: without that, millions of small ones could be kept."""
 
 
+class HeadersUnreadable(ValueError):
+    """Raised by ``message.headers()`` where the name of a header is no UTF-8; says by attributes of which message."""
+
+    def __init__(self, message: Message) -> None:
+        self.topic, self.partition, self.offset = message.topic(), message.partition(), message.offset()
+        place = f"{self.topic}[{self.partition}] offset {self.offset}"
+        super().__init__(f"{place}: the name of a header is no UTF-8, so that none of its headers can be read")
+
+
+class _WithoutHeaders(Message):
+    """A message whose headers the client cannot read. It is as good as any other to whoever does not ask for them."""
+
+    def headers(self) -> Any:
+        raise HeadersUnreadable(self)
+
+
 class Sent:
     """What the broker sent of a batch, whatever a handler does to its messages, as ``set_value`` does.
 
@@ -35,29 +51,30 @@ class Sent:
     """
 
     def __init__(self, messages: Sequence[Message], *, only_topic: str | None = None) -> None:
-        self._messages = messages
+        self._messages, self._headers = _read_headers(messages)
         self._topics = repeat(only_topic) if only_topic else list(map(Message.topic, messages))
         self._keys = list(map(Message.key, messages))
         self._values = list(map(Message.value, messages))
-        headers: list[Any] = list(map(Message.headers, messages))
-        if headers.count(None) < len(headers):  # they are lists, which can be changed
-            headers = [None if each is None else list(each) for each in headers]
-        self._headers = headers
 
     def __len__(self) -> int:
         return len(self._messages)
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What to give to a handler, which may change it."""
+        return self._messages
+
     def again(self) -> list[Message]:
         """Make the messages anew."""
         parts = zip(self._messages, self._topics, self._keys, self._values, self._headers, strict=False)
-        return [_remade(*each) for each in parts]
+        return [_remade(*each, kind=type(each[0])) for each in parts]
 
     def of(self, message: Message) -> Message:
         """Make one of them anew; a message that is none of them stays as it is."""
         if (at := self._index[0].get(id(message))) is None:
             return message
         topic = message.topic() if isinstance(self._topics, repeat) else self._topics[at]
-        return _remade(message, topic, self._keys[at], self._values[at], self._headers[at])
+        return _remade(message, topic, self._keys[at], self._values[at], self._headers[at], kind=type(message))
 
     def before(self, message: Message) -> int | None:
         """Return the offset of the message that comes before one in the batch and in its partition."""
@@ -80,10 +97,31 @@ class Sent:
         return {id(message): at for at, message in enumerate(self._messages)}, offsets
 
 
-def _remade(message: Message, topic: str | None, key: Any, value: Any, headers: Any) -> Message:
+def _read_headers(messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Any]]:
+    """Return the messages and copies of their headers, which are lists and can be changed.
+
+    One whose headers cannot be read is made anew: of itself the client would next give headers with holes, which crash.
+    """
+    read: list[Message] = list(messages)
+    headers: list[Any] = []
+    while len(headers) < len(read):
+        try:
+            headers.extend(map(Message.headers, islice(read, len(headers), None)))
+        except (SystemError, UnicodeDecodeError) as error:
+            if not isinstance(error.__cause__ or error, UnicodeDecodeError):
+                raise
+            at = len(headers)
+            bad = read[at]
+            read[at] = _remade(bad, bad.topic(), bad.key(), bad.value(), None, kind=_WithoutHeaders)
+    if headers.count(None) < len(headers):
+        headers = [None if each is None else list(each) for each in headers]
+    return tuple(read), headers
+
+
+def _remade(message: Message, topic: str | None, key: Any, value: Any, headers: Any, *, kind: type[Message]) -> Message:
     """Make a message of what cannot be set, and of what was kept of the rest."""
     latency, leader_epoch = message.latency(), message.leader_epoch()
-    return Message(
+    return kind(
         topic=topic,
         partition=message.partition(),
         offset=message.offset(),

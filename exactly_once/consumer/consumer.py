@@ -471,7 +471,16 @@ class ExactlyOnceConsumer:
         :raises PoisonMessage: naming topic, partition and offset.
         :raises TooManyDeadLetters: beyond ``dead_letter_limit``.
         """
-        check_run(handler, on_poison=on_poison, attempts=attempts, revoke_seconds=revoke_seconds)
+        check_run(
+            handler,
+            on_poison=on_poison,
+            attempts=attempts,
+            dead_letter_limit=dead_letter_limit,
+            wait=wait,
+            revoke_seconds=revoke_seconds,
+            stop_seconds=stop_seconds,
+            idle_seconds=idle_seconds,
+        )
         self._ledger.application = self._options.application or application_of(handler, self._options.name)
         max_unit_seconds = self._options.max_unit_seconds
         if in_thread:

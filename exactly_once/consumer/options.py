@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from exactly_once._model import RangePolicy, StartPolicy
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.settings import poll_interval_seconds
+from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.migrate import check_schema_name
 from exactly_once.ledger.session import Connection, connector, server_of
 
@@ -99,7 +100,17 @@ def check_options(
     return options
 
 
-def check_run(handler: object, *, on_poison: object, attempts: int, revoke_seconds: float) -> None:
+def check_run(
+    handler: object,
+    *,
+    on_poison: object,
+    attempts: int,
+    dead_letter_limit: object,
+    wait: object,
+    revoke_seconds: object,
+    stop_seconds: object,
+    idle_seconds: object,
+) -> None:
     """Check what ``run`` is given.
 
     :raises ConfigurationError: naming the option, what was given and what is possible.
@@ -116,8 +127,16 @@ def check_run(handler: object, *, on_poison: object, attempts: int, revoke_secon
         _check_choice("on_poison", on_poison, ("stop", "dead-letter", "a callable(unit, message, error)"))
     if attempts < 1:
         raise ConfigurationError(f"attempts={attempts!r} must be 1 or more")
-    if revoke_seconds < 0:
-        raise ConfigurationError(f"revoke_seconds={revoke_seconds!r} must be 0 or more")
+    if not isinstance(dead_letter_limit, DeadLetterLimit | None):
+        raise ConfigurationError(f"dead_letter_limit={dead_letter_limit!r} is not possible; give a DeadLetterLimit")
+    if not callable(wait):
+        raise ConfigurationError(f"wait={wait!r} is not possible; give a wait of tenacity, as tenacity.wait_fixed(3)")
+    times = {"revoke_seconds": revoke_seconds, "stop_seconds": stop_seconds, "idle_seconds": idle_seconds}
+    for name, seconds in times.items():
+        if seconds is None and name == "idle_seconds":
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+            raise ConfigurationError(f"{name}={seconds!r} must be 0 or more")
 
 
 def application_of(handler: Callable[..., object] | None, name: str | None) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
@@ -78,10 +79,10 @@ class Unit:
         work: UnitOfWork,
         commits: EndsUnits,
     ) -> None:
-        self.messages = tuple(messages)
         topics = {advance.partition.topic for advance in advances}
-        self.sent = Sent(self.messages, only_topic=topics.pop() if len(topics) == 1 else None)
+        self.sent = Sent(messages, only_topic=topics.pop() if len(topics) == 1 else None)
         """The messages as the broker sent them."""
+        self.messages = self.sent.messages
         self.attempt = attempt
         self.advances = advances
         self.work = work
@@ -308,7 +309,7 @@ class Unit:
 def apply(handler: Callable[[Unit], object], unit: Unit) -> None:
     """Call a handler inside of a unit.
 
-    :raises ConfigurationError: when it gave a coroutine or a generator, which has done nothing yet.
+    :raises ConfigurationError: when it gave a coroutine, an iterator or a future: nothing is done yet.
     """
     with unit:
         call(handler, unit)
@@ -317,10 +318,16 @@ def apply(handler: Callable[[Unit], object], unit: Unit) -> None:
 def call(handler: Callable[[Unit], object], unit: Unit) -> None:
     """Call a handler with a unit that is open; raise as :func:`apply` does."""
     result = handler(unit)
-    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+    if inspect.isawaitable(result) or isinstance(result, Future) or _is_lazy(result):
         if inspect.iscoroutine(result):
             result.close()
         raise ConfigurationError(
             f"the handler returned {type(result).__name__} {result!r} instead of having its effects: "
-            "write it with def, not async def, and without yield"
+            "write it with def, not async def, and without yield; wait for a future, and iterate over a map"
         )
+
+
+def _is_lazy(result: object) -> bool:
+    """Tell whether it is an iterator of Python's own: a cursor, which is one too, has had its effects."""
+    is_iterator = isinstance(result, (Iterator, AsyncIterator))
+    return is_iterator and type(result).__module__ in ("builtins", "itertools")

@@ -120,9 +120,15 @@ def store(
 ) -> None:
     """Store a message in the open transaction of its unit.
 
-    Text that the database's encoding lacks, and NUL, is escaped; the message itself is kept byte by byte.
+    Text that the database's encoding lacks, and NUL, is escaped; the message itself is kept byte by byte. Where its
+    headers cannot be read, the error says so, and there are none.
     """
-    headers = message.headers()
+    said = text_of(error)
+    try:
+        headers = message.headers()
+    except ValueError as unreadable:
+        headers, note = None, f"(stored without its headers: {unreadable})"
+        said = f"{said[: _ERROR_CHARACTERS - len(note) - 1]} {note}"
     headers = list(headers.items()) if isinstance(headers, dict) else headers
     kind, milliseconds = message.timestamp()
     driver = driver_error(error) if isinstance(error, BaseException) else None
@@ -147,7 +153,7 @@ def store(
         "error_class": text(
             "str" if isinstance(error, str) else f"{type(error).__module__}.{type(error).__qualname__}"
         ),
-        "error": text(text_of(error))[:_ERROR_CHARACTERS],
+        "error": text(said)[:_ERROR_CHARACTERS],
         "sqlstate": driver.sqlstate if driver is not None else None,
         "attempts": attempts,
         "after_offset": after_offset,

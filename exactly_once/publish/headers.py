@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .keys import Key, encoded
 
@@ -43,6 +43,15 @@ def with_sequence(headers: Headers | None, producer: str, before: int, number: i
 def with_key(headers: Headers | None, key: Key) -> list[tuple[str, HeaderValue]]:
     """Return the caller's headers with the one of a dedup key."""
     return [*_listed(headers), (DEDUP_KEY, encoded(key))]
+
+
+def headers_of(message: Any) -> list[tuple[str, bytes | None]] | None:
+    """Return the headers of a message that was read; None where a name is no UTF-8: then they are not ours."""
+    try:
+        headers: list[tuple[str, bytes | None]] | None = message.headers()
+    except (SystemError, UnicodeDecodeError):  # the client's way to say so
+        return None
+    return headers
 
 
 def sequence_of(headers: Iterable[tuple[str, bytes | None]] | None) -> Sent | None:

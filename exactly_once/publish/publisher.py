@@ -25,7 +25,7 @@ from .delivery import Batch, Call, Callback, Delivery, Extra, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
 from .filter import Filter, NoFilter, Resolved
 from .guard import Guard
-from .headers import Headers, key_of, sequence_of, with_key, with_sequences
+from .headers import Headers, headers_of, key_of, sequence_of, with_key, with_sequences
 from .keys import GivenKey, checked_all
 from .options import PublishOptions, connection_settings
 from .owners import PublishOwner
@@ -189,7 +189,7 @@ class Publisher(ABC):
             is_whole = all(low <= starts.get(partition, 0) for partition, low in lows.items())
             begin = {partition: max(low, starts.get(partition, 0)) for partition, low in lows.items()}
             for message in read_tail(self._kafka, topic, begin):
-                headers: Any = message.headers()  # they are bytes when read
+                headers = headers_of(message)
                 sent = sequence_of(headers)
                 found.add(key_of(headers) if sent is None else Numbered(sent.producer, sent.number))
             return of_topic.filter.resolve(found, is_sure=is_sure and is_whole)

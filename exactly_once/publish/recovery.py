@@ -15,7 +15,7 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .errors import SnapshotCorrupted, TailLost
-from .headers import Sent, sequence_of
+from .headers import Sent, headers_of, sequence_of
 from .sequence import SequenceFilter, read_dumped
 from .snapshot import SnapshotStore, pack, unpack
 from .tail import Log, describe, ranges_of, read_tail, starts_since
@@ -70,7 +70,7 @@ def sequences_in(kafka: Mapping[str, Any], topic: str) -> dict[str, tuple[int, d
     """Read a topic; return of each producer there what :meth:`Walk.result` says. For looking, not for recovery."""
     walks: dict[str, Walk] = {}
     for message in read_tail(kafka, topic, None):
-        sent = sequence_of(message.headers())  # type: ignore[arg-type]  # they are bytes when read
+        sent = sequence_of(headers_of(message))
         if sent is not None:
             walks.setdefault(sent.producer, Walk()).see(sent)
     return {name: walk.result() for name, walk in walks.items()}
@@ -139,7 +139,7 @@ class SequenceLog:
             count += 1
             partition = Partition(self._topic, message.partition() or 0)
             self.positions[partition] = (message.offset() or 0) + 1
-            sent = sequence_of(message.headers())  # type: ignore[arg-type]  # they are bytes when read
+            sent = sequence_of(headers_of(message))
             if sent is not None and sent.producer == self._producer:
                 seen_in.add(partition)
                 walk.see(sent)
@@ -152,7 +152,7 @@ class SequenceLog:
     def has_another_writer(self, own: Collection[tuple[int | None, int | None]]) -> bool:
         """Tell whether the log has a number of this producer that it did not put there, at none of its own places."""
         for message in read_tail(self._kafka, self._topic, self.positions):
-            sent = sequence_of(message.headers())  # type: ignore[arg-type]  # they are bytes when read
+            sent = sequence_of(headers_of(message))
             if sent is None or sent.producer != self._producer or (message.partition(), message.offset()) in own:
                 continue
             if not self._filter.is_confirmed(self._producer, sent.number):

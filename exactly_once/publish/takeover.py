@@ -9,7 +9,7 @@ from typing import Any
 from exactly_once._log import about
 from exactly_once._model import Partition
 
-from .headers import key_of
+from .headers import headers_of, key_of
 from .owners import DeadOwner
 from .postgres import Found
 from .tail import ends_of, fence, ranges_of, read_tail
@@ -59,7 +59,7 @@ class TopicTakeOver:
             starts = {p: max(low, (starts or {}).get(p, 0)) for p, low in lows.items()}
         keys = set()
         for message in read_tail(self._kafka, scope, starts, seconds=self._seconds):
-            key = key_of(message.headers())  # type: ignore[arg-type]  # they are bytes when read
+            key = key_of(headers_of(message))
             if key is not None:
                 keys.add(key)
         return Found(keys, is_sure=owner.transactional_id is not None and not is_trimmed)

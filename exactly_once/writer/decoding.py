@@ -209,13 +209,13 @@ def _headers(message: Message) -> list[list[Any]] | None:
 
 
 def remade(source: Message, key: Any, value: bytes | None) -> Message:
-    """Make a message of another key and value; all else is the source's."""
-    return Message(
+    """Make a message of another key and value; all else, also unreadable headers, is the source's."""
+    return type(source)(
         topic=source.topic(),
         partition=source.partition(),
         offset=source.offset(),
         key=key,
         value=value,
-        headers=source.headers(),
+        headers=Message.headers(source),
         timestamp=source.timestamp(),
     )

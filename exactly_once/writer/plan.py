@@ -71,20 +71,41 @@ class Plan:
         """Return the plan of only some of the columns."""
         return Plan(self.table, names, naive=self._naive, missing=self._missing)
 
-    def by_columns(self, prepared: Prepared) -> Iterator[tuple[Plan, Prepared]]:
-        """Split rows by the columns that they have, in the order in which those first appear."""
+    def by_columns(
+        self, prepared: Prepared, *, first_wins: Sequence[str] | None = None
+    ) -> Iterator[tuple[Plan, Prepared]]:
+        """Split rows by the columns that they have, in the order in which those first appear.
+
+        Where the first row of each key ``first_wins`` is to be stored, and it may come twice, no row overtakes another.
+        """
         rows = prepared.rows
         if not self.may_leave_out or not any(MISSING in row for row in rows):
             yield self, prepared
             return
-        groups: dict[tuple[int, ...], list[Row]] = {}
+        rows = list(rows)
+        keeps_order = first_wins is not None and self._may_repeat(rows, first_wins)
+        groups: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
+        number, before = 0, None
         for row in rows:
             present = tuple(i for i, value in enumerate(row) if value is not MISSING)
-            groups.setdefault(present, []).append(tuple(row[i] for i in present))
-        for present, some in groups.items():
+            number += keeps_order and present != before
+            before = present
+            groups.setdefault((number, present), []).append(tuple(row[i] for i in present))
+        for (_, present), some in groups.items():
             if not present:
                 raise BadRow("a row has none of the columns; there is nothing to store")
             yield self.part([self.names[i] for i in present]), Prepared(some, prepared.is_binary)
+
+    def _may_repeat(self, rows: Sequence[Row], key: Sequence[str]) -> bool:
+        """Tell whether two rows may have one key; without a key any constraint may say so."""
+        positions = self.positions(key)
+        columns = [[row[i] for row in rows] for i in positions]
+        if not columns or not all(map(self.is_comparable, positions, columns)):
+            return True
+        try:
+            return len(set(zip(*columns, strict=True))) < len(rows)
+        except TypeError:  # bytes that can be changed
+            return True
 
     def prepare(
         self, rows: Sequence[Row], *, exact: Collection[str] = (), origins: Sequence[Message] | None = None

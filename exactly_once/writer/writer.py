@@ -219,7 +219,8 @@ class TableWriter:
         else:
             prepared = plan.prepare(list(rows), exact=exact, origins=origins)
         written = 0
-        for part, some in plan.by_columns(prepared):
+        first_wins = self._conflict.key if self.mode == "insert-ignore" else None
+        for part, some in plan.by_columns(prepared, first_wins=first_wins):
             if self.mode == "append" and plan.table.can_copy:
                 written += append(connection, part, some)
             else:

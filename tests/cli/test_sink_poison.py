@@ -11,7 +11,7 @@ from psycopg.conninfo import make_conninfo
 
 from tests.cli.conftest import Command
 from tests.cli.test_sink import rows, send
-from tests.support.topics import create_topic
+from tests.support.topics import create_topic, produce_header_name
 
 Database = psycopg.Connection[Any]
 
@@ -151,3 +151,25 @@ def test_a_value_that_its_type_refuses_is_set_aside_though_it_is_alone(
         assert letter[0] in (None, "22P02")
         assert f"{topic}[0] offset 0: column v: " in letter[1]
         assert rows(db, f"{source}_{number}") == []
+
+
+@pytest.mark.parametrize("payload", ["json", "cloudevents"])
+def test_headers_that_cannot_be_read_matter_only_where_a_column_is_filled_from_them(  # noqa: PLR0917 - fixtures
+    payload: str, command: Command, bootstrap_servers: str, conninfo: str, source: str, db: Database
+) -> None:
+    """And where the format is one that has its event in them."""
+    db.execute(f"CREATE TABLE {source} (id int, sent jsonb, specversion text)")
+    value = b'{"id": 1, "specversion": "1.0"}'
+    produce_header_name(bootstrap_servers, source, value, b"caf\xe9")
+    send(bootstrap_servers, source, [("0", {"id": 2, "specversion": "1.0"})], 1)
+    where = ["--topic", source, "--table", source, "--until-end", "--bootstrap-servers", bootstrap_servers]
+    where += ["--conninfo", conninfo, "--format", payload]
+    asking = ["--metadata", "sent=headers"] if payload == "json" else []
+    stopped = command("sink", *where, *asking, "--group-id", source)
+    assert stopped.code == 1
+    assert f"{source}[0] offset 0: the name of a header is no UTF-8" in stopped.err
+    assert command("sink", *where, *asking, "--group-id", source, "--on-poison", "dead-letter").code == 0
+    assert rows(db, source, "id") == [(2,)]
+    if payload == "json":
+        assert command("sink", *where, "--group-id", f"{source}-2").code == 0
+        assert rows(db, source, "id") == [(1,), (2,), (2,)]

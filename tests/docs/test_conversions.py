@@ -43,7 +43,7 @@ class App:
     rows: str
     tables: list[str]
     afters: tuple[str, ...] = ("after.py",)
-    has_tests: bool = False
+    tests: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.directory
@@ -58,7 +58,7 @@ APPS = [
         "SELECT sum(balance) FROM card_account",
         "SELECT 0",
         [],
-        has_tests=True,
+        tests=("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "."),
     ),
     App(
         "psycopg_batch_app",
@@ -88,6 +88,7 @@ APPS = [
         "SELECT count(*) FROM votes_vote",
         ["-m", "django", "migrate", "--run-syncdb"],
         ("after.py", "after_connect.py"),
+        ("-m", "django", "test"),
     ),
 ]
 
@@ -104,7 +105,9 @@ class Running:
         self._env = {
             **os.environ,
             "EXACTLY_ONCE_BOOTSTRAP_SERVERS": bootstrap_servers,
-            "EXACTLY_ONCE_CONNINFO": "postgresql://{user}@{host}:{port}/{dbname}".format(**conninfo_to_dict(conninfo)),
+            "EXACTLY_ONCE_CONNINFO": "postgresql://{user}:{password}@{host}:{port}/{dbname}".format(
+                **{"password": "", **conninfo_to_dict(conninfo)}
+            ),
             "DJANGO_SETTINGS_MODULE": "settings",
         }
         migrate(self._db)
@@ -154,8 +157,7 @@ class Running:
 
     def run_tests(self) -> None:
         """Run the application's own tests, as its team would."""
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "."]
-        with self._start(*command, stdout=subprocess.PIPE) as tests:
+        with self._start(*self.app.tests, stdout=subprocess.PIPE) as tests:
             printed, errors = tests.communicate(timeout=100)
         assert tests.returncode == 0, printed + errors
 
@@ -208,6 +210,6 @@ def test_application_goes_over_with_lag_and_back_and_forward_again(
         running.reset_to_committed()
         running.produce()
         assert running.run(app.afters[0], signal.SIGTERM) == 0
-        if app.has_tests:
+        if app.tests:
             running.produce()  # for the worker that crashes before it has applied any
             running.run_tests()

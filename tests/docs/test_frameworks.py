@@ -93,9 +93,10 @@ def test_fastapi_serves_while_every_message_is_applied_once(
 
     def is_ready() -> bool:
         try:
-            return bool(urlopen(f"http://127.0.0.1:{port}/readyz").status == 200) and is_done()
-        except OSError:
+            urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5).close()
+        except OSError:  # an answer other than 200, too
             return False
+        return is_done()
 
     env = {"EXACTLY_ONCE_BOOTSTRAP_SERVERS": bootstrap_servers, "EXACTLY_ONCE_CONNINFO": uri, "RATES_URL": rates}
     command = [sys.executable, "-m", "uvicorn", "web:app", "--host", "127.0.0.1", "--port", str(port)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import psycopg
@@ -14,10 +16,11 @@ import pytest
 from confluent_kafka import Message, Producer
 from psycopg.types.json import Jsonb
 
-from exactly_once import ConfigurationError, HandlerCommitted, Unit
+from exactly_once import ConfigurationError, HandlerCommitted, PoisonMessage, Unit
 from exactly_once.ledger.dead_letters import DeadLetter, find
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, text
+from tests.support.topics import produce_header_name
 from tests.support.worker import record
 
 BAD = 5
@@ -151,6 +154,68 @@ def test_headers_come_as_they_are(scene: Scene) -> None:
     scene.assert_exact()
 
 
+# A header whose name is no UTF-8: the client gives none of the headers of that message.
+
+
+@pytest.fixture
+def unreadable(scene: Scene) -> Scene:
+    """A scene with such a message among ten others."""
+    produce_header_name(scene.bootstrap_servers, scene.topic, b"5", b"caf\xe9")
+    scene.produce_values(b"%d" % number for number in range(5))
+    return scene
+
+
+@pytest.mark.fault("C12")
+def test_headers_that_cannot_be_read_are_not_noticed_by_who_does_not_ask(unreadable: Scene) -> None:
+    """Nor by a second try, with ``run`` and in the loop."""
+    seen: list[list[bytes | str | None]] = []
+
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        seen.append([message.value() for message in unit.messages])
+        if len(seen) == 1:
+            raise psycopg.errors.DeadlockDetected
+
+    run(unreadable, handler)
+    assert seen[0] == seen[1]
+    assert letters(unreadable) == []
+    unreadable.assert_exact()
+
+
+def test_headers_that_cannot_be_read_are_the_messages_fault_where_they_are_asked_for(unreadable: Scene) -> None:
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        for message in unit.messages:
+            message.headers()
+
+    place = rf"{unreadable.topic}\[0\] offset {BAD}"
+    asked = pytest.raises(ValueError, match=f"{place}: the name of a header")
+    with asked, unreadable.consumer(max_messages=20) as consumer:
+        for unit in consumer.units(until_end=True):
+            with unit:
+                handler(unit)
+    with pytest.raises(PoisonMessage, match=place), unreadable.consumer(max_messages=20) as consumer:
+        consumer.run(handler, until_end=True)
+    run(unreadable, handler)
+    (letter,) = letters(unreadable)
+    assert (letter.message_offset, letter.value, letter.headers) == (BAD, b"5", None)
+    assert letter.error_class.endswith("HeadersUnreadable")
+    assert unreadable.applied() == [n for n in range(11) if n != BAD]
+
+
+def test_a_dead_letter_says_that_its_headers_could_not_be_read(unreadable: Scene) -> None:
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        if any(message.offset() == BAD for message in unit.messages):
+            raise ValueError("no" * 10_000)
+
+    run(unreadable, handler)
+    (letter,) = letters(unreadable)
+    assert (letter.message_offset, letter.value, letter.headers) == (BAD, b"5", None)
+    assert letter.error.startswith("nono")
+    assert f"stored without its headers: {unreadable.topic}[0] offset {BAD}: the name of a header" in letter.error
+
+
 # Handlers.
 
 
@@ -159,6 +224,15 @@ def test_what_a_handler_returns_is_nobodys_business(scene: Scene, result: object
     def handler(unit: Unit) -> object:
         record(unit, "test")
         return result
+
+    run(scene, handler)
+    scene.assert_exact()
+
+
+def test_a_cursor_that_a_handler_returns_has_had_its_effects(scene: Scene) -> None:
+    def handler(unit: Unit) -> object:
+        record(unit, "test")
+        return unit.execute("SELECT 1")
 
     run(scene, handler)
     scene.assert_exact()
@@ -178,7 +252,20 @@ async def async_generator(unit: Unit) -> AsyncIterator[None]:
     yield
 
 
-@pytest.mark.parametrize("handler", [coroutine, generator, async_generator])
+def future(unit: Unit) -> Future[None]:
+    """As ``executor.submit`` and ``asyncio.run_coroutine_threadsafe`` return it."""
+    return Future()
+
+
+def mapping(unit: Unit) -> Iterator[None]:
+    return map(record, [unit], ["test"])
+
+
+def repeating(unit: Unit) -> Iterator[None]:
+    return itertools.starmap(record, [(unit, "test")])
+
+
+@pytest.mark.parametrize("handler", [coroutine, generator, async_generator, future, mapping, repeating])
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_handler_that_has_not_run_yet_is_an_error_and_applies_nothing(
     scene: Scene, handler: Handler, *, in_thread: bool

@@ -47,7 +47,9 @@ def _without_tables_afterwards(conninfo: str) -> Iterator[None]:
 
 def run(program: str, scene: Scene) -> str:
     """Run a program with Django set up for the example's models; return what it printed."""
-    url = "postgresql://{user}@{host}:{port}/{dbname}".format(**conninfo_to_dict(scene.conninfo))
+    url = "postgresql://{user}:{password}@{host}:{port}/{dbname}".format(
+        **{"password": "", **conninfo_to_dict(scene.conninfo)}
+    )
     before = textwrap.dedent(BEFORE).format(servers=scene.bootstrap_servers, name=scene.topic)
     done = subprocess.run(
         [sys.executable, "-c", before + textwrap.dedent(program)],

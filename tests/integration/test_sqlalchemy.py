@@ -51,7 +51,9 @@ class Shared(NamedTuple):
 @pytest.fixture
 def shared(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
     """The example's own code, on this test's database."""
-    url = "postgresql://{user}@{host}:{port}/{dbname}".format(**conninfo_to_dict(scene.conninfo))
+    url = "postgresql://{user}:{password}@{host}:{port}/{dbname}".format(
+        **{"password": "", **conninfo_to_dict(scene.conninfo)}
+    )
     monkeypatch.setenv("EXACTLY_ONCE_CONNINFO", url)
     monkeypatch.syspath_prepend(str(EXAMPLE))
     import units  # type: ignore[import-not-found]  # noqa: PLC0415 - found only now

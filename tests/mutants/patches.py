@@ -419,10 +419,11 @@ MUTANTS = (
             "rotates=False,\n                    after",
         ),
         (
+            # The offset alone would do no harm: positions are set again when the client is told where to read.
             "goes-nowhere",
             "a row that moved elsewhere is not followed",
-            "state.next_offset = state.in_flight_until = state.position = row.next_offset",
-            "state.next_offset = row.next_offset",
+            "        self.has_changed = True\n        state.invalidate()\n        if row.next_offset is None:",
+            "        self.has_changed = True\n        if row.next_offset is None:",
         ),
     ),
     # What was fetched, and becomes batches.

@@ -12,7 +12,7 @@ import random
 import pytest
 
 from exactly_once.publish import Sequence, SequenceFilter, State
-from exactly_once.publish.headers import Sent
+from exactly_once.publish.headers import Sent, headers_of, sequence_of
 from exactly_once.publish.recovery import Walk
 from tests.support.seeds import seeds
 
@@ -118,3 +118,14 @@ def test_every_number_is_in_the_log_once(part: int) -> None:
         assert world.run() == world.wanted, f"seed {seed}"
         world.crash()
         assert world.made.persisted(NAME) == world.wanted[-1], f"seed {seed}"
+
+
+class Unreadable:
+    """A message of others with a header whose name is no UTF-8: the client, which raises this, writes none itself."""
+
+    def headers(self) -> None:
+        raise SystemError("returned a result with an exception set")
+
+
+def test_headers_of_others_that_cannot_be_read_are_none_of_ours() -> None:
+    assert sequence_of(headers_of(Unreadable())) is None

@@ -29,7 +29,7 @@ from tests.support.seeds import seeds
 from tests.support.topics import create_topic
 
 KILLS = int(os.environ.get("EXACTLY_ONCE_PUBLISH_KILLS", "6"))
-COUNT = 600
+COUNT = 100 * KILLS
 SIZE = 7
 """How many numbers are a transaction."""
 

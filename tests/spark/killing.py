@@ -46,8 +46,8 @@ class Verdict:
     doubled: int
 
 
-def start(session: Any, bootstrap_servers: str, conninfo: str, topic: str, place: Path) -> list[Any]:
-    """Start a query of each mode."""
+def start(session: Any, bootstrap_servers: str, conninfo: str, topic: str, place: Path, *, a_batch: str) -> list[Any]:
+    """Start a query of each mode, with so many messages a batch."""
     from spark_sink import ExactlyOncePostgres, PostgresSink  # noqa: PLC0415
 
     session.dataSource.register(ExactlyOncePostgres)
@@ -72,7 +72,7 @@ def start(session: Any, bootstrap_servers: str, conninfo: str, topic: str, place
         several.write({"killed_several": frame, "killed_several_sums": totals}, batch_id)
 
     def stream() -> Any:
-        frame = read_topic(session, bootstrap_servers, topic, maxOffsetsPerTrigger=str(A_BATCH))
+        frame = read_topic(session, bootstrap_servers, topic, maxOffsetsPerTrigger=a_batch)
         return frame.select("topic", "partition", "offset")
 
     def writing(mode: str, frame: Any, write: Callable[[Any, int], object]) -> Any:
@@ -97,9 +97,9 @@ def start(session: Any, bootstrap_servers: str, conninfo: str, topic: str, place
 
 def main(*arguments: str) -> None:
     """Run the queries until they have read what is there."""
-    bootstrap_servers, conninfo, topic, place = arguments
+    bootstrap_servers, conninfo, topic, place, a_batch = arguments
     with spark.session("killed", master="local[2,4]") as session:
-        for query in start(session, bootstrap_servers, conninfo, topic, Path(place)):
+        for query in start(session, bootstrap_servers, conninfo, topic, Path(place), a_batch=a_batch):
             query.awaitTermination()
         print("drained")
 
@@ -121,13 +121,13 @@ def kill_drivers(bootstrap_servers: str, conninfo: str, place: Path, *, kills: i
     arguments = ("-m", "tests.spark.killing", "drive", bootstrap_servers, conninfo, topic, str(place))
     for number in range(kills):
         produce(bootstrap_servers, topic, A_ROUND, PARTITIONS, start=number * A_ROUND)
-        with Driver(*arguments) as driver:
+        with Driver(*arguments, str(A_BATCH)) as driver:
             driver.wait("batch")
             time.sleep(chance.uniform(0, 6))  # at any moment of the batches that follow
             assert driver.status is None or "drained" in driver.lines, driver.story()
             driver.kill(everything=chance.random() < 0.5)
             print(f"killed {number + 1} of {kills} behind {len(driver.lines)} batches", flush=True)
-    with Driver(*arguments) as driver:
+    with Driver(*arguments, str(kills * A_ROUND)) as driver:  # what was left over, in few batches
         driver.wait("drained", 600)
         assert driver.wait_ended() == 0
     return compare(bootstrap_servers, conninfo, topic)

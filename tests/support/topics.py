@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from uuid import uuid4
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition, cimpl
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
@@ -84,6 +85,25 @@ def produce(bootstrap_servers: str, topic: str, n: int, partitions: int, *, star
     unsent = producer.flush(60)
     assert not failures, f"{len(failures)} messages failed, the first: {failures[0]}"
     assert not unsent, f"{unsent} messages were not sent within a minute"
+
+
+def produce_header_name(bootstrap_servers: str, topic: str, value: bytes, name: bytes) -> None:
+    """Append a message with a header whose name is any bytes, as clients of other languages can."""
+    client = ctypes.CDLL(cimpl.__file__)
+    for made in (client.rd_kafka_conf_new, client.rd_kafka_new, client.rd_kafka_headers_new):
+        made.restype = ctypes.c_void_p
+    said = ctypes.create_string_buffer(500)
+    settings = ctypes.c_void_p(client.rd_kafka_conf_new())
+    client.rd_kafka_conf_set(settings, b"bootstrap.servers", bootstrap_servers.encode(), said, len(said))
+    producer = ctypes.c_void_p(client.rd_kafka_new(0, settings, said, len(said)))
+    headers = ctypes.c_void_p(client.rd_kafka_headers_new(ctypes.c_size_t(1)))
+    size = ctypes.c_ssize_t
+    client.rd_kafka_header_add(headers, name, size(len(name)), b"x", size(1))
+    # RD_KAFKA_VTYPE_: TOPIC 1, PARTITION 3, VALUE 4, MSGFLAGS 7 (2: copy), HEADERS 10, END 0.
+    parts = (1, topic.encode(), 3, 0, 4, value, ctypes.c_size_t(len(value)), 7, 2, 10, headers, 0)
+    assert client.rd_kafka_producev(producer, *parts) == 0
+    assert client.rd_kafka_flush(producer, 30_000) == 0
+    client.rd_kafka_destroy(producer)
 
 
 def _answers(admin: AdminClient, topic: str, partitions: int) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import tenacity
 from confluent_kafka import Consumer
 
 from exactly_once import ConfigurationError, ExactlyOnceConsumer
@@ -352,15 +353,42 @@ class Handler:
     async def __call__(self, unit: object) -> None: ...
 
 
+RUN: dict[str, Any] = {
+    "attempts": 1,
+    "dead_letter_limit": None,
+    "wait": tenacity.wait_fixed(1),
+    "revoke_seconds": 1,
+    "stop_seconds": 1,
+    "idle_seconds": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("wait", 3),
+        ("dead_letter_limit", 5),
+        ("idle_seconds", math.nan),
+        ("idle_seconds", -1),
+        ("stop_seconds", "5"),
+        ("stop_seconds", None),
+        ("revoke_seconds", -1),
+    ],
+)
+def test_options_of_run_are_checked_before_they_are_needed(name: str, value: object) -> None:
+    check_run(print, on_poison="stop", **RUN)
+    with pytest.raises(ConfigurationError, match=f"^{name}="):
+        check_run(print, on_poison="stop", **RUN | {name: value})
+
+
 @pytest.mark.parametrize("lazy", [coroutine, generator, partial(coroutine), Handler(), Handler().__call__])
 def test_handler_that_would_only_make_a_coroutine_is_refused(lazy: Any) -> None:
-    rest: dict[str, Any] = {"attempts": 1, "revoke_seconds": 1}
     with pytest.raises(ConfigurationError, match=r"handler=.*write it with def.*fastapi\.md"):
-        check_run(lazy, on_poison="stop", **rest)
+        check_run(lazy, on_poison="stop", **RUN)
     with pytest.raises(ConfigurationError, match="on_poison="):
-        check_run(print, on_poison=lazy, **rest)
+        check_run(print, on_poison=lazy, **RUN)
     with pytest.raises(ConfigurationError, match="handler=None"):
-        check_run(None, on_poison="stop", **rest)
+        check_run(None, on_poison="stop", **RUN)
 
 
 def test_consumer_in_asyncio_says_what_to_do_instead() -> None:

@@ -32,9 +32,6 @@ EXCEPT = {
     ("writer.sink", "consumer.unit"),  # the type of an argument
     ("soak.worker", "cli.sink_flows"),  # the command's own worker is one of the processes of a soak
     ("soak.worker", "cli.sink_worker"),
-    ("publish.lane", "publish.publisher"),  # types
-    ("publish.delivery", "publish.publisher"),
-    ("publish.delivery", "publish.lane"),
 }
 
 PURE = {

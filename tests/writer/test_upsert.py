@@ -84,6 +84,20 @@ def test_a_unit_without_rows_changes_nothing(kind: str, work: Connection, make_t
     assert writer.write(work, [(None, None)][:0], columns=["version", "k"]) == 0
 
 
+@pytest.mark.parametrize("kind", ["int", "double precision", "text"])
+def test_the_first_row_of_a_key_stays_whatever_fields_others_lack(
+    kind: str, work: Connection, make_table: MakeTable
+) -> None:
+    """Rows that lack the same columns are stored together, and must not overtake those before them."""
+    for key in (["id"], None):
+        table = make_table(f"(id {kind} PRIMARY KEY, a int DEFAULT 7, seq int)")
+        writer = TableWriter(table, mode="insert-ignore", key=key)
+        one, two = ("1", "2") if kind == "text" else (1, 2)
+        writer.write(work, [(two, 5, 0), (one, MISSING, 1), (one, 5, 2), (two, MISSING, 3)])
+        found = work.execute(f"SELECT id::text, a, seq FROM {table} ORDER BY id").fetchall()
+        assert found == [("1", 7, 1), ("2", 5, 0)]
+
+
 @pytest.mark.parametrize("kind", ["ext.citext", "ext.folded"])
 def test_keys_and_ages_compare_as_the_index_does_where_their_schema_is_not_on_the_path(
     kind: str, work: Connection, name: str
