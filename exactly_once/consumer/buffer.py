@@ -73,7 +73,7 @@ class Sent:
         """Make one of them anew; a message that is none of them stays as it is."""
         if (at := self._index[0].get(id(message))) is None:
             return message
-        topic = message.topic() if isinstance(self._topics, repeat) else self._topics[at]
+        topic = next(self._topics) if isinstance(self._topics, repeat) else self._topics[at]
         return _remade(message, topic, self._keys[at], self._values[at], self._headers[at], kind=type(message))
 
     def before(self, message: Message) -> int | None:
