@@ -556,7 +556,6 @@ class Maintenance:
         """Notice a reset or a failover also where no message comes to tell of it, without writing anything."""
         if time.monotonic() < self._next_rows:
             return
-        self._next_rows = time.monotonic() + RECHECK_SECONDS
         quiet_since = time.monotonic() - QUIET_SECONDS
         states = self._ownership.states
         self._move(a for a in self._ownership.at_end() if states[a.partition].log_ended_at <= quiet_since)
@@ -566,6 +565,8 @@ class Maintenance:
             rows, locked = self._unlocked(self._ledger.read, suspicious)
             self._act_on_rows([p for p in suspicious if p not in locked], rows)
             self._buffer.discard()
+        # Only now: a look that was cut short tells nothing, of a move to an end least of all, which may have landed.
+        self._next_rows = time.monotonic() + RECHECK_SECONDS
 
     def _move(self, ends: Iterable[Advance]) -> None:
         """Move the ledger to ends of logs; whatever becomes of that, the next look at the rows tells."""

@@ -15,6 +15,10 @@ from tests.support.seeds import drawn, seeds
 
 from .world import FAULTS, Plan, World
 
+FOUND = [
+    1695295545,  # a move to the end of a log landed, its answer and the look behind it were lost, and a unit began
+]
+"""Seeds that have found something beyond those that stay."""
 SCHEDULES = int(os.environ.get("EXACTLY_ONCE_SCHEDULES", "1000"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if SCHEDULES > 10_000 else 600)]
@@ -23,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if SCHEDULES > 10_000 else
 @pytest.mark.fault("A5")
 def test_every_message_is_applied_once_under_any_schedule_of_faults() -> None:
     began = time.perf_counter()
-    tried = seeds(range(SCHEDULES), new=SCHEDULES)
+    tried = seeds([*FOUND, *range(SCHEDULES)], new=SCHEDULES)
     for seed in tried:
         World(seed, Plan()).run()
     seconds = time.perf_counter() - began
