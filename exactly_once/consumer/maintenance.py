@@ -565,11 +565,11 @@ class Maintenance:
             rows, locked = self._unlocked(self._ledger.read, suspicious)
             self._act_on_rows([p for p in suspicious if p not in locked], rows)
             self._buffer.discard()
-        # Only now: a look that was cut short tells nothing, of a move to an end least of all, which may have landed.
+        # Only now: a look that was cut short tells nothing.
         self._next_rows = time.monotonic() + RECHECK_SECONDS
 
     def _move(self, ends: Iterable[Advance]) -> None:
-        """Move the ledger to ends of logs; whatever becomes of that, the next look at the rows tells."""
+        """Move the ledger to ends of logs; where it is refused, the next look at the rows tells why."""
         ends = list(ends)
         if not ends:
             return
@@ -581,6 +581,8 @@ class Maintenance:
         except psycopg.Error as error:
             extra = self._about("end_not_stored", several=ends)
             logger.info("the ledger was not moved to the ends of its logs: %s", error, extra=extra)
+            if self._ledger.session.lost:
+                self._ownership.doubted(ends)
             return
         self._ownership.moved_to_end(ends)
         for end in ends:

@@ -348,6 +348,13 @@ class Ownership:
                 state.leader_epoch, state.is_to_mirror = advance.leader_epoch, True
                 state.count_advance(generations[advance.partition])
 
+    def doubted(self, advances: Iterable[Advance]) -> None:
+        """Acquire again what was to be moved to its end: the answer is lacking, so it may have landed, or may yet."""
+        for advance in advances:
+            state = self._held(advance)
+            if state is not None:
+                self._replace(advance.partition, PartitionState(report=state.report, stop_at=state.stop_at))
+
     def aborted(self, advances: Iterable[Advance]) -> None:
         """Take back what a unit was given: it will never land."""
         for advance in advances:
