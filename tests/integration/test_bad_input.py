@@ -241,7 +241,7 @@ def test_asynchronous_connection_is_refused(conninfo: str) -> None:
     ("change", "told"),
     [
         ({"dbname": "nosuch"}, 'database "nosuch" does not exist'),
-        ({"user": "nosuch"}, 'role "nosuch" does not exist'),
+        ({"user": "nosuch"}, 'password authentication failed for user "nosuch"'),
         ({"sslmode": "require"}, "server does not support SSL"),
         ({"host": "nosuch.invalid"}, r"nosuch\.invalid"),
         ({"service": "nosuch"}, 'service "nosuch" not found'),
