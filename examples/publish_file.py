@@ -49,7 +49,7 @@ def whole_lines(path: Path, name: str) -> int:
 
     :raises SystemExit: when it was.
     """
-    note = path.with_name(f"{path.name}-{blake2b(name.encode(), digest_size=8).hexdigest()}.published")
+    note = path.with_name(f".{path.name}-{blake2b(name.encode(), digest_size=8).hexdigest()}.published")
     noted = json.loads(note.read_text()) if note.exists() else {"end": 0, "digest": ""}
     digest, end, is_same = blake2b(), 0, not noted["end"]
     with path.open("rb") as file:
@@ -57,7 +57,7 @@ def whole_lines(path: Path, name: str) -> int:
             if line.endswith(b"\n"):
                 digest.update(line)
                 end += len(line)
-            if end == noted["end"]:
+            if end == noted["end"] > 0:
                 is_same = digest.hexdigest() == noted["digest"]
     if not is_same:
         raise SystemExit(

@@ -138,7 +138,7 @@ def test_another_file_under_a_name_is_refused(bootstrap_servers: str, tmp_path: 
 def test_a_line_that_is_still_written_is_left_for_the_next_time(bootstrap_servers: str, tmp_path: Path) -> None:
     topic = create_topic(bootstrap_servers, 1)
     path = tmp_path / "lines"
-    for content in (b"one\ntwo\nthr", b"one\ntwo\nthree\n", b"one\ntwo\nthree\nfour\n"):
+    for content in (b"o", b"on", b"one\ntwo\nthr", b"one\ntwo\nthree\n", b"one\ntwo\nthree\nfour\n"):
         path.write_bytes(content)
         run(bootstrap_servers, DIES_AT_A_LINE, "0", "0", str(EXAMPLE), str(path), topic, status=0)
     assert [record.value for record in scan(bootstrap_servers, topic)] == [b"one", b"two", b"three", b"four"]
