@@ -103,7 +103,9 @@ def test_program_goes_over_and_every_message_is_applied_once(
 
 def in_java(conninfo: str) -> str:
     """Write where a database is as JDBC does."""
-    return "jdbc:postgresql://{host}:{port}/{dbname}?user={user}".format(**conninfo_to_dict(conninfo))
+    return "jdbc:postgresql://{host}:{port}/{dbname}?user={user}&password={password}".format(
+        **conninfo_to_dict(conninfo)
+    )
 
 
 @pytest.fixture
@@ -123,8 +125,9 @@ def test_connector_goes_over_and_every_message_is_stored_once(
     (before,) = code(page, "json")
     after, _ = code(page, "sh")
     connector = json.loads(before.replace('"payments', f'"{name}'))
-    place = {"connection.url": in_java(conninfo), "connection.username": conninfo_to_dict(conninfo)["user"]}
-    connector["config"] |= {**place, "connection.password": ""}
+    found = conninfo_to_dict(conninfo)
+    place = {"connection.username": found["user"], "connection.password": found["password"]}
+    connector["config"] |= {**place, "connection.url": in_java(conninfo)}
     (tmp_path / "connector.json").write_text(json.dumps(connector))
     worker = [f"bootstrap.servers={bootstrap_servers}", f"offset.storage.file.filename={tmp_path / 'offsets'}"]
     converters = [f"{each}.converter=org.apache.kafka.connect.json.JsonConverter" for each in ("key", "value")]
