@@ -96,7 +96,11 @@ class Node:
 
 def new_cluster_id() -> str:
     """Make a cluster id in Kafka's form."""
-    return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+    # As Kafka does: one of 64 would begin with a dash, which its tools take for an option.
+    drawn = "-"
+    while drawn.startswith("-"):
+        drawn = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+    return drawn
 
 
 def prepare() -> None:

@@ -318,7 +318,7 @@ def test_statement_that_ends_its_own_backend_stops_the_service_in_the_end(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can tell it from an administrator who ends backends; what comes before it is applied."""
-    monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 4.0)
     handler = failing("SELECT pg_terminate_backend(pg_backend_pid())", 3)
     with pytest.raises(NoProgress, match=r"nothing could be committed for .*1 messages, .* 3\.\.3"):
         run(scene.consumer(), handler, on_poison="dead-letter")
