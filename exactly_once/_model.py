@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from uuid import UUID
 
 # How the metadata of offsets begins that this library told Kafka: they are no place to start from.
@@ -31,6 +31,11 @@ class Partition(NamedTuple):
 
     topic: str
     number: int
+
+    @classmethod
+    def of(cls, message: Any) -> Partition:
+        """Return where a message of the Kafka client is from."""
+        return cls(str(message.topic()), message.partition() or 0)
 
     def __str__(self) -> str:
         return f"{self.topic}[{self.number}]"

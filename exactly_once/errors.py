@@ -28,7 +28,7 @@ ExactlyOnceError
 ├── HandlerError                        the handler broke the contract of the unit
 │   ├── TransactionAborted              a SQL error was swallowed
 │   ├── TransactionEnded                the handler rolled the transaction back
-│   ├── TransactionBusy                 a COPY, a pipeline or a savepoint was left open
+│   ├── TransactionBusy                 a COPY or a pipeline was left open
 │   ├── TransactionNotYours             commit(), rollback() or close() was called inside a unit
 │   ├── UnitNotUsed                     a test's handler did not use the unit
 │   ├── HandlerCommitted                the handler committed: fatal
@@ -60,7 +60,7 @@ class ConfigurationError(ExactlyOnceError, ValueError):
 
 
 class WrongThreadOrProcess(ExactlyOnceError):
-    """The consumer was used outside the process and thread that made it."""
+    """The consumer was used outside the process that made it, or outside the thread that subscribed it."""
 
 
 class UnitNotFinished(ExactlyOnceError):

@@ -22,11 +22,11 @@ from psycopg.pq import TransactionStatus
 
 from . import _failpoints
 from ._model import Advance, Partition, Sent
-from .consumer.unit import Unit
+from .consumer.unit import EndsUnits, Unit
 from .errors import HandlerCommitted, UnitNotUsed
+from .ledger.dead_letters import as_bytes
 from .ledger.rows import Ledger
-from .ledger.session import Connection, Session, cursor_on, is_lost, last_row
-from .ledger.sql import query
+from .ledger.session import Connection, Session, execute, is_lost, last_row
 from .ledger.transaction import UnitOfWork, transaction_ended
 
 # The moments that every unit passes, in their order: for :func:`crash_at` and :func:`failing_at`.
@@ -57,9 +57,9 @@ def message(
         topic=topic,
         partition=partition,
         offset=next(_offsets) if offset is None else offset,
-        key=_as_bytes(key),
-        value=_as_bytes(value),
-        headers=None if headers is None else [(name, _as_bytes(content)) for name, content in headers],
+        key=as_bytes(key),
+        value=as_bytes(value),
+        headers=None if headers is None else [(name, as_bytes(content)) for name, content in headers],
         timestamp=(TIMESTAMP_NOT_AVAILABLE, 0) if timestamp is None else (TIMESTAMP_CREATE_TIME, timestamp),
     )
 
@@ -123,7 +123,7 @@ def failing_at(failpoint: str, error: BaseException, *, nth: int = 1) -> Iterato
         raise AssertionError(f"the failpoint {failpoint!r} was not passed {nth} times")
 
 
-class _Trial:
+class _Trial(EndsUnits):
     """EndsUnits a unit on a test's connection: guards and constraints as in production, then ROLLBACK."""
 
     def __init__(self, connection: Connection, *, group_id: str, schema: str, unused_ok: bool) -> None:
@@ -144,12 +144,6 @@ class _Trial:
         self.work.join(self._connection)
         self._written = self._rows_written()
         self.work.sent = Sent.NOTHING  # the guards are to speak as in production
-
-    def join(self, unit: Unit, connection: Connection) -> None:
-        raise AssertionError("the unit was entered before the handler got it")
-
-    def leave(self, unit: Unit) -> None:
-        raise AssertionError("no unit of ours was joined")
 
     def finish(self, unit: Unit) -> None:
         try:
@@ -195,13 +189,11 @@ class _Trial:
         connection.execute("ROLLBACK", prepare=False)
 
     def _rows_written(self) -> int:
-        cursor = cursor_on(self._connection)
-        cursor.execute(query("written", self.work.schema), prepare=False)
-        rows: int = last_row(cursor)[0]
+        rows: int = last_row(execute(self._connection, self.work.schema, "written"))[0]
         return rows
 
     def _execute(self, name: str) -> None:
-        self._connection.execute(query(name, self.work.schema), prepare=False)
+        execute(self._connection, self.work.schema, name)
 
     def _fate(self) -> str | None:
         """Ask what became of the transaction; leaves no other one open."""
@@ -230,7 +222,7 @@ def _advances(messages: Sequence[Message]) -> list[Advance]:
     """
     spans: dict[Partition, tuple[int, int]] = {}
     for each in messages:
-        partition, offset = Partition(str(each.topic()), each.partition() or 0), each.offset() or 0
+        partition, offset = Partition.of(each), each.offset() or 0
         first, last = spans.get(partition, (offset, -1))
         if offset <= last:
             raise ValueError(f"offset {offset} of {partition} comes after {last}; offsets of a partition increase")
@@ -248,7 +240,3 @@ def _advances(messages: Sequence[Message]) -> list[Advance]:
         )
         for partition, (first, last) in sorted(spans.items())
     ]
-
-
-def _as_bytes(value: str | bytes | None) -> bytes | None:
-    return value.encode() if isinstance(value, str) else value

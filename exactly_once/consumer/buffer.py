@@ -149,7 +149,7 @@ class FetchBuffer:
         queue_bytes: int = 0,
         can_outgrow: bool = False,
     ) -> None:
-        self._ownership = ownership
+        self.ownership = ownership
         self._on_error = on_error
         # What was fetched for the next units, in the client's order; empty while anything is kept.
         self._waiting: list[Message] = []
@@ -221,7 +221,7 @@ class FetchBuffer:
         taken: list[Message] = []
         spans: Spans = {}
         for partition, run in self._runs(messages):
-            state = self._ownership.deliverable(partition)
+            state = self.ownership.deliverable(partition)
             self.not_owned += len(run) if state is None else 0
             is_taken = state is not None and state.unreadable is None
             current = self._in_order(state, run) if is_taken and state is not None else []
@@ -277,7 +277,7 @@ class FetchBuffer:
         """Drop the messages of partitions that may not be delivered now, or were refetched."""
         # After each unit that failed, with much still waiting: by runs, which stays in C, not message by message.
         if not all(map(self._is_current, self._runs([message for message, _ in self._again]))):
-            self._again = [(m, times) for m, times in self._again if self._is_current((_partition(m), [m]))]
+            self._again = [(m, times) for m, times in self._again if self._is_current((Partition.of(m), [m]))]
         self._waiting, self._spans = self._current(self._waiting), None
         if self._kept:
             kept = {partition: self._current(run) for partition, run in self._kept.items()}
@@ -287,12 +287,12 @@ class FetchBuffer:
     def _current(self, messages: list[Message]) -> list[Message]:
         if all(map(self._is_current, self._runs(messages))):
             return messages
-        return [m for m in messages if self._is_current((_partition(m), [m]))]
+        return [m for m in messages if self._is_current((Partition.of(m), [m]))]
 
     def _is_current(self, run_of: tuple[Partition, list[Message]]) -> bool:
         """Tell whether all of a run of rising offsets may be delivered now."""
         partition, run = run_of
-        state = self._ownership.deliverable(partition)
+        state = self.ownership.deliverable(partition)
         return state is not None and state.next_offset <= _offset(run[0]) <= _offset(run[-1]) < state.position
 
     def _in_order(self, state: PartitionState, run: list[Message]) -> list[Message]:
@@ -323,19 +323,24 @@ class FetchBuffer:
                 yield Partition(str(topic), number or 0), list(run)
 
     def _cut(self, messages: list[Message], count: int, size: int) -> tuple[list[Message], list[Message]]:
-        if len(messages) <= count and (size >= self._weighs_from > 0 or sum(map(len, messages)) <= size):
+        if len(messages) <= count and (size >= self._weighs_from > 0 or bytes_of(messages) <= size):
             return messages, []
         end, total = 0, 0
         for message in messages[:count]:
-            total += len(message)
+            total += bytes_of([message])
             if total > size and end:
                 break
             end += 1
         return messages[:end], messages[end:]
 
 
+def bytes_of(messages: Sequence[Message]) -> int:
+    """Return the bytes of keys and values; a message's own length is that of its value. The loops stay in C."""
+    return sum(map(len, messages)) + sum(map(len, filter(None, map(Message.key, messages))))
+
+
 def _weight(messages: list[Message]) -> int:
-    return sum(map(len, messages)) + _MESSAGE_BYTES * len(messages)
+    return bytes_of(messages) + _MESSAGE_BYTES * len(messages)
 
 
 def _extend(spans: Spans, partition: Partition, run: list[Message]) -> None:
@@ -352,7 +357,3 @@ def _offset(message: Message) -> int:
     offset = message.offset()
     assert offset is not None
     return offset
-
-
-def _partition(message: Message) -> Partition:
-    return Partition(str(message.topic()), message.partition() or 0)

@@ -13,7 +13,7 @@ from uuid import UUID
 import psycopg
 
 from exactly_once._log import about, text_of
-from exactly_once._model import Advance, Partition, Row, Sent
+from exactly_once._model import Partition, Sent
 from exactly_once.errors import (
     AlreadyApplied,
     ExactlyOnceError,
@@ -48,7 +48,7 @@ from exactly_once.ledger.store import LedgerStore
 
 from .buffer import FetchBuffer
 from .outcomes import LOST, Decision, Rows, decide
-from .partitions import Ownership, Resolution
+from .partitions import Resolution
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -104,18 +104,12 @@ class CommitProtocol:
     """Begins, commits, undoes and resolves the units of one consumer."""
 
     def __init__(
-        self,
-        *,
-        ledger: LedgerStore,
-        ownership: Ownership,
-        buffer: FetchBuffer,
-        terminator: StaleBackendTerminator,
-        max_messages: int,
+        self, ledger: LedgerStore, buffer: FetchBuffer, terminator: StaleBackendTerminator, *, max_messages: int
     ) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
+        self.buffer = buffer
+        self.ownership = buffer.ownership
         self._about = partial(about, group=ledger.group_id)
-        self._ownership = ownership
-        self._buffer = buffer
         self._terminator = terminator
         self._max_messages = max_messages
         # When the unit began that is open, on the monotonic clock.
@@ -168,7 +162,7 @@ class CommitProtocol:
     def _watch(self, unit: Unit) -> None:
         """Have whoever stands still in our way ended, while the unit is open."""
         assert unit.work.begun is not None
-        states = ((a.partition, self._ownership.states.get(a.partition)) for a in unit.advances)
+        states = ((a.partition, self.ownership.states.get(a.partition)) for a in unit.advances)
         self._terminator.watch(
             unit.work.begun.pid,
             connection=unit.work.connection,
@@ -181,7 +175,7 @@ class CommitProtocol:
         self._began_at = time.monotonic()
         try:
             unit.work.join(connection)
-            self._ledger.session.refuse_other_ledger(connection)
+            self.ledger.session.refuse_other_ledger(connection)
         except BaseException:
             self._give_back(unit)
             raise
@@ -270,7 +264,7 @@ class CommitProtocol:
                 status = unit.work.outcome()
             elif unit.work.is_joined:
                 assert unit.work.begun is not None
-                session = self._ledger.session
+                session = self.ledger.session
                 status = session.status(unit.work.begun)
                 if status is None or (status == "in progress" and unit.work.is_lost):
                     # A connection that is lost commits nothing any more: what it left open is ended.
@@ -279,7 +273,7 @@ class CommitProtocol:
             status, unclear = LOST, lost_for_good
         if sent is Sent.ADVANCE and status == "committed":
             # A rollback to a savepoint before the block undoes the advance, and only that.
-            found = {row.partition: row for row in self._ledger.read(sorted(a.partition for a in unit.advances))}
+            found = {row.partition: row for row in self.ledger.read(sorted(a.partition for a in unit.advances))}
             there = [(a, found[a.partition]) for a in unit.advances if a.partition in found]
             stayed = any(row.owner_token == a.token and row.next_offset == a.expected for a, row in there)
             rows = "stayed" if stayed else "moved"
@@ -298,8 +292,8 @@ class CommitProtocol:
             self._give_back(unit)
 
     def _committed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
-        with self._ownership.changing():
-            self._ownership.committed(unit.advances)
+        with self.ownership.changing():
+            self.ownership.committed(unit.advances)
         self.counters.committed += 1
         self.counters.messages += len(unit.sent)
         self.counters.dead_letters += unit.dead_letters
@@ -340,9 +334,9 @@ class CommitProtocol:
 
     def _give_back(self, unit: Unit) -> None:
         self.counters.redelivered += 1
-        with self._ownership.changing():
-            self._ownership.aborted(unit.advances)
-            self._buffer.requeue(unit.sent.again())
+        with self.ownership.changing():
+            self.ownership.aborted(unit.advances)
+            self.buffer.requeue(unit.sent.again())
 
     def _after_unknown(self, unit: Unit, error: BaseException) -> None:
         """Try once to learn the outcome of a COMMIT that was not confirmed."""
@@ -367,10 +361,10 @@ class CommitProtocol:
         """Take the unit's rows again under a new token, and act on where they are."""
         unit, counters = pending.unit, self.counters
         partitions = sorted(a.partition for a in unit.advances)
-        rows = self._ledger.resolve(partitions, pending.tokens, lock_seconds=LOCK_SECONDS)
+        rows = self.ledger.resolve(partitions, pending.tokens, lock_seconds=LOCK_SECONDS)
         is_ours = not unit.work.is_joined  # a joined transaction is in no doubt: its owner knows how it ended
-        with self._ownership.changing():
-            resolution = self._ownership.resolved(unit.advances, pending.tokens, rows)
+        with self.ownership.changing():
+            resolution = self.ownership.resolved(unit.advances, pending.tokens, rows)
             if resolution is Resolution.COMMITTED:
                 counters.resolved_committed += is_ours
                 self._committed(unit)
@@ -381,8 +375,8 @@ class CommitProtocol:
                     counters.resolved_fenced += is_ours
                 else:
                     counters.resolved_aborted += is_ours
-                self._buffer.requeue(unit.sent.again())
-            self._buffer.discard()
+                self.buffer.requeue(unit.sent.again())
+            self.buffer.discard()
             self._pending = None  # with the positions: one of them alone would give the messages back twice
         # A failover that cuts off a COMMIT may have lost earlier ones too.
         stored = {row.partition: row.next_offset for row in rows}
@@ -400,7 +394,7 @@ class CommitProtocol:
 
     def log_rewound(self, partition: Partition, *, mirrored: int) -> None:
         """Tell of commits that were lost while nobody held the partition: Kafka was told a later offset."""
-        offset = self._ownership.states[partition].next_offset
+        offset = self.ownership.states[partition].next_offset
         self.counters.rewound += 1
         logger.warning(
             "%s: Kafka was told offset %s, the ledger is at %s: the database lost commits in a failover or a restore, "
@@ -414,23 +408,23 @@ class CommitProtocol:
     def _classify(self, unit: Unit, error: BaseException) -> NoReturn:
         """Read the rows of a unit that could not advance, and raise what is wrong with them."""
         try:
-            rows = self._ledger.read(sorted(a.partition for a in unit.advances))
+            rows = self.ledger.read(sorted(a.partition for a in unit.advances))
         except psycopg.Error:
             # As after a COMMIT without an answer: the next try takes the rows, and by that learns whose they are.
             self._pending = Pending(unit, Sent.COMMIT)
             raise OutcomePending(_told(unit, "the ledger did not advance and cannot be read now")) from error
         self._pending = None
-        with self._ownership.changing():
-            conflicts = self._ownership.classify(unit.advances, rows)
+        with self.ownership.changing():
+            conflicts = self.ownership.classify(unit.advances, rows)
             self.counters.redelivered += 1
-            self._buffer.requeue(unit.sent.again())
+            self.buffer.requeue(unit.sent.again())
         stored = {row.partition: row for row in rows}
         # The worst first: where several partitions are wrong, one error names one of them.
         worst = (Conflict.MISSING, Conflict.RECREATED, Conflict.REWOUND, Conflict.FENCED, Conflict.AHEAD)
         wrong = [a for conflict in worst for a in unit.advances if conflicts[a.partition] is conflict]
         if not wrong:
             raise Redelivered(_told(unit, "its rows were changed and changed back")) from error
-        advance, group = wrong[0], self._ledger.group_id
+        advance, group = wrong[0], self.ledger.group_id
         conflict, row = conflicts[advance.partition], stored.get(advance.partition)
         place = f"{advance.partition} of group {group!r}"
         if row is None:
@@ -470,10 +464,22 @@ class CommitProtocol:
             what = "Take COMMIT out of the handler and out of what it calls, decide which messages took effect, then "
             mend = f"{what}f{mend}"
         try:
-            halted = retry_for(_HALT_SECONDS)(self._ledger.halt, unit.advances, reason=wrong)
+            halted = retry_for(_HALT_SECONDS)(self.ledger.halt, unit.advances, reason=wrong)
             left = [a for a in unit.advances if a.partition not in halted]
-            rows = {row.partition: row for row in self._ledger.read([a.partition for a in left])} if left else {}
-            missed = "; ".join(_why_not_halted(advance, rows.get(advance.partition)) for advance in left)
+            rows = {row.partition: row for row in self.ledger.read([a.partition for a in left])} if left else {}
+            reasons = []
+            for advance in left:
+                if (row := rows.get(advance.partition)) is None:
+                    why = "has no row"
+                elif row.topic_id != advance.topic_id:
+                    why = "belongs to another topic of that name by now"
+                else:
+                    why = (
+                        f"went on from {advance.expected} to {row.next_offset} under another owner (owner epoch "
+                        f"{row.owner_epoch}), which has applied these messages, too"
+                    )
+                reasons.append(f"{advance.partition} {why}")
+            missed = "; ".join(reasons)
         except psycopg.Error as trouble:
             left, missed = list(unit.advances), f"could not be halted in the ledger: {str(trouble).strip()}"
             halted = set()
@@ -500,8 +506,14 @@ class CommitProtocol:
             # Failed often enough, or a part of what did, which can be cut further.
             is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
             is_suspect = patience.is_handlers or (several and is_part)
-            if is_suspect and not (is_read_only and self._refuses_writes(unit)):
-                fault = Fault.HANDLER
+            if is_suspect and is_read_only:
+                # Another connection tells whether the server itself refuses to write.
+                self.ledger.session.discard()
+                try:
+                    self.ledger.read(sorted(a.partition for a in unit.advances))  # locks rows, which is writing
+                except psycopg.Error:
+                    is_suspect = False
+            fault = Fault.HANDLER if is_suspect else fault
         elif patience.is_overdue:
             unit.fault = Fault.OTHER
             what = f"nothing could be committed for {PATIENCE_SECONDS:g} s: {text_of(error)}"
@@ -518,15 +530,6 @@ class CommitProtocol:
             self._suspects = {a.partition: a.next_offset for a in unit.advances} if several else self._suspects
             self._troubles = 0
         return fault
-
-    def _refuses_writes(self, unit: Unit) -> bool:
-        """Find out on another connection whether the server itself refuses to write."""
-        self._ledger.session.discard()
-        try:
-            self._ledger.read(sorted(a.partition for a in unit.advances))  # locks rows, which is writing
-        except psycopg.Error:
-            return True
-        return False
 
     def _raise_fault(self, unit: Unit, error: BaseException, *, lost: bool, began: bool) -> None:
         """Raise what the outcome table says of ``error``, or return if it is to propagate itself."""
@@ -546,7 +549,7 @@ class CommitProtocol:
                     _told(unit, f"one message is not done in the time that is allowed: {text_of(error)}")
                 ) from error
         if fault is Fault.ENVIRONMENT:
-            self._ledger.session.discard()  # a live connection may lead to what was the primary once
+            self.ledger.session.discard()  # a live connection may lead to what was the primary once
             self._troubles += 1
             self.not_before = time.monotonic() + min(_TROUBLE_SECONDS, 0.05 * 2.0**self._troubles)
         if fault in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION):
@@ -559,15 +562,3 @@ def _told(unit: Unit, what: str) -> str:
 
 def _names(partitions: Iterable[Partition]) -> str:
     return ", ".join(map(str, sorted(partitions)))
-
-
-def _why_not_halted(advance: Advance, row: Row | None) -> str:
-    """Say where a row is now that could not be halted."""
-    if row is None:
-        return f"{advance.partition} has no row"
-    if row.topic_id != advance.topic_id:
-        return f"{advance.partition} belongs to another topic of that name by now"
-    return (
-        f"{advance.partition} went on from {advance.expected} to {row.next_offset} under another owner "
-        f"(owner epoch {row.owner_epoch}), which has applied these messages, too"
-    )

@@ -9,10 +9,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import psycopg
@@ -40,31 +39,29 @@ from exactly_once.kafka.settings import (
     client_id,
     client_settings,
     is_incremental,
+    reads_committed,
 )
+from exactly_once.ledger.claims import ClaimsWindow
 from exactly_once.ledger.dead_letters import DeadLetterLimit
-from exactly_once.ledger.replication import watched
 from exactly_once.ledger.retry import BACKOFF, Stop, retry_for, retry_forever
-from exactly_once.ledger.session import Connection
+from exactly_once.ledger.session import Connection, watched
 from exactly_once.ledger.start import StartOffsets
 from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.metrics.health import Health
 from exactly_once.metrics.table import Metrics
 
 from .buffer import FetchBuffer
-from .claims import ClaimsWindow
-from .closing import Closing
+from .client import Closing, Linger, fetch
 from .commit import CommitProtocol, Counters
-from .fetch import Linger, fetch
 from .handler_thread import HandlerThread
 from .kafka_offsets import KafkaOffsets
 from .maintenance import Maintenance
 from .observer import Observer
-from .options import Isolation, Options, application_of, check_options, check_run
+from .options import Isolation, Options, application_of, check_idle, check_options, check_run
 from .partitions import Ownership
-from .read_only import ReadOnlyGuard
 from .rebalance import Assignment, Change
 from .service import OnPoison, Service, stopping_on_signals
-from .startup import Servers, naming_grants
+from .startup import ReadOnlyGuard, Servers, naming_grants
 from .unit import Stage, Unit
 from .units import Units
 
@@ -155,7 +152,7 @@ class ExactlyOnceConsumer:
     :param isolation: Of the units' transactions: ``"READ COMMITTED"`` (the default), ``"REPEATABLE READ"`` or
         ``"SERIALIZABLE"``.
     :param max_messages: How many messages a unit has at most: 500, up to 1,000,000.
-    :param max_bytes: How many bytes of keys, values and headers a unit has at most, but for a single larger message:
+    :param max_bytes: How many bytes of keys and values a unit has at most, but for a single larger message:
         64 MiB.
     :param linger_seconds: How long a unit that is not full waits for more, counted from its first message, so that few
         messages a second are few transactions: 0.
@@ -203,33 +200,12 @@ class ExactlyOnceConsumer:
         application: str | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        self._options = check_options(
-            kafka,
-            conninfo=conninfo,
-            connect=connect,
-            start=start,
-            on_out_of_range=on_out_of_range,
-            isolation=isolation,
-            max_messages=max_messages,
-            max_bytes=max_bytes,
-            linger_seconds=linger_seconds,
-            max_unit_seconds=max_unit_seconds,
-            claims_window=claims_window,
-            startup_seconds=startup_seconds,
-            wait_for_topics=wait_for_topics,
-            stop_on_bad_partition=stop_on_bad_partition,
-            take_over=take_over,
-            schema=schema,
-            migrate=migrate,
-            name=name,
-            application=application,
-        )
+        given = dict(locals())  # first of all: every option by its name, of which options.Options has a field
+        self._options = check_options(**{option: given[option] for option in given.keys() - {"self", "metrics"}})
         self._about = partial(about, group=self._options.group_id)
         self._kafka = {"logger": kafka_logger(), "client.id": client_id(name), **kafka}
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
-        self._topics: list[str] = []
-        self._callbacks: dict[Change, OnRebalance | None] = {}
         # What was handed out last, whatever became of it.
         self._unit: Unit | None = None
         self._stopping = Stop()
@@ -269,56 +245,32 @@ class ExactlyOnceConsumer:
             watch=self._terminator.acquiring,
         )
         self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
-        self._ownership = Ownership()
+        ownership = self._ownership = Ownership()
         self._kafka_offsets = KafkaOffsets(group_id=options.group_id)
-        self._linger = Linger(options.linger_seconds, max_bytes=options.max_bytes)
+        self._linger = Linger(options.linger_seconds, options.max_bytes)
         self._buffer = FetchBuffer(
-            self._ownership,
+            ownership,
             on_error=self._on_error,
             queue_bytes=int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024,
             can_outgrow=options.linger_seconds > 0,
         )
-        self._commits = CommitProtocol(
-            ledger=ledger,
-            ownership=self._ownership,
-            buffer=self._buffer,
-            terminator=self._terminator,
-            max_messages=options.max_messages,
-        )
+        self._commits = CommitProtocol(ledger, self._buffer, self._terminator, max_messages=options.max_messages)
         self._cluster = servers.cluster(admin_settings(self._kafka))
         start_offsets = self._start_offsets = StartOffsets(
             ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range
         )
         self._maintenance = Maintenance(
-            assignment=self._assignment,
-            ownership=self._ownership,
-            buffer=self._buffer,
-            ledger=ledger,
-            commits=self._commits,
-            start_offsets=start_offsets,
-            cluster=self._cluster,
-            kafka_offsets=self._kafka_offsets,
-            notify=self._notify,
+            self._commits,
+            self._assignment,
+            start_offsets,
+            self._kafka_offsets,
+            self._cluster,
             is_called_for_nothing=calls_back_for_nothing(self._kafka),
             stop_on_bad_partition=options.stop_on_bad_partition,
         )
-        self._observer = Observer(
-            metrics,
-            self._kafka,
-            owner_name=options.name,
-            ownership=self._ownership,
-            buffer=self._buffer,
-            commits=self._commits,
-            maintenance=self._maintenance,
-            cluster=self._cluster,
-        )
-        self._claims = ClaimsWindow(session, group_id=options.group_id, seconds=options.claims_window)
-        self._read_only = ReadOnlyGuard(
-            session,
-            group_id=options.group_id,
-            leave=self._leave_group,
-            join=self._join_group,
-        )
+        self._observer = Observer(metrics, self._kafka, self._maintenance, owner_name=options.name)
+        self._claims = ClaimsWindow(session=session, group_id=options.group_id, seconds=options.claims_window)
+        self._read_only = ReadOnlyGuard(session, self._assignment, options.group_id)
         self._retry_forever = retry_forever(sleep=self._idle, stop=self._stopping, group_id=options.group_id)
 
     def __repr__(self) -> str:
@@ -328,9 +280,7 @@ class ExactlyOnceConsumer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> Units:
@@ -350,8 +300,7 @@ class ExactlyOnceConsumer:
         async def __aenter__(self) -> NoReturn:
             raise TypeError(f"`async with` on a consumer is not possible: {_IN_ASYNCIO}")
 
-        async def __aexit__(self, *_: object) -> NoReturn:
-            raise TypeError(f"`async with` on a consumer is not possible: {_IN_ASYNCIO}")
+        __aexit__ = __aenter__
 
     @property
     def counters(self) -> Counters:
@@ -383,23 +332,29 @@ class ExactlyOnceConsumer:
         check_topics(topics)
         self._servers.check_database(self._session, self._options)
         self._servers.check_topics_exist(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
-        if self._options.start not in (None, "earliest"):
-            self._note_first_topics(topics)
-        if not self._topics:
+        first, first_before = None, self._start_offsets.first_topics
+        if self._options.start not in (None, "earliest") and any(topic.startswith("^") for topic in topics):
+            # ``start`` chooses for topics that are named, and for those that a pattern finds in a group without rows:
+            # every topic there is, found or not, which only client and broker know. What arrives in a topic that a
+            # pattern finds later, before it is found, would be skipped by ``start="latest"``.
+            asking = retry_for(self._options.startup_seconds)
+            there = [] if asking(self._ledger.has_rows) else asking(self._cluster.topic_names)
+            first = frozenset({*topics, *there})
+        self._start_offsets.first_topics = first
+        if not self._assignment.topics:
             self._buffer.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None
-        elif self._topics != list(topics):
+        elif self._assignment.topics != list(topics):
             # Messages of the topics of before may still come, until Kafka has taken those away.
             self._buffer.only_topic = None
-        before, self._topics = self._topics, list(topics)
-        self._callbacks = {
-            Change.ASSIGNED: on_assign,
-            Change.REVOKED: on_revoke,
-            Change.LOST: on_lost or on_revoke,
-        }
+        before, self._assignment.topics = self._assignment.topics, list(topics)
+        lost = on_revoke if on_lost is None else on_lost
+        given = {Change.ASSIGNED: on_assign, Change.REVOKED: on_revoke, Change.LOST: lost}
+        called = {change: partial(callback, self) for change, callback in given.items() if callback is not None}
+        self._maintenance.callbacks = called
         try:
-            self._join_group()
+            self._assignment.join(self._client)
         except KafkaException as error:
-            self._topics = before
+            self._assignment.topics, self._start_offsets.first_topics = before, first_before
             if error.args[0].code() != KafkaError._INVALID_ARG:  # noqa: SLF001 - that is its public name
                 raise
             raise ConfigurationError(f"the client refuses topics={topics!r}: {error.args[0].str()}") from None
@@ -409,30 +364,31 @@ class ExactlyOnceConsumer:
         """Iterate over units: for ever, or until an end.
 
         With ``until_end`` the iteration ends when every partition of this member has reached where
-        its log ended when the partition was acquired. With ``idle_seconds`` it ends when nothing
-        came for so long, counted from when all partitions of this member are being read. A member that is given no
-        partitions waits ten seconds for others to give some up, except under the eager protocol, where it is told so.
+        its log ended when the partition was acquired, or the first open transaction of a producer began, which is
+        logged. With ``idle_seconds`` it ends when nothing came for so long, counted from when all partitions of this
+        member are being read. A member that is given no partitions waits ten seconds for others to give some up,
+        except under the eager protocol, where it is told so.
         :meth:`stop` ends it always.
 
         :raises StartError: at such an end, when a partition could not be read: what it has was not applied.
         """
+        check_idle(idle_seconds)
         return self._units(
             until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=self._options.max_unit_seconds
         )
 
     def _units(self, *, until_end: bool, idle_seconds: float | None, max_unit_seconds: float) -> Units:
-        if not self._topics:
+        if not self._assignment.topics:
             raise ConfigurationError("subscribe() first: there is nothing to iterate over")
         if self._ownership.bad():
             self._maintenance.check_rows_soon()  # or it ends with an error that somebody has mended since
         return Units(
             self._next,
-            self._cluster,
-            self._ownership,
             self._maintenance,
             until_end=until_end,
             idle_seconds=idle_seconds,
             max_unit_seconds=max_unit_seconds,
+            read_committed=reads_committed(self._kafka),
         )
 
     def run(
@@ -485,11 +441,13 @@ class ExactlyOnceConsumer:
         max_unit_seconds = self._options.max_unit_seconds
         if in_thread:
             max_unit_seconds = math.inf  # Kafka does not wait for this handler
-            handler = HandlerThread(handler, self._poll_aside, self._session.end, revoke_seconds=revoke_seconds)
+            handler = HandlerThread(
+                handler=handler, poll=self._poll_aside, end=self._session.end, revoke_seconds=revoke_seconds
+            )
         units = self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds)
         service = Service(
-            units,
-            handler,
+            units=units,
+            handler=handler,
             retrying=retry_forever(sleep=self._idle, stop=self._stopping, group_id=self._options.group_id, wait=wait),
             stopping=self._stopping,
             on_poison=on_poison,
@@ -506,7 +464,7 @@ class ExactlyOnceConsumer:
     def health(self) -> Health:
         """Say how this consumer is. Safe from threads; asks no server, so it answers at once."""
         return self._observer.health(
-            is_subscribed=bool(self._topics), is_stopping=self._stopping.is_set or self._closed
+            is_subscribed=bool(self._assignment.topics), is_stopping=self._stopping.is_set or self._closed
         )
 
     def stop(self) -> None:
@@ -569,6 +527,7 @@ class ExactlyOnceConsumer:
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
             self._buffer.drop_all()
             self._ownership.invalidate_all()
+            self._assignment.find_unrecorded(self._client, self._ownership.states)
         if self._unit is not None:
             units.record_activity()  # it may have taken long, and in a thread nothing was fetched meanwhile
         with self._ownership.changing():
@@ -638,13 +597,13 @@ class ExactlyOnceConsumer:
 
     def _step(self) -> None:
         try:
-            self._read_only.check()
+            self._read_only.check(self._client)
             try:
                 with naming_grants(self._options.schema):
                     self._maintenance.run_once(self._client)
                     self._claims.turn()
             except psycopg.errors.ReadOnlySqlTransaction:
-                self._read_only.met()
+                self._read_only.met(self._client)
                 raise
         except Exception as error:
             self._observer.trouble = error
@@ -689,10 +648,10 @@ class ExactlyOnceConsumer:
         code, text = error.code(), error.str()
         instance = self._kafka.get("group.instance.id")
         if code == KafkaError._PARTITION_EOF:
-            partition = Partition(str(message.topic()), message.partition() or 0)
+            partition = Partition.of(message)
             self._ownership.reached_end(partition, message.offset() or 0, time.monotonic())
         elif code == KafkaError._AUTO_OFFSET_RESET:
-            self._ownership.suspect(Partition(str(message.topic()), message.partition() or 0), text)
+            self._ownership.suspect(Partition.of(message), text)
         elif code in _UNREADABLE and message.topic() is not None:
             self._maintenance.unreadable(message)
         elif code == _FATAL and _text(KafkaError.UNRELEASED_INSTANCE_ID) in text:
@@ -750,7 +709,7 @@ class ExactlyOnceConsumer:
         self._kafka_offsets.drop_check()
         time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
-        self._join_group()
+        self._assignment.join(self._client)
         self._must_reopen = ""
 
     def _close_client(self) -> None:
@@ -763,17 +722,6 @@ class ExactlyOnceConsumer:
                 extra=self._about("close_failed"),
             )
         self._closing_client = None
-
-    def _join_group(self) -> None:
-        self._assignment.subscribe(self._client, self._topics)
-
-    def _leave_group(self) -> None:
-        self._client.unsubscribe()
-
-    def _notify(self, change: Change, partitions: list[TopicPartition]) -> None:
-        callback = self._callbacks.get(change)
-        if callback is not None:
-            callback(self, partitions)
 
     # First contact and goodbye.
 
@@ -804,19 +752,6 @@ class ExactlyOnceConsumer:
         if self._closed:
             raise ConfigurationError("this consumer is closed; make a new one")
 
-    def _note_first_topics(self, topics: list[str]) -> None:
-        """Let ``start`` choose for topics that are named, and for those that a pattern finds in a group without rows.
-
-        What arrives in a topic that a pattern finds later, before it is found, would be skipped by ``start="latest"``.
-        """
-        if not any(topic.startswith("^") for topic in topics):
-            return
-        # Every topic there is, found by the patterns or not: which those are only client and broker know.
-        there: Iterable[str] = ()
-        if retry_for(self._options.startup_seconds)(self._start_offsets.is_new_group):
-            there = retry_for(self._options.startup_seconds)(self._cluster.topic_names)
-        self._start_offsets.first_topics = frozenset({*topics, *there})
-
     def _end_unit(self) -> None:
         if self._unit is not None and self._unit.stage is Stage.OPEN:
             self._session.roll_back()
@@ -825,7 +760,7 @@ class ExactlyOnceConsumer:
 
     def _say_goodbye(self) -> None:
         """Let dashboards see the last offsets, for a moment."""
-        if self._topics:
+        if self._assignment.topics:
             self._kafka_offsets.send(self._client, self._ownership.states, at_once=True)
         deadline = time.monotonic() + _GOODBYE_SECONDS
         while not self._kafka_offsets.is_idle and time.monotonic() < deadline:
@@ -833,8 +768,9 @@ class ExactlyOnceConsumer:
 
     def _leave(self) -> None:
         """Leave the group: with an empty assignment the client's close may not do so, and all wait for its ghost."""
-        if self._topics:
-            self._assignment.leave(self._client, for_good="group.instance.id" not in self._kafka)
+        if self._assignment.topics:
+            # An empty one, of a variable that is not set, makes no static member.
+            self._assignment.leave(self._client, for_good=not self._kafka.get("group.instance.id"))
 
     def _move_to_ends(self) -> None:
         if self._ownership.is_sound and not self._commits.is_pending and not self._session.lost:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 
 from exactly_once._log import about
 from exactly_once.ledger.session import Begun
@@ -23,6 +24,7 @@ _POLL_SECONDS = 0.1
 _NOTICE_SECONDS = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerThread:
     """A handler, called in a thread of its own for each unit.
 
@@ -30,18 +32,10 @@ class HandlerThread:
     the unit's transaction from outside.
     """
 
-    def __init__(
-        self,
-        handler: Callable[[Unit], object],
-        poll: Callable[[float, Unit], bool],
-        end: Callable[[Begun], None],
-        *,
-        revoke_seconds: float,
-    ) -> None:
-        self._handler = handler
-        self._poll = poll
-        self._end = end
-        self._revoke_seconds = revoke_seconds
+    handler: Callable[[Unit], object]
+    poll: Callable[[float, Unit], bool]
+    end: Callable[[Begun], None]
+    revoke_seconds: float
 
     def __call__(self, unit: Unit) -> object:
         """Call the handler and wait for it, polling."""
@@ -51,7 +45,7 @@ class HandlerThread:
 
         def work() -> None:
             try:
-                done.set_result(self._handler(unit))
+                done.set_result(self.handler(unit))
             except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
                 done.set_exception(error)
 
@@ -59,12 +53,12 @@ class HandlerThread:
         try:
             wait([done], QUICK_SECONDS)
             while not done.done():
-                is_doomed = unit.is_taken = self._poll(_POLL_SECONDS, unit)
+                is_doomed = unit.is_taken = self.poll(_POLL_SECONDS, unit)
                 if is_doomed and deadline is None:
-                    deadline = time.monotonic() + self._revoke_seconds
+                    deadline = time.monotonic() + self.revoke_seconds
                     extra = about("revoked_while_handling", group=unit.work.group_id, several=unit.advances)
                     text = "Kafka took partitions of %r: it may finish for %g s"
-                    logger.warning(text, unit, self._revoke_seconds, extra=extra)
+                    logger.warning(text, unit, self.revoke_seconds, extra=extra)
                 if deadline is not None and time.monotonic() >= deadline and not is_aborted:
                     is_aborted = True
                     extra = about("unit_ended", group=unit.work.group_id, several=unit.advances)
@@ -79,4 +73,4 @@ class HandlerThread:
 
     def _abort(self, unit: Unit) -> None:
         if unit.work.begun is not None:
-            self._end(unit.work.begun)
+            self.end(unit.work.begun)

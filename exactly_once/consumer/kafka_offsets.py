@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from uuid import uuid4
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -29,6 +30,17 @@ MIRROR_SECONDS = 1.0
 _CHECK_SECONDS = 10.0
 
 
+@dataclass(slots=True)
+class MembershipCheck:
+    """One commit that is told from the mirrored ones by its metadata."""
+
+    metadata: str
+    deadline: float
+    partitions: set[Partition]
+    answered: bool = False
+    error: KafkaError | None = None
+
+
 class KafkaOffsets:
     """Commits applied offsets to Kafka at most once a second; confirms that we still are a member."""
 
@@ -40,6 +52,8 @@ class KafkaOffsets:
         self._sent_at = 0.0
         # How many commits were not answered; written by librdkafka's callback, which runs inside of a poll.
         self._in_flight = 0
+        # Of which partitions Kafka has not taken what it was told last: told again with the next commit.
+        self._refused: set[Partition] = set()
         # The question that is on its way. Rebalances end it: its answer would be about what we were before.
         self._check: MembershipCheck | None = None
         # How many commits Kafka refused.
@@ -58,13 +72,17 @@ class KafkaOffsets:
         """
         if not (at_once or time.monotonic() - self._sent_at >= MIRROR_SECONDS):
             return
-        due = {p: h for p, h in states.items() if h.is_to_mirror and h.phase is Phase.OWNED}
+        mine = {p: h for p, h in states.items() if h.phase is Phase.OWNED}
+        # Again only what was compared since it was acquired: another database may have told Kafka a later offset.
+        again = {p for p, h in mine.items() if p in self._refused and h.compared_epoch == h.epoch}
+        due = {p: h for p, h in mine.items() if h.is_to_mirror or p in again}
         if due:
             self._sent_at = time.monotonic()
-            for state in due.values():
-                state.is_to_mirror = False
             offsets = {p: (h.next_offset, h.leader_epoch) for p, h in due.items()}
-            self._commit(client, offsets, metadata=self._metadata)
+            if self._commit(client, offsets, metadata=self._metadata):
+                for state in due.values():
+                    state.is_to_mirror = False
+                self._refused -= due.keys()
             failpoint("mirrored")
 
     @property
@@ -82,14 +100,14 @@ class KafkaOffsets:
         if check is None or time.monotonic() > check.deadline:
             self.unanswered += check is not None and not check.answered
             metadata, deadline = f"{self._metadata} {uuid4()}", time.monotonic() + _CHECK_SECONDS
-            self._check = check = MembershipCheck(metadata, deadline, frozenset(offsets))
+            self._check = check = MembershipCheck(metadata, deadline, set(offsets))
             if not self._commit(client, offsets, metadata=check.metadata):
                 self._check = None
                 return set()
         if check.error is None and not check.answered:
             return None
         self._check = None
-        return set() if check.error else set(check.partitions)
+        return set() if check.error else check.partitions
 
     @property
     def _metadata(self) -> str:
@@ -108,6 +126,8 @@ class KafkaOffsets:
         check = self._check
         if check is not None and any(tp.metadata == check.metadata for tp in offsets):
             check.answered, check.error = True, errors[0] if errors else None
+        elif errors:
+            self._refused |= {Partition(tp.topic, tp.partition) for tp in offsets if error or tp.error}
         if errors:
             self.failed += 1
             extra = about(
@@ -127,14 +147,3 @@ class KafkaOffsets:
             return False
         self._in_flight += 1
         return True
-
-
-class MembershipCheck:
-    """One commit that is told from the mirrored ones by its metadata."""
-
-    def __init__(self, metadata: str, deadline: float, partitions: frozenset[Partition]) -> None:
-        self.metadata = metadata
-        self.deadline = deadline
-        self.partitions = partitions
-        self.answered = False
-        self.error: KafkaError | None = None

@@ -35,12 +35,10 @@ from exactly_once.kafka.origin import origin_of
 from exactly_once.ledger.conflict import Conflict
 from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.start import StartOffsets
-from exactly_once.ledger.store import LedgerStore
 
-from .buffer import FetchBuffer
 from .commit import CommitProtocol
 from .kafka_offsets import MIRROR_SECONDS, KafkaOffsets
-from .partitions import Ownership, Report
+from .partitions import Report
 from .rebalance import Assignment, Change, generation
 
 logger = logging.getLogger(__name__)
@@ -75,42 +73,37 @@ _ASKING_SHARE = 0.25
 # When to go on with an acquisition or a membership check that needs several turns: far below a heartbeat.
 _AGAIN_SECONDS = 0.05
 
-Notify = Callable[[Change, list[TopicPartition]], None]
-
 
 class Maintenance:
     """Everything that is done between units, in the order in which it must be done."""
 
     def __init__(
         self,
-        *,
-        assignment: Assignment,
-        ownership: Ownership,
-        buffer: FetchBuffer,
-        ledger: LedgerStore,
         commits: CommitProtocol,
+        assignment: Assignment,
         start_offsets: StartOffsets,
-        cluster: Cluster,
         kafka_offsets: KafkaOffsets,
-        notify: Notify,
+        cluster: Cluster,
+        *,
         is_called_for_nothing: bool,
         stop_on_bad_partition: bool,
     ) -> None:
+        self.commits = commits
+        self.ownership = commits.ownership
+        self.cluster = cluster
+        self._buffer = commits.buffer
+        self._ledger = commits.ledger
+        self._about = partial(about, group=self._ledger.group_id)
         self._assignment = assignment
-        self._ownership = ownership
-        self._buffer = buffer
-        self._ledger = ledger
-        self._about = partial(about, group=ledger.group_id)
-        self._commits = commits
         self._start_offsets = start_offsets
-        self._cluster = cluster
         self._kafka_offsets = kafka_offsets
-        self._notify = notify
         self._is_called_for_nothing = is_called_for_nothing
         self._stop_on_bad_partition = stop_on_bad_partition
         # Times are on the monotonic clock, and 0 is "at once". What is known of a partition is in its PartitionState.
 
-        # What the user's rebalance callbacks have not been called for; the end of each run does it.
+        # The user's rebalance callbacks.
+        self.callbacks: Mapping[Change, Callable[[list[TopicPartition]], object]] = {}
+        # What they have not been called for; the end of each run does it.
         self._news: list[tuple[Change, list[TopicPartition]]] = []
         # Questions for topic ids that are on their way; all are answered before the next ones are asked.
         self._asked: dict[str, Future[Any]] = {}
@@ -146,23 +139,21 @@ class Maintenance:
     @property
     def is_due(self) -> bool:
         """Whether :meth:`run_once` has anything to do before the next unit."""
+        now = time.monotonic()
         return bool(
             self._assignment.events
-            or self._ownership.has_changed
-            or self._commits.is_pending
-            or self._commits.failed is not None
-            or self._has_trouble()
+            or self.ownership.has_changed
+            or self.commits.is_pending
+            or self.commits.failed is not None
             or self._ledger.session.lost
-            or time.monotonic() >= self._next_run
-        )
-
-    def _has_trouble(self) -> bool:
-        """Tell whether a partition is to be examined or rejected; in one pass, because it is asked before each unit."""
-        examines = time.monotonic() >= self._next_examination
-        return any(
-            (h.unreadable is not None and h.next_offset == h.position) or (examines and h.suspect is not None)
-            for h in self._ownership.states.values()
-            if h.positioned
+            or now >= self._next_run
+            # A partition is to be rejected or examined.
+            or any(
+                (h.unreadable is not None and h.next_offset == h.position)
+                or (h.suspect is not None and now >= self._next_examination)
+                for h in self.ownership.states.values()
+                if h.positioned
+            )
         )
 
     def run_once(self, client: Consumer) -> None:
@@ -170,10 +161,10 @@ class Maintenance:
         self._began_at = time.monotonic()
         self._next_run = self._began_at + MIRROR_SECONDS / 2
         self.take_events()
-        if self._commits.failed is not None:
-            raise self._commits.failed
+        if self.commits.failed is not None:
+            raise self.commits.failed
         _ = self._ledger.session.connection
-        self._commits.resolve()
+        self.commits.resolve()
         self._release()
         self._retry_bad()
         self._acquire()
@@ -185,28 +176,30 @@ class Maintenance:
         self._confirm_membership(client)
         self._recheck_topics()
         self._check_presence(client)
-        self._kafka_offsets.send(client, self._ownership.states)
-        self._ownership.has_changed = bool(self._ownership.to_position())
-        if self._ownership.to_acquire() or self._ownership.to_confirm():
+        self._kafka_offsets.send(client, self.ownership.states)
+        self.ownership.has_changed = bool(self.ownership.to_position())
+        if self.ownership.to_acquire() or self.ownership.to_confirm():
             self._next_run = time.monotonic() + _AGAIN_SECONDS
         while self._news:  # outside of librdkafka's callbacks
-            self._assignment.contain(self._notify)(*self._news.pop(0))
+            change, partitions = self._news.pop(0)
+            if change in self.callbacks:
+                self._assignment.contain(self.callbacks[change])(partitions)
 
     def take_events(self) -> None:
         """Apply what the rebalance callbacks recorded."""
         while self._assignment.events:
             event = self._assignment.events[0]
             if event.change is Change.ASSIGNED:
-                self._ownership.assigned(event.partitions)
+                self.ownership.assigned(event.partitions)
                 self._not_before = 0.0  # these need not wait for what others wait for
             else:
-                self._ownership.revoked(event.partitions)
+                self.ownership.revoked(event.partitions)
                 self._kafka_offsets.drop_check()
                 self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
             extra = self._about(event.change.value, several=event.partitions)
             names = ", ".join(map(str, event.partitions)) or "nothing"
             logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
-            self.is_member = event.change is Change.ASSIGNED or bool(self._ownership.states)
+            self.is_member = event.change is Change.ASSIGNED or bool(self.ownership.states)
             self._assigned_at = time.monotonic()
             self._buffer.discard()
             # Only now: an event that was interrupted is applied again.
@@ -215,7 +208,7 @@ class Maintenance:
     @property
     def is_left_idle(self) -> bool:
         """Whether Kafka has nothing for this member: it is in the group, and others have had time to give up some."""
-        if not self.is_member or self._ownership.states:
+        if not self.is_member or self.ownership.states:
             return False
         return not self._assignment.is_incremental or time.monotonic() - self._assigned_at >= SETTLE_SECONDS
 
@@ -226,18 +219,18 @@ class Maintenance:
         is held, or of what is to be ``released``.
         """
         if released:
-            ends, self._ownership.last_ends = self._ownership.last_ends, []
+            ends, self.ownership.last_ends = self.ownership.last_ends, []
         else:
-            ends = self._ownership.at_end()
-        if ends and self._commits.failed is None:
+            ends = self.ownership.at_end()
+        if ends and self.commits.failed is None:
             self._move(ends)
 
     def unreadable(self, message: Message) -> None:
         """Take note that the client cannot make messages of what it fetched."""
         error = message.error()
-        partition = Partition(str(message.topic()), message.partition() or 0)
+        partition = Partition.of(message)
         reason = "" if error is None else f"{error.name()}: {error.str()}"
-        self._ownership.unreadable(partition, reason)
+        self.ownership.unreadable(partition, reason)
         self.recheck_soon(partition.topic)
 
     def recheck_soon(self, topic: str) -> None:
@@ -250,7 +243,7 @@ class Maintenance:
     def _release(self) -> None:
         """Give back rows; best effort, because an acquisition needs no release."""
         self.move_to_ends(released=True)
-        held, self._ownership.releases = self._ownership.releases, []
+        held, self.ownership.releases = self.ownership.releases, []
         if held:
             try:
                 self._ledger.release(held)
@@ -260,7 +253,7 @@ class Maintenance:
 
     def _acquire(self) -> None:
         """Acquire, check and start what is pending; what is locked or postponed is left for later."""
-        pending = self._ownership.to_acquire()
+        pending = self.ownership.to_acquire()
         if not pending or time.monotonic() < self._not_before:
             return
         try:
@@ -280,13 +273,25 @@ class Maintenance:
             except LedgerRowMissing as missing:
                 # Deleted since a moment ago; which one it is, and that it was there, is found out by registering again.
                 logger.warning("looking again: %s", missing, extra=self._about("row_missing", several=wanted))
-            self._ownership.acquired(rows)
-            self._validate(rows)
+            self.ownership.acquired(rows)
+            partitions = [row.partition for row in rows]
+            try:
+                if rows:
+                    checked = self._start_offsets.validate(rows)
+                    for row in checked.ready:
+                        self.ownership.started(row.partition, row)
+                    self.ownership.taken(set(partitions) - set(checked.bad) - set(checked.postponed))
+                    if checked.trouble is not None:
+                        self._postpone(checked.postponed, checked.trouble)
+                    self._reject(checked.bad, {row.partition: row for row in rows})
+            finally:
+                # What could not be started is given back and tried anew.
+                self.ownership.not_started(partitions)
             self._reject(bad)
         except BrokerUnreachable as error:
             # Partitions that were acquired before need not wait for a leader of these.
             self._postpone(pending, error)
-        if self._ownership.to_acquire():
+        if self.ownership.to_acquire():
             self._not_before = max(self._not_before, time.monotonic() + _BUSY_SECONDS)
         else:
             self._postponed = ()
@@ -295,7 +300,7 @@ class Maintenance:
         """Let partitions wait for an answer of Kafka, so that others stand still for it rarely; tell it once."""
         self.unreachable = str(error)
         now = time.monotonic()
-        share = _ASKING_SHARE if self._ownership.owned() else 1.0
+        share = _ASKING_SHARE if self.ownership.owned() else 1.0
         self._not_before = now + max(_BUSY_SECONDS, (now - self._began_at) / share)
         names = tuple(sorted(partitions))
         level = logging.DEBUG if names == self._postponed else logging.WARNING
@@ -352,44 +357,28 @@ class Maintenance:
                 logger.warning("%s stays locked for now", partition, extra=extra)
         return rows, locked
 
-    def _validate(self, rows: list[Row]) -> None:
-        partitions = [row.partition for row in rows]
-        try:
-            if not rows:
-                return
-            checked = self._start_offsets.validate(rows)
-            for row in checked.ready:
-                self._ownership.started(row.partition, row)
-            self._ownership.taken(set(partitions) - set(checked.bad) - set(checked.postponed))
-            if checked.trouble is not None:
-                self._postpone(checked.postponed, checked.trouble)
-            self._reject(checked.bad, {row.partition: row for row in rows})
-        finally:
-            # What could not be started is given back and tried anew.
-            self._ownership.not_started(partitions)
-
     def _reject(self, bad: Mapping[Partition, ExactlyOnceError], rows: Mapping[Partition, Row] | None = None) -> None:
         """Leave bad partitions unread and tell why, without hurry from the second time on.
 
         :raises ExactlyOnceError: the first of them, where that is asked for; it comes again at the next try.
         """
         for partition, error in bad.items():
-            self._ownership.rejected(partition, error, (rows or {}).get(partition))
-            state = self._ownership.states.get(partition)
+            self.ownership.rejected(partition, error, (rows or {}).get(partition))
+            state = self.ownership.states.get(partition)
             if state is not None and (state.report is None or str(state.report.error) != str(error)):
                 state.report = Report(error, BAD_SECONDS, time.monotonic() + BAD_SECONDS)
                 if not self._stop_on_bad_partition:
                     self._log_bad(partition, error)
         self._buffer.discard()
         if bad and self._stop_on_bad_partition:
-            self._ownership.retried(bad)
+            self.ownership.retried(bad)
             raise next(iter(bad.values()))
 
     def _retry_bad(self) -> None:
         """Tell again of what is still bad, and try again what may have passed."""
         now = time.monotonic()
-        for partition in self._ownership.bad():
-            known = self._ownership.states[partition].report
+        for partition in self.ownership.bad():
+            known = self.ownership.states[partition].report
             if known is not None and now >= known.again_at:
                 known.pause_seconds = min(2 * known.pause_seconds, _BAD_MOST_SECONDS)
                 known.again_at = now + known.pause_seconds
@@ -397,7 +386,7 @@ class Maintenance:
                 if isinstance(known.error, BatchUnreadable):
                     # The others hold until the row is changed: a log that has grown over an offset that was outside
                     # of it, say, proves nothing.
-                    self._ownership.retried([partition])
+                    self.ownership.retried([partition])
 
     def _log_bad(self, partition: Partition, error: Exception) -> None:
         extra = self._about("partition_bad", partition=partition)
@@ -412,21 +401,21 @@ class Maintenance:
                 f"what cannot be read with: exactly-once reset --topic {partition.topic} "
                 f"--partition {partition.number} --to-offset N"
             )
-            for partition, state in self._ownership.states.items()
+            for partition, state in self.ownership.states.items()
             if state.positioned and state.unreadable is not None and state.next_offset == state.position
         }
         self._reject(bad)
 
     def _position(self, client: Consumer) -> None:
         """Tell the client what to fetch, and from where."""
-        targets = self._ownership.to_position()
+        targets = self.ownership.to_position()
         if not targets:
             return
         # The epoch we know is that of what was applied, which may be an older one.
-        others = {p: (h.position, None) for p, h in self._ownership.states.items() if h.positioned}
+        others = {p: (h.position, None) for p, h in self.ownership.states.items() if h.positioned}
         self._buffer.discard()
         self._assignment.position(client, {p: (h.next_offset, h.leader_epoch) for p, h in targets.items()}, others)
-        self._ownership.positioned(targets)
+        self.ownership.positioned(targets)
         for partition, state in targets.items():
             extra = self._about("positioned", partition=partition, offset=state.next_offset, owner_epoch=state.epoch)
             logger.info("reading %s from offset %s", partition, state.next_offset, extra=extra)
@@ -434,7 +423,7 @@ class Maintenance:
 
     def _confirm_membership(self, client: Consumer) -> None:
         """After a fence: acquire again only when Kafka still counts us as a member."""
-        fenced = self._ownership.to_confirm()
+        fenced = self.ownership.to_confirm()
         if not fenced or time.monotonic() < self._not_before:
             return
         offsets = {}
@@ -442,13 +431,13 @@ class Maintenance:
             rows = self._ledger.look(fenced)
             # For dashboards, so a look is enough. Where a failover lost the chosen start or the row, 0 was applied.
             offsets = {r.partition: (r.next_offset or 0, r.leader_epoch) for r in rows}
-            self._ownership.confirmed(set(fenced) - set(offsets))
+            self.ownership.confirmed(set(fenced) - set(offsets))
             if not offsets:
                 self._not_before = time.monotonic() + _BUSY_SECONDS
                 return
         confirmed = self._kafka_offsets.check_membership(client, offsets)
         if confirmed:
-            self._ownership.confirmed(confirmed)
+            self.ownership.confirmed(confirmed)
         elif confirmed is not None:
             self._not_before = time.monotonic() + _BUSY_SECONDS
 
@@ -461,10 +450,10 @@ class Maintenance:
                 self._compare(topic, future)
         if self._asked:
             return
-        self.unreachable = self.unreachable if self._ownership.states else None
-        due = [t for t in sorted({p.topic for p in self._ownership.owned()}) if now >= self._next_recheck.get(t, 0.0)]
+        self.unreachable = self.unreachable if self.ownership.states else None
+        due = [t for t in sorted({p.topic for p in self.ownership.owned()}) if now >= self._next_recheck.get(t, 0.0)]
         self._schedule_recheck(due)
-        self._asked = self._cluster.ask(due)
+        self._asked = self.cluster.ask(due)
 
     def _schedule_recheck(self, topics: Iterable[str]) -> None:
         for topic in topics:
@@ -473,7 +462,7 @@ class Maintenance:
 
     def _compare(self, topic: str, future: Future[Any]) -> None:
         try:
-            found = self._cluster.described(topic, future)
+            found = self.cluster.described(topic, future)
         except (BrokerUnreachable, UnknownTopic) as error:
             # Of a topic that is gone Kafka takes the partitions away; one made again has another id.
             self.unreachable = str(error) if isinstance(error, BrokerUnreachable) else None
@@ -481,10 +470,10 @@ class Maintenance:
             logger.warning("topic id of %r not checked this time: %s", topic, error, extra=extra)
             return
         self.unreachable = None
-        held = [p for p in self._ownership.owned() if p.topic == topic]
+        held = [p for p in self.ownership.owned() if p.topic == topic]
         bad = {}
         for partition in held:
-            state = self._ownership.states[partition]
+            state = self.ownership.states[partition]
             since, now = state.checked_at, state.next_offset
             try:
                 self._start_offsets.recheck(topic, found, {partition: state.topic_id})
@@ -507,7 +496,7 @@ class Maintenance:
         The group itself is never described: where its coordinator is lost that aborts the process (librdkafka's
         issue 4605).
         """
-        if self._ownership.states:
+        if self.ownership.states:
             return
         before, self._generation = self._generation, generation(client)
         self.is_member = self._generation > 0 and (self.is_member or not self._is_called_for_nothing)
@@ -516,7 +505,7 @@ class Maintenance:
 
     def _compare_origins(self, client: Consumer) -> None:
         """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""
-        owned = {p: self._ownership.states[p] for p in self._ownership.owned()}
+        owned = {p: self.ownership.states[p] for p in self.ownership.owned()}
         new = {p for p, state in owned.items() if state.compared_epoch != state.epoch}
         if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
             return
@@ -541,7 +530,7 @@ class Maintenance:
             if tp.offset >= 0 and tp.error is None
         }
         for partition in self._start_offsets.compare(new, held, own):
-            self._commits.log_rewound(partition, mirrored=held[partition][0])
+            self.commits.log_rewound(partition, mirrored=held[partition][0])
         self._next_comparison = time.monotonic() + COMPARE_SECONDS
         for partition in new:
             state = owned[partition]
@@ -557,10 +546,10 @@ class Maintenance:
         if time.monotonic() < self._next_rows:
             return
         quiet_since = time.monotonic() - QUIET_SECONDS
-        states = self._ownership.states
-        self._move(a for a in self._ownership.at_end() if states[a.partition].log_ended_at <= quiet_since)
-        held = self._ownership.owned() + self._ownership.bad()
-        suspicious = self._ownership.suspicious(held, self._ledger.look(held)) if held else []
+        states = self.ownership.states
+        self._move(a for a in self.ownership.at_end() if states[a.partition].log_ended_at <= quiet_since)
+        held = self.ownership.owned() + self.ownership.bad()
+        suspicious = self.ownership.suspicious(held, self._ledger.look(held)) if held else []
         if suspicious:
             rows, locked = self._unlocked(self._ledger.read, suspicious)
             self._act_on_rows([p for p in suspicious if p not in locked], rows)
@@ -574,7 +563,7 @@ class Maintenance:
         if not ends:
             return
         # The epoch of the last message may be older than what follows it, and would pass for a log that was rewritten.
-        epochs = self._cluster.leader_epochs([a.partition for a in ends])
+        epochs = self.cluster.leader_epochs([a.partition for a in ends])
         ends = [replace(a, leader_epoch=epochs.get(a.partition)) for a in ends]
         try:
             self._ledger.move_to_ends(ends, lock_seconds=_FREE_SECONDS)
@@ -582,23 +571,23 @@ class Maintenance:
             extra = self._about("end_not_stored", several=ends)
             logger.info("the ledger was not moved to the ends of its logs: %s", error, extra=extra)
             if self._ledger.session.lost:
-                self._ownership.doubted(ends)
+                self.ownership.doubted(ends)
             return
-        self._ownership.moved_to_end(ends)
+        self.ownership.moved_to_end(ends)
         for end in ends:
             extra = self._about("moved_to_end", several=[end])
             logger.info("%s is applied to the end of its log, offset %s", end.partition, end.next_offset, extra=extra)
 
     def _act_on_rows(self, partitions: list[Partition], rows: list[Row]) -> None:
         """Act on rows that are not as they were left, and tell of them."""
-        expected = {p: self._ownership.states[p].next_offset for p in partitions}
-        mended = set(self._ownership.bad()).intersection(partitions)
-        conflicts = self._ownership.seen(partitions, rows)
-        for partition in mended.difference(self._ownership.bad()):
+        expected = {p: self.ownership.states[p].next_offset for p in partitions}
+        mended = set(self.ownership.bad()).intersection(partitions)
+        conflicts = self.ownership.seen(partitions, rows)
+        for partition in mended.difference(self.ownership.bad()):
             extra = self._about("partition_changed", partition=partition)
             logger.warning("the row of %s was changed: trying to read it again", partition, extra=extra)
         for partition, conflict in conflicts.items():
-            counters = self._commits.counters
+            counters = self.commits.counters
             counters.fenced += conflict is Conflict.FENCED
             counters.rewound += conflict is Conflict.REWOUND
             counters.ahead += conflict is Conflict.AHEAD
@@ -612,26 +601,26 @@ class Maintenance:
 
     def _examine_suspects(self) -> None:
         """Find out why the client could not read on; move, or raise, or just place it again."""
-        suspects = self._ownership.suspects()
+        suspects = self.ownership.suspects()
         if not suspects or time.monotonic() < self._next_examination:
             return
         # First whether it still is the same topic: no policy may move an offset into another one.
         for topic in {p.topic for p in suspects}:
-            self._compare(topic, self._cluster.ask([topic])[topic])
+            self._compare(topic, self.cluster.ask([topic])[topic])
         for partition, state in suspects.items():
             reason = state.suspect
-            if reason is not None and self._ownership.deliverable(partition) is state and state.unreadable is None:
+            if reason is not None and self.ownership.deliverable(partition) is state and state.unreadable is None:
                 rows, locked = self._unlocked(self._ledger.read, [partition])
                 if locked:
                     self._next_examination = time.monotonic() + _BUSY_SECONDS
                     continue
                 self._act_on_rows([partition], rows)
-                logs, trouble = self._cluster.available_ranges([partition])
+                logs, trouble = self.cluster.available_ranges([partition])
                 if trouble is not None:  # others are read on meanwhile
                     self._postpone([partition], trouble)
                     self._next_examination = self._not_before
                     continue
-                if self._ownership.deliverable(partition) is state:
+                if self.ownership.deliverable(partition) is state:
                     try:
                         moved = self._start_offsets.in_range(
                             rows[0], logs[partition], truncated="truncat" in reason.lower()
@@ -645,7 +634,7 @@ class Maintenance:
                         extra = self._about("repositioned", partition=partition, offset=moved.next_offset)
                         text = "%s: reading on at offset %s after: %s"
                         logger.warning(text, partition, moved.next_offset, reason, extra=extra)
-                        self._ownership.started(partition, moved)
+                        self.ownership.started(partition, moved)
             # Of one that is placed anew there comes another error if need be.
             state.suspect = None
         self._buffer.discard()

@@ -13,15 +13,14 @@ from typing import Any
 
 from exactly_once._log import about, named
 from exactly_once._model import Partition
-from exactly_once.kafka.admin import Cluster
-from exactly_once.kafka.settings import poll_interval_seconds, reads_committed
+from exactly_once.kafka.settings import poll_interval_seconds
 from exactly_once.metrics import table as m
 from exactly_once.metrics.health import Health
 
 from .buffer import FetchBuffer
 from .commit import CommitProtocol
 from .maintenance import Maintenance
-from .partitions import Ownership, PartitionState, Phase
+from .partitions import PartitionState, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -36,32 +35,23 @@ class Observer:
         self,
         metrics: m.Metrics | None,
         kafka: Mapping[str, Any],
+        maintenance: Maintenance,
         *,
         owner_name: str | None,
-        ownership: Ownership,
-        buffer: FetchBuffer,
-        commits: CommitProtocol,
-        maintenance: Maintenance,
-        cluster: Cluster,
     ) -> None:
         self._metrics = metrics
         self._common = (str(kafka["group.id"]), owner_name or "")
         self._poll_interval_seconds = poll_interval_seconds(kafka)
-        self._reads_committed = reads_committed(kafka)
-        self._ownership = ownership
-        self._buffer = buffer
-        self._commits = commits
         self._maintenance = maintenance
-        self._cluster = cluster
+        self._commits = maintenance.commits
         self._made_at = self._polled_at = time.monotonic()
         self._has_failed = False
         # What the loop waits for to go away.
         self.trouble: BaseException | None = None
         self._published = [0] * len(_COUNTED)
         if metrics is not None:
-            for metric, values, _ in _COUNTED:
-                metrics.add(metric, 0, (*self._common, *values))
-            metrics.attach(self.read)
+            self._contain(self._announce, metrics)
+            self._contain(metrics.attach, self.read)
 
     def record_poll(self) -> None:
         """Take note that the loop polls Kafka, and publish what happened since it did the last time."""
@@ -84,7 +74,8 @@ class Observer:
         yield m.Sample(m.BAD, self._common, sum(h.phase is Phase.BAD for h in states.values()))
         yield m.Sample(m.SINCE_COMMIT, self._common, self._since_commit())
         yield m.Sample(m.SINCE_POLL, self._common, time.monotonic() - self._polled_at)
-        ends = self._cluster.ends_within(LAG_SECONDS, list(owned), read_committed=self._reads_committed)
+        # Of all messages, be they in a transaction that is open: one that hangs holds up what is behind it.
+        ends = self._maintenance.cluster.ends_within(LAG_SECONDS, list(owned), read_committed=False)
         for partition, end in ends.items():
             labels = (*self._common, partition.topic, str(partition.number))
             yield m.Sample(m.LAG, labels, max(0, end - owned[partition].applied))
@@ -95,53 +86,48 @@ class Observer:
         since_poll = time.monotonic() - self._polled_at
         is_alive = since_poll <= self._poll_interval_seconds or not is_subscribed
         waiting = tuple(sorted(p for p, h in states.items() if h.phase is not Phase.OWNED))
-        bad = tuple((*p, named(h.error)) for p, h in sorted(_bad(states), key=lambda each: each[0]))
-        reasons = tuple(self._reasons(states, is_subscribed=is_subscribed, is_stopping=is_stopping))
+        bad = {p: named(states[p].error) for p in waiting if states[p].phase is Phase.BAD}
+        # What keeps the consumer from its work.
+        reasons: list[str] = []
+        if is_stopping:
+            reasons.append("it is stopping or has ended")
+        elif not is_subscribed:
+            reasons.append("it has not subscribed yet")
+        else:
+            trouble, unreachable = self._commits.failed or self.trouble, self._maintenance.unreachable
+            others = [str(p) for p in waiting if p not in bad]
+            reasons += [named(trouble)] if trouble is not None else []
+            reasons += [f"waiting for {', '.join(others)}"] if others else []
+            reasons += [f"{partition} is not read: {error}" for partition, error in bad.items()]
+            reasons += [unreachable] if unreachable is not None else []
+            reasons += [] if self._maintenance.is_member else ["Kafka has not assigned partitions yet"]
         if not is_alive:
-            reasons += (f"the loop has not polled for {since_poll:.0f} s, which is beyond max.poll.interval.ms",)
+            reasons.append(f"the loop has not polled for {since_poll:.0f} s, which is beyond max.poll.interval.ms")
         return Health(
             is_alive=is_alive,
             is_ready=not reasons,
-            reasons=reasons,
+            reasons=tuple(reasons),
             owned=tuple(sorted(states.keys() - set(waiting))),
             waiting=waiting,
-            bad=bad,
+            bad=tuple((*p, error) for p, error in bad.items()),
             seconds_since_commit=self._since_commit(),
             seconds_since_poll=since_poll,
         )
 
-    def _reasons(
-        self, states: Mapping[Partition, PartitionState], *, is_subscribed: bool, is_stopping: bool
-    ) -> Iterator[str]:
-        """Say what keeps the consumer from its work."""
-        if is_stopping:
-            yield "it is stopping or has ended"
-        elif not is_subscribed:
-            yield "it has not subscribed yet"
-        else:
-            trouble = self._commits.failed or self.trouble
-            if trouble is not None:
-                yield named(trouble)
-            bad = dict(_bad(states))
-            waiting = sorted(p for p, h in states.items() if h.phase is not Phase.OWNED and p not in bad)
-            if waiting:
-                yield f"waiting for {', '.join(map(str, waiting))}"
-            for partition, state in bad.items():
-                yield f"{partition} is not read: {named(state.error)}"
-            if self._maintenance.unreachable is not None:
-                yield self._maintenance.unreachable
-            if not self._maintenance.is_member:
-                yield "Kafka has not assigned partitions yet"
-
     def _states(self) -> dict[Partition, PartitionState]:
-        return self._ownership.states.copy()  # in one step: the loop goes on in its own thread
+        return self._maintenance.ownership.states.copy()  # in one step: the loop goes on in its own thread
 
     def _since_commit(self) -> float:
         return time.monotonic() - (self._commits.committed_at or self._made_at)
 
+    def _announce(self, metrics: m.Metrics) -> None:
+        """Have every counter there before anything happens."""
+        for metric, values, _ in _COUNTED:
+            metrics.add(metric, 0, (*self._common, *values))
+
     def _publish(self, metrics: m.Metrics) -> None:
         for number, (metric, values, count) in enumerate(_COUNTED):
-            known, now = self._published[number], count(self._commits, self._buffer)
+            known, now = self._published[number], count(self._commits, self._commits.buffer)
             if now != known:
                 self._published[number] = now
                 metrics.add(metric, now - known, (*self._common, *values))
@@ -160,10 +146,6 @@ class Observer:
                 self._has_failed = True
                 extra = about("metrics_failed", group=self._common[0])
                 logger.exception("metrics could not be published; this is said once", extra=extra)
-
-
-def _bad(states: Mapping[Partition, PartitionState]) -> list[tuple[Partition, PartitionState]]:
-    return [(p, h) for p, h in states.items() if h.phase is Phase.BAD]
 
 
 _Count = Callable[[CommitProtocol, FetchBuffer], int]

@@ -29,8 +29,23 @@ _MAX_MESSAGES = 1_000_000
 
 # An entry of the ledger's index holds 2,704 bytes: group, topic and partition.
 _GROUP_ID_BYTES = 2000
+_LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 # What tells one instance from the next: the random ends of a pod's name, or a number.
 _INSTANCE = re.compile(r"(-[bcdfghjklmnpqrstvwxz0-9]{5,10}){1,2}$|[-_.]?\d+$")
+
+
+# Of what kind each option is that is compared or stored: a text for a number is what an environment variable gives.
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("max_messages", int, "a whole number"),
+    ("max_bytes", int, "a whole number"),
+    ("linger_seconds", int | float, "a number of seconds"),
+    ("startup_seconds", int | float, "a number of seconds"),
+    ("max_unit_seconds", int | float | None, "a number of seconds, or None"),
+    ("claims_window", timedelta | int | float | None, "a timedelta or seconds; None holds keys for ever"),
+    ("name", str | None, "a text, or None"),
+    ("application", str | None, "a text, or None"),
+    ("connect", Callable | None, "a callable that returns a connection"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,23 +90,41 @@ def check_options(
     """
     if (conninfo is None) == (connect is None):
         raise ConfigurationError("give either conninfo= (a connection string) or connect= (a callable), not both")
+    given = {**rest, "max_unit_seconds": max_unit_seconds, "claims_window": claims_window, "connect": connect}
+    for name, kinds, what in _KINDS:
+        if isinstance(given[name], bool) or not isinstance(given[name], kinds):
+            raise ConfigurationError(f"{name}={given[name]!r} must be {what}")
+    limit = poll_interval_seconds(kafka)
+    unit_seconds = min(_UNIT_SECONDS, limit / 2) if max_unit_seconds is None else max_unit_seconds
+    if not 0 < unit_seconds < limit:
+        raise ConfigurationError(
+            f"max_unit_seconds={unit_seconds!r} must be above 0 and below max.poll.interval.ms ({limit:g} s): "
+            "Kafka takes the partitions away from a member that is silent for longer"
+        )
+    window = claims_window.total_seconds() if isinstance(claims_window, timedelta) else claims_window
+    if window is not None and not 0 < window < math.inf:
+        raise ConfigurationError(
+            f"claims_window={claims_window!r} must be a timedelta or seconds, above 0 and finite; None holds keys for "
+            "ever"
+        )
     options = Options(
         group_id=_group_id(kafka),
         connect=connect or connector(conninfo or ""),
         database=server_of(conninfo or "") if connect is None else "the server that connect= connects to",
-        max_unit_seconds=_unit_seconds(kafka, max_unit_seconds),
-        claims_window=_window_seconds(claims_window),
+        max_unit_seconds=unit_seconds,
+        claims_window=None if window is None else float(window),
         **rest,
     )
     _check_choice("on_out_of_range", options.on_out_of_range, get_args(RangePolicy))
     _check_choice("isolation", options.isolation, get_args(Isolation))
     if options.start is not None and not isinstance(options.start, datetime):
-        _check_choice("start", options.start, ("earliest", "latest", "committed", "a datetime with a time zone"))
+        _check_choice("start", options.start, ("earliest", "latest", "committed"), "a datetime with a time zone")
     if isinstance(options.start, datetime) and options.start.tzinfo is None:
         raise ConfigurationError(f"start={options.start!r} has no time zone; give one, for example tzinfo=UTC")
     for name in ("max_messages", "max_bytes", "startup_seconds"):
-        if getattr(options, name) <= 0:
-            raise ConfigurationError(f"{name}={getattr(options, name)!r} must be positive")
+        number = getattr(options, name)
+        if not number > 0:  # nor NaN
+            raise ConfigurationError(f"{name}={number!r} must be positive")
     if not 0 <= options.linger_seconds < math.inf:
         raise ConfigurationError(f"linger_seconds={options.linger_seconds!r} must be 0 or more, and not infinite")
     if options.max_messages > _MAX_MESSAGES:
@@ -118,25 +151,37 @@ def check_run(
     if not callable(handler):
         raise ConfigurationError(f"handler={handler!r} is not possible; give a callable that takes a unit")
     for name, function in (("handler", handler), ("on_poison", on_poison)):
-        if _is_lazy(function):
+        inner = function
+        while isinstance(inner, partial):
+            inner = inner.func
+        # A call of it may only make a coroutine or a generator.
+        called = (inner, getattr(type(inner), "__call__", None))  # noqa: B004
+        if any(test(each) for test in _LAZY for each in called):
             raise ConfigurationError(
                 f"{name}={function!r} is async or has a yield, so calling it has no effects yet: write it with def. "
                 "docs/how-to/fastapi.md shows how a plain handler calls coroutines of a running loop"
             )
     if not callable(on_poison):
-        _check_choice("on_poison", on_poison, ("stop", "dead-letter", "a callable(unit, message, error)"))
-    if attempts < 1:
+        _check_choice("on_poison", on_poison, ("stop", "dead-letter"), "a callable(unit, message, error)")
+    number: object = attempts
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigurationError(f"attempts={attempts!r} must be 1 or more")
     if not isinstance(dead_letter_limit, DeadLetterLimit | None):
         raise ConfigurationError(f"dead_letter_limit={dead_letter_limit!r} is not possible; give a DeadLetterLimit")
     if not callable(wait):
         raise ConfigurationError(f"wait={wait!r} is not possible; give a wait of tenacity, as tenacity.wait_fixed(3)")
-    times = {"revoke_seconds": revoke_seconds, "stop_seconds": stop_seconds, "idle_seconds": idle_seconds}
-    for name, seconds in times.items():
-        if seconds is None and name == "idle_seconds":
-            continue
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
-            raise ConfigurationError(f"{name}={seconds!r} must be 0 or more")
+    for name, seconds in (("revoke_seconds", revoke_seconds), ("stop_seconds", stop_seconds)):
+        _check_seconds(name, seconds)
+    check_idle(idle_seconds)
+
+
+def check_idle(seconds: object) -> None:
+    """Check after how long without messages units end.
+
+    :raises ConfigurationError: for what is neither None nor a time.
+    """
+    if seconds is not None:
+        _check_seconds("idle_seconds", seconds)
 
 
 def application_of(handler: Callable[..., object] | None, name: str | None) -> str:
@@ -145,7 +190,10 @@ def application_of(handler: Callable[..., object] | None, name: str | None) -> s
     By ``run`` it is the handler, as ``module:qualified name``; for a loop what the owners' names have in common
     (``accounts-0`` and ``accounts-7d9f8b6c5-x2v9z`` are ``accounts``), or the program's file.
     """
-    program = Path(sys.argv[0] if sys.argv else "").name or "python"
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    # `python -m billing` has the name of its module; the file is __main__.py, as of every other package.
+    file = Path(sys.argv[0] if sys.argv else "").name or "python"
+    program = spec.name.removesuffix(".__main__") if spec is not None and file == "__main__.py" else file
     if handler is None:
         return _INSTANCE.sub("", name) or name if name else program
     while isinstance(handler, partial):
@@ -153,14 +201,6 @@ def application_of(handler: Callable[..., object] | None, name: str | None) -> s
     named = handler if hasattr(handler, "__qualname__") else type(handler)
     module = program if named.__module__ == "__main__" else named.__module__
     return f"{module}:{named.__qualname__}"
-
-
-def _is_lazy(function: object) -> bool:
-    """Tell whether a call only makes a coroutine or a generator."""
-    while isinstance(function, partial):
-        function = function.func
-    tests = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    return any(test(f) for test in tests for f in (function, getattr(type(function), "__call__", None)))  # noqa: B004
 
 
 def _group_id(kafka: Mapping[str, Any]) -> str:
@@ -181,26 +221,11 @@ def _group_id(kafka: Mapping[str, Any]) -> str:
     return name
 
 
-def _unit_seconds(kafka: Mapping[str, Any], given: float | None) -> float:
-    limit = poll_interval_seconds(kafka)
-    seconds = min(_UNIT_SECONDS, limit / 2) if given is None else given
-    if not 0 < seconds < limit:
-        raise ConfigurationError(
-            f"max_unit_seconds={seconds!r} must be above 0 and below max.poll.interval.ms ({limit:g} s): "
-            "Kafka takes the partitions away from a member that is silent for longer"
-        )
-    return seconds
+def _check_seconds(name: str, seconds: object) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise ConfigurationError(f"{name}={seconds!r} must be 0 or more")
 
 
-def _window_seconds(given: timedelta | float | None) -> float | None:
-    seconds = given.total_seconds() if isinstance(given, timedelta) else given
-    if seconds is not None and (isinstance(seconds, bool) or not 0 < seconds < math.inf):
-        raise ConfigurationError(
-            f"claims_window={given!r} must be a timedelta or seconds, above 0 and finite; None holds keys for ever"
-        )
-    return None if seconds is None else float(seconds)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str, ...], *others: str) -> None:
     if value not in choices:
-        raise ConfigurationError(f"{name}={value!r} is not possible; choose one of {', '.join(choices)}")
+        raise ConfigurationError(f"{name}={value!r} is not possible; choose one of {', '.join((*choices, *others))}")

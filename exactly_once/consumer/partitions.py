@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row, Span
@@ -123,6 +123,11 @@ class PartitionState:
         self.positioned, self.log_end, self.suspect = False, -1, None
 
     @property
+    def read(self) -> int:
+        """Up to where the client has read the log."""
+        return max(self.position, self.log_end)
+
+    @property
     def applied(self) -> int:
         """Up to where the log is applied: transactional and compacted ones end in offsets without messages."""
         return max(self.next_offset, self.log_end) if self.next_offset == self.position else self.next_offset
@@ -215,24 +220,18 @@ class Ownership:
 
     def not_started(self, partitions: Iterable[Partition]) -> None:
         """Give back what was acquired and cannot be started; it is pending again."""
-        for partition in partitions:
-            state = self.states.get(partition)
-            if state is not None and state.phase is Phase.STARTING:
-                self._replace(partition, PartitionState(report=state.report, stop_at=state.stop_at))
+        for partition, state in self._of(partitions, Phase.STARTING):
+            self._replace(partition, _again(state))
 
     def confirmed(self, partitions: Iterable[Partition]) -> None:
         """Allow fenced partitions to be acquired again: Kafka still counts us as their member."""
-        for partition in partitions:
-            state = self.states.get(partition)
-            if state is not None and state.phase is Phase.FENCED:
-                state.phase = Phase.PENDING
+        for _, state in self._of(partitions, Phase.FENCED):
+            state.phase = Phase.PENDING
 
     def taken(self, partitions: Iterable[Partition]) -> None:
         """Take note of rows that somebody took from us while they were checked."""
-        for partition in partitions:
-            state = self.states.get(partition)
-            if state is not None and state.phase is Phase.STARTING:
-                self._fence(state)
+        for _, state in self._of(partitions, Phase.STARTING):
+            self._fence(state)
 
     def rejected(self, partition: Partition, error: Exception, row: Row | None = None) -> None:
         """Stop reading one partition, whose row is to be released, until that row is changed.
@@ -246,16 +245,12 @@ class Ownership:
         if left is None and state.phase is Phase.OWNED:
             left = Left(state.epoch, state.next_offset, state.topic_id, is_halted=False)
         state.invalidate()
-        new = PartitionState(phase=Phase.BAD, error=error, left=left, report=state.report, stop_at=state.stop_at)
-        self._replace(partition, new)
+        self._replace(partition, _again(state, phase=Phase.BAD, error=error, left=left))
 
     def retried(self, partitions: Iterable[Partition]) -> None:
         """Acquire bad partitions again, in spite of their error."""
-        for partition in partitions:
-            state = self.states.get(partition)
-            if state is not None and state.phase is Phase.BAD:
-                self.states[partition] = PartitionState(report=state.report, stop_at=state.stop_at)
-                self.has_changed = True
+        for partition, state in self._of(partitions, Phase.BAD):
+            self._replace(partition, _again(state))
 
     # What the client did.
 
@@ -313,54 +308,33 @@ class Ownership:
                 # Not by assert: python -O must not lose messages.
                 raise AssertionError((partition, state, spans[partition]))
             state.in_flight_until = end
-            advances.append(
-                Advance(
-                    partition=partition,
-                    token=state.token,
-                    epoch=state.epoch,
-                    topic_id=state.topic_id,
-                    expected=state.next_offset,
-                    next_offset=end,
-                    leader_epoch=leader_epoch,
-                    cluster_id=state.cluster_id,
-                    generation=state.generation,
-                    rotates=state.advances >= ROTATE_EVERY,
-                    after=state.last_applied,
-                )
-            )
+            advances.append(_advance(partition, state, end, leader_epoch, after=state.last_applied))
         return advances
 
     def committed(self, advances: Sequence[Advance]) -> None:
         """Move on: the unit and its offsets are durable."""
         generations = _generations(advances)
-        for advance in advances:
-            state = self._held(advance)
-            if state is not None:
-                self._move_on(state, advance, generations[advance.partition])
+        for advance, state in self._held(advances):
+            self._move_on(state, advance, generations[advance.partition])
 
     def moved_to_end(self, advances: Sequence[Advance]) -> None:
         """Move on to the end of the log, which no unit was needed for."""
         generations = _generations(advances)
-        for advance in advances:
-            state = self._held(advance)
-            if state is not None and state.position == advance.expected:
+        for advance, state in self._held(advances):
+            if state.position == advance.expected:
                 state.next_offset = state.in_flight_until = state.position = advance.next_offset
                 state.leader_epoch, state.is_to_mirror = advance.leader_epoch, True
                 state.count_advance(generations[advance.partition])
 
     def doubted(self, advances: Iterable[Advance]) -> None:
         """Acquire again what was to be moved to its end: the answer is lacking, so it may have landed, or may yet."""
-        for advance in advances:
-            state = self._held(advance)
-            if state is not None:
-                self._replace(advance.partition, PartitionState(report=state.report, stop_at=state.stop_at))
+        for advance, state in self._held(advances):
+            self._replace(advance.partition, _again(state))
 
     def aborted(self, advances: Iterable[Advance]) -> None:
         """Take back what a unit was given: it will never land."""
-        for advance in advances:
-            state = self._held(advance)
-            if state is not None:
-                state.in_flight_until = state.next_offset
+        for _, state in self._held(advances):
+            state.in_flight_until = state.next_offset
 
     def resolved(self, advances: Iterable[Advance], tokens: Container[UUID], rows: Iterable[Row]) -> Resolution:
         """Read the outcome of a unit from its rows, acquired under a fresh token.
@@ -400,19 +374,14 @@ class Ownership:
             conflict = conflicts[advance.partition] = check(
                 row, Grant(advance.token, advance.epoch), advance.expected, advance.topic_id
             )
-            state = self._held(advance)
-            if state is None:
-                continue
-            state.in_flight_until = state.next_offset
-            if conflict is Conflict.OK and row is not None:
-                state.generation = row.generation
-            elif conflict is Conflict.FENCED:
-                self._fence(state)
-            elif conflict in (Conflict.AHEAD, Conflict.REWOUND):
-                assert row is not None
-                self._go_to(state, row)
-            elif conflict in (Conflict.MISSING, Conflict.RECREATED):
-                self._fence(state)  # acquiring it tells what is wrong with it
+            for _, state in self._held([advance]):
+                state.in_flight_until = state.next_offset
+                if conflict is Conflict.OK and row is not None:
+                    state.generation = row.generation
+                elif conflict in (Conflict.AHEAD, Conflict.REWOUND) and row is not None:
+                    self._go_to(state, row)
+                else:
+                    self._fence(state)  # where it is missing, or of another topic, acquiring it tells so
         return conflicts
 
     def suspicious(self, partitions: Iterable[Partition], rows: Iterable[Row]) -> list[Partition]:
@@ -478,7 +447,7 @@ class Ownership:
 
     def at_end(self) -> list[Advance]:
         """Return the moves to the end of the log that are left to be made."""
-        return [_to_end(p, h) for p, h in sorted(self.states.items()) if h.is_at_end]
+        return [_advance(p, h, h.applied, None) for p, h in sorted(self.states.items()) if h.is_at_end]
 
     def deliverable(self, partition: Partition) -> PartitionState | None:
         """Return the state if messages of this partition may be handed to units now."""
@@ -502,13 +471,21 @@ class Ownership:
         self.has_changed = True
         if state is not None and state.token is not None:
             if state.is_at_end:
-                self.last_ends.append(_to_end(partition, state))
+                self.last_ends.append(_advance(partition, state, state.applied, None))
             self.releases.append((partition, state.token))
 
-    def _held(self, advance: Advance) -> PartitionState | None:
-        """Find the state under which the unit began; a newer one of the partition does not count."""
-        state = self.states.get(advance.partition)
-        return state if state is not None and state.token == advance.token else None
+    def _held(self, advances: Iterable[Advance]) -> Iterator[tuple[Advance, PartitionState]]:
+        """Find the states under which the unit began; a newer one of a partition does not count."""
+        for advance in advances:
+            state = self.states.get(advance.partition)
+            if state is not None and state.token == advance.token:
+                yield advance, state
+
+    def _of(self, partitions: Iterable[Partition], phase: Phase) -> Iterator[tuple[Partition, PartitionState]]:
+        for partition in partitions:
+            state = self.states.get(partition)
+            if state is not None and state.phase is phase:
+                yield partition, state
 
     def _fence(self, state: PartitionState | None) -> None:
         self.has_changed = True
@@ -549,8 +526,15 @@ def _left(row: Row) -> Left:
     return Left(row.owner_epoch, row.next_offset, row.topic_id, row.halted is not None)
 
 
-def _to_end(partition: Partition, state: PartitionState) -> Advance:
-    """Make the move to the end of the log. Its leader epoch is not that of the last message."""
+def _again(state: PartitionState, **known: Any) -> PartitionState:
+    """Begin anew, with what goes from one try to the next."""
+    return PartitionState(report=state.report, stop_at=state.stop_at, **known)
+
+
+def _advance(
+    partition: Partition, state: PartitionState, next_offset: int, leader_epoch: int | None, *, after: int | None = None
+) -> Advance:
+    """Make the move of a unit, or to the end of the log: the leader epoch of that is not the last message's."""
     assert state.token is not None
     return Advance(
         partition=partition,
@@ -558,11 +542,12 @@ def _to_end(partition: Partition, state: PartitionState) -> Advance:
         epoch=state.epoch,
         topic_id=state.topic_id,
         expected=state.next_offset,
-        next_offset=state.applied,
-        leader_epoch=None,
+        next_offset=next_offset,
+        leader_epoch=leader_epoch,
         cluster_id=state.cluster_id,
         generation=state.generation,
         rotates=state.advances >= ROTATE_EVERY,
+        after=after,
     )
 
 

@@ -56,6 +56,8 @@ class Assignment:
 
     def __init__(self, *, incremental: bool, group_id: str) -> None:
         self._group_id = group_id
+        # What the user has subscribed to.
+        self.topics: list[str] = []
         # Whether rebalances are incremental. Learnt from the client where its configuration does not tell.
         self.is_incremental = incremental
         # What librdkafka's callbacks recorded; maintenance applies it between units, in order.
@@ -65,10 +67,10 @@ class Assignment:
         # What is not fetched now, because enough of it waits. An interruption may leave more in it, never less.
         self.paused: set[Partition] = set()
 
-    def subscribe(self, client: Consumer, topics: list[str]) -> None:
+    def join(self, client: Consumer) -> None:
         """Subscribe the client with callbacks that record and return."""
         client.subscribe(
-            topics,
+            self.topics,
             on_assign=self._callback(Change.ASSIGNED, self._hold_back),
             on_revoke=self._callback(Change.REVOKED, self._let_go),
             on_lost=self._callback(Change.LOST, self._let_go),
@@ -121,6 +123,20 @@ class Assignment:
         client.resume(_bare((before - wanted) & assigned))
         self.paused = wanted
 
+    def find_unrecorded(self, client: Consumer, known: Iterable[Partition]) -> None:
+        """Record partitions that the client was given while a callback could not: behind an interruption, see below.
+
+        A signal that came while the client waited is handled at the first line of the callback, where nothing catches
+        what its handler raises; the client then fetches by itself what nobody here knows of.
+        """
+        recorded = {p for event in self.events if event.change is Change.ASSIGNED for p in event.partitions}
+        if missed := _assigned(client).difference(known, recorded):
+            self.events.append(Event(Change.ASSIGNED, tuple(sorted(missed))))
+            if self.is_incremental:
+                client.incremental_unassign(_bare(missed))
+            else:
+                client.assign([])  # all are positioned anew
+
     def leave(self, client: Consumer, *, for_good: bool) -> None:
         """Answer what callbacks wait, so that closing the client meets one of them at most; leave the group before.
 
@@ -157,11 +173,16 @@ class Assignment:
         return callback
 
     def _hold_back(self, client: Consumer, partitions: list[Partition]) -> None:
-        """Accept the assignment without fetching anything of it."""
-        if self.is_incremental:
-            self._either(client.incremental_assign, client.assign)
-        else:
-            self._either(client.assign, client.incremental_assign)
+        """Accept the assignment without fetching anything of it, and learn the protocol if it is not as configured."""
+        try:
+            (client.incremental_assign if self.is_incremental else client.assign)([])
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._STATE:
+                raise
+            self.is_incremental = not self.is_incremental
+            kind = "incremental" if self.is_incremental else "eager"
+            logger.info("rebalances of this client are %s", kind, extra=about("protocol_learned", group=self._group_id))
+            (client.incremental_assign if self.is_incremental else client.assign)([])
 
     def _let_go(self, client: Consumer, partitions: list[Partition]) -> None:
         """Unassign exactly what was really assigned, also when that is nothing."""
@@ -170,18 +191,6 @@ class Assignment:
             client.incremental_unassign(_bare(p for p in partitions if p in assigned))
         else:
             client.unassign()
-
-    def _either(self, call: Callable[[list[TopicPartition]], None], other: Callable[..., None]) -> None:
-        """Assign nothing; where the configuration misled us about the protocol, use the other call."""
-        try:
-            call([])
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError._STATE:
-                raise
-            self.is_incremental = not self.is_incremental
-            kind = "incremental" if self.is_incremental else "eager"
-            logger.info("rebalances of this client are %s", kind, extra=about("protocol_learned", group=self._group_id))
-            other([])
 
     def _seek(self, client: Consumer, positions: list[TopicPartition]) -> None:
         """Have the broker check leader epochs, which an assign does not do: a log may have been rewritten."""

@@ -5,9 +5,12 @@ The mark is set first, so it is as durable as whatever else that transaction lea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from uuid import UUID
 
+from exactly_once._log import about
 from exactly_once._model import Advance, Partition
 from exactly_once.errors import HandlerCommitted
 from exactly_once.ledger.dead_letters import DeadLetter, settle
@@ -16,13 +19,19 @@ from exactly_once.ledger.session import Connection, Session
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.transaction import UnitOfWork
 
-from .unit import Unit, apply
+from .unit import EndsUnits, Unit, apply
+
+logger = logging.getLogger(__name__)
 
 _NOBODY = UUID(int=0)
 
 
 class AlreadySettled(Exception):
     """Another transaction replayed or dropped the dead letter first."""
+
+
+class DeadAgain(Exception):
+    """A handler set the message of a dead letter aside once more: nothing of that is stored, and the letter stays."""
 
 
 class Replay:
@@ -43,6 +52,7 @@ class Replay:
         and leaves the letter dead.
 
         :raises HandlerCommitted: when the handler committed by itself; the letter is marked then.
+        :raises DeadAgain: when the handler set the message aside.
         """
         ledger = Ledger(self._session, group_id=letter.group_id, owner_kind="consumer")
         work = UnitOfWork(ledger, isolation=self._isolation)
@@ -64,8 +74,13 @@ class Replay:
             group_id=letter.group_id,
             instance=self._session.instance,
         )
-        commits = _Commits(letter, work, terminator)
-        unit = Unit([letter.message()], [advance], attempt=letter.attempts + 1, work=work, commits=commits)
+        unit = Unit(
+            [letter.message()],
+            [advance],
+            attempt=letter.attempts + 1,
+            work=work,
+            commits=_Commits(letter, work, terminator),
+        )
         try:
             apply(handler, unit)
         except AlreadySettled:
@@ -75,47 +90,47 @@ class Replay:
         return True
 
 
-class _Commits:
+@dataclass(frozen=True)
+class _Commits(EndsUnits):
     """Begins, commits and undoes the unit of one dead letter."""
 
-    def __init__(self, letter: DeadLetter, work: UnitOfWork, terminator: StaleBackendTerminator) -> None:
-        self._letter = letter
-        self._work = work
-        self._terminator = terminator
+    letter: DeadLetter
+    work: UnitOfWork
+    terminator: StaleBackendTerminator
 
     def begin(self, unit: Unit) -> None:
         try:
-            self._work.begin()
-            assert self._work.begun is not None
-            self._terminator.watch(self._work.begun.pid, connection=self._work.connection)
-            found = settle(self._work.connection, self._letter.id, "replayed", schema=self._work.schema)
+            self.work.begin()
+            assert self.work.begun is not None
+            self.terminator.watch(self.work.begun.pid, connection=self.work.connection)
+            found = settle(self.work.connection, self.letter.id, "replayed", schema=self.work.schema)
         except BaseException:
-            self._work.roll_back()
+            self.work.roll_back()
             raise
         if found is None:
-            self._work.roll_back()
+            self.work.roll_back()
             raise AlreadySettled
 
-    def join(self, unit: Unit, connection: Connection) -> None:
-        raise AssertionError("the unit was entered before the handler got it")
-
-    def leave(self, unit: Unit) -> None:
-        raise AssertionError("no unit of ours was joined")
-
     def finish(self, unit: Unit) -> None:
+        if not (unit.is_touched or unit.is_connection_used):
+            extra = about("unit_unused", group=self.letter.group_id)
+            text = "the handler did not use its unit for dead letter %s: effects elsewhere are not in its transaction"
+            logger.warning(text, self.letter.id, extra=extra)
         try:
-            self._work.commit([])
+            if unit.dead_letters:
+                raise DeadAgain("the handler has set the message aside again")
+            self.work.commit([])
         except BaseException as error:
-            if self._work.is_unknown and self._work.outcome() == "committed":
+            if self.work.is_unknown and self.work.outcome() == "committed":
                 return
             self.abandon(unit, error)
             raise
 
     def abandon(self, unit: Unit, error: BaseException) -> None:
-        self._work.roll_back()
-        if not self._work.is_unknown and self._work.outcome() == "committed":
+        self.work.roll_back()
+        if not self.work.is_unknown and self.work.outcome() == "committed":
             raise HandlerCommitted(
-                f"the handler committed by itself while dead letter {self._letter.id} ({self._letter.place}) was "
+                f"the handler committed by itself while dead letter {self.letter.id} ({self.letter.place}) was "
                 "replayed; the letter is marked as replayed. Take COMMIT out of the handler, and see what of its "
                 "effects is there"
             ) from error

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Literal
 
@@ -19,11 +19,11 @@ from exactly_once._log import about, named, text_of
 from exactly_once._model import Partition
 from exactly_once.errors import PoisonMessage, Redelivered, TransactionAborted
 from exactly_once.ledger.dead_letters import DeadLetterLimit, enforce
-from exactly_once.ledger.outcome import Fault, driver_error, may_be_data
+from exactly_once.ledger.outcome import Fault, attribute_of, driver_error, may_be_data
 from exactly_once.ledger.retry import Stop
 
 from .bisection import Bisection
-from .unit import Unit, apply, call
+from .unit import Unit, apply, call, refuse_undone
 from .units import Units
 
 logger = logging.getLogger(__name__)
@@ -56,60 +56,51 @@ class _Suspect:
         return f"{self.partition} offset {self.offset}"
 
     def is_first_of(self, unit: Unit) -> bool:
-        return _first(unit) == (self.partition, self.offset)
+        return _place_of(unit) == (self.partition, self.offset)
 
     def is_only_one_of(self, unit: Unit) -> bool:
         return len(unit.messages) == 1 and self.is_first_of(unit)
 
 
+@dataclass(slots=True, kw_only=True)
 class Service:
     """Calls the handler unit by unit; tries again what is nobody's fault, and sets poison aside."""
 
-    def __init__(
-        self,
-        units: Units,
-        handler: Callable[[Unit], object],
-        *,
-        retrying: tenacity.Retrying,
-        stopping: Stop,
-        on_poison: OnPoison,
-        attempts: int,
-        limit: DeadLetterLimit,
-    ) -> None:
-        self._units = units
-        self._handler = handler
-        self._retrying = retrying
-        self._stopping = stopping
-        self._on_poison = on_poison
-        self._attempts = attempts
-        self._limit = limit
-        self._bisection = Bisection()
-        self._suspect: _Suspect | None = None
-        # Messages that failed alone by what any other message may meet as well, in their order.
-        self._doubts: list[_Suspect] = []
-        # Up to where the batch goes that is searched for its poison.
-        self._searched: dict[Partition, int] = {}
-        # Whether the handler could apply a part of it.
-        self._has_committed = False
-        # How many messages of it were set aside.
-        self._found = 0
-        # The message that the last error named, until it was tried alone.
-        self._named: tuple[Partition, int] | None = None
+    units: Units
+    handler: Callable[[Unit], object]
+    retrying: tenacity.Retrying
+    stopping: Stop
+    on_poison: OnPoison
+    attempts: int
+    limit: DeadLetterLimit
+
+    _bisection: Bisection = field(default_factory=Bisection, init=False)
+    _suspect: _Suspect | None = field(default=None, init=False)
+    # Messages that failed alone by what any other message may meet as well, in their order.
+    _doubts: list[_Suspect] = field(default_factory=list, init=False)
+    # Up to where the batch goes that is searched for its poison.
+    _searched: dict[Partition, int] = field(default_factory=dict, init=False)
+    # Whether the handler could apply a part of it.
+    _has_committed: bool = field(default=False, init=False)
+    # How many messages of it were set aside.
+    _found: int = field(default=0, init=False)
+    # The message that the last error named, until it was tried alone.
+    _named: tuple[Partition, int] | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Serve until the iteration ends."""
         try:
-            while self._retrying(self._one):
+            while self.retrying(self._one):
                 pass
         except Redelivered:
             # Stopped while waiting for a server: nothing was stored, the next owner goes on from there.
-            if not self._stopping.is_set:
+            if not self.stopping.is_set:
                 raise
 
     def _one(self) -> bool:
         """Serve one unit; return whether there was one."""
-        self._units.max_messages = len(self._doubts) + 1 if self._doubts else self._bisection.max_messages
-        unit = next(self._units, None)
+        self.units.max_messages = len(self._doubts) + 1 if self._doubts else self._bisection.max_messages
+        unit = next(self.units, None)
         if unit is None:
             return False
         suspect = self._suspect
@@ -127,32 +118,46 @@ class Service:
             return True
         self._suspect, self._doubts = None, []
         self._bisection.committed(len(unit.sent))
-        self._end_search(unit)
+        if self._searched and self._is_searched(unit):
+            for advance in unit.advances:
+                if advance.next_offset == self._searched[advance.partition]:
+                    del self._searched[advance.partition]
+            if not self._searched:
+                # What was found has been told by name already.
+                level, found = (logging.INFO, self._found) if self._found else (logging.WARNING, "none")
+                extra = about("poison_search_ended", group=unit.work.group_id, several=unit.advances)
+                text = "the search is over: %s of the messages failed alone, the others were applied; the last unit: %r"
+                logger.log(level, text, found, unit, extra=extra)
         return True
 
     def _apply(self, unit: Unit) -> bool:
         """Call the handler; return False when its messages are to be tried in smaller units, or set aside."""
         try:
-            apply(self._handler, unit)
+            apply(self.handler, unit)
         except Exception as error:
             is_alone = len(unit.messages) == 1
             if is_alone:
                 known = self._suspect
                 if known is None or not known.is_only_one_of(unit):
-                    known = _Suspect(*_first(unit))
+                    known = _Suspect(*_place_of(unit))
                 self._suspect = suspect = known
                 suspect.tries += 1
             # Where others of the same batch were applied, it was not a table or a grant that is missing.
             has_committed = self._has_committed and self._is_searched(unit)
             is_data = _is_doubtful(unit, error) and (not is_alone or has_committed)
-            is_doubtful = is_alone and not is_data and _is_doubtful(unit, error) and self._on_poison != "stop"
+            is_doubtful = is_alone and not is_data and _is_doubtful(unit, error) and self.on_poison != "stop"
             if not (unit.fault is Fault.HANDLER or is_data or is_doubtful):
                 if is_alone and _is_doubtful(unit, error):
                     # Nobody can tell whether it is the message's, but whoever mends it must know which one it was.
                     extra = about("stopped_at", group=unit.work.group_id, partition=suspect.partition)
                     logger.error("%s fails alone, too: %s", suspect.place, text_of(error), extra=extra)
                 raise
-            if (before := _before_named(unit, error)) is not None and not is_alone:
+            # How many messages come before the one that the error names, if it does.
+            said = [attribute_of(error, name) for name in ("topic", "partition", "offset")]
+            place = tuple(value if isinstance(value, str | int) else None for value in said)
+            places = [(m.topic(), m.partition(), m.offset()) for m in unit.messages]
+            if place in places and not is_alone:
+                before = places.index(place)
                 self._bisection.named(len(unit.messages), before)
                 self._named = _place_of(unit, before)
                 return False
@@ -168,7 +173,7 @@ class Service:
             elif is_alone:
                 self._reject(unit, suspect, error)
             return False
-        if self._named is not None and _first(unit) == self._named:
+        if self._named is not None and _place_of(unit) == self._named:
             extra = about("named_and_applied", group=unit.work.group_id, several=unit.advances)
             logger.warning("an error named %s offset %s, which was applied all the same", *self._named, extra=extra)
             self._named = None
@@ -178,20 +183,6 @@ class Service:
         """Tell whether a unit is a part of the batch that is searched."""
         return all(a.next_offset <= self._searched.get(a.partition, -1) for a in unit.advances)
 
-    def _end_search(self, unit: Unit) -> None:
-        """Take note of what was committed; tell where that ends a search."""
-        if not self._searched or not self._is_searched(unit):
-            return
-        for advance in unit.advances:
-            if advance.next_offset == self._searched[advance.partition]:
-                del self._searched[advance.partition]
-        if not self._searched:
-            # What was found has been told by name already.
-            level, found = (logging.INFO, self._found) if self._found else (logging.WARNING, "none")
-            extra = about("poison_search_ended", group=unit.work.group_id, several=unit.advances)
-            text = "the search is over: %s of the messages failed alone, the others were applied; the last unit: %r"
-            logger.log(level, text, found, unit, extra=extra)
-
     def _reject(self, unit: Unit, suspect: _Suspect, error: Exception) -> None:
         """Decide about a message that failed alone.
 
@@ -200,9 +191,9 @@ class Service:
         """
         told = f"{suspect.place}: {named(error)}"
         suspect.failures += 1
-        if suspect.failures < self._attempts:
-            raise Redelivered(f"{told} (attempt {suspect.failures} of {self._attempts})") from error
-        why = _SWALLOWED if _is_consequence(error) else _HOW_ON if self._on_poison == "stop" else None
+        if suspect.failures < self.attempts:
+            raise Redelivered(f"{told} (attempt {suspect.failures} of {self.attempts})") from error
+        why = _SWALLOWED if _is_consequence(error) else _HOW_ON if self.on_poison == "stop" else None
         if why is not None:
             raise PoisonMessage(
                 f"{told}. Everything before it is committed; {why}",
@@ -221,7 +212,7 @@ class Service:
         """
         doubts, error = self._doubts, self._doubts[0].poison
         assert error is not None
-        if len(unit.messages) <= len(doubts) or len(doubts) > self._limit.in_a_row:
+        if len(unit.messages) <= len(doubts) or len(doubts) > self.limit.in_a_row:
             raise error
         aside, other = unit.messages[: len(doubts)], unit.messages[len(doubts)]
         try:
@@ -229,12 +220,12 @@ class Service:
                 for message, suspect in zip(aside, doubts, strict=True):
                     self._dispose(unit, message, suspect)
                 unit.messages = (other,)
-                call(self._handler, unit)
+                call(self.handler, unit)
         except Exception as another:
-            is_poison = unit.fault is Fault.HANDLER and self._attempts == 1 and not _is_consequence(another)
+            is_poison = unit.fault is Fault.HANDLER and self.attempts == 1 and not _is_consequence(another)
             if not (is_poison or _is_doubtful(unit, another)):
                 raise
-            self._doubts = [*doubts, _Suspect(*_first(unit), tries=1, poison=another)]
+            self._doubts = [*doubts, _Suspect(*_place_of(unit), tries=1, poison=another)]
             return False
         self._has_committed = True
         for suspect in doubts:
@@ -246,12 +237,13 @@ class Service:
         error = suspect.poison
         assert error is not None
         unit.tries_alone = suspect.tries
-        if callable(self._on_poison):
-            self._on_poison(unit, message, error)
+        before, work = unit.dead_letters, unit.work
+        if callable(self.on_poison):
+            refuse_undone(self.on_poison(unit, message, error), "on_poison")
         else:
             unit.dead_letter(message, error)
-            work = unit.work
-            enforce(self._limit, work.connection, message, schema=work.schema, group_id=work.group_id)
+        if unit.dead_letters > before:
+            enforce(self.limit, work.connection, message, schema=work.schema, group_id=work.group_id)
         unit.tries_alone = None
 
     def _log_dead_letter(self, unit: Unit, suspect: _Suspect) -> None:
@@ -330,21 +322,10 @@ def _is_doubtful(unit: Unit, error: Exception) -> bool:
     return unit.fault is Fault.OTHER and may_be_data(error)
 
 
-def _first(unit: Unit) -> tuple[Partition, int]:
-    """Name the first message of a unit, as the broker sent it: a handler may have changed even its topic."""
-    return _place_of(unit, 0)
-
-
-def _place_of(unit: Unit, index: int) -> tuple[Partition, int]:
+def _place_of(unit: Unit, index: int = 0) -> tuple[Partition, int]:
+    """Name the first message of a unit, or another, as the broker sent it: a handler may have changed its topic."""
     message = unit.sent.of(unit.messages[index])
-    return Partition(str(message.topic()), message.partition() or 0), message.offset() or 0
-
-
-def _before_named(unit: Unit, error: Exception) -> int | None:
-    """Count the messages before the one that an error names by its ``topic``, ``partition`` and ``offset``."""
-    named = tuple(getattr(error, name, None) for name in ("topic", "partition", "offset"))
-    places = ((m.topic(), m.partition(), m.offset()) for m in unit.messages)
-    return next((index for index, place in enumerate(places) if place == named), None)
+    return Partition.of(message), message.offset() or 0
 
 
 def _is_consequence(error: Exception) -> bool:

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
 from confluent_kafka import Consumer
 
-from exactly_once.errors import ConfigurationError, DatabaseUnreachable, ReadOnly, UnknownTopic
+from exactly_once._log import about
+from exactly_once.errors import DatabaseUnreachable, ReadOnly, UnknownTopic
 from exactly_once.kafka.admin import Cluster
 from exactly_once.ledger import migrate as schemas
 from exactly_once.ledger.retry import at_start
 from exactly_once.ledger.rows import Ledger
-from exactly_once.ledger.session import Session, address, cursor_on, last_row
-from exactly_once.ledger.sql import query
+from exactly_once.ledger.session import Session, address, execute, last_row
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.store import LedgerStore
 
-from .closing import Closing
+from .client import Closing
 from .options import Options
+from .rebalance import Assignment
+
+logger = logging.getLogger(__name__)
 
 # How long brokers may take to hear of a new topic; seconds, where a cluster is busy.
 _LAGGING_SECONDS = 3.0
 # Between two questions for a topic that may be new.
 _AGAIN_SECONDS = 0.1
+# How long a member that cannot write keeps its partitions. A failover is over by then, as a rule; where this one was
+# sent to a standby by mistake, a healthy member may be waiting for them.
+LEAVE_SECONDS = 120.0
 
 
 def check_database(session: Session, options: Options) -> None:
@@ -40,10 +47,6 @@ def check_database(session: Session, options: Options) -> None:
 
     def look() -> None:
         connection = session.connection
-        if connection.info.encoding == "ascii":
-            raise ConfigurationError(
-                "the connection has client_encoding SQL_ASCII, which gives no text; set client_encoding=UTF8"
-            )
         refuse_read_only(session)
         if options.migrate:
             schemas.migrate(connection, options.schema)
@@ -107,7 +110,7 @@ def refuse_read_only(session: Session) -> None:
     :raises ReadOnly: naming host and port.
     """
     connection = session.connection
-    (is_read_only,) = last_row(cursor_on(connection).execute(query("is_read_only", session.schema), prepare=False))
+    (is_read_only,) = last_row(execute(connection, session.schema, "is_read_only"))
     if is_read_only:
         place = address(connection)
         session.discard()
@@ -115,6 +118,44 @@ def refuse_read_only(session: Session) -> None:
             f"Postgres at {place} takes no writes: it is a standby, or default_transaction_read_only is on. Name the "
             "primary, and add target_session_attrs=read-write to the connection string, which finds it among several"
         )
+
+
+@dataclass(slots=True)
+class ReadOnlyGuard:
+    """Asks the server whether it takes writes once it has refused one, until it does."""
+
+    session: Session
+    assignment: Assignment
+    group_id: str
+    _since: float | None = field(default=None, init=False)
+    _has_left: bool = field(default=False, init=False)
+
+    def met(self, client: Consumer) -> None:
+        """Take note that the server has refused to write.
+
+        :raises ReadOnly: naming it, unless it takes writes by now.
+        """
+        self._since = self._since or time.monotonic()
+        self.check(client)
+
+    def check(self, client: Consumer) -> None:
+        """Let the loop go on only where it can write.
+
+        :raises ReadOnly: else. After :data:`LEAVE_SECONDS` of that the group has been left.
+        """
+        if self._since is None:
+            return
+        extra = about("read_only", group=self.group_id)
+        if not self._has_left and time.monotonic() - self._since > LEAVE_SECONDS:
+            self._has_left = True
+            logger.warning("the database takes no writes: leaving the group until it does", extra=extra)
+            client.unsubscribe()
+        refuse_read_only(self.session)
+        self._since = None
+        if self._has_left:
+            self._has_left = False
+            logger.warning("the database takes writes again: joining the group", extra=extra)
+            self.assignment.join(client)
 
 
 @dataclass(frozen=True, slots=True)

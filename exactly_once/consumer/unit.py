@@ -52,9 +52,11 @@ class EndsUnits(Protocol):
 
     def join(self, unit: Unit, connection: Connection) -> None:
         """Have the unit take part in somebody else's transaction."""
+        raise AssertionError("the unit was entered before the handler got it")
 
     def leave(self, unit: Unit) -> None:
         """Move the offsets in the joined transaction."""
+        raise AssertionError("no unit of ours was joined")
 
     def finish(self, unit: Unit) -> None:
         """Commit the unit, or raise what became of it."""
@@ -116,7 +118,10 @@ class Unit:
         return self
 
     def _note_use(self) -> None:
+        """Keep the order of statements also for a framework that has the connection from elsewhere."""
         self.is_connection_used = True
+        if self.stage is Stage.OPEN and self.work.can_flush:
+            self.work.flush()
 
     def _enter(self) -> None:
         if self.stage is not Stage.NEW:
@@ -246,13 +251,20 @@ class Unit:
         """Claim several keys as :meth:`claim` does, in one statement; return an answer for each, in order.
 
         Of equal keys among them the first can get True. Raises as :meth:`claim`, and nothing is claimed then.
+
+        :raises TypeError: also for one key in place of several.
         """
+        if isinstance(keys, bytes | bytearray | memoryview | str):
+            raise TypeError(
+                f"claim_many takes several keys, not one {type(keys).__name__}, whose parts would be claimed"
+            )
         return claims.claim(self._flushed(), keys, schema=self.work.schema, group_id=self.work.group_id)
 
     def dead_letter(self, message: Message, error: BaseException | str) -> None:
         """Set a message of this unit aside, in the transaction: it counts as applied once the unit commits.
 
-        What is stored is what the broker sent, also after ``message.set_value()`` and the like.
+        What is stored is what the broker sent, also after ``message.set_value()`` and the like. What is a dead letter
+        already stays the one that it is, and a warning says so.
 
         :raises ValueError: when the message's partition is not one of this unit.
         """
@@ -260,7 +272,7 @@ class Unit:
         advance, before = self._advance_of(message), self.sent.before(message)
         # The offset after the message that comes before this one, in whichever unit that was.
         after = before + 1 if before is not None else advance.expected if advance.after is None else advance.after
-        dead_letters.store(
+        is_new = dead_letters.store(
             connection,
             message,
             error,
@@ -270,7 +282,7 @@ class Unit:
             after_offset=after,
             attempts=self.attempt if self.tries_alone is None else self.tries_alone,
         )
-        self.dead_letters += 1
+        self.dead_letters += is_new
 
     def identity(self, message: Message) -> Identity:
         """Name a message of this unit so that every redelivery has the same name: an idempotency key.
@@ -317,17 +329,17 @@ def apply(handler: Callable[[Unit], object], unit: Unit) -> None:
 
 def call(handler: Callable[[Unit], object], unit: Unit) -> None:
     """Call a handler with a unit that is open; raise as :func:`apply` does."""
-    result = handler(unit)
-    if inspect.isawaitable(result) or isinstance(result, Future) or _is_lazy(result):
+    refuse_undone(handler(unit), "the handler")
+
+
+def refuse_undone(result: object, what: str) -> None:
+    """Refuse what a function has returned in place of its effects; raise as :func:`apply` does."""
+    # An iterator of Python's own: a cursor, which is one too, has had its effects.
+    is_lazy = isinstance(result, (Iterator, AsyncIterator)) and type(result).__module__ in ("builtins", "itertools")
+    if inspect.isawaitable(result) or isinstance(result, Future) or is_lazy:
         if inspect.iscoroutine(result):
             result.close()
         raise ConfigurationError(
-            f"the handler returned {type(result).__name__} {result!r} instead of having its effects: "
+            f"{what} returned {type(result).__name__} {result!r} instead of having its effects: "
             "write it with def, not async def, and without yield; wait for a future, and iterate over a map"
         )
-
-
-def _is_lazy(result: object) -> bool:
-    """Tell whether it is an iterator of Python's own: a cursor, which is one too, has had its effects."""
-    is_iterator = isinstance(result, (Iterator, AsyncIterator))
-    return is_iterator and type(result).__module__ in ("builtins", "itertools")

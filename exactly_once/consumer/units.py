@@ -8,13 +8,15 @@ from collections.abc import Callable
 
 from exactly_once._log import about
 from exactly_once.errors import BrokerUnreachable
-from exactly_once.kafka.admin import Cluster
 
 from .maintenance import Maintenance
-from .partitions import Ownership, Phase
+from .partitions import PartitionState, Phase
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
+
+# How long it is asked for what an open transaction hides, which is only told of.
+_HIDDEN_SECONDS = 1.0
 
 
 class Units:
@@ -23,18 +25,19 @@ class Units:
     def __init__(
         self,
         next_unit: Callable[[Units], Unit | None],
-        cluster: Cluster,
-        ownership: Ownership,
         maintenance: Maintenance,
         *,
         until_end: bool,
         idle_seconds: float | None,
         max_unit_seconds: float,
+        read_committed: bool,
     ) -> None:
         self._next_unit = next_unit
-        self._cluster = cluster
-        self._ownership = ownership
         self._maintenance = maintenance
+        self._cluster = maintenance.cluster
+        # Whether messages of open transactions, and what is behind them, are no part of a log yet.
+        self._read_committed = read_committed
+        self._ownership = maintenance.ownership
         # Whether the iteration ends where the logs end.
         self.until_end = until_end
         self._idle_seconds = idle_seconds
@@ -45,7 +48,7 @@ class Units:
         self.max_messages: int | None = None
         # After a unit that took longer the next one is halved.
         self.max_unit_seconds = max_unit_seconds
-        for state in ownership.states.values():
+        for state in self._ownership.states.values():
             state.stop_at = None
 
     def __iter__(self) -> Units:
@@ -71,23 +74,22 @@ class Units:
         new = [p for p, h in states.items() if h.positioned and h.stop_at is None] if self.until_end else []
         if not new:
             return
+        # Before the others: else what arrives meanwhile would pass for hidden.
+        of_all = self._cluster.ends_within(_HIDDEN_SECONDS, new, read_committed=False) if self._read_committed else {}
         try:
-            for partition, end in self._cluster.ends(new).items():
+            for partition, end in self._cluster.ends(new, read_committed=self._read_committed).items():
                 states[partition].stop_at = end
+            if hidden := [p for p, end in of_all.items() if end > (states[p].stop_at or 0)]:
+                text = "a transaction of a producer is open: the end is taken to be before it, so nothing is read of %s"
+                extra = about("ends_at_open_transaction", several=hidden)
+                logger.warning(text, ", ".join(f"{p} from offset {states[p].stop_at}" for p in hidden), extra=extra)
         except BrokerUnreachable as error:
             extra = about("ends_unknown", several=new)
             logger.warning("where the logs end is not known yet: %s", error, extra=extra)
 
     def has_reached_ends(self) -> bool:
-        """Compare positions, not counts: transactional and compacted logs end in offsets without messages."""
-        states = self._ownership.states
-        if not self.until_end or not states:
-            return False
-        return all(
-            h.positioned and h.stop_at is not None and h.applied >= h.stop_at
-            for h in states.values()
-            if h.phase is not Phase.BAD
-        )
+        """Tell whether everything before the ends is applied, and there is anything."""
+        return bool(self._ownership.states) and self.has_read_all(lambda state: state.applied)
 
     def refuse_bad(self) -> None:
         """Refuse to end as if all had been read.
@@ -99,12 +101,14 @@ class Units:
             assert error is not None
             raise error
 
-    def has_read_all(self) -> bool:
-        """Tell whether nothing more is to come before the ends, be it applied or not."""
-        states = self._ownership.states
+    def has_read_all(self, until: Callable[[PartitionState], int] = lambda state: state.read) -> bool:
+        """Tell whether nothing more is to come before the ends, be it applied or not.
+
+        Compares positions, not counts: transactional and compacted logs end in offsets without messages.
+        """
         return self.until_end and all(
-            h.positioned and h.stop_at is not None and max(h.position, h.log_end) >= h.stop_at
-            for h in states.values()
+            h.positioned and h.stop_at is not None and until(h) >= h.stop_at
+            for h in self._ownership.states.values()
             if h.phase is not Phase.BAD
         )
 
@@ -120,9 +124,10 @@ class Units:
             self.record_activity()
         elif self._idle_seconds is not None and time.monotonic() - max(self._busy_at, since) >= self._idle_seconds:
             # Of brokers that are away nothing comes, too.
-            read = {p: max(h.position, h.log_end) for p, h in states.items() if h.positioned}
+            read = {p: h.read for p, h in states.items() if h.positioned}
             try:
-                if not read or all(read[p] >= end for p, end in self._cluster.ends(list(read)).items()):
+                ends = self._cluster.ends(list(read), read_committed=self._read_committed)
+                if all(read[p] >= end for p, end in ends.items()):
                     return True
             except BrokerUnreachable as error:
                 extra = about("ends_unknown", several=read)

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from datetime import datetime
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 from confluent_kafka import (
@@ -76,12 +75,13 @@ class Cluster:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         # The client's own reasons: a refused login is else only a time-out. Its callback holds this list and not us,
         # so that a cluster which nobody closes ends with its last reference, not with a garbage collection.
-        self._reasons: list[str] = []
-        self._settings: dict[str, Any] = {
-            "logger": kafka_logger(),
-            **settings,
-            "error_cb": partial(_note, self._reasons),
-        }
+        reasons = self._reasons = list[str]()
+
+        def note(error: KafkaError) -> None:
+            if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - that is its public name
+                reasons.append(error.str())
+
+        self._settings: dict[str, Any] = {"logger": kafka_logger(), **settings, "error_cb": note}
         # Made by the first question, because it has threads and connections of its own. That may come from any thread,
         # and a signal handler may raise anywhere: no lock, which would stay locked then, but a change in one step.
         self._clients: dict[str, AdminClient] = {}
@@ -163,7 +163,16 @@ class Cluster:
         try:
             answer = future.result(REQUEST_SECONDS + 1)
         except (KafkaException, TimeoutError) as error:
-            return self._not_described(name, error)
+            code = error.args[0].code() if isinstance(error, KafkaException) else None
+            if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise UnknownTopic(
+                    f"there is no topic {name!r} on {self.servers}; create it, or pass wait_for_topics=True"
+                ) from error
+            if code not in _NO_IDS:
+                raise self._unreachable(error) from error
+            self._say_no_id(name)
+            metadata = self._admin.list_topics(topic=name, timeout=REQUEST_SECONDS).topics[name]
+            return Topic(None, len(metadata.partitions))
         topic_id = str(answer.topic_id) if answer.topic_id is not None else _ZERO_ID
         if topic_id == _ZERO_ID:
             self._say_no_id(name)
@@ -190,7 +199,7 @@ class Cluster:
         return ranges, self._unreachable(next(iter(silent.values()))) if silent else None
 
     def ends(self, partitions: Iterable[Partition], *, read_committed: bool = True) -> dict[Partition, int]:
-        """Return where a consumer of that isolation level would stop reading now."""
+        """Return where a consumer would stop reading now: by default one of committed messages."""
         return self._offsets(list(partitions), _LATEST, read_committed=read_committed)
 
     def ends_within(
@@ -208,7 +217,10 @@ class Cluster:
     def at(self, partitions: Iterable[Partition], when: datetime) -> dict[Partition, int]:
         """Return the offsets of the first messages not older than ``when``; the log end if there is none."""
         partitions = list(partitions)
-        found = self._offsets(partitions, OffsetSpec.for_timestamp(int(when.timestamp() * 1000)))
+        milliseconds = int(when.timestamp() * 1000)
+        # Negative numbers are Kafka's marks of the ends of a log, and of messages without a time.
+        spec = OffsetSpec.for_timestamp(milliseconds) if milliseconds >= 0 else _EARLIEST
+        found = self._offsets(partitions, spec)
         ends = self._offsets([p for p in partitions if found[p] < 0], _LATEST)
         return {p: ends.get(p, found[p]) for p in partitions}
 
@@ -305,18 +317,6 @@ class Cluster:
                 told[partition] = future.result()
         return told, silent
 
-    def _not_described(self, name: str, error: Exception) -> Topic:
-        code = error.args[0].code() if isinstance(error, KafkaException) else None
-        if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
-            raise UnknownTopic(
-                f"there is no topic {name!r} on {self.servers}; create it, or pass wait_for_topics=True"
-            ) from error
-        if code not in _NO_IDS:
-            raise self._unreachable(error) from error
-        self._say_no_id(name)
-        metadata = self._admin.list_topics(topic=name, timeout=REQUEST_SECONDS).topics[name]
-        return Topic(None, len(metadata.partitions))
-
     def _say_no_id(self, name: str) -> None:
         if name not in self._said:
             self._said.add(name)
@@ -343,11 +343,6 @@ class Cluster:
         reason = self._reasons[0] if self._reasons else error
         self._reasons.clear()
         return BrokerUnreachable(f"no answer from Kafka at {self.servers}: {reason}")
-
-
-def _note(reasons: list[str], error: KafkaError) -> None:
-    if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - that is its public name
-        reasons.append(error.str())
 
 
 def known_epoch(leader_epoch: int | None) -> int | None:

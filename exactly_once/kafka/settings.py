@@ -19,7 +19,9 @@ _TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
 OUR_CLIENTS = "exactly_once"
 
 _FORCED = {"enable.auto.commit": False, "enable.auto.offset.store": False, "enable.partition.eof": True}
+_AS_BOOL = {"true": True, "1": True, "false": False, "0": False}
 _DEFAULTS = {"isolation.level": "read_committed", "fetch.queue.backoff.ms": 10}
+_RESETS = {"earliest": ("earliest", "smallest", "beginning"), "latest": ("latest", "largest", "end")}
 _CALLBACKS = ("error_cb", "stats_cb", "throttle_cb", "on_commit")
 _CONSUMER_ONLY = re.compile(
     r"group\.|session\.|heartbeat\.|max\.poll\.|enable\.auto|auto\.|fetch\.|queued\.|isolation\.|check\.crcs"
@@ -37,7 +39,7 @@ def client_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
     """
     settings = {key: value for key, value in kafka.items() if key not in _CALLBACKS}
     for key, forced in _FORCED.items():
-        if key in settings and _as_bool(settings[key]) is not forced:
+        if key in settings and _AS_BOOL.get(str(settings[key]).lower()) is not forced:
             raise ConfigurationError(
                 f"{key}={settings[key]!r} is refused: offsets live in Postgres, {key} must be {forced}. "
                 "Leave the key out."
@@ -49,9 +51,13 @@ def client_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
         )
     reset = settings.get("auto.offset.reset", "error")
     if reset != "error":
+        instead = "Say start= for a group without offsets, and on_out_of_range= for offsets outside the log."
+        for start, names in _RESETS.items():
+            if reset in names:
+                instead = f'For a group without offsets say start="{start}"; see also on_out_of_range=.'
         raise ConfigurationError(
             f"auto.offset.reset={reset!r} is refused: a reset by the client would skip or repeat messages "
-            f"silently. {_instead_of_reset(str(reset))}"
+            f"silently. {instead}"
         )
     return {**_DEFAULTS, **settings, **_FORCED, "auto.offset.reset": "error"}
 
@@ -85,14 +91,15 @@ def calls_back_for_nothing(kafka: Mapping[str, Any]) -> bool:
 
 def reads_committed(kafka: Mapping[str, Any]) -> bool:
     """Tell whether messages of open and aborted transactions are left out."""
-    return str(kafka.get("isolation.level", _DEFAULTS["isolation.level"])) == "read_committed"
+    # The client takes the words in any case.
+    return str(kafka.get("isolation.level") or _DEFAULTS["isolation.level"]).lower() != "read_uncommitted"
 
 
 def poll_interval_seconds(kafka: Mapping[str, Any]) -> float:
     """Return how long Kafka waits for a poll before it takes the partitions away."""
     try:
         return float(kafka.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
-    except ValueError:
+    except (TypeError, ValueError):
         raise ConfigurationError(
             f"max.poll.interval.ms={kafka['max.poll.interval.ms']!r} is not a number of milliseconds"
         ) from None
@@ -112,15 +119,3 @@ def check_topics(topics: Sequence[str]) -> None:
             )
     if len(set(topics)) < len(topics):
         raise ConfigurationError(f"topics={topics!r} names a topic twice")
-
-
-def _instead_of_reset(reset: str) -> str:
-    if reset in ("earliest", "smallest", "beginning"):
-        return 'For a group without offsets say start="earliest"; see also on_out_of_range=.'
-    if reset in ("latest", "largest", "end"):
-        return 'For a group without offsets say start="latest"; see also on_out_of_range=.'
-    return "Say start= for a group without offsets, and on_out_of_range= for offsets outside the log."
-
-
-def _as_bool(value: object) -> bool | None:
-    return {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())

@@ -6,6 +6,7 @@ dead, or still to come, and never two of these.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -15,13 +16,15 @@ from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 from psycopg import sql
 
 from exactly_once._failpoints import failpoint
-from exactly_once._log import text_of
+from exactly_once._log import about, text_of
 from exactly_once._model import Advance, Partition
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 
 from .outcome import driver_error
-from .session import Connection, cursor_on, storable
+from .session import Connection, cursor_on, execute, last_row, storable
 from .sql import query
+
+logger = logging.getLogger(__name__)
 
 Status = Literal["dead", "replayed", "dropped"]
 
@@ -44,8 +47,9 @@ class DeadLetterLimit:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) <= 0:
-                raise ConfigurationError(f"{field.name}={getattr(self, field.name)!r} must be positive")
+            number, kind = getattr(self, field.name), float | int if field.name == "window_seconds" else int
+            if isinstance(number, bool) or not isinstance(number, kind) or not number > 0:  # nor NaN
+                raise ConfigurationError(f"{field.name}={number!r} must be a positive number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +121,11 @@ def store(
     advance: Advance,
     after_offset: int,
     attempts: int,
-) -> None:
-    """Store a message in the open transaction of its unit.
+    once: bool = True,
+) -> bool:
+    """Store a message in the open transaction of its unit; return False where it is a dead letter already.
+
+    Without ``once`` it is stored again: a row that Spark has made of a message may have others beside it.
 
     Text that the database's encoding lacks, and NUL, is escaped; the message itself is kept byte by byte. Where its
     headers cannot be read, the error says so, and there are none.
@@ -136,30 +143,35 @@ def store(
     def text(value: str) -> str:
         return storable(value, connection)
 
-    values = {
-        "group_id": group_id,
-        "topic": message.topic(),
-        "partition": message.partition(),
-        "offset": message.offset(),
-        "cluster_id": advance.cluster_id,
-        "topic_id": advance.topic_id,
-        "leader_epoch": message.leader_epoch(),
-        "timestamp_type": kind,
-        "timestamp_ms": milliseconds if kind != TIMESTAMP_NOT_AVAILABLE else -1,
-        "key": _as_bytes(message.key()),
-        "value": _as_bytes(message.value()),
-        "header_names": None if headers is None else [text(name) for name, _ in headers],
-        "header_values": None if headers is None else [_as_bytes(value) for _, value in headers],
-        "error_class": text(
-            "str" if isinstance(error, str) else f"{type(error).__module__}.{type(error).__qualname__}"
-        ),
-        "error": text(said)[:_ERROR_CHARACTERS],
-        "sqlstate": driver.sqlstate if driver is not None else None,
-        "attempts": attempts,
-        "after_offset": after_offset,
-    }
-    cursor_on(connection).execute(query("dead_letter", schema), values, prepare=False)
+    cursor = execute(
+        connection,
+        schema,
+        "dead_letter",
+        group_id=group_id,
+        topic=message.topic(),
+        partition=message.partition(),
+        offset=message.offset(),
+        cluster_id=advance.cluster_id,
+        topic_id=advance.topic_id,
+        leader_epoch=message.leader_epoch(),
+        timestamp_type=kind,
+        timestamp_ms=milliseconds if kind != TIMESTAMP_NOT_AVAILABLE else -1,
+        key=as_bytes(message.key()),
+        value=as_bytes(message.value()),
+        header_names=None if headers is None else [text(name) for name, _ in headers],
+        header_values=None if headers is None else [as_bytes(value) for _, value in headers],
+        error_class=text("str" if isinstance(error, str) else f"{type(error).__module__}.{type(error).__qualname__}"),
+        error=text(said)[:_ERROR_CHARACTERS],
+        sqlstate=driver.sqlstate if driver is not None else None,
+        attempts=attempts,
+        after_offset=after_offset,
+        once=once,
+    )
+    if is_there := cursor.rowcount == 0:
+        extra = about("dead_already", group=group_id, partition=advance.partition, offset=message.offset())
+        logger.warning("%s is a dead letter already, which stays as it is: %s", place_of(message), said, extra=extra)
     failpoint("dead_lettered")
+    return not is_there
 
 
 def enforce(limit: DeadLetterLimit, connection: Connection, message: Message, *, schema: str, group_id: str) -> None:
@@ -167,17 +179,18 @@ def enforce(limit: DeadLetterLimit, connection: Connection, message: Message, *,
 
     :raises TooManyDeadLetters: when it is more than the limit allows.
     """
-    values = {
-        "group_id": group_id,
-        "topic": message.topic(),
-        "partition": message.partition(),
-        "offset": message.offset(),
-        "in_a_row": limit.in_a_row + 1,
-        "window_seconds": limit.window_seconds,
-    }
-    row = cursor_on(connection).execute(query("count_dead_letters", schema), values, prepare=False).fetchone()
-    assert row is not None
-    in_a_row, in_window = row
+    cursor = execute(
+        connection,
+        schema,
+        "count_dead_letters",
+        group_id=group_id,
+        topic=message.topic(),
+        partition=message.partition(),
+        offset=message.offset(),
+        in_a_row=limit.in_a_row + 1,
+        window_seconds=limit.window_seconds,
+    )
+    in_a_row, in_window = last_row(cursor)
     if in_a_row > limit.in_a_row:
         raise TooManyDeadLetters(
             f"{place_of(message)} would be dead letter {in_a_row} in a row, {limit.in_a_row} are allowed"
@@ -201,6 +214,7 @@ def find(
     limit: int | None = None,
 ) -> list[DeadLetter]:
     """Return dead letters in the order of the log."""
+    # Binary: times come as they are whatever DateStyle the database has.
     parameters = {
         "group_id": group_id,
         "topic": topic,
@@ -210,7 +224,7 @@ def find(
         "limit": limit,
     }
     cursor = cursor_on(connection)
-    cursor.execute(query("list_dead_letters", schema, columns=COLUMNS), parameters, prepare=False)
+    cursor.execute(query("list_dead_letters", schema, columns=COLUMNS), parameters, prepare=False, binary=True)
     return [_letter(row) for row in cursor]
 
 
@@ -218,19 +232,20 @@ def settle(connection: Connection, letter_id: int, status: Status, *, schema: st
     """Take a dead letter off the list in the open transaction; None when it is not on it any more."""
     cursor = cursor_on(connection)
     parameters = {"id": letter_id, "status": status}
-    cursor.execute(query("settle_dead_letter", schema, columns=COLUMNS), parameters, prepare=False)
+    cursor.execute(query("settle_dead_letter", schema, columns=COLUMNS), parameters, prepare=False, binary=True)
     row = cursor.fetchone()
     return None if row is None else _letter(row)
 
 
 def place_of(message: Message) -> str:
     """Name a message: topic, partition, offset."""
-    return f"{Partition(str(message.topic()), message.partition() or 0)} offset {message.offset()}"
+    return f"{Partition.of(message)} offset {message.offset()}"
 
 
 def _letter(row: tuple[Any, ...]) -> DeadLetter:
     return DeadLetter(**dict(zip((field.name for field in fields(DeadLetter)), row, strict=True)))
 
 
-def _as_bytes(value: str | bytes | None) -> bytes | None:
+def as_bytes(value: str | bytes | None) -> bytes | None:
+    """Encode text as the client does."""
     return value.encode() if isinstance(value, str) else value

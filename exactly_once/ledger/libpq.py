@@ -73,9 +73,23 @@ def send_together(connection: psycopg.Connection[Any], statements: Sequence[Boun
     :raises psycopg.Error: when the connection is lost. One that was interrupted, or is copying, is closed.
     """
     pgconn = connection.pgconn
+    owners: list[int] = []  # which statement each answer that will come belongs to
+    parsed: object = None
     pgconn.enter_pipeline_mode()  # without the connection's lock, as above
     try:
-        owners = _queue(pgconn, statements)
+        for number, (query, params, types, formats) in enumerate(statements):
+            if params is None:
+                pgconn.send_query_params(query, None)
+                parsed = None
+            else:
+                # Equal ones in a row are parsed once, which is most of their cost: as the unnamed statement, which
+                # nobody else can meet, also behind a pooler.
+                if parsed != (query, types):
+                    pgconn.send_prepare(b"", query, param_types=types)
+                    owners.append(number)
+                    parsed = (query, types)
+                pgconn.send_query_prepared(b"", params, param_formats=formats)
+            owners.append(number)
         pgconn.pipeline_sync()
         answers: list[PGresult] = connection.wait(_answers(pgconn, len(owners)))
     finally:
@@ -90,28 +104,6 @@ def send_together(connection: psycopg.Connection[Any], statements: Sequence[Boun
         elif results[-1].status in _GOOD:
             results[-1] = answer
     return results
-
-
-def _queue(pgconn: PGconn, statements: Sequence[Bound]) -> list[int]:
-    """Queue statements; return for each answer that will come which of them it belongs to.
-
-    Equal ones in a row are parsed once, which is most of their cost: as the unnamed statement, which nobody else can
-    meet, also behind a pooler.
-    """
-    owners: list[int] = []
-    parsed: object = None
-    for number, (query, params, types, formats) in enumerate(statements):
-        if params is None:
-            pgconn.send_query_params(query, None)
-            parsed = None
-        else:
-            if parsed != (query, types):
-                pgconn.send_prepare(b"", query, param_types=types)
-                owners.append(number)
-                parsed = (query, types)
-            pgconn.send_query_prepared(b"", params, param_formats=formats)
-        owners.append(number)
-    return owners
 
 
 def _answers(pgconn: PGconn, count: int) -> PQGen[list[PGresult]]:

@@ -166,6 +166,14 @@ def is_mistaken(error: BaseException) -> bool:
     return all(by_host.values()) if by_host else _MISTAKES.search(str(driver)) is not None
 
 
+def attribute_of(error: BaseException, name: str) -> object:
+    """Read an attribute that an error of an application may have; one that fails at that is told as it is, without."""
+    try:
+        return getattr(error, name, None)
+    except Exception:  # noqa: BLE001 - whatever it is, it is the application's
+        return None
+
+
 def driver_error(error: BaseException) -> psycopg.Error | None:
     """Find psycopg's own error behind ``error``: itself, its ``orig``, its causes and contexts."""
     seen: set[int] = set()
@@ -177,7 +185,7 @@ def driver_error(error: BaseException) -> psycopg.Error | None:
         if isinstance(candidate, psycopg.Error):
             return candidate
         seen.add(id(candidate))
-        orig = getattr(candidate, "orig", None)
+        orig = attribute_of(candidate, "orig")
         waiting += [
             orig if isinstance(orig, BaseException) else None,
             candidate.__cause__,

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import psycopg
 import tenacity
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between tries: up to 0.1, doubling up to 5, each time a random part of it.
 BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=5.0)
+# What happens once, and the action of its record.
+_TOLD_EACH_TIME = {LedgerRewound: "rewound", AlreadyApplied: "ahead", Fenced: "fenced"}
 # After how long a start-up that waits says so: no server that is well takes longer to answer.
 TOLD_SECONDS = 1.0
 
@@ -75,12 +77,7 @@ def retry_forever(
 
 def retry_for(seconds: float) -> tenacity.Retrying:
     """Return a retrier for servers that are away, which gives up after so long, with the error itself."""
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(is_unavailable),
-        wait=BACKOFF,
-        stop=tenacity.stop_after_delay(seconds),
-        reraise=True,
-    )
+    return _bounded(seconds, is_unavailable)
 
 
 def waiting(seconds: float, *, group_id: str) -> tenacity.Retrying:
@@ -88,11 +85,17 @@ def waiting(seconds: float, *, group_id: str) -> tenacity.Retrying:
 
     It belongs around whole transactions: within one that is open a second try gets another error, or a lost connection.
     """
+    return _bounded(seconds, _may_start_later, partial(_log, group_id))
+
+
+def _bounded(
+    seconds: float, retry: Callable[[BaseException], bool], before_sleep: Callable[..., None] | None = None
+) -> tenacity.Retrying:
     return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(_may_start_later),
+        retry=tenacity.retry_if_exception(retry),
         wait=BACKOFF,
         stop=tenacity.stop_after_delay(seconds),
-        before_sleep=partial(_log, group_id),
+        before_sleep=before_sleep,
         reraise=True,
     )
 
@@ -105,56 +108,38 @@ def at_start(
     What waiting does not mend, a wrong password or name, is raised at once. ``reason`` is called from another thread,
     while one try lasts, for what is known by then.
     """
-    with _Telling(what, group_id, reason) as telling:
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_may_start_later),
-            wait=BACKOFF,
-            stop=tenacity.stop_after_delay(seconds),
-            before_sleep=telling.failed,
-            reraise=True,
-        )(ask)
+    over, why = threading.Event(), "no answer yet"
+
+    def failed(state: tenacity.RetryCallState) -> None:
+        nonlocal why
+        if state.outcome is not None:
+            why = " ".join(str(state.outcome.exception()).split())
+
+    def tell() -> None:
+        waited, pause = 0.0, TOLD_SECONDS
+        while not over.wait(pause):
+            waited += pause
+            text, extra = "waiting for %s for %.0f s: %s", about("waiting", group=group_id)
+            logger.warning(text, what, waited, reason() or why, extra=extra)
+            pause = waited  # told after 1, 2, 4, 8, ... seconds
+
+    # From a thread of its own, because one question may take long.
+    threading.Thread(target=tell, name="exactly_once-start", daemon=True).start()
+    try:
+        return _bounded(seconds, _may_start_later, failed)(ask)
+    finally:
+        over.set()
 
 
 def _may_start_later(error: BaseException) -> bool:
     return isinstance(error, ReadOnly) or (is_unavailable(error) and not is_mistaken(error))
 
 
-class _Telling:
-    """Tells from a thread of its own, because one question may take long: after a second, then less and less often."""
-
-    def __init__(self, what: str, group_id: str, look: Callable[[], str | None]) -> None:
-        self._what = what
-        self._look = look
-        self._extra = about("waiting", group=group_id)
-        self._reason = "no answer yet"
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="exactly_once-start", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-
-    def failed(self, state: tenacity.RetryCallState) -> None:
-        """Take note of the reason of a try that failed."""
-        if state.outcome is not None:
-            self._reason = " ".join(str(state.outcome.exception()).split())
-
-    def _run(self) -> None:
-        waited, pause = 0.0, TOLD_SECONDS
-        while not self._over.wait(pause):
-            waited += pause
-            reason = self._look() or self._reason
-            logger.warning("waiting for %s for %.0f s: %s", self._what, waited, reason, extra=self._extra)
-            pause = waited  # told after 1, 2, 4, 8, ... seconds
-
-
 def _log(group_id: str, state: tenacity.RetryCallState) -> None:
     """Say at once that something is waited for, then less and less often; what happens once is told each time."""
     count, error = state.attempt_number, state.outcome.exception() if state.outcome is not None else None
-    if isinstance(error, (LedgerRewound, AlreadyApplied, Fenced)):
-        logger.warning("%s: %s", type(error).__name__, error, extra=about(type(error).__name__.lower(), group=group_id))
+    action = next((action for kind, action in _TOLD_EACH_TIME.items() if isinstance(error, kind)), None)
+    if action is not None:
+        logger.warning("%s: %s", type(error).__name__, error, extra=about(action, group=group_id))
     elif count & (count - 1) == 0 and error is not None:
         logger.warning("waiting (try %s): %s", count, error, extra=about("waiting", group=group_id))

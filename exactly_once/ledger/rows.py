@@ -26,13 +26,20 @@ from exactly_once.kafka.origin import Origin
 
 from .conflict import Conflict, Grant, check
 from .libpq import send
-from .session import Connection, Session, cursor_on, last_row, storable
+from .session import Connection, Session, cursor_on, execute, last_row, storable
 from .sql import query
 
 logger = logging.getLogger(__name__)
 
 # How long a change of the ledger waits for rows that another transaction has locked.
 LOCK_SECONDS = 4.0
+# How servers refuse to say which one they are: for a grant that lacks, or for good, as managed ones do.
+_REFUSALS = (
+    psycopg.errors.InsufficientPrivilege,
+    psycopg.errors.FeatureNotSupported,
+    psycopg.errors.ObjectNotInPrerequisiteState,  # Aurora without logical replication
+    psycopg.errors.UndefinedFunction,
+)
 
 Watch = Callable[[int, Sequence[Partition]], AbstractContextManager[None]]
 
@@ -110,14 +117,15 @@ class Ledger:
 
     def origin(self) -> Origin:
         """Ask which database this is. Behind a pooler it may be another server from one question to the next."""
-        cursor = cursor_on(self.session.connection)
+        name = "origin" if self._can_identify else "ledger_id"
         try:
-            cursor.execute(query("origin" if self._can_identify else "ledger_id", self.session.schema), prepare=False)
-        except (psycopg.errors.InsufficientPrivilege, psycopg.errors.FeatureNotSupported) as error:
+            cursor = execute(self.session.connection, self.session.schema, name)
+        except _REFUSALS as error:
             self._can_identify = False
             logger.warning(
-                "copies of this database and its old primaries cannot be told from it: %s. GRANT EXECUTE ON FUNCTION "
-                "pg_control_system, pg_walfile_name, pg_current_wal_lsn TO the role of the workers",
+                "copies of this database and its old primaries cannot be told from it: %s. Where a grant "
+                "lacks: GRANT EXECUTE ON FUNCTION pg_control_system, pg_walfile_name, pg_current_wal_lsn TO the role "
+                "of the workers",
                 error,
                 extra=about("origin_unknown", group=self.group_id),
             )
@@ -388,8 +396,8 @@ class Ledger:
 def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
     """Describe a row that should be there."""
     return LedgerRowMissing(
-        f"the ledger has rows of {partition.topic!r} for group {group_id!r} but none of partition "
-        f"{partition.number}: somebody deleted it. Restore it, or give it an offset with: "
+        f"the ledger has no row of {partition} for group {group_id!r}, and has had one or has others of the topic: "
+        "somebody deleted it. Restore it, or give it an offset with: "
         f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset N"
     )
 

@@ -15,7 +15,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 from uuid import UUID, uuid4
@@ -25,7 +25,7 @@ import psycopg
 from psycopg import adapt, sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
-from psycopg.rows import tuple_row
+from psycopg.rows import Row, RowFactory, tuple_row
 
 from exactly_once._log import about
 from exactly_once._redaction import without_secrets
@@ -49,6 +49,15 @@ _DEFAULTS = {
     # In an SQL_ASCII database psycopg would else give bytes for text.
     "client_encoding": "UTF8",
 }
+# The same of a socket that somebody else's function has connected, by the names that libpq has for them.
+_SOCKET_OPTIONS = {
+    "keepalives_idle": "TCP_KEEPIDLE",
+    "keepalives_interval": "TCP_KEEPINTVL",
+    "keepalives_count": "TCP_KEEPCNT",
+    "tcp_user_timeout": "TCP_USER_TIMEOUT",
+}
+# How many causes of an error are looked at, as one may be its own.
+_CAUSES = 10
 # How long a backend may take to end before the caller goes on polling Kafka meanwhile; usually it is milliseconds.
 _END_WAIT_SECONDS = 2.0
 # What four digits can say; whatever may take longer is said to be unbounded.
@@ -60,8 +69,12 @@ _NOT_YOURS = {
     "close": "the connection is the consumer's; `with unit.connection:` ends the transaction, too: take it out",
     "set_autocommit": "a unit is one transaction",
 }
+# What a use of a connection begins with: execute() makes a cursor, transaction() sends its SAVEPOINT without one.
+_USES = ("cursor", "transaction", "pipeline")
 # How psycopg converts values by itself: a copy, which is not changed by what is registered later.
 _ADAPTERS = adapt.AdaptersMap(psycopg.adapters)
+# The server's own function that warns: its text depends on ``lc_messages``, and SQLSTATE 01000 is any warning.
+_WAITS_FOR_STANDBY = "SyncRepWaitForLSN"
 # Where a connection that is lent keeps what was set on it before, by tracing say.
 _OWN = "_exactly_once_own"
 
@@ -90,7 +103,16 @@ def connector(conninfo: str) -> Callable[[], Connection]:
             "conninfo is not a connection string that libpq understands; "
             "expected postgresql://user@host:port/database or key=value pairs"
         ) from None
-    _refuse_misread(conninfo, given)
+    # What libpq would take for another part than was meant is refused before an error repeats a piece of a password.
+    in_uri = re.match(r"postgres(?:ql)?://[^?/]*/([^?]*)", conninfo)
+    names = [name for name in str(given.get("host") or "").split(",") if not name.startswith(("/", "@"))]
+    ports = [port for port in str(given.get("port") or "").split(",") if port]
+    if any("@" in name for name in [*names, in_uri[1] if in_uri else ""]) or not all(p.isdecimal() for p in ports):
+        raise ConfigurationError(
+            "conninfo: the host, the port or the database would contain an '@' or a piece of the password. Write "
+            "characters of a password that mean something in a URI as %40 (@), %3A (:), %2F (/), %3F (?), %23 (#), or "
+            "give it by PGPASSWORD or a password file"
+        )
     complete = make_conninfo("", **{**_DEFAULTS, **given})
 
     def connect() -> Connection:
@@ -109,21 +131,68 @@ def hiding(connect: Callable[[], Connection]) -> Callable[[], Connection]:
     def hidden() -> Connection:
         try:
             made: object = connect()
-        except psycopg.Error as error:
-            text = without_secrets(str(error))
-            if text == str(error):
+        except Exception as error:
+            # A framework's engine raises errors of its own for a server that is away. What was being handled when this
+            # was called is no cause.
+            driver: BaseException | None = error
+            for _ in range(_CAUSES):
+                if driver is not None and not isinstance(driver, psycopg.Error):
+                    driver = driver.__cause__
+            if not isinstance(driver, psycopg.Error if driver is error else psycopg.OperationalError):
                 raise
-            raise type(error)(text) from None
+            text = without_secrets(str(driver))
+            if driver is error and text == str(error):
+                raise
+            raise type(driver)(text) from None
         if not isinstance(made, psycopg.Connection):
             if inspect.iscoroutine(made):
                 made.close()
             raise ConfigurationError(
-                f"connect= gave {type(made).__name__}: the consumer needs psycopg.Connection, and not the "
+                f"connect= gave {type(made).__name__}: it must give a psycopg.Connection, and not the "
                 "asynchronous one; docs/how-to/fastapi.md shows how both work side by side"
             )
+        _notice_silence(made)
         return made
 
     return hidden
+
+
+def _notice_silence(connection: Connection) -> None:
+    """Have the system end a connection whose server does not answer any more, unless its maker has said when."""
+    # Whoever uses a connection that is lost already is told so.
+    with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as side:
+        given = {option.keyword.decode(): option.val for option in connection.pgconn.info if option.val is not None}
+        if side.family == socket.AF_UNIX or given.get("keepalives") == b"0":
+            return
+        for name, option in _SOCKET_OPTIONS.items():
+            number = getattr(socket, option, None)  # some systems lack some
+            if number is not None and name not in given:
+                side.setsockopt(socket.IPPROTO_TCP, number, int(_DEFAULTS[name]))
+
+
+def watched(connect: Callable[[], Connection]) -> Callable[[], Connection]:
+    """Return ``connect`` with connections that log the server's warning of a COMMIT which no standby has confirmed."""
+
+    @functools.wraps(connect)
+    def made() -> Connection:
+        connection = connect()
+        if isinstance(connection, psycopg.Connection):
+            with contextlib.suppress(ValueError):  # a pool gives the same connection again
+                connection.remove_notice_handler(_tell_unconfirmed)
+            connection.add_notice_handler(_tell_unconfirmed)
+        return connection
+
+    return made
+
+
+def _tell_unconfirmed(notice: psycopg.errors.Diagnostic) -> None:
+    if notice.source_function == _WAITS_FOR_STANDBY:
+        logger.warning(
+            "committed, and perhaps lost in a failover: %s (%s)",
+            notice.message_primary,
+            notice.message_detail,
+            extra=about("not_replicated"),
+        )
 
 
 def server_of(conninfo: str) -> str:
@@ -137,19 +206,6 @@ def server_of(conninfo: str) -> str:
     ports = ports * len(hosts) if len(ports) == 1 else ports
     places = [f"{host}:{port or 5432}" for host, port in zip(hosts, ports, strict=False)]
     return f"{','.join(places)}/{given.get('dbname') or given.get('user') or ''}"
-
-
-def _refuse_misread(conninfo: str, given: Mapping[str, Any]) -> None:
-    """Refuse what libpq would take for another part than was meant, before an error repeats a piece of a password."""
-    in_uri = re.match(r"postgres(?:ql)?://[^?/]*/([^?]*)", conninfo)
-    names = [name for name in str(given.get("host") or "").split(",") if not name.startswith(("/", "@"))]
-    ports = [port for port in str(given.get("port") or "").split(",") if port]
-    if any("@" in name for name in [*names, in_uri[1] if in_uri else ""]) or not all(p.isdecimal() for p in ports):
-        raise ConfigurationError(
-            "conninfo: the host, the port or the database would contain an '@' or a piece of the password. Write "
-            "characters of a password that mean something in a URI as %40 (@), %3A (:), %2F (/), %3F (?), %23 (#), or "
-            "give it by PGPASSWORD or a password file"
-        )
 
 
 def address(connection: Connection) -> str:
@@ -188,6 +244,7 @@ class Session:
         """The live connection, opened if there is none.
 
         :raises psycopg.OperationalError: when the server cannot be reached.
+        :raises ConfigurationError: when a new one gives no text.
         """
         if self._closed:
             raise psycopg.OperationalError("this consumer is closed")
@@ -195,10 +252,14 @@ class Session:
             self.discard()
             connection = self.connect()
             try:
+                if connection.info.encoding == "ascii":  # what is compared with text would never be equal
+                    raise ConfigurationError(
+                        "the connection has client_encoding SQL_ASCII, which gives no text; set client_encoding=UTF8"
+                    )
                 if connection.info.transaction_status is TransactionStatus.IDLE:
                     connection.autocommit = True
                 # A pooler accepts clients whose server is away; only an answer tells.
-                cursor_on(connection).execute(query("answer", self.schema), prepare=False)
+                execute(connection, self.schema, "answer")
             except BaseException:
                 dispose(connection)
                 raise
@@ -243,15 +304,16 @@ class Session:
 
     def join(self, connection: Connection, *, may_take: float = math.inf) -> Begun:
         """Learn the transaction that is open on somebody else's connection, and leave our mark on it."""
-        statement = query(
-            "join",
+        cursor = execute(
+            connection,
             self.schema,
+            "join",
             tag=sql.Literal(f"{tag_of(self.instance, self.schema)}:"),
             owns_rows=sql.Literal(self._owns_rows),
             may_take=sql.Literal(may_take),
             incarnation=self._incarnation,
         )
-        return Begun(*last_row(cursor_on(connection).execute(statement, prepare=False)))
+        return Begun(*last_row(cursor))
 
     def refuse_other_ledger(self, connection: Connection) -> None:
         """Refuse a connection that leads to another ledger than ours: nothing could ever be applied there.
@@ -260,10 +322,9 @@ class Session:
         """
         if address(connection) in self._same_ledger:
             return
-        statement = query("ledger_id", self.schema)
-        (own, *_) = last_row(cursor_on(self.connection).execute(statement, prepare=False))
+        (own, *_) = last_row(execute(self.connection, self.schema, "ledger_id"))
         try:
-            (found, *_) = last_row(cursor_on(connection).execute(statement, prepare=False))
+            (found, *_) = last_row(execute(connection, self.schema, "ledger_id"))
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
             found = None
         if found != own:
@@ -288,14 +349,10 @@ class Session:
         """
         self.roll_back()  # an interruption may have left a transaction
         connection = self.connection
-        opening = query(
-            "begin_ledger" if is_durable else "begin_not_durable",
-            self.schema,
-            tag=self._tag,
-            lock_timeout=sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"),
-        )
+        name, timeout = "begin_ledger" if is_durable else "begin_not_durable", f"{int(lock_timeout_seconds * 1000)}ms"
         try:
-            pid, is_read_only = last_row(cursor_on(connection).execute(opening, prepare=False))
+            opening = execute(connection, self.schema, name, tag=self._tag, lock_timeout=sql.Literal(timeout))
+            pid, is_read_only = last_row(opening)
             if is_read_only:  # said at once, because what only looks would never be refused
                 raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes")
             yield connection, pid
@@ -366,7 +423,24 @@ class Session:
                     f"Postgres cannot say what became of transaction {begun.xid} (it answered {status!r}); "
                     "look whether its effects are there, then use exactly-once reset"
                 )
-            if not self._end(begun) or time.monotonic() > deadline:
+            may_end = True
+            try:
+                self._end_on(self.connection, begun)
+                execute(self.connection, self.schema, "give_time")
+            except psycopg.errors.InsufficientPrivilege as error:
+                may_end = False
+                if begun.xid not in self._refused:
+                    self._refused.add(begun.xid)
+                    logger.warning(
+                        "backend %s still runs transaction %s, and this role may not end it: %s; waiting until it ends "
+                        "by itself. GRANT pg_signal_backend, or the role of that backend, to the role of this "
+                        "connection",
+                        begun.pid,
+                        begun.xid,
+                        str(error).partition("\n")[0],
+                        extra=about("end_refused"),
+                    )
+            if not may_end or time.monotonic() > deadline:
                 raise StillRunning(
                     f"transaction {begun.xid} still runs in backend {begun.pid} of {address(self.connection)}; "
                     "its messages wait for its end"
@@ -391,24 +465,25 @@ class Session:
     @contextlib.contextmanager
     def cut_after(self, seconds: float) -> Iterator[None]:
         """Cut the connection if the block takes longer: what waits in it for a server that stands still fails then."""
-        timer = threading.Timer(seconds, self._cut)
+
+        def cut() -> None:
+            connection = self._connection
+            if connection is None or connection.closed:
+                return
+            logger.warning("Postgres stands still; the connection is cut", extra=about("connection_cut"))
+            # The socket and not the connection, which the thread that waits has locked. It may be closed just now.
+            with contextlib.suppress(OSError, psycopg.Error):
+                duplicate = socket.socket(fileno=os.dup(connection.fileno()))
+                with duplicate:
+                    duplicate.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(seconds, cut)
         timer.daemon = True
         try:
             timer.start()
             yield
         finally:
             timer.cancel()
-
-    def _cut(self) -> None:
-        connection = self._connection
-        if connection is None or connection.closed:
-            return
-        logger.warning("Postgres stands still; the connection is cut", extra=about("connection_cut"))
-        # The socket and not the connection, which the thread that waits has locked. It may be closed at this moment.
-        with contextlib.suppress(OSError, psycopg.Error):
-            duplicate = socket.socket(fileno=os.dup(connection.fileno()))
-            with duplicate:
-                duplicate.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection for good."""
@@ -424,25 +499,6 @@ class Session:
     @property
     def _incarnation(self) -> sql.Composed:
         return query("incarnation", self.schema)
-
-    def _end(self, begun: Begun) -> bool:
-        """End the backend that still runs the transaction and give it a moment; return False if we may not."""
-        try:
-            self._end_on(self.connection, begun)
-        except psycopg.errors.InsufficientPrivilege as error:
-            if begun.xid not in self._refused:
-                self._refused.add(begun.xid)
-                logger.warning(
-                    "backend %s still runs transaction %s, and this role may not end it: %s; waiting until it ends by "
-                    "itself. GRANT pg_signal_backend, or the role of that backend, to the role of this connection",
-                    begun.pid,
-                    begun.xid,
-                    str(error).partition("\n")[0],
-                    extra=about("end_refused"),
-                )
-            return False
-        cursor_on(self.connection).execute(query("give_time", self.schema), prepare=False)
-        return True
 
     def _end_on(self, connection: Connection, begun: Begun) -> None:
         statement = query("end_transaction", self.schema, incarnation=self._incarnation)
@@ -485,28 +541,31 @@ def is_lost(connection: Connection) -> bool:
 
 
 def lend(connection: Connection, used: Callable[[], object]) -> None:
-    """Have a connection refuse what would end the open transaction, and call ``used`` when it is used.
+    """Have a connection refuse what would end the open transaction, and call ``used`` before it is used.
 
     Frameworks and applications reach it by references of their own, so the connection itself must do both. What is
     sent as SQL cannot be refused; it is found out afterwards.
     """
     take_back(connection)  # an interruption may have left it lent
-    cursor, own = connection.cursor, vars(connection)
-    own[_OWN] = {name: own[name] for name in (*_NOT_YOURS, "cursor") if name in own}
+    # A tracer's proxy has the attributes of the connection, and methods that would call these again.
+    wrapped = getattr(connection, "__wrapped__", connection)
+    uses: dict[str, Callable[..., Any]] = {name: getattr(wrapped, name) for name in _USES}
+    own = vars(connection)
+    own[_OWN] = {name: own[name] for name in (*_NOT_YOURS, *_USES) if name in own}
     own.update({name: partial(_refuse, name, instead) for name, instead in _NOT_YOURS.items()})
 
-    def noting(*args: Any, **options: Any) -> Any:
+    def noting(use: Callable[..., Any], *args: Any, **options: Any) -> Any:
         used()
-        return cursor(*args, **options)
+        return use(*args, **options)
 
-    own["cursor"] = noting
+    own.update({name: partial(noting, use) for name, use in uses.items()})
 
 
 def take_back(connection: Connection) -> None:
     """Give a connection that was lent its own methods again."""
     attributes = vars(connection)
     if _OWN in attributes:
-        for name in (*_NOT_YOURS, "cursor"):
+        for name in (*_NOT_YOURS, *_USES):
             attributes.pop(name, None)
         attributes.update(attributes.pop(_OWN))
 
@@ -518,7 +577,7 @@ def _refuse(name: str, instead: str, *_: object, **__: object) -> NoReturn:
     )
 
 
-class _Cursor(psycopg.Cursor[tuple[Any, ...]]):
+class _Cursor(psycopg.Cursor[Row]):
     """Converts as psycopg does by itself: what an application has registered is for its own statements."""
 
     @property
@@ -526,9 +585,15 @@ class _Cursor(psycopg.Cursor[tuple[Any, ...]]):
         return _ADAPTERS
 
 
-def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
+def cursor_on(connection: Connection, rows: RowFactory[Row] = tuple_row) -> psycopg.Cursor[Row]:  # type: ignore[assignment]
     """Make a cursor that gives tuples, in the types of psycopg itself, however the connection is set up."""
-    return _Cursor(connection, row_factory=tuple_row)
+    return _Cursor(connection, row_factory=rows)
+
+
+def execute(connection: Connection, schema: str, name: str, /, **values: Any) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Execute a statement of the library by its name. Of the values those that are SQL are written into it."""
+    parts = {key: values.pop(key) for key in [*values] if isinstance(values[key], sql.Composable)}
+    return cursor_on(connection).execute(query(name, schema, **parts), values or None, prepare=False)
 
 
 def storable(text: str, connection: Connection) -> str:

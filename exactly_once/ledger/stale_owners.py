@@ -25,8 +25,7 @@ from psycopg.pq import TransactionStatus
 from exactly_once._log import about
 from exactly_once._model import Partition
 
-from .session import Connection, cursor_on, dispose, hiding, is_lost, tag_of
-from .sql import query
+from .session import Connection, dispose, execute, hiding, is_lost, tag_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,6 @@ class StaleBackendTerminator:
 
     def __init__(self, connect: Callable[[], Connection], *, schema: str, group_id: str, instance: UUID) -> None:
         self._connect = hiding(connect)
-        self._statement = query("end_stale_blockers", schema)
         self._schema = schema
         self._parameters: dict[str, Any] = {
             "group_id": group_id,
@@ -179,33 +177,33 @@ class StaleBackendTerminator:
             return
         if watched.must_show_sign(now):
             watched.next_sign = now + _SIGN_SECONDS
-            self._show_sign(watched)
+            # Open a transaction that names the backend of ours, or say it again.
+            connection = self._connection_now()
+            is_shown = self._shown is watched and connection.info.transaction_status is TransactionStatus.INTRANS
+            sign = sql.Literal(f"exactly_once_alive:{watched.pid}")
+            execute(connection, self._schema, "renew_sign" if is_shown else "show_sign", sign=sign)
+            self._shown, self._has_failed = watched, False
         if watched.may_wait and now >= watched.next_look:
             watched.pause = min(max(_TURN_SECONDS, 2 * watched.pause), _LONGEST_PAUSE_SECONDS)
             watched.next_look = now + watched.pause
             self._end_blockers(watched)
 
-    def _show_sign(self, watched: _Watched) -> None:
-        """Open a transaction that names the backend of ours, or say it again."""
-        connection = self._connection_now()
-        is_shown = self._shown is watched and connection.info.transaction_status is TransactionStatus.INTRANS
-        sign = sql.Literal(f"exactly_once_alive:{watched.pid}")
-        connection.execute(query("renew_sign" if is_shown else "show_sign", self._schema, sign=sign), prepare=False)
-        self._shown, self._has_failed = watched, False
-
     def _end_blockers(self, watched: _Watched) -> None:
-        parameters = self._parameters | {
-            "pid": watched.pid,
-            "topics": [p.topic for p in watched.partitions],
-            "partitions": [p.number for p in watched.partitions],
-            "taken_topics": [p.topic for p, _ in watched.taken],
-            "taken_partitions": [p.number for p, _ in watched.taken],
-            "taken_from": [str(instance) for _, instance in watched.taken],
-        }
         connection = self._connection_now()
         if connection.info.transaction_status is TransactionStatus.INTRANS:
-            connection.execute(query("look_anew", self._schema), prepare=False)
-        cursor = cursor_on(connection).execute(self._statement, parameters, prepare=False)
+            execute(connection, self._schema, "look_anew")
+        cursor = execute(
+            connection,
+            self._schema,
+            "end_stale_blockers",
+            **self._parameters,
+            pid=watched.pid,
+            topics=[p.topic for p in watched.partitions],
+            partitions=[p.number for p in watched.partitions],
+            taken_topics=[p.topic for p, _ in watched.taken],
+            taken_partitions=[p.number for p, _ in watched.taken],
+            taken_from=[str(instance) for _, instance in watched.taken],
+        )
         self._has_failed = False
         for blocker, tag, _ in cursor.fetchall():
             self.ended += 1

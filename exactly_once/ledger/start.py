@@ -40,6 +40,13 @@ Range = tuple[int, int]
 _OF_ONE_PARTITION = (LedgerRowMissing, PartitionHalted, OffsetOutOfRange, TopicRecreated)
 
 
+_FOREIGN = {
+    Relation.OTHER: "another database: the messages of one group go to two, and each lacks what the other has",
+    Relation.COPY: "a copy of this database that went on: this one lacks what was applied there",
+    Relation.OUTLIVED: "this database after a failover: the server here is the old primary",
+}
+
+
 class Checked(NamedTuple):
     """What came of acquired rows; those in none were taken by somebody else meanwhile."""
 
@@ -87,10 +94,6 @@ class StartOffsets:
         """Return how many partitions a topic had when it was described last; 0 if it never was."""
         return self._topics[topic].partitions if topic in self._topics else 0
 
-    def is_new_group(self) -> bool:
-        """Tell whether the group has no row of any topic."""
-        return not self._ledger.has_rows()
-
     def register(self, partitions: Sequence[Partition]) -> dict[Partition, StartError]:
         """Make the rows that are missing, for whole topics at once; return the partitions whose row was lost.
 
@@ -119,9 +122,9 @@ class StartOffsets:
             bad |= {p: row_missing(self._group_id, p) for p in lost & wanted}
             new = sorted(missing - lost)
             is_new = not rows and not lost
-            if is_new:
-                self._refuse_unadopted(topic)
-            if is_new and (self.first_topics is None or topic in self.first_topics):
+            # Also where a topic was found later: what the group has done in it is not done again.
+            is_adopted = is_new and self._is_adopted(topic)
+            if is_new and (is_adopted or self.first_topics is None or topic in self.first_topics):
                 made |= dict.fromkeys(new)  # whoever acquires them first chooses
             elif new:
                 # Added or found later: whatever arrived before somebody was assigned to it must not be missed.
@@ -175,12 +178,30 @@ class StartOffsets:
 
         :raises OffsetOutOfRange: when the policy is ``fail``.
         """
-        error = _out_of_range(self._group_id, row, log, truncated=truncated)
-        if error is None:
+        offset, (low, high) = row.next_offset, log
+        assert offset is not None
+        place = f"{row.partition} of group {self._group_id!r}: the ledger stands at offset {offset}"
+        mend = f"Choose where to go on: {_reset(row.partition)} --to-offset N, or set on_out_of_range="
+        error: OffsetOutOfRange
+        if offset < low:
+            error = OffsetBelowLogStart(
+                f"{place}, the log starts at {low}: retention removed {low - offset} offsets "
+                f"before they were applied. {mend}"
+            )
+        elif offset > high:
+            error = OffsetBeyondLogEnd(
+                f"{place}, the log ends at {high}: it was truncated, recreated or belongs elsewhere. {mend}"
+            )
+        elif truncated:
+            error = LogTruncated(
+                f"{place} (leader epoch {row.leader_epoch}), but the log was rewritten below it after an unclean "
+                f"leader election; effects of messages that are gone stay. {mend}"
+            )
+        else:
             return row
         if self._on_out_of_range == "fail":
             raise error
-        offset = log[0] if self._on_out_of_range == "earliest" else log[1]
+        offset = low if self._on_out_of_range == "earliest" else high
         if not self._ledger.correct(row, offset, reason=str(error)):
             extra = about("not_corrected", group=self._group_id, partition=row.partition, offset=row.next_offset)
             logger.warning("%s; it was not moved: its row was changed meanwhile", error, extra=extra)
@@ -208,8 +229,14 @@ class StartOffsets:
                 continue
             if relation is not Relation.REWOUND:
                 assert origin is not None
+                here = f"{address(self._ledger.session.connection)} (ledger {own.ledger_id}, server {own.server}"
+                there = f"ledger {origin.ledger_id}, server {origin.server}, timeline {origin.timeline}"
                 raise OffsetsNotAdopted(
-                    _foreign(self._ledger, partition, relation, (own, origin), (next_offset, offset))
+                    f"{partition} of group {self._group_id!r}: the ledger in {here}, timeline {own.timeline}) is at "
+                    f"offset {next_offset}; Kafka was told offset {offset} by {_FOREIGN[relation]} ({there}). Look at "
+                    "the connection string and the schema, and stop the workers of one of the two or give them another "
+                    "group.id. If this database is to go on from its own offsets: "
+                    f"exactly-once reset --topic {partition.topic} --to-current --execute"
                 )
             rewound.add(partition)
         return rewound.intersection(partitions)
@@ -228,13 +255,13 @@ class StartOffsets:
             if found.topic_id is not None and topic_id is not None and topic_id != found.topic_id:
                 raise _recreated(self._group_id, partition, topic_id, found.topic_id)
 
-    def _refuse_unadopted(self, topic: str) -> None:
-        """Refuse to start a group that has history in Kafka and none in the ledger."""
+    def _is_adopted(self, topic: str) -> bool:
+        """Tell whether the offsets that Kafka holds are where to go on from; refuse them where nobody has said so."""
         committed = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
         mirrored = any(found.is_mirrored for found in committed.values())
         # Asked again, because a member that started a moment ago mirrors its offsets to Kafka.
         if not committed or self._ledger.known([topic])[0]:
-            return
+            return False
         if not mirrored and self._start is not None:
             # A group of which a consumer of another kind still is a member: it would go on applying.
             others = self._cluster.foreign_members(self._group_id) if self._start == "committed" else []
@@ -244,7 +271,7 @@ class StartOffsets:
                     f"of this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka "
                     "counts one that was killed for its session.timeout.ms more. Ours are known by their client.id"
                 )
-            return
+            return self._start == "committed"
         if mirrored:
             origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}
             raise OffsetsNotAdopted(
@@ -323,54 +350,6 @@ class StartOffsets:
         ]
         ours = self._ledger.start(started)
         return [row for row in started if row.partition in ours]
-
-
-def _out_of_range(group_id: str, row: Row, log: Range, *, truncated: bool) -> OffsetOutOfRange | None:
-    low, high = log
-    offset = row.next_offset
-    assert offset is not None
-    place = f"{row.partition} of group {group_id!r}: the ledger stands at offset {offset}"
-    mend = f"Choose where to go on: {_reset(row.partition)} --to-offset N, or set on_out_of_range="
-    if offset < low:
-        return OffsetBelowLogStart(
-            f"{place}, the log starts at {low}: retention removed {low - offset} offsets "
-            f"before they were applied. {mend}"
-        )
-    if offset > high:
-        return OffsetBeyondLogEnd(
-            f"{place}, the log ends at {high}: it was truncated, recreated or belongs elsewhere. {mend}"
-        )
-    if truncated:
-        return LogTruncated(
-            f"{place} (leader epoch {row.leader_epoch}), but the log was rewritten below it after an unclean leader "
-            f"election; effects of messages that are gone stay. {mend}"
-        )
-    return None
-
-
-def _foreign(
-    ledger: LedgerStore,
-    partition: Partition,
-    relation: Relation,
-    origins: tuple[Origin, Origin],
-    offsets: tuple[int | None, int],
-) -> str:
-    own, found = origins
-    here = (
-        f"{address(ledger.session.connection)} (ledger {own.ledger_id}, server {own.server}, timeline {own.timeline})"
-    )
-    there = f"ledger {found.ledger_id}, server {found.server}, timeline {found.timeline}"
-    what = {
-        Relation.OTHER: "another database: the messages of one group go to two, and each lacks what the other has",
-        Relation.COPY: "a copy of this database that went on: this one lacks what was applied there",
-        Relation.OUTLIVED: "this database after a failover: the server here is the old primary",
-    }[relation]
-    return (
-        f"{partition} of group {ledger.group_id!r}: the ledger in {here} is at offset {offsets[0]}; Kafka was told "
-        f"offset {offsets[1]} by {what} ({there}). Look at the connection string and the schema, and stop the workers "
-        "of one of the two or give them another group.id. If this database is to go on from its own offsets: "
-        f"exactly-once reset --topic {partition.topic} --to-current --execute"
-    )
 
 
 def refuse_halted(group_id: str, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""What consumers and units need of a ledger. Postgres is one; the simulator of the tests is another.
+"""What consumers and units need of a ledger. Postgres is one; the simulator is another.
 
 ``tests/integration/test_ledger_store.py`` holds both to the same suite. No I/O.
 """
@@ -35,7 +35,7 @@ class LedgerSession(Protocol):
 
 
 class LedgerStore(Protocol):
-    """The rows of one group, seen by one owner; :class:`.rows.Ledger` says what each method promises.
+    """The rows of one group, seen by one owner; :class:`~exactly_once.ledger.rows.Ledger` says what methods promise.
 
     Whatever moves an offset compares token, epoch, generation, topic id and the offset from which it moves, all in the
     statement that moves it, and moves all partitions of a call or none.

@@ -24,6 +24,7 @@ from .session import Begun, Connection, is_lost
 from .sql import query
 from .store import LedgerStore
 
+_ENDED_INSIDE = "the transaction was ended inside the block of join(); end it after the block"
 _COPYING = (ExecStatus.COPY_IN, ExecStatus.COPY_OUT, ExecStatus.COPY_BOTH)
 
 
@@ -87,7 +88,7 @@ class UnitOfWork:
     def join(self, connection: Connection) -> None:
         """Take part in a transaction that somebody else opened and will commit.
 
-        :raises ConfigurationError: when no transaction is open there, or it is a connection of ours.
+        :raises ConfigurationError: when no transaction is open there, it is a connection of ours, or in a pipeline.
         """
         if self._ledger.session.owns(connection):
             raise ConfigurationError("join() is for a transaction of yours; `with unit:` has one on this connection")
@@ -95,6 +96,8 @@ class UnitOfWork:
             raise ConfigurationError(
                 "join() was given a connection in autocommit mode without a transaction; open one around it"
             )
+        if connection.pgconn.pipeline_status != PipelineStatus.OFF:
+            raise ConfigurationError("join() was given a connection in pipeline mode; open that inside the block")
         self._connection, self.sent = connection, Sent.JOINED
         self.begun = self._ledger.session.join(connection, may_take=self.max_unit_seconds)
         failpoint("begun")
@@ -104,7 +107,13 @@ class UnitOfWork:
         assert self.begun is not None
         self.guard()
         failpoint("guarded")
-        self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
+        try:
+            self._ledger.advance(self.connection, advances, xid=self.begun.xid, commit=False)
+        except psycopg.Error as error:
+            if error.sqlstate == FOREIGN_TRANSACTION:
+                raise TransactionEnded(_ENDED_INSIDE) from error
+            _name_role(error)
+            raise
         self.sent = Sent.ADVANCE
         failpoint("advanced")
 
@@ -115,6 +124,15 @@ class UnitOfWork:
             transformer = self._transformers[get_ident()] = adapt.Transformer(self.connection)
         bound = bind(transformer, statement, params)
         self._deferred.append(bound)  # of the list that is there now: another thread may have flushed meanwhile
+
+    @property
+    def can_flush(self) -> bool:
+        """Whether statements wait that can be executed now: not behind an error, in a pipeline, or in a COPY."""
+        if not self._deferred or self.connection.lock.locked():  # a COPY keeps it locked
+            return False
+        pgconn = self.connection.pgconn
+        is_open = pgconn.transaction_status == TransactionStatus.INTRANS
+        return is_open and pgconn.pipeline_status == PipelineStatus.OFF
 
     def flush(self) -> None:
         """Execute what was deferred, in order and in one round trip.
@@ -174,6 +192,7 @@ class UnitOfWork:
             driver = driver_error(error)
             if driver is not None and driver.sqlstate == FOREIGN_TRANSACTION:
                 raise transaction_ended() from error
+            _name_role(error)
             raise
 
     def _check(self, deferred: Sequence[Bound], results: Sequence[PGresult]) -> None:
@@ -222,9 +241,18 @@ class UnitOfWork:
         if status is TransactionStatus.ACTIVE:
             raise TransactionBusy("the handler left a COPY open on unit.connection; use it in a with block")
         if status is TransactionStatus.IDLE and self.is_joined:
-            raise TransactionEnded("the transaction was ended inside the block of join(); end it after the block")
+            raise TransactionEnded(_ENDED_INSIDE)
         if status is TransactionStatus.IDLE:
             raise transaction_ended()
+
+
+def _name_role(error: BaseException) -> None:
+    """Add to a refusal behind the handler what it mostly comes from; one of a deferred statement has a note already."""
+    if isinstance(error, psycopg.errors.InsufficientPrivilege) and not hasattr(error, "__notes__"):
+        error.add_note(
+            "raised behind the handler, when the offsets were to be moved: by its role, if it has left SET LOCAL ROLE "
+            "behind. RESET ROLE before it returns"
+        )
 
 
 def transaction_ended() -> TransactionEnded:

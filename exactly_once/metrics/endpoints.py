@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from exactly_once._log import about
@@ -44,8 +44,8 @@ class HasHealth(Protocol):
 class Endpoints:
     """Serves from threads of its own until :meth:`close`; a process with several consumers is as well as all of them.
 
-    ``host`` is this machine only unless told otherwise: in a container say ``host="0.0.0.0"``. Anybody who reaches
-    the port reads names of topics and texts of errors; there is no login.
+    ``host`` is this machine only unless told otherwise: in a container say ``host="0.0.0.0"``, or ``"::"`` with IPv6.
+    Anybody who reaches the port reads names of topics and texts of errors; there is no login.
 
     :raises OSError: when the port is taken.
     """
@@ -67,9 +67,7 @@ class Endpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -95,6 +93,8 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], answer: Callable[[str, str], tuple[HTTPStatus, str, bytes]]) -> None:
         self.answer = answer
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

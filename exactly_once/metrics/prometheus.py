@@ -6,8 +6,8 @@ consumer = ExactlyOnceConsumer(..., metrics=metrics)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
@@ -18,8 +18,6 @@ except ImportError as error:
     raise ImportError(f"{error}\nInstall it: pip install 'kafka-exactly-once[prometheus]'") from error
 
 from .table import METRICS, Metric, Read
-
-T = TypeVar("T", Counter, Histogram)
 
 
 class PrometheusMetrics(Collector):
@@ -32,26 +30,25 @@ class PrometheusMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
-        self._counters: dict[Metric, Counter] = {}
-        self._histograms: dict[Metric, Histogram] = {}
+        self._parents: dict[Metric, Counter | Histogram] = {}
         self._children: dict[tuple[Metric, tuple[str, ...]], Any] = {}
         self._readers: tuple[Read, ...] = ()
         registry.register(self)
         for metric in METRICS:
             if metric.kind == "counter":
-                self._counters[metric] = Counter(metric.name, metric.help, metric.labels, registry=registry)
+                self._parents[metric] = Counter(metric.name, metric.help, metric.labels, registry=registry)
             elif metric.kind == "histogram":
-                self._histograms[metric] = Histogram(
+                self._parents[metric] = Histogram(
                     metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets
                 )
 
     def add(self, metric: Metric, amount: float, labels: tuple[str, ...]) -> None:
         """Raise a counter."""
-        self._child(self._counters, metric, labels).inc(amount)
+        self._child(metric, labels).inc(amount)
 
     def observe(self, metric: Metric, value: float, labels: tuple[str, ...]) -> None:
         """Add a value to a histogram."""
-        self._child(self._histograms, metric, labels).observe(value)
+        self._child(metric, labels).observe(value)
 
     def attach(self, read: Read) -> None:
         """Read a consumer's gauges whenever the registry is collected."""
@@ -82,11 +79,11 @@ class PrometheusMetrics(Collector):
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self._registry)
 
-    def _child(self, parents: Mapping[Metric, T], metric: Metric, labels: tuple[str, ...]) -> T:
+    def _child(self, metric: Metric, labels: tuple[str, ...]) -> Any:
         """Return the series of these labels. They are few, and to have them found costs more than to count."""
-        child: T | None = self._children.get((metric, labels))
+        child = self._children.get((metric, labels))
         if child is None:
-            child = self._children[metric, labels] = parents[metric].labels(*labels)
+            child = self._children[metric, labels] = self._parents[metric].labels(*labels)
         return child
 
 

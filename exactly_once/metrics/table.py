@@ -71,8 +71,8 @@ DROPPED = Metric(
     "exactly_once_dropped_messages_total",
     "counter",
     "messages",
-    "Messages that Kafka delivered and no unit was given: "
-    "applied already (reason=applied), or of a partition that was not owned then (reason=not_owned).",
+    "Messages that Kafka delivered and that went into no unit: "
+    "already applied (reason=applied), or of a partition that was not owned then (reason=not_owned).",
     (*_COMMON, "reason"),
 )
 GAPS = Metric(
@@ -92,14 +92,14 @@ COMMIT_SECONDS = Metric(
     "exactly_once_commit_seconds",
     "histogram",
     "seconds",
-    "From sending the offsets and COMMIT, and what was deferred, until the answer. Joined transactions have none.",
+    "From sending the offsets, deferred statements and COMMIT until the answer. Joined transactions have none.",
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
 )
 FENCED = Metric(
     "exactly_once_fenced_total",
     "counter",
     "times",
-    "Times that rows turned out to be another owner's by then, or reset by an operator.",
+    "Times that rows were found to belong to another owner, or to have been reset by an operator.",
 )
 REWOUND = Metric(
     "exactly_once_rewound_total",
@@ -111,16 +111,17 @@ UNKNOWN_COMMITS = Metric(
     "exactly_once_unknown_commits_total",
     "counter",
     "units",
-    "COMMITs without an answer, by what was found out then: outcome=committed, aborted, "
+    "COMMITs without an answer, by the outcome that was found: outcome=committed, aborted, "
     "or fenced (another owner has the rows).",
     (*_COMMON, "outcome"),
 )
-DEAD_LETTERS = Metric("exactly_once_dead_letters_total", "counter", "messages", "Messages set aside, and committed so.")
+DEAD_LETTERS = Metric("exactly_once_dead_letters_total", "counter", "messages", "Messages committed as dead letters.")
 LAG = Metric(
     "exactly_once_lag",
     "gauge",
     "offsets",
-    "From the ledger's next offset to the log's end, for each owned partition; absent while Kafka does not answer.",
+    "From the ledger's next offset to the log's end, open transactions included, for each owned partition; absent "
+    "while Kafka does not answer.",
     (*_COMMON, *_PLACE),
 )
 OWNED = Metric("exactly_once_owned_partitions", "gauge", "partitions", "Partitions that are acquired and checked.")
@@ -134,7 +135,7 @@ BAD = Metric(
     "exactly_once_bad_partitions",
     "gauge",
     "partitions",
-    "Waiting partitions that cannot be read until somebody mends them; the log and health() say why.",
+    "Waiting partitions that cannot be read until an operator mends them; the log and health() give the reason.",
 )
 SINCE_COMMIT = Metric(
     "exactly_once_seconds_since_commit",
@@ -150,22 +151,4 @@ SINCE_POLL = Metric(
 )
 
 # Every metric there is.
-METRICS = (
-    UNITS,
-    MESSAGES,
-    REDELIVERED,
-    DROPPED,
-    GAPS,
-    UNIT_SECONDS,
-    COMMIT_SECONDS,
-    FENCED,
-    REWOUND,
-    UNKNOWN_COMMITS,
-    DEAD_LETTERS,
-    LAG,
-    OWNED,
-    WAITING,
-    BAD,
-    SINCE_COMMIT,
-    SINCE_POLL,
-)
+METRICS = tuple(each for each in list(globals().values()) if isinstance(each, Metric))

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit
-from exactly_once.demo import journal
+from tests.support import journal
 from tests.support.worker import record
 
 

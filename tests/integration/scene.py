@@ -14,8 +14,8 @@ import pytest
 from confluent_kafka import Producer
 
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, _failpoints
-from exactly_once.demo import journal
 from exactly_once.embedded.proxy import PostgresProxy
+from tests.support import journal
 from tests.support.worker import drain, record
 
 

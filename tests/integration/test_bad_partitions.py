@@ -24,9 +24,9 @@ from exactly_once import (
     TopicRecreated,
 )
 from exactly_once.consumer import maintenance
-from exactly_once.demo import journal
 from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.worker import drain, ensure_journal, record
 

@@ -12,8 +12,9 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from exactly_once import ExactlyOnceConsumer
-from exactly_once.demo import journal
+from exactly_once.consumer.rebalance import Assignment, Change
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.worker import drain, ensure_journal
 
@@ -181,6 +182,37 @@ def test_methods_that_would_break_the_guarantee_say_what_to_use_instead(
     assert not hasattr(make_consumer(), "no_such_thing")
 
 
+def test_interrupt_at_the_first_line_of_a_callback_leaves_no_partition_unread(
+    protocol: dict[str, Any],
+    make_consumer: MakeConsumer,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_exact: Callable[[], None],
+    topic: str,
+) -> None:
+    """There Python handles a signal that came while the client waited; no signal can be timed so, so it is raised."""
+    made = Assignment._callback
+    interrupts: list[Change] = []
+
+    def interrupted(self: Assignment, change: Change, act: Any) -> Any:
+        callback = made(self, change, act)
+
+        def first(*args: Any) -> None:
+            if change is Change.ASSIGNED and not interrupts:
+                interrupts.append(change)
+                raise KeyboardInterrupt
+            callback(*args)
+
+        return first
+
+    monkeypatch.setattr(Assignment, "_callback", interrupted)
+    with make_consumer(protocol) as consumer:
+        consumer.subscribe([topic])
+        with pytest.raises(KeyboardInterrupt):
+            drain(consumer)
+        drain(consumer)
+    assert_exact()
+
+
 # An interrupt that happens to come inside a finaliser is swallowed by Python, with this warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.fault("D2")
@@ -199,8 +231,7 @@ def test_interrupt_while_polling_loses_nothing(
             interrupts = 0
             for start in range(MESSAGES, 4 * MESSAGES, 100):
                 produce(bootstrap_servers, topic, 100, PARTITIONS, start=start)
-                signal.setitimer(signal.ITIMER_REAL, 0.02)
-                interrupts += drain_until_interrupted(consumer)
+                interrupts += drain_until_interrupted(consumer, 0.02)
             signal.setitimer(signal.ITIMER_REAL, 0)
             drain(consumer)
     finally:
@@ -210,9 +241,10 @@ def test_interrupt_while_polling_loses_nothing(
     assert_exact()
 
 
-def drain_until_interrupted(consumer: ExactlyOnceConsumer) -> int:
-    """Iterate for ever; return when interrupted."""
+def drain_until_interrupted(consumer: ExactlyOnceConsumer, seconds: float) -> int:
+    """Iterate for ever; return when interrupted, after so long."""
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         for unit in consumer.units(idle_seconds=1):
             with unit:
                 for message in unit.messages:

@@ -17,7 +17,6 @@ import pytest
 from psycopg import sql
 
 from exactly_once import Redelivered, Unit, UnitNotFinished
-from exactly_once.consumer import claims as window
 from exactly_once.ledger import claims
 from exactly_once.ledger.claims import Key
 from exactly_once.ledger.sql import grants
@@ -98,6 +97,14 @@ def test_what_is_no_key_is_refused_and_nothing_is_claimed(
         claim(connection, name, "a", key)
     assert claim(connection, name, "a") == [True]
     assert claim(connection, name) == []
+
+
+def test_one_key_is_not_taken_for_several(connect: Connect, name: str) -> None:
+    with trial(connect(), [message(name, b"a")], group_id=name) as unit:
+        for key in (b"abc", bytearray(b"abc"), memoryview(b"abc"), "abc"):
+            with pytest.raises(TypeError, match="several keys, not one"):
+                unit.claim_many(key)
+        assert unit.claim_many(["a", 97]) == [True, True]
 
 
 # In a unit.
@@ -338,9 +345,9 @@ def test_snapshot_older_than_the_last_turn_does_not_claim(
 def test_consumer_turns_its_window_between_units(
     scene: Scene, db: Db, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(window, "_AGAIN_SECONDS", 0.05)
-    monkeypatch.setattr(window, "_LOCK_SECONDS", 0.01)
-    monkeypatch.setattr(window, "_TOLD_TRIES", 2)
+    monkeypatch.setattr(claims, "_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "_LOCK_SECONDS", 0.01)
+    monkeypatch.setattr(claims, "_TOLD_TRIES", 2)
     keep(db, scene.topic, 3600)
     consumer = scene.consumer(claims_window=0.2)
     with next(consumer.units()) as unit:
@@ -353,6 +360,32 @@ def test_consumer_turns_its_window_between_units(
         turn_until(consumer, lambda: "claims_turn_postponed" in actions(caplog), 20, "a postponed turn to be told")
         (before,) = scene.query(turns)
     turn_until(consumer, lambda: scene.query(turns) > [before], 20, "the turn that was postponed")
+    assert actions(caplog).count("claims_window_changed") == 1
+
+
+@pytest.mark.parametrize("level", [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE])
+def test_a_changed_window_does_not_wait_for_units_that_have_claimed(
+    scene: Scene,
+    db: Db,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    level: psycopg.IsolationLevel,
+) -> None:
+    """Above READ COMMITTED those hold the window's row, and with several members one of them is always open."""
+    monkeypatch.setattr(claims, "_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "_LOCK_SECONDS", 0.01)
+    monkeypatch.setattr(claims, "_TOLD_TRIES", 2)
+    keep(db, scene.topic, 3600)
+    with psycopg.connect(scene.conninfo) as long:
+        long.isolation_level = level
+        assert claim(long, scene.topic, "a") == [True]
+        consumer = scene.consumer(claims_window=1800)
+        with next(consumer.units()) as unit:
+            assert unit.claim("b")
+        turn_until(consumer, lambda: "claims_turn_postponed" in actions(caplog), 20, "a postponed change to be told")
+        assert "waiting" not in actions(caplog)
+    window = "SELECT seconds FROM exactly_once.claim_window WHERE group_id = %s"
+    turn_until(consumer, lambda: scene.query(window) == [(1800,)], 20, "the change")
     assert actions(caplog).count("claims_window_changed") == 1
 
 

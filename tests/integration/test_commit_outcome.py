@@ -16,8 +16,8 @@ from exactly_once import (
     OutcomePending,
     Redelivered,
 )
-from exactly_once.demo import journal
 from tests.integration.scene import Scene, apply, armed, interrupt, offsets
+from tests.support import journal
 from tests.support.waiting import until
 from tests.support.worker import record
 

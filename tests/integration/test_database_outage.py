@@ -15,12 +15,12 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from exactly_once import DatabaseUnreachable, ExactlyOnceConsumer, Redelivered, Unit, _failpoints
-from exactly_once.demo import journal
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, armed, backend_of
+from tests.support import journal
 from tests.support.roles import as_role
 from tests.support.waiting import until
 from tests.support.worker import record

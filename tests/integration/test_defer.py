@@ -35,11 +35,11 @@ from exactly_once import (
     Unit,
     UnitNotFinished,
 )
-from exactly_once.demo import journal
 from exactly_once.testing import message
 from exactly_once.testing import unit as trial
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, armed, interrupt, offsets, text
+from tests.support import journal
 from tests.support.worker import record
 
 Break = Callable[[Unit], object]
@@ -139,6 +139,39 @@ def test_statements_keep_the_order_of_the_calls(scene: Scene, *, lent: bool) -> 
             connection.execute(insert, ("11",))
     expected = [str(n) for n in range(1, 12 if lent else 11)]
     assert [what for (what,) in scene.query(f"SELECT what FROM {table} ORDER BY n")] == expected
+
+
+def test_who_has_the_connection_from_elsewhere_comes_behind_what_was_deferred(scene: Scene) -> None:
+    """As a framework does, whose models use what it gave by `connect=` and never ask the unit."""
+    table = scene.table("n int GENERATED ALWAYS AS IDENTITY, what text")
+    insert, count = text(f"INSERT INTO {table} (what) VALUES (%s)"), text(f"SELECT count(*) FROM {table}")
+    made: list[psycopg.Connection[Any]] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        made.append(psycopg.connect(scene.proxy.conninfo, autocommit=True, prepare_threshold=None))
+        return made[-1]
+
+    consumer = scene.consumer(connect=connect)
+    unit = next(iter(consumer))
+    with unit:
+        own = next(each for each in made if each.info.backend_pid == unit.work.connection.info.backend_pid)
+        effects(unit)
+        unit.defer(insert, ("1",))
+        assert own.execute(count).fetchone() == (1,)
+        unit.defer(insert, ("2",))
+        with suppress(ZeroDivisionError), own.transaction():
+            own.execute(insert, ("undone",))
+            raise ZeroDivisionError  # which takes nothing along that was deferred before
+        unit.defer(insert, ("3",))
+        with suppress(psycopg.Error), own.transaction():
+            own.cursor().execute("SELECT 1 / 0")
+        with own.cursor().copy(f"COPY {table} (what) FROM STDIN") as copy:
+            unit.defer(insert, ("5",))
+            copy.write_row(["4"])
+            own.cursor().close()  # sends nothing into the COPY
+    expected = ["1", "2", "3", "4", "5"]
+    assert [what for (what,) in scene.query(f"SELECT what FROM {table} ORDER BY n")] == expected
+    drain(scene, consumer)
 
 
 def test_dead_letters_go_behind_what_was_deferred(scene: Scene) -> None:

@@ -15,11 +15,11 @@ import psycopg
 import pytest
 
 from exactly_once import Redelivered
-from exactly_once.demo import journal
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import apply
+from tests.support import journal
 from tests.support.require import skip_unless
 from tests.support.worker import drain, record
 

@@ -12,11 +12,11 @@ import pytest
 from exactly_once import ExactlyOnceConsumer, Fenced, LedgerRewound, OffsetsNotAdopted, ReadOnly, Redelivered, embedded
 from exactly_once._model import Partition
 from exactly_once.consumer import maintenance
-from exactly_once.demo import journal
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Connection, Session, connector
 from tests.conftest import MakeConsumer
 from tests.integration.scene import apply as apply_unit
+from tests.support import journal
 from tests.support.standby import Pair, ask, primary_and_standby
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until

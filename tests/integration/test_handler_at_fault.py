@@ -11,6 +11,7 @@ import psycopg
 import pytest
 import tenacity
 from confluent_kafka import Message, Producer
+from psycopg import sql
 
 from exactly_once import (
     DeadLetterLimit,
@@ -250,6 +251,38 @@ def test_class_42_of_all_messages_stops_and_sets_nothing_aside(scene: Scene) -> 
     with pytest.raises(psycopg.errors.UndefinedTable):
         run(scene.consumer(), failing("SELECT * FROM is_not_there", *range(20)), on_poison="dead-letter")
     assert dead(scene) == scene.applied() == []
+
+
+@pytest.mark.parametrize("way", ["left", "joined", "taken back"])
+def test_a_role_that_a_handler_leaves_behind_is_named(scene: Scene, db: psycopg.Connection[Any], way: str) -> None:
+    """The offsets are moved as the role that is set then, which for row-level security is a tenant's."""
+    role = sql.Identifier(f"tenant-{scene.topic}")
+    db.execute(sql.SQL("CREATE ROLE {}").format(role))
+    try:
+        unit = next(iter(scene.consumer()))
+        set_role = sql.SQL("SET LOCAL ROLE {}").format(role)
+
+        def handle() -> None:
+            if way == "joined":
+                with psycopg.connect(scene.conninfo) as own, unit.join(own):
+                    own.execute(set_role)
+                return
+            with unit:
+                unit.execute(set_role)
+                if way == "taken back":
+                    unit.execute("RESET ROLE")
+
+        if way == "taken back":
+            handle()
+            assert scene.ledger("next_offset") == [unit.advances[0].next_offset]
+            return
+        with pytest.raises(psycopg.errors.InsufficientPrivilege) as raised:
+            handle()
+        (note,) = raised.value.__notes__
+        assert "SET LOCAL ROLE" in note
+        assert scene.ledger("next_offset") == [0]
+    finally:
+        db.execute(sql.SQL("DROP ROLE {}").format(role))
 
 
 def test_an_internal_error_stops_at_once(scene: Scene) -> None:

@@ -10,11 +10,13 @@ import psycopg
 import pytest
 
 from exactly_once.consumer import maintenance
-from exactly_once.demo import journal
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
+from exactly_once.ledger.session import connector
+from exactly_once.ledger.stale_owners import StaleBackendTerminator, _Watched
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import apply, backend_of
+from tests.support import journal
 from tests.support.topics import produce
 from tests.support.waiting import until
 from tests.support.worker import record
@@ -49,6 +51,22 @@ def want_standby(admin: Db, name: str) -> None:
     admin.execute("SELECT pg_reload_conf()")
     show = "SELECT setting FROM pg_settings WHERE name = 'synchronous_standby_names'"
     until(lambda: admin.execute(show).fetchone() == (name,), 10, f"standby {name!r} to be wanted")
+    if not name:
+        return
+    # The server as a whole hears of it a moment later: when a COMMIT really waits.
+    with psycopg.connect(admin.info.dsn, password=admin.info.password, autocommit=True) as probe:
+        waits = threading.Event()
+
+        def commit() -> None:
+            while not waits.is_set():
+                probe.execute("SELECT pg_logical_emit_message(true, 'probe', '')")
+
+        committer = threading.Thread(target=commit)
+        committer.start()
+        until(lambda: is_waiting(admin, probe.info.backend_pid, "SyncRep"), 30, "a COMMIT to wait for the standby")
+        waits.set()
+        admin.execute("SELECT pg_cancel_backend(%s)", (probe.info.backend_pid,))
+        committer.join()
 
 
 def is_waiting(admin: Db, pid: int, event: str) -> bool:
@@ -99,6 +117,39 @@ def test_a_cancelled_wait_for_a_standby_has_committed_and_is_logged(
     want_standby(admin, "")
     scene.drain(consumer)
     assert_exact(server, scene.bootstrap_servers, scene.topic)
+
+
+def test_a_backend_that_waits_for_its_standby_is_not_ended(make_scene: MakeScene, server: Postgres, admin: Db) -> None:
+    """Ended, it would show what a failover takes back. Who wants its rows waits for the standby, too."""
+    scene = make_scene(20)
+    consumer = scene.consumer(conninfo=server.conninfo)
+    unit = next(iter(consumer))
+    pid, instance = backend_of(consumer), consumer._session.instance  # our own lost one is ended at once else
+
+    def commit() -> None:
+        until(lambda: is_waiting(admin, pid, "SyncRep"), 30, "COMMIT to wait for the standby")
+        with psycopg.connect(server.conninfo, autocommit=True) as waiting:
+            lock = "SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE"
+            waiter = threading.Thread(target=lambda: waiting.execute(lock, (scene.topic,)))
+            waiter.start()
+            until(lambda: is_waiting(admin, waiting.info.backend_pid, "Lock"), 30, "the row to be waited for")
+            watcher = StaleBackendTerminator(
+                connector(server.conninfo), schema="exactly_once", group_id=scene.topic, instance=instance
+            )
+            watcher._end_blockers(_Watched(waiting.info.backend_pid))
+            ended.append(watcher.ended)
+            watcher._discard()
+            want_standby(admin, "")
+            waiter.join()
+
+    ended: list[int] = []
+    committer = threading.Thread(target=commit)
+    with unit:
+        record(unit, "test")
+        want_standby(admin, "nobody")
+        committer.start()
+    committer.join()
+    assert ended == [0]
 
 
 @pytest.mark.fault("B17")

@@ -12,10 +12,10 @@ from confluent_kafka.admin import AdminClient
 
 from exactly_once import ClusterChanged, ExactlyOnceConsumer, TopicRecreated
 from exactly_once.consumer import maintenance
-from exactly_once.demo import journal
 from exactly_once.embedded import Kafka
 from exactly_once.kafka.admin import Cluster, Topic
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal

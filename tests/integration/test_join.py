@@ -27,12 +27,12 @@ from exactly_once import (
     UnitNotFinished,
 )
 from exactly_once.consumer.units import Units
-from exactly_once.demo import journal
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.sql import grants
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
+from tests.support import journal
 from tests.support.roles import as_role
 from tests.support.waiting import until
 from tests.support.worker import ROOT, record
@@ -169,6 +169,36 @@ def test_commit_inside_the_block_halts(scene: Scene, units: Units, own: Own) -> 
         commit_inside()
     with pytest.raises(HandlerCommitted):
         next(units)
+
+
+@pytest.mark.parametrize("end", ["rollback", "commit"])
+def test_another_transaction_behind_the_end_of_the_joined_one_is_told(
+    scene: Scene, units: Units, own: Own, end: str
+) -> None:
+    def end_inside(unit: Unit) -> None:
+        with unit.join(own):
+            getattr(own, end)()
+            own.execute("SELECT 1")
+
+    with pytest.raises(TransactionEnded, match="inside the block"):
+        end_inside(next(units))
+    own.rollback()
+    if end == "commit":
+        with pytest.raises(HandlerCommitted):
+            next(units)
+    else:
+        finish(units, own)
+        scene.assert_exact()
+
+
+def test_a_pipeline_around_the_block_is_refused_and_loses_nothing(scene: Scene, units: Units, own: Own) -> None:
+    with pytest.raises(ConfigurationError, match="open that inside the block"), own.pipeline():
+        joined(next(units), own)
+    for unit in units:
+        with unit.join(own), own.pipeline():
+            record(unit, "test")
+        own.commit()
+    scene.assert_exact()
 
 
 def test_swallowed_sql_error_is_told_at_the_end_of_the_block(scene: Scene, units: Units, own: Own) -> None:

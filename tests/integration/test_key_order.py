@@ -9,8 +9,8 @@ import pytest
 from confluent_kafka import Message, Producer
 
 from exactly_once.consumer import maintenance
-from exactly_once.demo import journal
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import add_partitions, create_topic
 from tests.support.worker import drain, ensure_journal, record, turn_until
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from exactly_once.consumer.closing import Closing
+from exactly_once.consumer.client import Closing
 from exactly_once.consumer.rebalance import generation
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic

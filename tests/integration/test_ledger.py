@@ -403,7 +403,7 @@ def test_a_released_row_is_free_for_either_side(make_owner: MakeOwner, name: str
 def test_a_missing_row_is_told_and_nothing_is_acquired(make_owner: MakeOwner, name: str) -> None:
     owner = make_owner()
     partitions = rows_of(owner, name, 2)
-    with pytest.raises(LedgerRowMissing, match="none of partition 7"):
+    with pytest.raises(LedgerRowMissing, match=r"no row of .*\[7\]"):
         owner.acquire([*partitions, Partition(name, 7)])
     assert [row.owner_epoch for row in owner.read(partitions)] == [0, 0]
 
@@ -433,6 +433,109 @@ def test_an_operators_change_fences_the_live_owner_and_is_written_down(
     assert (row.owner_token, row.owner_epoch) == (None, 2)
     written = db.execute("SELECT reason FROM exactly_once.audit WHERE group_id = %s AND action = %s", (name, action))
     assert written.fetchall() == [("a test",)]
+
+
+def changed(db: psycopg.Connection[Any], action: str, group_id: str, topic: str, next_offset: int | None) -> None:
+    """Do to partition 0 what an operator's command does."""
+    parameters = {"next_offsets": [next_offset], "topic_ids": ["id"], "owner_epochs": [0], "cluster_id": "c"}
+    of_row = {"group_id": group_id, "topics": [topic], "partitions": [0], "reason": "a test"}
+    db.execute(query(action, "exactly_once"), {**parameters, **of_row})
+
+
+@pytest.mark.parametrize("action", ["reset", "adopt"])
+def test_an_operators_change_that_keeps_an_offset_keeps_it_and_lets_the_row_go_on(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any], action: str
+) -> None:
+    owner = make_owner()
+    partitions = rows_of(owner, name, offset=7)
+    (row,) = owner.acquire(partitions)
+    assert owner.halt([to(row, 10)], reason="a test") == set(partitions)
+    changed(db, action, name, name, None)
+    (found,) = owner.read(partitions)
+    assert (found.next_offset, found.halted) == (7, None)
+
+
+@pytest.mark.parametrize("action", ["reset", "adopt"])
+def test_an_offset_that_an_operator_moves_has_no_leader_epoch(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any], action: str
+) -> None:
+    """That of another offset, or of another log, would have the log taken for rewritten below it."""
+    owner = make_owner()
+    partitions = rows_of(owner, name)
+    for next_offset, expected in ((None, 5 if action == "reset" else None), (3, None)):
+        (row,) = owner.acquire(partitions)
+        advance(owner, [replace(to(row, 10), leader_epoch=5)])
+        changed(db, action, name, name, next_offset)
+        assert [row.leader_epoch for row in owner.read(partitions)] == [expected]
+
+
+def test_an_operators_move_counts_until_the_next_advance(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any]
+) -> None:
+    """Until then what Kafka holds may be anything; from then on it tells of another database."""
+    owner = make_owner()
+    partitions = rows_of(owner, name)
+    assert owner.offsets([name]) == {partitions[0]: (0, False)}
+    changed(db, "reset", name, name, 7)
+    assert owner.offsets([name]) == {partitions[0]: (7, True)}
+    (row,) = owner.acquire(partitions)
+    advance(owner, [to(row, 10)])
+    assert owner.offsets([name]) == {partitions[0]: (10, False)}
+    changed(db, "reset", name, name, None)
+    assert owner.offsets([name]) == {partitions[0]: (10, True)}
+
+
+def test_what_somebody_forgot_on_purpose_was_never_there(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any]
+) -> None:
+    owner = make_owner()
+    for _ in range(2):
+        (partition,) = rows_of(owner, name)
+        assert owner.known([name]) == ({partition}, {partition})
+        changed(db, "forget", name, name, None)
+        assert owner.known([name]) == (set(), set())
+    rows_of(owner, name)
+    db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s", (name,))
+    assert owner.known([name]) == (set(), {partition}), "a row that somebody deleted is missed"
+
+
+def test_ids_that_are_known_stay_and_those_of_others_too(make_owner: MakeOwner, name: str) -> None:
+    """Else a topic that was made again would be taken for the one before, with its offsets."""
+    owner = make_owner()
+    known, unknown, lost = (Partition(name, number) for number in range(3))
+    owner.register({known: 0}, cluster_id="c", topic_ids={name: "id"})
+    owner.register({unknown: 0, lost: 0}, cluster_id="c", topic_ids={})
+    tokens = {row.partition: row.owner_token for row in owner.acquire([known, unknown, lost]) if row.owner_token}
+    make_owner().acquire([lost])
+    owner.identify(tokens, "new", cluster_id="c")
+    assert [row.topic_id for row in owner.read([known, unknown, lost])] == ["id", "new", None]
+
+
+def test_a_hand_over_fences_owners_of_the_other_kind_only(
+    make_owner: MakeOwner, name: str, db: psycopg.Connection[Any]
+) -> None:
+    consumer, spark = make_owner(), make_owner("spark")
+    partitions = rows_of(consumer, name, 3)
+    rows = [*consumer.acquire(partitions[:1]), *spark.acquire(partitions[1:2]), *consumer.acquire(partitions[2:])]
+    assert rows[2].owner_token is not None
+    consumer.release([(rows[2].partition, rows[2].owner_token)])
+    of_rows = {"group_id": name, "topics": [name] * 3, "partitions": [0, 1, 2]}
+    db.execute(query("hand_over", "exactly_once"), {**of_rows, "owner_kind": "spark", "reason": "a test"})
+    found = [(row.owner_token, row.owner_epoch) for row in consumer.read(partitions)]
+    assert found == [(None, 2), (rows[1].owner_token, 1), (None, 1)]
+    written = db.execute(
+        "SELECT partition FROM exactly_once.audit WHERE group_id = %s AND action = 'hand-over'", (name,)
+    )
+    assert written.fetchall() == [(0,)]
+
+
+def test_a_late_halt_leaves_the_row_of_another_topic_of_that_name_alone(make_owner: MakeOwner, name: str) -> None:
+    owner = make_owner()
+    partitions = rows_of(owner, name)
+    (row,) = owner.acquire(partitions)
+    late = replace(to(row, 10), token=uuid4())
+    assert owner.halt([replace(late, topic_id="of before")], reason="a test") == set()
+    assert owner.halt([late], reason="a test") == set(partitions)
 
 
 def test_start_commits_an_offset_once_and_only_for_the_owner(make_owner: MakeOwner, name: str) -> None:

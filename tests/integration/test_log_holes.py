@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 from confluent_kafka import Producer, TopicPartition
 
-from exactly_once.demo import journal
+from exactly_once.metrics.table import LAG
 from tests.conftest import MakeConsumer
+from tests.integration.scene import actions
+from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal
@@ -102,7 +104,11 @@ def test_log_of_aborted_messages_only_ends_and_is_not_read_again(
 
 @pytest.mark.fault("C9")
 def test_open_transaction_ends_the_reading_and_loses_nothing(
-    make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str, producer: Producer
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    conninfo: str,
+    producer: Producer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A hung producer hides what comes after its first message; `until_end` must neither wait nor step over it."""
     topic = create_topic(bootstrap_servers, 1)
@@ -114,10 +120,14 @@ def test_open_transaction_ends_the_reading_and_loses_nothing(
     with make_consumer() as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 10
+        (lag,) = [sample.value for sample in consumer._observer.read() if sample.metric is LAG]
+        assert lag == 11
+    assert actions(caplog).count("ends_at_open_transaction") == 1
     producer.commit_transaction(30)
     with make_consumer() as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 11
+    assert actions(caplog).count("ends_at_open_transaction") == 1
     verdict = journal.check(conninfo, bootstrap_servers, topic)
     assert verdict.exact, verdict
     producer.begin_transaction()
@@ -177,3 +187,17 @@ def _transactional(bootstrap_servers: str, name: str) -> Producer:
     producer = Producer({"bootstrap.servers": bootstrap_servers, "transactional.id": name, "linger.ms": 5})
     producer.init_transactions(30)
     return producer
+
+
+def test_who_reads_open_transactions_reads_them_until_the_end(
+    make_consumer: MakeConsumer, bootstrap_servers: str, producer: Producer
+) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    produce(bootstrap_servers, topic, 10, 1)
+    producer.begin_transaction()
+    producer.produce(topic, "in the open transaction", partition=0)
+    producer.flush(30)
+    produce(bootstrap_servers, topic, 10, 1, start=10)
+    with make_consumer({"isolation.level": "read_uncommitted"}, max_messages=3) as consumer:
+        consumer.subscribe([topic])
+        assert drain(consumer) == 21

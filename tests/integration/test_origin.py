@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import psycopg
@@ -18,9 +22,9 @@ from exactly_once.cli import main
 from exactly_once.consumer import maintenance
 from exactly_once.consumer.kafka_offsets import KafkaOffsets
 from exactly_once.kafka.origin import Origin, origin_of
-from exactly_once.ledger import migrate
+from exactly_once.ledger import migrate, rows
 from exactly_once.ledger.rows import Ledger
-from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.session import Session, connector, execute, hiding
 from tests.conftest import MakeConsumer
 from tests.support.roles import as_role
 from tests.support.topics import create_topic, produce
@@ -308,3 +312,63 @@ def test_coordinator_that_does_not_answer_keeps_nobody_from_work(
             return any(h.compared_epoch == h.epoch for h in consumer._ownership.states.values())
 
         until(has_compared, 20, "a comparison")
+
+
+@pytest.mark.parametrize("refusal", [psycopg.errors.ObjectNotInPrerequisiteState, psycopg.errors.FeatureNotSupported])
+def test_a_server_that_never_says_which_one_it_is_is_told_by_its_ledger(
+    refusal: type[psycopg.Error],
+    conninfo: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A stand-in for managed servers: none that runs here refuses its superuser."""
+    session = Session(connector(conninfo), schema="exactly_once")
+    ledger = Ledger(session, group_id=name, owner_kind="consumer")
+    asked = []
+
+    def refusing(connection: Db, schema: str, query: str, **parts: Any) -> Any:
+        asked.append(query)
+        if query == "origin":
+            raise refusal("wal_level must be set to logical")
+        return execute(connection, schema, query, **parts)
+
+    monkeypatch.setattr(rows, "execute", refusing)
+    first, second = ledger.origin(), ledger.origin()
+    assert first == second
+    assert (first.ledger_id is not None, first.server, first.timeline) == (True, None, None)
+    assert asked == ["origin", "ledger_id", "ledger_id"]
+    assert [vars(each)["action"] for each in caplog.records] == ["origin_unknown"]
+    session.close()
+
+
+def test_the_sockets_of_a_function_notice_a_server_that_is_gone(conninfo: str) -> None:
+    """As those of a connection string; what its maker has said stays."""
+    for given, expected in (
+        ("", (15, 5, 3, 30000)),
+        ("keepalives_idle=7 tcp_user_timeout=9000", (7, 5, 3, 9000)),
+    ):
+        where = psycopg.conninfo.make_conninfo(given, **psycopg.conninfo.conninfo_to_dict(conninfo))
+        made = Session(partial(psycopg.connect, where, host="127.0.0.1"), schema="exactly_once")
+        with socket.socket(fileno=os.dup(made.connection.fileno())) as side:
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            found = tuple(side.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names)
+        made.close()
+        assert found == expected
+
+
+def test_a_connection_needs_no_home_directory(conninfo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services run under numbers that no password file has."""
+
+    def home() -> NoReturn:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    connector(conninfo)().close()
+
+
+def test_a_function_may_give_a_connection_that_is_closed(conninfo: str) -> None:
+    """Its first use says so, and the next one is asked for."""
+    closed = connector(conninfo)()
+    closed.close()
+    assert hiding(lambda: closed)() is closed

@@ -14,13 +14,13 @@ import pytest
 
 from exactly_once import ExactlyOnceConsumer, HandlerCommitted, Redelivered, Unit, UnitNotFinished
 from exactly_once.consumer.units import Units
-from exactly_once.demo import journal
 from exactly_once.embedded import Postgres
 from exactly_once.embedded.proxy import PostgresProxy
 from exactly_once.ledger.migrate import check, migrate
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, offsets
+from tests.support import journal
 from tests.support.pgbouncer import PgBouncer, pgbouncer_missing
 from tests.support.pool import Pool
 from tests.support.require import skip_unless

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NoReturn
 
 import psycopg
 import pytest
@@ -12,6 +13,7 @@ import tenacity
 from confluent_kafka import Message, Producer
 
 from exactly_once import (
+    ConfigurationError,
     DeadLetterLimit,
     ExactlyOnceConsumer,
     HandlerCommitted,
@@ -20,7 +22,10 @@ from exactly_once import (
     TransactionAborted,
     Unit,
 )
+from exactly_once.consumer.replay import DeadAgain, Replay
+from exactly_once.consumer.service import OnPoison
 from exactly_once.ledger.dead_letters import DeadLetter, find
+from exactly_once.ledger.session import connector
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, text
 from tests.support.worker import record
@@ -271,12 +276,15 @@ def test_a_message_is_tried_as_often_as_asked(scene: Scene) -> None:
     scene.assert_exact()
 
 
-def test_too_many_in_a_row_stop_and_the_last_is_not_stored(scene: Scene) -> None:
+@pytest.mark.parametrize(
+    "on_poison", ["dead-letter", lambda unit, message, error: unit.dead_letter(message, error)], ids=["named", "called"]
+)
+def test_too_many_in_a_row_stop_and_the_last_is_not_stored(scene: Scene, on_poison: OnPoison) -> None:
     limit = DeadLetterLimit(in_a_row=4)
     for _ in range(2):  # a restart does not begin to count anew
         consumer = scene.consumer()
         with pytest.raises(TooManyDeadLetters, match=r"offset 9 would be dead letter 5 in a row, 4 are allowed"):
-            run(consumer, refusing(*range(5, 15)), on_poison="dead-letter", dead_letter_limit=limit)
+            run(consumer, refusing(*range(5, 15)), on_poison=on_poison, dead_letter_limit=limit)
         consumer.close()
         assert dead(scene) == [5, 6, 7, 8]
         assert scene.ledger("next_offset") == [9]
@@ -301,6 +309,111 @@ def test_callable_decides_in_the_transaction_that_skips(scene: Scene) -> None:
     assert scene.query(f"SELECT * FROM {table}") == [(6, "this is no payment")]
     assert dead(scene) == []
     assert scene.ledger("next_offset") == [20]
+
+
+class ByPayload(Exception):
+    """Has the fields of an answer as attributes, and a KeyError for what is not there."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):  # pytest asks for such
+            raise AttributeError(name)
+        return {"code": 402}[name]
+
+
+class ByProperty(Exception):
+    @property
+    def orig(self) -> NoReturn:
+        raise ConnectionError("too late")
+
+    @property
+    def topic(self) -> NoReturn:
+        raise ConnectionError("too late")
+
+
+@pytest.mark.parametrize("error", [ByPayload("no payment"), ByProperty("no payment")], ids=repr)
+def test_an_error_whose_attributes_cannot_be_read_is_one_all_the_same(scene: Scene, error: Exception) -> None:
+    def fail(unit: Unit) -> None:
+        raise error
+
+    run(scene.consumer(), refusing(6, with_=fail), on_poison="dead-letter")
+    assert [(letter.message_offset, letter.error) for letter in letters(scene)] == [(6, "no payment")]
+    assert scene.ledger("next_offset") == [20]
+
+
+async def _later(unit: Unit, message: Message, error: Exception) -> None:
+    unit.dead_letter(message, error)
+
+
+LAZY: list[Callable[[Unit, Message, Exception], object]] = [
+    lambda unit, message, error: _later(unit, message, error),  # noqa: PLW0108 - else it is refused before it is called
+    lambda unit, message, error: Future[None](),
+    lambda unit, message, error: map(unit.execute, ["SELECT 1"]),
+    lambda unit, message, error: (unit.execute("SELECT 1") for _ in range(1)),
+]
+
+
+@pytest.mark.parametrize("aside", LAZY)
+def test_a_callable_that_has_no_effects_yet_is_refused(scene: Scene, aside: Any) -> None:
+    with pytest.raises(ConfigurationError, match="on_poison returned"):
+        run(scene.consumer(), refusing(6), on_poison=aside)
+    assert dead(scene) == []
+    assert scene.ledger("next_offset") == [6]
+
+
+def test_a_message_is_one_dead_letter_however_often_it_is_set_aside(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    def aside(unit: Unit, message: Message, error: Exception) -> None:
+        with contextlib.suppress(ZeroDivisionError), unit.connection.transaction():
+            unit.dead_letter(message, "undone")
+            raise ZeroDivisionError
+        unit.dead_letter(message, error)
+        unit.dead_letter(message, "again")
+
+    run(scene.consumer(), refusing(6), on_poison=aside)
+    assert [(letter.message_offset, letter.error) for letter in letters(scene)] == [(6, "this is no payment")]
+    assert len([record for record in caplog.records if vars(record).get("action") == "dead_already"]) == 1
+    assert scene.ledger("next_offset") == [20]
+
+
+@pytest.mark.parametrize("change", ["value = 'other'", "key = 'other'", "timestamp_ms = 1"])
+def test_another_message_at_the_offset_of_a_dead_letter_is_none_the_less_one(scene: Scene, change: str) -> None:
+    """As in a log that was cut, and has other messages at its old offsets since."""
+
+    def aside(unit: Unit, message: Message, error: Exception) -> None:
+        unit.dead_letter(message, error)
+        cut = f"UPDATE exactly_once.dead_letter SET {change} WHERE group_id = %s"
+        unit.execute(cut, (unit.work.group_id,))
+        unit.dead_letter(message, error)
+
+    run(scene.consumer(), refusing(6), on_poison=aside)
+    assert [letter.message_offset for letter in letters(scene)] == [6, 6]
+
+
+def test_a_replay_that_sets_its_message_aside_again_has_failed(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    run(scene.consumer(), refusing(6), on_poison="dead-letter")
+    (letter,) = letters(scene)
+    replay = Replay(connector(scene.conninfo), schema="exactly_once")
+    try:
+        with pytest.raises(DeadAgain):
+            replay.replay(letter, lambda unit: unit.dead_letter(unit.messages[0], "again"))
+        assert [each.error for each in letters(scene)] == ["this is no payment"]
+        assert replay.replay(letter, lambda unit: unit.execute("SELECT 1"))
+        assert letters(scene) == []
+    finally:
+        replay.close()
+    assert "did not use its unit" not in caplog.text
+
+
+def test_a_replay_that_does_not_use_its_unit_is_told(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    run(scene.consumer(), refusing(6), on_poison="dead-letter")
+    (letter,) = letters(scene)
+    replay = Replay(connector(scene.conninfo), schema="exactly_once")
+    try:
+        assert replay.replay(letter, lambda unit: None)
+    finally:
+        replay.close()
+    assert f"did not use its unit for dead letter {letter.id}" in caplog.text
 
 
 def test_what_the_callable_raises_stops_and_stores_nothing(scene: Scene) -> None:

@@ -12,7 +12,7 @@ import pytest
 from psycopg import sql
 
 from exactly_once import ExactlyOnceConsumer, ReadOnly, StartError
-from exactly_once.consumer import read_only
+from exactly_once.consumer import startup
 from tests.conftest import MakeConsumer
 from tests.support.roles import as_role
 from tests.support.topics import create_topic, produce
@@ -85,7 +85,7 @@ def test_worker_that_cannot_write_any_more_leaves_its_partitions_to_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And comes back when it can."""
-    monkeypatch.setattr(read_only, "LEAVE_SECONDS", 1.0)
+    monkeypatch.setattr(startup, "LEAVE_SECONDS", 1.0)
     monkeypatch.setattr("exactly_once.consumer.maintenance.RECHECK_SECONDS", 0.5)
     topic = create_topic(bootstrap_servers, 2)
     good, bad = make_consumer(), make_consumer(conninfo=as_role(conninfo, role))

@@ -12,8 +12,8 @@ import pytest
 from confluent_kafka import Message
 
 from exactly_once.consumer.rebalance import Change
-from exactly_once.demo import journal
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import add_partitions, create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import Crew, drain, ensure_journal, record, turn, turn_until

@@ -12,9 +12,9 @@ import pytest
 
 from exactly_once import ExactlyOnceConsumer, Unit, _failpoints, embedded
 from exactly_once.consumer import maintenance
-from exactly_once.demo import journal
 from exactly_once.ledger.migrate import migrate
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import drain, record

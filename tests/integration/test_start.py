@@ -20,10 +20,10 @@ from exactly_once import (
     Units,
     UnknownTopic,
 )
-from exactly_once.demo import journal
 from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.ledger.rows import Ledger
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import Crew, drain, ensure_journal, record
@@ -100,6 +100,11 @@ def test_datetime_reads_from_the_first_message_of_that_time(
     time.sleep(0.01)
     produce(bootstrap_servers, topic, 6, PARTITIONS, start=30)
     assert consume(start=moment) == 6
+
+
+@pytest.mark.parametrize("year", [1, 1960, 1970])
+def test_datetime_before_any_message_can_be_reads_all(consume: Callable[..., int], year: int) -> None:
+    assert consume(start=datetime(year, 1, 1, tzinfo=UTC)) == 30
 
 
 def test_datetime_after_the_last_message_starts_at_the_end(
@@ -407,6 +412,38 @@ def test_a_topic_that_a_pattern_finds_later_is_read_from_its_start(
     with make_consumer(settings, start=start) as consumer:
         consumer.subscribe([f"^{name}-.*"])
         assert drain(consumer) == 3
+
+
+def test_offsets_in_kafka_are_adopted_also_of_a_topic_that_a_pattern_finds_later(
+    make_consumer: MakeConsumer, bootstrap_servers: str, name: str
+) -> None:
+    """The group's rows of one topic, prepared by an operator say, make nothing of another be applied again."""
+    first, second = f"{name}-0", f"{name}-1"
+    create_topic(bootstrap_servers, 1, name=first)
+    with make_consumer() as consumer:
+        consumer.subscribe([first])
+        assert drain(consumer) == 0
+    create_topic(bootstrap_servers, 1, name=second)
+    produce(bootstrap_servers, second, 10, 1)
+    commit_to_kafka(bootstrap_servers, name, second, {0: 6})
+    with make_consumer({"topic.metadata.refresh.interval.ms": 300}, start="committed") as consumer:
+        consumer.subscribe([f"^{name}-.*"])
+        assert drain(consumer) == 4
+
+
+def test_a_topic_that_is_named_later_is_left_to_start_also_behind_a_pattern(
+    make_consumer: MakeConsumer, bootstrap_servers: str, name: str
+) -> None:
+    first, second = f"{name}-0", f"other-{name}"
+    create_topic(bootstrap_servers, 1, name=first)
+    produce(bootstrap_servers, first, 10, 1)
+    with make_consumer(start="latest") as consumer:
+        consumer.subscribe([f"^{name}-.*"])
+        assert drain(consumer) == 0
+        create_topic(bootstrap_servers, 1, name=second)
+        produce(bootstrap_servers, second, 10, 1)
+        consumer.subscribe([first, second])
+        assert drain(consumer) == 0
 
 
 def _apply(units: Units) -> int:

@@ -16,9 +16,9 @@ from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import ConfigurationError, ExactlyOnceConsumer, Unit, WrongThreadOrProcess
-from exactly_once.demo import journal
 from exactly_once.embedded.proxy import PostgresProxy
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.interrupts import Interrupt, Interrupter
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
@@ -308,7 +308,7 @@ def test_a_handler_that_closes_the_consumer_is_told_and_stores_nothing(
         assert drain(again) == MESSAGES
 
 
-@pytest.mark.parametrize("lines", [4, 10, 40, 150])
+@pytest.mark.parametrize("lines", [4, 10, 40, 90])
 def test_closing_again_does_what_an_interrupt_has_left(
     lines: int, make_consumer: MakeConsumer, topic: str, bootstrap_servers: str, name: str
 ) -> None:

@@ -12,10 +12,10 @@ from psycopg.rows import dict_row
 
 from exactly_once import Redelivered, Unit
 from exactly_once.consumer.options import Isolation
-from exactly_once.demo import journal
 from exactly_once.ledger.session import tag_of
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, backend_of, offsets, text
+from tests.support import journal
 from tests.support.waiting import until
 from tests.support.worker import record
 

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import psycopg
 import pytest
+from confluent_kafka import Producer
 
 from exactly_once import ConfigurationError, Redelivered, Unit, UnitNotFinished, UnitTooSlow
-from exactly_once.demo import journal
 from exactly_once.embedded.proxy import Fault
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, apply, apply_until_done, collect, offsets
+from tests.support import journal
 from tests.support.topics import produce
 from tests.support.waiting import until
 from tests.support.worker import record
@@ -173,6 +174,19 @@ def test_max_bytes_bounds_a_unit_and_a_larger_message_comes_alone(make_scene: Ma
     assert [size for sizes in found for size in sizes] == [1] * 6 + [5000, 1, 5000, 40, 40, 40]
     assert all(sum(sizes) <= 100 or len(sizes) == 1 for sizes in found)
     assert [40, 40] in found or [40] in found
+    scene.assert_exact()
+
+
+def test_keys_weigh_as_values_do(make_scene: MakeScene) -> None:
+    """A topic of tombstones has nothing else."""
+    scene = make_scene(0)
+    producer = Producer({"bootstrap.servers": scene.bootstrap_servers})
+    for number in range(12):
+        producer.produce(scene.topic, None, key=f"{number:040}", partition=0)
+    assert producer.flush(30) == 0
+    sizes = [len(unit.messages) for unit in collect(scene.consumer(max_bytes=100))]
+    assert sum(sizes) == 12
+    assert max(sizes) == 2
     scene.assert_exact()
 
 

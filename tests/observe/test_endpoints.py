@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import socket
 
@@ -9,10 +11,12 @@ import pytest
 
 from exactly_once import ConfigurationError
 from exactly_once.metrics.endpoints import Endpoints
+from exactly_once.metrics.health import Health
 from exactly_once.metrics.prometheus import PrometheusMetrics
 from tests.conftest import MakeConsumer
 from tests.integration.scene import Scene
 from tests.observe.looking import get
+from tests.support.require import skip_unless
 
 
 def test_probes_answer_by_status_and_say_why(scene: Scene, make_consumer: MakeConsumer) -> None:
@@ -81,6 +85,26 @@ def test_closing_twice_is_fine_and_frees_the_port(make_consumer: MakeConsumer) -
     endpoints.close()
     endpoints.close()
     Endpoints(consumer, port=endpoints.port).close()
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_an_address_of_either_family_is_listened_at(host: str) -> None:
+    """A pod's own, say."""
+    with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            skip_unless("ipv6", str(error))
+
+    class Nobody:
+        def health(self) -> Health:
+            raise AssertionError
+
+    with Endpoints(Nobody(), port=0, host=host) as endpoints:
+        connection = http.client.HTTPConnection(host, endpoints.port, timeout=10)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 404
+        connection.close()
 
 
 def test_there_must_be_a_consumer() -> None:

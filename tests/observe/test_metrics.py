@@ -285,13 +285,15 @@ class Recorder:
         self._fails = fails
 
     def add(self, metric: Metric, amount: float, labels: tuple[str, ...]) -> None:
-        if amount:
+        if amount or self._fails:
             self._note(metric, amount)
 
     def observe(self, metric: Metric, value: float, labels: tuple[str, ...]) -> None:
         self._note(metric, value)
 
     def attach(self, read: Read) -> None:
+        if self._fails:
+            raise OSError("nobody attaches it")
         self.readers.append(read)
 
     def detach(self, read: Read) -> None:

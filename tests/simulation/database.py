@@ -60,7 +60,7 @@ class Connection:
     def __init__(self, incarnation: str) -> None:
         self.incarnation = incarnation
         self.closed = self.broken = False
-        self.transaction: Transaction | None = None
+        self.open_transaction: Transaction | None = None
         self.is_in_error = False
         self.lock = Lock()
         self.info = self.pgconn = self
@@ -68,11 +68,13 @@ class Connection:
     def cursor(self) -> None:
         """Be there to be watched: the simulated handler has its effects without one."""
 
+    transaction = pipeline = cursor
+
     @property
     def transaction_status(self) -> TransactionStatus:
         if self.closed or self.broken:
             return TransactionStatus.UNKNOWN
-        if self.transaction is None:
+        if self.open_transaction is None:
             return TransactionStatus.IDLE
         return TransactionStatus.INERROR if self.is_in_error else TransactionStatus.INTRANS
 

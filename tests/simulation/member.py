@@ -171,7 +171,7 @@ class Member:
 
 def _alive(member: Member, connection: Connection) -> Transaction:
     """Return the open transaction, or find out that server or backend are gone."""
-    transaction = connection.transaction
+    transaction = connection.open_transaction
     if (
         connection.incarnation != member.world.database.incarnation
         or transaction is None
@@ -184,7 +184,7 @@ def _alive(member: Member, connection: Connection) -> Transaction:
 
 def _leave(world: World, connection: Connection) -> None:
     """The client is gone: the server aborts, unless COMMIT is on its way already."""
-    transaction, connection.transaction = connection.transaction, None
+    transaction, connection.open_transaction = connection.open_transaction, None
     if transaction is None or transaction.status != "in progress":
         return
     if transaction.is_commit_sent and world.rng.random() < 0.6:
@@ -225,9 +225,9 @@ class Session:
         if connection.incarnation != self.member.world.database.incarnation:
             connection.broken = True
             raise psycopg.OperationalError("server closed the connection unexpectedly")
-        connection.transaction = self.member.world.database.begin(self.instance)
+        connection.open_transaction = self.member.world.database.begin(self.instance)
         connection.is_in_error = False
-        return Begun(connection.transaction.xid, 0, connection.incarnation)
+        return Begun(connection.open_transaction.xid, 0, connection.incarnation)
 
     def join(self, connection: Connection, *, may_take: float = 60.0) -> NoReturn:
         raise Violation("no unit here is joined")
@@ -248,9 +248,9 @@ class Session:
             self.discard()
             return
         self.member.step("rolls back")
-        if self._connection.transaction is not None and not self._connection.broken:
-            self.member.world.database.abort(self._connection.transaction)
-            self._connection.transaction = None
+        if self._connection.open_transaction is not None and not self._connection.broken:
+            self.member.world.database.abort(self._connection.open_transaction)
+            self._connection.open_transaction = None
 
     def outcome(self, begun: Begun) -> str:
         connection = self.connection
@@ -448,13 +448,13 @@ class Ledger:
         connection = self.session.connection
         self._member.step(name)
         self.session.lose(connection, name, 0.04)
-        connection.transaction = transaction = self._database.begin(self.session.instance)
+        connection.open_transaction = transaction = self._database.begin(self.session.instance)
         connection.is_in_error = False
         try:
             result = self._execute(transaction, connection, name, *arguments, waiting=waiting, body=body)
         except (psycopg.Error, LedgerRowMissing):
             self._database.abort(transaction)
-            connection.transaction = None
+            connection.open_transaction = None
             raise
         if transaction.rows:
             transaction.is_commit_sent = True
@@ -491,7 +491,7 @@ class Ledger:
 
     def _commit(self, connection: Connection) -> None:
         self._database.commit(_alive(self._member, connection))
-        connection.transaction = None
+        connection.open_transaction = None
         self._member.step("committed, answer under way")
         self.session.lose(connection, "waiting for the answer", 0.04)
 

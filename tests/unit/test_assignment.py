@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
+from exactly_once import ExactlyOnceConsumer
 from exactly_once._model import Partition
 from exactly_once.consumer.rebalance import Assignment, Change
 from tests.support.interrupts import Interrupt
+
+_ID = "group.instance.id"
 
 
 class Client:
@@ -51,7 +54,8 @@ class Interrupted:
 @pytest.fixture
 def subscribed() -> tuple[Client, Assignment]:
     client, assignment = Client(), Assignment(incremental=True, group_id="g")
-    assignment.subscribe(client, ["t"])  # type: ignore[arg-type]
+    assignment.topics = ["t"]
+    assignment.join(client)  # type: ignore[arg-type]
     return client, assignment
 
 
@@ -108,3 +112,18 @@ def test_what_a_broker_answers_to_a_seek_is_raised() -> None:
     client, assignment = Seeking(KafkaError.TOPIC_AUTHORIZATION_FAILED), Assignment(incremental=True, group_id="g")
     with pytest.raises(KafkaException):
         assignment.position(client, {Partition("t", 1): (5, 2)}, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "for_good"), [({}, True), ({_ID: ""}, True), ({_ID: "me"}, False)])
+def test_a_member_without_a_name_leaves_for_good(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, for_good: bool
+) -> None:
+    """An empty name, of a variable that is not set, is none to librdkafka either."""
+    kafka = {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "log_level": 0, **given}
+    left: list[bool] = []
+    with ExactlyOnceConsumer(kafka, conninfo="host=127.0.0.1 port=1", start="earliest") as consumer:
+        monkeypatch.setattr(consumer._assignment, "topics", ["t"])
+        monkeypatch.setattr(consumer._assignment, "leave", lambda _, *, for_good: left.append(for_good))
+        consumer._leave()
+        monkeypatch.undo()
+    assert left == [for_good]

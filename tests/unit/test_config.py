@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
 import tenacity
 from confluent_kafka import Consumer
 
-from exactly_once import ConfigurationError, ExactlyOnceConsumer
+from exactly_once import ConfigurationError, DeadLetterLimit, ExactlyOnceConsumer
 from exactly_once.consumer.options import Options, application_of, check_options, check_run
-from exactly_once.kafka.settings import admin_settings, callbacks, check_topics, client_settings, is_incremental
+from exactly_once.kafka.settings import (
+    admin_settings,
+    callbacks,
+    check_topics,
+    client_settings,
+    is_incremental,
+    reads_committed,
+)
 
 KAFKA = {"bootstrap.servers": "localhost:1", "group.id": "g"}
 REST: dict[str, Any] = {
@@ -249,6 +258,17 @@ IMPOSSIBLE: list[tuple[str, object, str]] = [
     ("max_bytes", -1, "max_bytes=-1 must be positive"),
     ("linger_seconds", -0.1, "linger_seconds=-0.1 must be 0 or more"),
     ("startup_seconds", 0, "startup_seconds=0 must be positive"),
+    ("startup_seconds", math.nan, "startup_seconds=nan must be positive"),
+    ("max_messages", 2.5, "max_messages=2.5 must be a whole number"),
+    ("max_messages", "5", "max_messages='5' must be a whole number"),
+    ("max_bytes", True, "max_bytes=True must be a whole number"),
+    ("linger_seconds", "0.1", "linger_seconds='0.1' must be a number of seconds"),
+    ("startup_seconds", None, "startup_seconds=None must be a number of seconds"),
+    ("max_unit_seconds", "60", "max_unit_seconds='60' must be a number of seconds, or None"),
+    ("claims_window", "7", "claims_window='7' must be a timedelta or seconds"),
+    ("name", 5, "name=5 must be a text, or None"),
+    ("application", 5, "application=5 must be a text, or None"),
+    ("start", "a datetime with a time zone", "choose one of earliest, latest, committed, a datetime"),
     ("schema", "", "schema='' is not the name of a schema"),
     ("schema", "ü" * 32, "is not the name of a schema"),
     ("schema", "a\0b", "is not the name of a schema"),
@@ -280,8 +300,14 @@ def test_a_unit_s_time_stays_below_what_kafka_allows(
 
 
 def test_a_poll_interval_that_is_no_number_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"max\.poll\.interval\.ms='soon' is not a number"):
-        checked({"max.poll.interval.ms": "soon"})
+    for interval in ("soon", None):
+        with pytest.raises(ConfigurationError, match=rf"max\.poll\.interval\.ms={interval!r} is not a number"):
+            checked({"max.poll.interval.ms": interval})
+
+
+def test_what_cannot_be_called_is_no_way_to_connect() -> None:
+    with pytest.raises(ConfigurationError, match="connect='x' must be a callable that returns a connection"):
+        checked(conninfo=None, connect="x")
 
 
 def test_what_librdkafka_refuses_is_a_configuration_error_with_its_words() -> None:
@@ -445,3 +471,28 @@ def test_program_without_names_is_its_file(monkeypatch: pytest.MonkeyPatch) -> N
     own = lambda unit: None  # noqa: E731
     own.__module__ = "__main__"
     assert application_of(own, None).startswith("worker.py:")
+
+
+@pytest.mark.parametrize("given", [{"attempts": "3"}, {"attempts": True}, {"attempts": 2.5}])
+def test_attempts_are_a_whole_number(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="attempts="):
+        check_run(print, on_poison="stop", **RUN | given)
+
+
+@pytest.mark.parametrize("given", [{"in_a_row": "5"}, {"in_window": 0}, {"window_seconds": math.nan}])
+def test_limits_of_dead_letters_are_positive_numbers(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="must be a positive number"):
+        DeadLetterLimit(**given)
+
+
+@pytest.mark.parametrize(("given", "is_so"), [("READ_COMMITTED", True), (None, True), ("Read_Uncommitted", False)])
+def test_words_of_the_client_are_read_in_any_case(given: Any, is_so: bool) -> None:  # noqa: FBT001
+    assert reads_committed({"isolation.level": given}) is is_so
+
+
+@pytest.mark.parametrize("module", ["billing", "billing.__main__", "jobs.mail.__main__"])
+def test_a_package_that_is_run_has_its_own_name(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All their files are called __main__.py."""
+    monkeypatch.setattr("sys.argv", [f"/srv/{module.removesuffix('.__main__').replace('.', '/')}/__main__.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(module, None), raising=False)
+    assert application_of(None, None) == module.removesuffix(".__main__")

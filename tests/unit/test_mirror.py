@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from confluent_kafka import KafkaError, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from exactly_once._model import Partition
 from exactly_once.consumer.kafka_offsets import KafkaOffsets
@@ -82,3 +82,40 @@ def test_nothing_is_committed_by_a_client_that_has_lost_its_session() -> None:
     assert kafka_offsets.check_membership(client, OFFSETS) == set()
     client.commit.assert_not_called()
     assert kafka_offsets.is_idle
+
+
+@pytest.mark.parametrize("refusal", ["raised", "no member", "answered", "answered for a part"])
+def test_what_kafka_has_not_taken_is_told_again(refusal: str) -> None:
+    """Without another message nothing else would tell it, and the lag would stand there for ever."""
+    mirror, client = KafkaOffsets(group_id="g"), Mock()
+    states = {p: PartitionState(phase=Phase.OWNED, next_offset=5, is_to_mirror=True, compared_epoch=0) for p in (P, Q)}
+    if refusal == "raised":
+        client.commit.side_effect = KafkaException(KafkaError(KafkaError._STATE))
+    elif refusal == "no member":
+        client.memberid.return_value = ""
+    mirror.send(client, states, at_once=True)
+    if "answered" in refusal:
+        sent = client.commit.call_args.kwargs["offsets"]
+        whole = None if "part" in refusal else KafkaError(KafkaError.REBALANCE_IN_PROGRESS)
+        mirror.on_commit(whole, [refused(KafkaError.REBALANCE_IN_PROGRESS), sent[0]] if whole is None else sent)
+    client.commit.side_effect, client.memberid.return_value = None, "a member"
+    client.commit.reset_mock()
+    mirror.send(client, states, at_once=True)
+    told = client.commit.call_args.kwargs["offsets"]
+    assert {tp.partition for tp in told} == ({1} if "part" in refusal else {0, 1})
+    mirror.on_commit(None, told)
+    client.commit.reset_mock()
+    mirror.send(client, states, at_once=True)
+    assert not client.commit.called
+
+
+def test_what_was_refused_is_not_told_again_before_a_new_tenure_was_compared() -> None:
+    """Another database may have told Kafka a later offset meanwhile, which would be overwritten unseen."""
+    mirror, client = KafkaOffsets(group_id="g"), Mock()
+    mirror.on_commit(KafkaError(KafkaError.ILLEGAL_GENERATION), [TopicPartition("t", 0, 5)])
+    state = PartitionState(phase=Phase.OWNED, next_offset=9, epoch=3)
+    mirror.send(client, {P: state}, at_once=True)
+    assert not client.commit.called
+    state.compared_epoch = 3
+    mirror.send(client, {P: state}, at_once=True)
+    assert client.commit.called

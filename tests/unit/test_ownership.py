@@ -301,6 +301,17 @@ def test_the_end_of_a_log_counts_only_behind_everything_that_was_fetched() -> No
     assert ownership.at_end() == []
 
 
+def test_a_move_to_the_end_does_not_pass_over_what_was_fetched_meanwhile() -> None:
+    """The client goes on behind that: set back to the end, the position would have it lost as a gap of the log."""
+    ownership, _ = owning(P)
+    ownership.reached_end(P, 12)
+    moves = ownership.at_end()
+    state = ownership.states[P]
+    state.position = 14
+    ownership.moved_to_end(moves)
+    assert (state.next_offset, state.in_flight_until, state.position) == (0, 0, 14)
+
+
 def _place_again(ownership: Ownership) -> None:
     ownership.invalidate_all()
     ownership.positioned([P])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import psycopg
 import pytest
@@ -19,6 +21,7 @@ from exactly_once.errors import (
 )
 from exactly_once.ledger.outcome import is_mistaken
 from exactly_once.ledger.retry import Stop, at_start, is_retryable, is_unavailable, retry_for, retry_forever
+from exactly_once.ledger.session import hiding
 from exactly_once.writer import TableChanged
 
 AWAY = [
@@ -51,6 +54,75 @@ def test_messages_that_come_again_keep_the_loop_going_and_mend_no_question(error
     """They are OperationalErrors without a SQLSTATE, like a connection that is lost."""
     assert is_retryable(error)
     assert not is_unavailable(error)
+
+
+class EngineError(Exception):
+    """As the engine of a framework raises it, which is no error of the driver's."""
+
+
+@pytest.mark.parametrize("state", [is_retryable, is_unavailable])
+def test_a_server_that_a_framework_says_is_away_is_waited_for(state: Callable[[BaseException], bool]) -> None:
+    def connect() -> psycopg.Connection[Any]:
+        try:
+            raise psycopg.OperationalError("connection to 10.0.0.1 refused: postgresql://app:secret@10.0.0.1/bank")
+        except psycopg.Error as error:
+            raise EngineError("(psycopg.OperationalError) ...") from error
+
+    with pytest.raises(psycopg.OperationalError, match=r"connection to 10\.0\.0\.1 refused") as raised:
+        hiding(connect)()
+    assert "secret" not in str(raised.value)
+    assert state(raised.value)
+
+
+def test_what_was_handled_when_a_function_was_called_is_no_cause_of_its_error() -> None:
+    def connect() -> psycopg.Connection[Any]:
+        raise KeyError("DB_PASSWORD")
+
+    def handling() -> None:
+        try:
+            raise psycopg.OperationalError("of another database")
+        except psycopg.Error:
+            hiding(connect)()
+
+    with pytest.raises(KeyError, match="DB_PASSWORD"):
+        handling()
+
+
+def test_an_error_may_be_its_own_cause() -> None:
+    def connect() -> psycopg.Connection[Any]:
+        error = LookupError("of the function")
+        raise error from error
+
+    with pytest.raises(LookupError, match="of the function"):
+        hiding(connect)()
+
+
+def test_what_else_a_function_raises_is_its_own() -> None:
+    def connect() -> psycopg.Connection[Any]:
+        try:
+            raise psycopg.errors.InvalidParameterValue("SET: no such role")
+        except psycopg.Error as error:
+            raise EngineError("not ready") from error
+
+    with pytest.raises(EngineError, match="not ready") as raised:
+        hiding(connect)()
+    assert not is_retryable(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "action"), [(LedgerRewound("x"), "rewound"), (AlreadyApplied("x"), "ahead"), (Fenced("x"), "fenced")]
+)
+def test_what_happens_once_is_told_by_its_action(
+    error: Exception, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop, errors = Stop(), [error, error]
+
+    def one() -> None:
+        if errors:
+            raise errors.pop()
+
+    retry_forever(sleep=lambda _: None, stop=stop, group_id="g")(one)
+    assert [vars(each)["action"] for each in caplog.records] == [action, action]
 
 
 @pytest.mark.parametrize("error", FINAL)

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from exactly_once.soak.nemesis import DECK, Nemesis
 from exactly_once.soak.observer import Anomaly, Row, View, judge
+from exactly_once.soak.run import DECK, Nemesis
 from exactly_once.soak.verdict import KINDS, counts, shown
 
 KNOWN = [3, 4, 6, 7]

@@ -10,8 +10,8 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, ConfigResource  # type: ignore[attr-defined]
 
-from exactly_once.demo import journal
 from exactly_once.demo.journal import Entry, Identity, Record
+from tests.support import journal
 from tests.support.topics import create_topic, produce
 
 TOPIC = "payments"

@@ -1,13 +1,22 @@
 -- Dead letters: stored by a worker, replayed or dropped by an operator.
 
 -- name: dead_letter
--- Store a message in the transaction that skips it.
+-- Store a message in the transaction that skips it, unless it is dead already; ``once`` is false for rows that were
+-- made of messages, of which one may give several.
 INSERT INTO {schema}.dead_letter (group_id, topic, partition, message_offset, cluster_id, topic_id, leader_epoch,
     timestamp_type, timestamp_ms, key, value, header_names, header_values, error_class, error, sqlstate, attempts,
     after_offset)
-VALUES (%(group_id)s, %(topic)s, %(partition)s, %(offset)s, %(cluster_id)s, %(topic_id)s, %(leader_epoch)s,
-    %(timestamp_type)s, %(timestamp_ms)s, %(key)s::bytea, %(value)s::bytea, %(header_names)s::text[],
-    %(header_values)s::bytea[], %(error_class)s, %(error)s, %(sqlstate)s, %(attempts)s, %(after_offset)s)
+SELECT %(group_id)s, %(topic)s, %(partition)s::int, %(offset)s::bigint, %(cluster_id)s, %(topic_id)s,
+    %(leader_epoch)s::int, %(timestamp_type)s::int, %(timestamp_ms)s::bigint, %(key)s::bytea, %(value)s::bytea,
+    %(header_names)s::text[], %(header_values)s::bytea[], %(error_class)s, %(error)s, %(sqlstate)s, %(attempts)s::int,
+    %(after_offset)s::bigint
+WHERE NOT (%(once)s AND EXISTS (
+    SELECT FROM {schema}.dead_letter d
+    WHERE d.group_id = %(group_id)s AND d.topic = %(topic)s AND d.partition = %(partition)s
+      AND d.message_offset = %(offset)s AND d.status = 'dead' AND d.topic_id IS NOT DISTINCT FROM %(topic_id)s
+      -- A log that was cut has other messages at its old offsets.
+      AND d.timestamp_ms = %(timestamp_ms)s AND d.key IS NOT DISTINCT FROM %(key)s::bytea
+      AND d.value IS NOT DISTINCT FROM %(value)s::bytea))
 
 -- name: count_dead_letters
 -- How many messages up to this one are dead, none between them applied, and how many of the group died lately.

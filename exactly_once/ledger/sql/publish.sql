@@ -103,17 +103,20 @@ SELECT map_version, map_digest FROM {schema}.publish_map(%(number)s, %(digest)s:
 -- Return version and digest of the map of shards that holds now.
 SELECT map_version, map_digest FROM {schema}.publish_window
 
--- name: publish_unseen
--- Of the numbers of a batch return those that a chain has not seen, as ranges: one set difference.
-SELECT lower(r), upper(r) - 1
-FROM unnest(%(numbers)s::int8multirange - coalesce(
-    (SELECT seen FROM {schema}.publish_chain WHERE chain = %(chain)s), int8multirange())) AS r
+-- name: publish_seen
+-- Of the numbers of a batch return those that their chains have seen: one intersection for each chain.
+SELECT given.chain, number
+FROM (SELECT chain, range_agg(int8range(number, number, '[]')) AS numbers
+      FROM unnest(%(chains)s::text[], %(numbers)s::int8[]) AS pairs(chain, number) GROUP BY chain) AS given
+JOIN {schema}.publish_chain AS c USING (chain),
+     unnest(given.numbers * c.seen) AS r, generate_series(lower(r), upper(r) - 1) AS number
 
 -- name: publish_see
--- Add the numbers of a batch to what a chain has seen; return how many ranges there are.
-INSERT INTO {schema}.publish_chain AS c (chain, seen) VALUES (%(chain)s, %(numbers)s::int8multirange)
+-- Add the numbers of a batch to what their chains have seen; sorted, because two processes would wait for each other.
+INSERT INTO {schema}.publish_chain AS c (chain, seen)
+SELECT chain, range_agg(int8range(number, number, '[]'))
+FROM unnest(%(chains)s::text[], %(numbers)s::int8[]) AS pairs(chain, number) GROUP BY chain ORDER BY chain
 ON CONFLICT (chain) DO UPDATE SET seen = c.seen + excluded.seen
-RETURNING (SELECT count(*) FROM unnest(seen))
 
 -- name: publish_show_window
 -- Show the window that all filters of the schema share.

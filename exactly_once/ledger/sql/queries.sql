@@ -109,12 +109,15 @@ FROM {schema}.ledger
 WHERE group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
 
 -- name: known
--- Which partitions have rows, and which had one once. Never used to learn an offset.
+-- Which partitions have rows, and which had one that nobody forgot on purpose. Never used to learn an offset.
 SELECT topic, partition, true AS has_row FROM {schema}.ledger
 WHERE group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
 UNION ALL
-SELECT topic, partition, false FROM {schema}.audit
-WHERE action = 'register' AND group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
+SELECT topic, partition, false
+FROM (SELECT DISTINCT ON (topic, partition) topic, partition, action FROM {schema}.audit
+      WHERE action IN ('register', 'forget') AND group_id = %(group_id)s AND topic = ANY(%(topics)s::text[])
+      ORDER BY topic, partition, id DESC) AS latest
+WHERE action = 'register'
 
 -- name: register_lock
 -- Let one process make rows of a group. A statement behind it sees all that were made before, and no rotation is missed.
@@ -281,6 +284,8 @@ FROM (SELECT a.*,
       JOIN pg_stat_activity a ON a.pid = w.pid
       WHERE a.application_name LIKE 'exactly\_once:%%'
         AND substr(a.application_name, 51, 8) = substr(%(tag)s, 51, 8)
+        -- It has committed, and stands still for its synchronous standby: its end would show what no other server has.
+        AND a.wait_event IS DISTINCT FROM 'SyncRep'
         AND a.usename = session_user) AS b
 WHERE b.instance = %(instance)s
    OR b.may_take <> '-'
@@ -326,11 +331,13 @@ SET LOCAL application_name = {sign}
 
 -- name: end_transaction
 -- End the backend that still runs a transaction of ours on a connection that we have lost. Within one incarnation of the server
--- the lock on its id is held by that transaction alone, whatever its application_name and role are by now.
+-- the lock on its id is held by that transaction alone, whatever its application_name and role are by now. One that has
+-- committed, and waits for its standby, is waited for.
 SELECT l.pid, pg_terminate_backend(l.pid)
 FROM pg_locks l
 WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.granted AND l.pid = %(pid)s
   AND l.transactionid::text = ((%(xid)s::text)::numeric %% 4294967296)::text
+  AND NOT EXISTS (SELECT FROM pg_stat_activity a WHERE a.pid = l.pid AND a.wait_event = 'SyncRep')
   AND {incarnation} = %(incarnation)s
 
 -- name: give_time
@@ -440,6 +447,22 @@ SELECT 'adopt', %(reason)s, before.group_id, topic, partition, before.next_offse
        coalesce(before.new_offset, before.next_offset),
        before.topic_id, before.new_topic_id, before.cluster_id, %(cluster_id)s
 FROM before JOIN after USING (topic, partition)
+ORDER BY topic, partition
+RETURNING topic, partition, old_offset, new_offset
+
+-- name: forget
+-- An operator deletes rows, which are locked, of partitions that Kafka does not have. One that was acquired since it was looked
+-- at stays: its partition is there again.
+WITH gone AS (
+    DELETE FROM {schema}.ledger l
+    USING unnest(%(topics)s::text[], %(partitions)s::int[], %(owner_epochs)s::bigint[])
+          AS f(topic, partition, owner_epoch)
+    WHERE l.group_id = %(group_id)s AND l.topic = f.topic AND l.partition = f.partition
+      AND l.owner_epoch = f.owner_epoch
+    RETURNING l.*)
+INSERT INTO {schema}.audit (action, reason, group_id, topic, partition, old_offset, old_topic_id, old_cluster_id)
+SELECT 'forget', %(reason)s, group_id, topic, partition, next_offset, topic_id, cluster_id
+FROM gone
 ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
 

@@ -13,6 +13,12 @@ COMMENT ON COLUMN {column} IS {comment}
 
 -- name: is_unwritten
 -- Tell whether nothing was ever stored in a table, which needs no right to read it; of a foreign one nobody knows.
-SELECT c.relkind <> 'f' AND pg_relation_size(c.oid)
-       + coalesce((SELECT sum(pg_relation_size(p.relid)) FROM pg_partition_tree(c.oid) p), 0) = 0
-FROM pg_class c WHERE c.oid = to_regclass(%(name)s)
+-- Rows may be in its partitions, or in tables that inherit from it.
+WITH RECURSIVE parts(part) AS (
+  SELECT c.oid FROM pg_class c WHERE c.oid = to_regclass(%(name)s)
+  UNION
+  SELECT i.inhrelid FROM pg_inherits i JOIN parts ON i.inhparent = parts.part
+)
+SELECT bool_and(c.relkind <> 'f' AND coalesce(pg_relation_size(c.oid), 0) = 0)
+FROM parts JOIN pg_class c ON c.oid = parts.part
+HAVING count(*) > 0

@@ -1,9 +1,10 @@
 -- Statements of the Spark data source: its runs, and the rows that its tasks stage.
 
 -- name: spark_register
--- Make a run known; touches nothing where it is. Waits for another task of the run that is just doing it.
+-- Make a run known; touches and returns nothing where it is. Waits for another task of the run that is just doing it.
 INSERT INTO {schema}.spark_run (group_id, run_id, held) VALUES (%(group_id)s, %(run_id)s, '[]')
 ON CONFLICT DO NOTHING
+RETURNING run_id
 
 -- name: spark_forget
 -- Of all runs of a group remember the last thousand; what earlier ones have staged nobody will publish.
@@ -19,12 +20,12 @@ SELECT held FROM {schema}.spark_run WHERE group_id = %(group_id)s AND run_id = %
 
 -- name: spark_ended_before
 -- Read how far the query's run before this one has written, where this batch is the next one behind that.
-SELECT e.row ->> 'topic', (e.row ->> 'partition')::int, (e.row ->> 'ended')::bigint
+SELECT e.row ->> 0, (e.row ->> 1)::int, (e.row ->> 5)::bigint
 FROM {schema}.spark_query q
 JOIN {schema}.spark_run r ON r.group_id = q.group_id AND r.run_id::text = q.run_id
 CROSS JOIN jsonb_array_elements(r.held) AS e(row)
 WHERE q.group_id = %(group_id)s AND q.query_id = %(query_id)s AND q.batch_id = %(batch_id)s - 1
-  AND e.row ->> 'ended' IS NOT NULL
+  AND e.row ->> 5 IS NOT NULL
 
 -- name: spark_hold
 -- Write that down, in the transaction that makes it so.

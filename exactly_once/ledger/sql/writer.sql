@@ -1,8 +1,12 @@
 -- Every statement of the table writer: what it asks the catalogue, and the templates of what it writes with.
 
 -- name: find_table
--- Find a table by its name as SQL would, and what COPY and INSERT need to know of it.
+-- Find a table by its name as SQL would, and what COPY and INSERT need to know of it. ON CONFLICT minds rules for INSERT
+-- (3) that fire, and those for UPDATE (2) though they be disabled.
 SELECT c.oid, n.nspname, c.relname, c.relkind::text, row_security_active(c.oid),
+       EXISTS (SELECT FROM pg_rewrite
+               WHERE ev_class = c.oid AND (ev_type = '2' OR ev_type = '3' AND ev_enabled IN (
+                   'A', CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END))),
        EXISTS (SELECT FROM pg_constraint WHERE confrelid = c.oid AND contype = 'f')
            OR EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal AND tgtype & 8 <> 0)
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -68,17 +72,27 @@ ORDER BY i.indisprimary DESC, i.indexrelid
 -- name: shape_of_table
 -- Tell the columns as they are now, to be compared with what was read before.
 SELECT string_agg(concat_ws(' ', a.attrelid, a.attname, a.atttypid, a.atttypmod, a.attcollation, a.attnotnull,
-                            a.atthasdef, a.attidentity, a.attgenerated), ', ' ORDER BY a.attnum)
-FROM pg_attribute a
+                            a.atthasdef, a.attidentity, a.attgenerated,
+                            CASE WHEN c.relhasrules THEN ARRAY(SELECT concat(ev_type, ev_enabled) FROM pg_rewrite
+                                                               WHERE ev_class = c.oid ORDER BY oid) END),
+                  ', ' ORDER BY a.attnum)
+FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
 WHERE a.attrelid = to_regclass(%(name)s) AND a.attnum > 0 AND NOT a.attisdropped
 
 -- name: lock_shape
 -- The same, of a table that from here on nobody can alter before our transaction ends; partitions need no lock.
 LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE;
 SELECT string_agg(concat_ws(' ', a.attrelid, a.attname, a.atttypid, a.atttypmod, a.attcollation, a.attnotnull,
-                            a.atthasdef, a.attidentity, a.attgenerated), ', ' ORDER BY a.attnum)
-FROM pg_attribute a
+                            a.atthasdef, a.attidentity, a.attgenerated,
+                            CASE WHEN c.relhasrules THEN ARRAY(SELECT concat(ev_type, ev_enabled) FROM pg_rewrite
+                                                               WHERE ev_class = c.oid ORDER BY oid) END),
+                  ', ' ORDER BY a.attnum)
+FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
 WHERE a.attrelid = to_regclass({qualified}) AND a.attnum > 0 AND NOT a.attisdropped
+
+-- name: create_table
+-- Make a table for what is to be written, unless there is one.
+CREATE TABLE IF NOT EXISTS {table} ({columns})
 
 -- name: copy_rows
 -- Append rows that were encoded before.
@@ -106,9 +120,14 @@ FROM (
 ORDER BY ordinal
 
 -- name: delete_rows
--- Delete rows by key; the clause that locks orders them by the key, so that two workers never lock crosswise.
+-- Delete rows by key; the clause that locks orders them by the key, so that two workers never lock crosswise. The rows that it
+-- locks are found again by the key, too: where it has waited for an UPDATE their ctid is one that this snapshot does not have.
 WITH doomed AS (
-    SELECT t.ctid, t.tableoid
-    FROM {table} t JOIN (SELECT {values} FROM {source} AS s) AS k ({columns}) ON {same}
+    SELECT s.*
+    FROM {table} t JOIN {source} AS s ON {same}
     {lock})
-DELETE FROM {table} t USING doomed WHERE t.ctid = doomed.ctid AND t.tableoid = doomed.tableoid
+DELETE FROM {table} t USING doomed AS s WHERE {same}
+
+-- name: find_rows
+-- Tell which keys have a row; the lock keeps it until the transaction ends.
+SELECT s.ordinal FROM {table} t JOIN {source} AS s ON {same} {lock}

@@ -143,7 +143,7 @@ BEGIN
 END
 $advance$;
 
-CREATE INDEX audit_registered ON {schema}.audit (group_id, topic) WHERE action = 'register';
+CREATE INDEX audit_registered ON {schema}.audit (group_id, topic) WHERE action IN ('register', 'forget');
 
 -- One row: what is installed, and the oldest schema version a release must know to work with it.
 CREATE TABLE {schema}.version (

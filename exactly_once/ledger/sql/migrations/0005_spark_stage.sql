@@ -24,6 +24,6 @@ CREATE TABLE {schema}.spark_run (
     PRIMARY KEY (group_id, run_id)
 ) WITH (fillfactor = 20);
 
-COMMENT ON COLUMN {schema}.spark_run.held IS 'the rows of the ledger that it acquired, its query''s first, and how far it has written each';
+COMMENT ON COLUMN {schema}.spark_run.held IS 'of each row of the ledger that it acquired: topic, partition, token, epoch, topic id, and how far it has written it';
 
 UPDATE {schema}.version SET version = 5, migrated_at = clock_timestamp();
