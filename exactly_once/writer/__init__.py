@@ -7,7 +7,7 @@
 
 Module map: :mod:`.table` reads the catalogue; :mod:`.codecs` (and :mod:`.numbers`, :mod:`.texts`, :mod:`.times`) know
 what a column takes; :mod:`.plan` looks at rows and encodes them; :mod:`.changes` makes one change of several;
-:mod:`.storing` and :mod:`.upsert` talk to Postgres; :mod:`.decoding` and its neighbours turn messages into rows.
+:mod:`.statements` and :mod:`.upsert` talk to Postgres; :mod:`.decoding` and its neighbours turn messages into rows.
 :mod:`.claiming` leaves out events that came before. :mod:`.arrow` takes record batches, and :mod:`.arrow_copy` those
 that need not become rows.
 """

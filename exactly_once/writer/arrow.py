@@ -6,7 +6,7 @@ Nothing is imported here that an extra brings: whoever has a batch has pyarrow, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from confluent_kafka import Message
 from exactly_once.ledger.session import Connection
 
 from .changes import Row
+from .decoding import Decoded
 from .errors import BadRow
 from .table import Column
 from .writer import TableWriter
@@ -36,8 +37,9 @@ def write_arrow(
     writer: TableWriter, connection: Connection, batch: ArrowBatch, *, origins: Sequence[Message] | None = None
 ) -> int:
     """Write a batch, column by name, and return what :meth:`TableWriter.write` returns."""
-    encode = partial(_encode(), batch)
-    return writer.write_encoded(connection, encode, _Rows(batch), columns=batch.schema.names, origins=origins)
+    names = batch.schema.names
+    rows = Decoded(columns=names, origins=origins or (), make=lambda: iter(rows_of(batch)))
+    return writer.write_encoded(connection, partial(_encode(), batch), rows, columns=names, origins=origins)
 
 
 def rows_of(batch: ArrowBatch) -> list[Row]:
@@ -47,16 +49,6 @@ def rows_of(batch: ArrowBatch) -> list[Row]:
     """
     named = zip(batch.schema.names, batch.columns, strict=True)
     return list(zip(*(_values(name, array) for name, array in named), strict=True))
-
-
-class _Rows:
-    """The rows of a batch, made when somebody wants them."""
-
-    def __init__(self, batch: ArrowBatch) -> None:
-        self._batch = batch
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(rows_of(self._batch))
 
 
 @cache
@@ -69,7 +61,9 @@ def _encode() -> Callable[[ArrowBatch, Sequence[Column]], list[bytes] | None]:
 
 
 def _values(name: str, array: Any) -> list[Any]:
-    array = _in_utc(array)
+    """Return the values as Python's, with UTC for their time zone: in another one Python has not year 1, for one."""
+    if "tz=" in str(array.type):
+        array = array.cast(_in_utc(array.type))
     try:
         return list(array.to_pylist(maps_as_pydicts="strict"))
     except (ValueError, OverflowError, KeyError) as error:
@@ -81,20 +75,12 @@ def _values(name: str, array: Any) -> list[Any]:
         raise
 
 
-def _in_utc(array: Any) -> Any:
-    """Give instants UTC for their time zone: in another one Python has not all that Postgres has, such as year 1."""
-    kind = str(array.type)
-    if "tz=" not in kind:
-        return array
+def _in_utc(kind: Any) -> Any:
     pa = importlib.import_module("pyarrow")
-
-    def utc(kind: Any) -> Any:
-        if pa.types.is_timestamp(kind) and kind.tz is not None:
-            return pa.timestamp(kind.unit, "UTC")
-        if pa.types.is_list(kind):
-            return pa.list_(utc(kind.value_type))
-        if pa.types.is_large_list(kind):
-            return pa.large_list(utc(kind.value_type))
-        return kind
-
-    return array.cast(utc(array.type))
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        return pa.timestamp(kind.unit, "UTC")
+    if pa.types.is_list(kind):
+        return pa.list_(_in_utc(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_in_utc(kind.value_type))
+    return kind

@@ -44,7 +44,12 @@ def encode(batch: Any, columns: Sequence[Column]) -> Iterator[bytes] | None:
         fitting = [_fitting(each, columns) for each in batches]
         if not fitting or any(each is None for each in fitting):
             return None
-        encoder = _encoder(fitting[0], columns)
+        schema_ = fitting[0].schema
+        chosen = {field.name: pgpq.ArrowToPostgresBinaryEncoder.infer_encoder(field) for field in schema_}
+        for field, column in zip(schema_, columns, strict=True):
+            if name_of(column.type_oid) == "jsonb":
+                chosen[field.name] = encoders.StringEncoderBuilder.new_with_output(field, schema.Jsonb())
+        encoder = pgpq.ArrowToPostgresBinaryEncoder.new_with_encoders(schema_, chosen)
     except (pa.ArrowException, ValueError, TypeError, RuntimeError):
         return None  # Arrow's casts refuse what does not fit
     return _parts(encoder, fitting)
@@ -61,31 +66,15 @@ def _fitting(batch: Any, columns: Sequence[Column]) -> Any:
     """Return a batch whose columns pgpq encodes as the table wants them; None if that is not certain."""
     arrays = []
     for array, column in zip(batch.columns, columns, strict=True):
-        fitting = _fit_of(column)(array, column)
-        if fitting is None:
+        name = name_of(column.type_oid) if column.kind == "b" else None
+        fit = _text if column.kind == "e" else _array if column.element_oid is not None else _FITS.get(name or "")
+        if fit is None or (fitting := fit(array, column)) is None:
             return None
         arrays.append(fitting)
     # Numbers for names, whatever they are called; and all may be null, for pgpq writes what lies under a null
     # of a column that claims to have none.
     fields = [pa.field(str(i), array.type) for i, array in enumerate(arrays)]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
-
-
-def _encoder(batch: Any, columns: Sequence[Column]) -> Any:
-    chosen = {field.name: pgpq.ArrowToPostgresBinaryEncoder.infer_encoder(field) for field in batch.schema}
-    for field, column in zip(batch.schema, columns, strict=True):
-        if name_of(column.type_oid) == "jsonb":
-            chosen[field.name] = encoders.StringEncoderBuilder.new_with_output(field, schema.Jsonb())
-    return pgpq.ArrowToPostgresBinaryEncoder.new_with_encoders(batch.schema, chosen)
-
-
-def _fit_of(column: Column) -> Fit:
-    if column.kind == "e":
-        return _text
-    if column.element_oid is not None:
-        return _array
-    name = name_of(column.type_oid) if column.kind == "b" else None
-    return _FITS.get(name or "", lambda _array, _column: None)
 
 
 def _whole(wanted: Any) -> Fit:

@@ -11,14 +11,19 @@ Row = Sequence[Any]
 
 
 class Missing:
-    """The kind of :data:`MISSING`."""
+    """The kind of :data:`MISSING` and :data:`UNAVAILABLE`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __repr__(self) -> str:
-        return "MISSING"
+        return self._name
 
 
 # What stands for a field that a message does not have, where that differs from null.
-MISSING: Final = Missing()
+MISSING: Final = Missing("MISSING")
+# The same where the source has a value: only a row that is there can keep it, and a new one would get another.
+UNAVAILABLE: Final = Missing("UNAVAILABLE")
 
 
 class Tombstone(tuple[Any, ...]):
@@ -129,7 +134,14 @@ def _one_by_one(changes: Sequence[Row], rules: Rules, marks: Marks) -> Collapsed
         elif fate.row is None:
             fate.row, fate.age = change, age
         elif rules.newest_by is None or is_not_older(age, fate.age):
-            fate.row = _merged(fate.row, change, rules)
+            if rules.inserted_only or rules.keeps_missing:
+                merged = list(change)
+                for position, value in enumerate(fate.row):
+                    is_missing = rules.keeps_missing and isinstance(merged[position], Missing)
+                    if position in rules.inserted_only or is_missing:
+                        merged[position] = value
+                change = tuple(merged)  # noqa: PLW2901 - what both leave
+            fate.row = change
             if rules.newest_by not in rules.inserted_only:
                 fate.age = age
     result = Collapsed()
@@ -144,14 +156,3 @@ def _one_by_one(changes: Sequence[Row], rules: Rules, marks: Marks) -> Collapsed
 def is_not_older(new: Any, old: Any) -> bool:
     """Tell whether a row replaces one that is there; the statement that stores it decides the same way."""
     return old is None or (new is not None and new >= old)
-
-
-def _merged(old: Row, new: Row, rules: Rules) -> Row:
-    """Apply one change to the row that another one left."""
-    if not rules.inserted_only and not rules.keeps_missing:
-        return new
-    merged = list(new)
-    for position, value in enumerate(old):
-        if position in rules.inserted_only or (rules.keeps_missing and merged[position] is MISSING):
-            merged[position] = value
-    return tuple(merged)

@@ -44,13 +44,16 @@ class Claims:
         """
         rows = list(decoded)
         keys = [self._key_of(message, row) for message, row in zip(decoded.origins, rows, strict=True)]
-        named = [i for i, key in enumerate(keys) if key is not None]
-        # The keys of a group are one space, and 7 is mostly another event in another table.
-        answers = dict(zip(named, claim([f"{table} {keys[i]}" for i in named]), strict=True))
         places = [(m.topic(), m.partition(), m.offset()) for m in decoded.origins]
+        # All rows of a message have its key or header, and are one event: the first of them claims for all.
+        claims = [(key, places[i] if self._envelope else i) for i, key in enumerate(keys)]
+        named = {claim: i for i, claim in reversed([*enumerate(claims)]) if claim[0] is not None}
+        firsts = sorted(named.values())
+        # The keys of a group are one space, and 7 is mostly another event in another table.
+        answers = dict(zip(firsts, claim([f"{table} {keys[i]}" for i in firsts]), strict=True))
         again = {places[i] for i, is_first in answers.items() if not is_first}
         # A delete without a key of its own belongs to the row of the same message: an event that changes a row's key.
-        kept = [i for i in range(len(rows)) if answers.get(i, places[i] not in again)]
+        kept = [i for i, each in enumerate(claims) if answers.get(named.get(each, i), places[i] not in again)]
         origins, first = [decoded.origins[i] for i in kept], [rows[i] for i in kept]
         return replace(decoded, origins=origins, make=lambda: iter(first), repeated=len(rows) - len(kept))
 

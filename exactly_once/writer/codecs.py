@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from psycopg.postgres import types as registry
@@ -10,9 +11,9 @@ from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 
 from . import numbers, texts, times
-from .codec import BYTEA, TEXT, Codec, Naive, as_literal, by_text, named, refuse
+from .codec import BYTEA, Codec, Naive, as_literal, by_text, named, record, refuse
 from .errors import cut
-from .literals import record
+from .literals import read_array, read_multirange, read_range, read_record
 from .table import Column
 
 _RANGES = {
@@ -23,29 +24,13 @@ _RANGES = {
     "tstzrange": "timestamptz",
     "daterange": "date",
 }
-_SCALARS: dict[str, Callable[[int], Codec]] = {
-    "int2": lambda _: numbers.whole("int2"),
-    "int4": lambda _: numbers.whole("int4"),
-    "int8": lambda _: numbers.whole("int8"),
-    "oid": lambda _: numbers.oid(),
-    "float4": lambda _: numbers.float4(),
-    "float8": lambda _: numbers.float8(),
+_PLAIN: dict[str, Codec] = {**numbers.CODECS, **texts.CODECS, "date": times.DATE}
+_BY_MODIFIER: dict[str, Callable[[int], Codec]] = {
     "numeric": numbers.numeric,
-    "bool": lambda _: numbers.boolean(),
-    "text": lambda _: texts.text(),
-    "varchar": lambda typmod: texts.limited("varchar", typmod),
-    "bpchar": lambda typmod: texts.limited("char", typmod),
-    "name": lambda _: texts.name(),
-    '"char"': lambda _: texts.one_byte(),
-    "bytea": lambda _: texts.bytea(),
-    "json": lambda _: texts.json(),
-    "jsonb": lambda _: texts.jsonb(),
-    "uuid": lambda _: texts.uuid(),
-    "inet": lambda _: texts.inet(),
-    "cidr": lambda _: texts.cidr(),
-    "date": lambda _: times.day(),
-    "time": lambda typmod: times.clock("time", typmod),
-    "timetz": lambda typmod: times.clock("timetz", typmod),
+    "varchar": partial(texts.limited, "varchar"),
+    "bpchar": partial(texts.limited, "char"),
+    "time": partial(times.clock, "time"),
+    "timetz": partial(times.clock, "timetz"),
     "interval": times.interval,
 }
 
@@ -55,8 +40,7 @@ def codec_of(column: Column, naive: Naive = "refuse") -> Codec:
     if column.kind == "c":
         return _composite(column, naive)
     if column.kind == "e":
-        label = texts.text()
-        return Codec(wire=TEXT, exact=label.exact, coerce=label.coerce)
+        return texts.CODECS["text"]
     if column.element is not None:
         return _array(column, column.element, naive)
     return _scalar(name_of(column.type_oid), column.typmod, naive)
@@ -79,8 +63,8 @@ def _scalar(name: str | None, typmod: int, naive: Naive) -> Codec:
         return _multirange(name, _scalar(name_of_part, -1, naive)) if name_of_part in _RANGES else by_text()
     if name in ("timestamp", "timestamptz"):
         return times.timestamp(name, typmod, naive)
-    maker = _SCALARS.get(name)
-    return maker(typmod) if maker else by_text()
+    maker = _BY_MODIFIER.get(name)
+    return maker(typmod) if maker else _PLAIN.get(name, by_text())
 
 
 def _range(name: str, bound: Codec) -> Codec:
@@ -88,7 +72,7 @@ def _range(name: str, bound: Codec) -> Codec:
 
     def coerce(value: Any) -> Any:
         if isinstance(value, str):
-            return value
+            value = read_range(value)
         if not isinstance(value, Range):
             wanted(value)
         if value.isempty:
@@ -102,9 +86,7 @@ def _range(name: str, bound: Codec) -> Codec:
 
 def _multirange(name: str, part: Codec) -> Codec:
     def coerce(value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        parts = [part.convert(p) for p in value]
+        parts = [part.convert(p) for p in (read_multirange(value) if isinstance(value, str) else value)]
         if any(isinstance(p, str) for p in parts):
             return "{" + ",".join(map(as_literal, parts)) + "}"
         return Multirange(parts)
@@ -118,7 +100,9 @@ def _composite(column: Column, naive: Naive) -> Codec:
 
     def coerce(value: Any) -> str:
         if isinstance(value, str):
-            return value
+            texts = read_record(value)
+            read = [_read(c, t) for c, t in zip(attributes.values(), texts, strict=False)]
+            value = [*read, *texts[len(attributes) :]]
         if isinstance(value, Mapping):
             if unknown := set(value) - set(attributes):
                 raise ValueError(f"the type has no attribute {', '.join(sorted(map(repr, unknown)))}")
@@ -128,6 +112,15 @@ def _composite(column: Column, naive: Naive) -> Codec:
         return record([codec.as_text(codec.convert(v)) for codec, v in zip(attributes.values(), value, strict=True)])
 
     return by_text(coerce)
+
+
+def _read(codec: Codec, text: str | None) -> Any:
+    """Return what a codec takes for a part of a text that Postgres wrote."""
+    if text is None or bytes not in codec.exact:
+        return text
+    if not text.startswith("\\x"):
+        raise ValueError(f"{cut(text)} are no bytes in hexadecimal, as Postgres writes them")
+    return bytes.fromhex(text[2:])
 
 
 def _array(column: Column, element_column: Column, naive: Naive) -> Codec:
@@ -144,14 +137,23 @@ def _array(column: Column, element_column: Column, naive: Naive) -> Codec:
         converted = element.convert(value)
         return element.as_text(converted) if is_text else converted
 
+    def read(value: Any) -> Any:
+        return [read(part) for part in value] if isinstance(value, list) else _read(element, value)
+
     def coerce(value: Any) -> Any:
+        subscripts = ""
         if isinstance(value, str):
-            return value
+            if element.coerce is as_literal:
+                return value  # Postgres alone knows the type, and what separates its values
+            subscripts, texts = read_array(value)
+            value = read(texts)
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"a list is wanted, not {type(value).__name__}: {cut(value)}")
         converted = parts(value)
         if 0 in (dimensions := _dimensions(converted, value)):
             converted = []  # Postgres knows but one empty array
+        if subscripts and converted:
+            return subscripts + as_literal(converted)
         return as_literal(converted) if is_text or not is_dumpable(converted, len(dimensions)) else converted
 
     def is_dumpable(value: Any, depth: int) -> bool:

@@ -26,8 +26,13 @@ from .table import Column, Table
 Source = str
 SOURCES = ("topic", "partition", "offset", "timestamp", "key", "headers")
 
+# Of which a key is stored as it was sent.
+_WHOLE_KEYS = ("bytea", "json", "jsonb", "text", "varchar", "bpchar")
+_UUID_BYTES = 16
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NO_TIMESTAMP = 0
+# What a header, a key or a timestamp raises that is not what it is read as.
+_UNREADABLE = (ValueError, OverflowError, RecursionError)
 _EXACT = {
     "topic": ("text", "varchar"),
     "partition": ("int4", "int8"),
@@ -107,28 +112,52 @@ class Envelope:
         )
 
     def _getter(self, column: Column) -> Callable[[Message], Any]:
-        if column.name in self.sources:
-            return _getter(self.sources[column.name], column)
-        given = self._constants[column.name]
-        try:
-            codec_of(column).convert(given)
-        except ValueError as error:
-            raise TableError(f"the constant of column {column.name}: {error}") from error
-        return lambda _: given
+        type_name = name_of(column.type_oid)
+        if column.name not in self.sources:
+            given = self._constants[column.name]
+            try:
+                codec_of(column).convert(given)
+            except ValueError as error:
+                raise TableError(f"the constant of column {column.name}: {error}") from error
+            return lambda _: given
+        source = self.sources[column.name]
+        kind, _, name = source.partition(":")
+        if name and kind == "header":
+            return partial(header, name, is_bytes=type_name == "bytea")
+        if name:
+            return partial(key_field, name.split("."))
+        if source == "timestamp":
+            return _milliseconds if type_name == "int8" else _timestamp
+        if source == "headers" and type_name not in ("json", "jsonb"):
+            raise TableError(f"column {column.name} is {column.type_name}; headers need json or jsonb")
+        if source == "key" and type_name not in _WHOLE_KEYS:
+            return partial(key_value, is_uuid=type_name == "uuid")
+        return _GETTERS[source]
 
     def get(self, column: str, message: Message) -> Any:
-        """Return what one column gets from a message."""
-        return self._getters[self.columns.index(column)](message)
+        """Return what one column gets from a message.
+
+        :raises BadRow: for a header or a key that is not what it is read as.
+        """
+        try:
+            return self._getters[self.columns.index(column)](message)
+        except _UNREADABLE as error:
+            raise self._bad(error, message, column) from error
 
     def values(self, message: Message) -> Row:
         """Return what all of the columns get.
 
         :raises BadRow: for a header or a key that is not what it is read as.
         """
+        values: list[Any] = []
         try:
-            return tuple(get(message) for get in self._getters)
-        except (ValueError, RecursionError) as error:
-            raise BadRow(str(error), message=message) from error
+            values.extend(get(message) for get in self._getters)  # which keeps those before the one that raises
+        except _UNREADABLE as error:
+            raise self._bad(error, message, self.columns[len(values)]) from error
+        return tuple(values)
+
+    def _bad(self, error: Exception, message: Message, column: str) -> BadRow:
+        return BadRow(f"{self.sources[column]}: {error}", message=message, column=column)
 
 
 def alike(name: str, others: Iterable[str]) -> str | None:
@@ -139,22 +168,6 @@ def alike(name: str, others: Iterable[str]) -> str | None:
 
 def _bare(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
-
-
-def _getter(source: Source, column: Column) -> Callable[[Message], Any]:
-    kind, _, name = source.partition(":")
-    if name:
-        is_bytes = name_of(column.type_oid) == "bytea"
-        return partial(header, name, is_bytes=is_bytes) if kind == "header" else partial(key_field, name.split("."))
-    if source == "timestamp":
-        return _milliseconds if name_of(column.type_oid) == "int8" else _timestamp
-    if source == "headers":
-        if name_of(column.type_oid) not in ("json", "jsonb"):
-            raise TableError(f"column {column.name} is {column.type_name}; headers need json or jsonb")
-        return _headers
-    return {"topic": Message.topic, "partition": Message.partition, "offset": Message.offset, "key": Message.key}[
-        source
-    ]
 
 
 def _milliseconds(message: Message) -> int | None:
@@ -175,6 +188,21 @@ def header(name: str, message: Message, *, is_bytes: bool) -> str | bytes | None
     found = [pair[1] for pair in message.headers() or () if pair[0] == name]
     value: str | bytes | None = found[-1] if found else None
     return value.decode() if isinstance(value, bytes) and not is_bytes else value
+
+
+def key_value(message: Message, *, is_uuid: bool) -> Any:
+    """Return a message's key as the value that it is: plain text, or JSON, with a schema or without.
+
+    :raises ValueError: for bytes that are no text; a UUID may be its 16 bytes.
+    """
+    key = message.key()
+    if not isinstance(key, bytes) or (is_uuid and len(key) == _UUID_BYTES):
+        return key
+    text = key.decode()
+    if not text.lstrip().startswith(("{", '"')):
+        return text
+    value = json.loads(text, parse_float=Decimal)
+    return value["payload"] if isinstance(value, dict) and value.keys() == {"schema", "payload"} else value
 
 
 def key_field(path: Sequence[str], message: Message) -> Any:
@@ -206,6 +234,15 @@ def _headers(message: Message) -> list[list[Any]] | None:
         except UnicodeDecodeError:
             shown.append([pair[0], {"base64": base64.b64encode(value).decode()}])
     return None if headers is None else shown
+
+
+_GETTERS: dict[Source, Callable[[Message], Any]] = {
+    "topic": Message.topic,
+    "partition": Message.partition,
+    "offset": Message.offset,
+    "key": Message.key,
+    "headers": _headers,
+}
 
 
 def remade(source: Message, key: Any, value: bytes | None) -> Message:

@@ -6,9 +6,11 @@ Where a schema is sent along, values of its logical types become what they stand
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from confluent_kafka import Message
@@ -19,8 +21,8 @@ from exactly_once.errors import ConfigurationError
 from .codecs import name_of
 from .errors import BadRow, cut
 from .from_json import OnTombstone
-from .json_shape import fields_in
-from .logical import Row, Schema, converted, schema_in, types_of
+from .json_shape import UNAVAILABLE, fields_in
+from .logical import Row, Schema, converted, document_in, schema_in, types_of
 from .statements import Mode
 from .table import Column
 
@@ -31,8 +33,19 @@ EnvelopeName = Literal["debezium", "connect", "maxwell", "canal"]
 Change = tuple[bytes | None, bytes | None]
 
 # What Debezium writes for a large value that Postgres has not logged, because the update left it as it was.
-_UNAVAILABLE = "__debezium_unavailable_value"
-_UNAVAILABLE_FORMS = (_UNAVAILABLE, base64.b64encode(_UNAVAILABLE.encode()).decode(), [_UNAVAILABLE])
+_PLACEHOLDER = b"__debezium_unavailable_value"
+_TEXT, _BASE64 = _PLACEHOLDER.decode(), base64.b64encode(_PLACEHOLDER).decode()
+# Its MD5, which is what stands for it in an array of uuid.
+_UUID = "b68a35a7-17ad-35b3-af2a-ae46edb4545a"
+# What becomes of it in a column of geometry and of geography: places that nothing has.
+_PLACES = ("AQEAACDmEAAAAAAA/IPXl8EAAAD8g9eXwQ==", "AQEAACDmEAAADCHn/f9/ZkAYQs77/39WQA==")
+_PLACEHOLDERS: tuple[Any, ...] = (
+    *(_TEXT, _BASE64, [_TEXT], [_BASE64], [_UUID], list(_PLACEHOLDER)),
+    *({_TEXT: _TEXT}, f'{{"{_TEXT}":"{_TEXT}"}}'),  # of hstore
+    *({"wkb": wkb, "srid": 4326} for wkb in _PLACES),
+)
+# Looked for first, for such a value is rare.
+_HINTS = [hint.encode() for hint in (_TEXT, _BASE64, _UUID, "[95,95,", "[95, 95,", *_PLACES)]
 # Statements of which Canal tells that remove no rows.
 _WITHOUT_ROWS = ("CREATE", "ALTER", "QUERY", "CINDEX", "DINDEX")
 
@@ -66,7 +79,7 @@ def recognised(value: bytes | None) -> EnvelopeName | None:
         if found.schema and found.payload:
             inner = _read(found.payload) if bytes(found.payload).startswith(b"{") else _Wrapped()
             return "debezium" if inner.op and (inner.before or inner.after) else "connect"
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if found.op and found.source and (found.before or found.after):
         return "debezium"
@@ -81,10 +94,10 @@ class Format:
     left_out = 0
     """How many rows did not go on so far."""
 
-    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str]) -> None:
         """Get ready for a table, whose columns are given by the names of the fields that fill them.
 
-        ``key`` are the fields of an upsert's key; ``keeps_keys`` says that one of its columns is the message's own key.
+        ``key`` are the fields of an upsert's key.
         """
 
     def read(self, message: Message) -> Iterable[Change]:
@@ -128,23 +141,26 @@ class Envelope(Format):
         self._skips_truncate = on_truncate == "skip"
         # The columns that the fields of a row go to, by the fields' names.
         self._columns: Mapping[str, Column] = {}
-        # The fields of the key; none where rows are only appended.
+        self._deletes = False
+        # The fields of the key; none where rows are only appended, or where all of it is metadata.
         self._key: tuple[str, ...] = ()
-        # Whether a column of the key is filled from the message's own.
-        self._keeps_keys = False
         # Offset and key of each partition's last message, where that was a delete: the tombstone behind it is nothing.
         #
         # What comes again, because a batch failed, is not behind what came after it.
         self._deleted: dict[tuple[str | None, int | None], tuple[int, bytes | None]] = {}
         self._is_behind_delete = False
+        # Whether the bare keys of Debezium's messages are those of the rows, as far as rows have shown it, by topic.
+        self._bare_keys: dict[str | None, bool] = {}
+        # The topics of which it was said that a tombstone is passed over.
+        self._told: set[str | None] = set()
 
-    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str]) -> None:
         """Refuse a mode in which updates would be lost."""
         if mode == "insert-ignore" and self._name != "connect":
             raise ConfigurationError(
                 f"mode='insert-ignore' would leave out the updates of format={self._name!r}: say upsert or append"
             )
-        self._columns, self._key, self._keeps_keys = columns, tuple(key), keeps_keys
+        self._columns, self._key, self._deletes = columns, tuple(key), mode == "upsert"
 
     def read(self, message: Message) -> Iterator[Change]:
         """Yield the row or the tombstone in a message; both, tombstone first, where it changes a key.
@@ -154,15 +170,13 @@ class Envelope(Format):
         place = message.topic(), message.partition()
         offset, key = self._deleted.pop(place, (None, None))
         self._is_behind_delete = offset is not None and key == message.key() and (message.offset() or 0) > offset
-        for changed, row in self._changes(message):
+        for changed, row in (self._tombstone if message.value() is None else self._changes)(message):
             yield changed, None if row is None else msgspec.json.encode(_raw(row))
 
     def types(self, message: Message) -> dict[str, str]:
         """Return the types of the columns that the schema of a message asks for; none where it has no schema."""
         if self._name == "canal":
-            return {
-                name: _mysql_column(kind) for name, kind in (_read(message.value() or b"{}").mysqlType or {}).items()
-            }
+            return {name: _mysql_column(kind) for name, kind in (_event(message).mysqlType or {}).items()}
         schema, _ = _opened(message.value())
         return {} if schema is None else types_of(schema.of("after") or schema)
 
@@ -170,10 +184,9 @@ class Envelope(Format):
         """Return the names of the fields of the key, as far as a message tells them."""
         try:
             if self._name == "canal":
-                return _read(message.value() or b"{}").pkNames or ()
-            _, payload = _opened(message.key())
-            return tuple(fields_in(payload or b""))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+                return _event(message).pkNames or ()
+            return tuple(_fields_of_key(message))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return ()
 
     # Each of these returns keys with rows, or with None for a delete.
@@ -197,21 +210,18 @@ class Envelope(Format):
             raise BadRow(f"no change event of Debezium (op is {op!r}): {cut(payload)}")
 
     def _connect(self, message: Message) -> Iterator[tuple[bytes | None, Row | None]]:
-        value = message.value()
-        if value is not None and not _read(value).payload:
+        value = message.value() or b""
+        if not _read(value).payload:
             raise BadRow(f"the message has no schema and payload: {cut(value)}")
         schema, payload = _opened(value)
         row = self._row(payload or b"", schema)
         if row is None:
             yield from self._tombstone(message)
         else:
-            yield message.key(), row
+            yield from self._stored(message, None, row)
 
     def _maxwell(self, message: Message) -> Iterator[tuple[bytes | None, Row | None]]:
-        if message.value() is None:
-            yield from self._tombstone(message)
-            return
-        event = _read(message.value() or b"")
+        event = _event(message)
         kind = msgspec.json.decode(event.type) if event.type else None
         row = self._row(event.data, None)
         if kind == "delete" and row is not None:
@@ -222,10 +232,7 @@ class Envelope(Format):
             raise BadRow(f"no change of a row by Maxwell (type is {kind!r}): {cut(message.value())}")
 
     def _canal(self, message: Message) -> Iterator[tuple[bytes | None, Row | None]]:
-        if message.value() is None:
-            yield from self._tombstone(message)
-            return
-        event = _read(message.value() or b"")
+        event = _event(message)
         kind = msgspec.json.decode(event.type) if event.type else None
         if kind in _WITHOUT_ROWS:
             text = "%s[%s] offset %s: the source's table met %s; look whether this one is to be altered, too"
@@ -251,9 +258,12 @@ class Envelope(Format):
 
     def _row(self, text: bytes | Raw, schema: Schema | None) -> Row | None:
         """Read an object, its logical types as what they stand for; None for null or nothing."""
-        if not text or bytes(text) == b"null":
+        if not (text := bytes(text)) or text == b"null":
             return None
-        row = {name: bytes(value) for name, value in fields_in(bytes(text)).items()}
+        row = {name: bytes(value) for name, value in fields_in(text).items()}
+        # A topic of Debezium that was flattened is one of Connect.
+        if self._name in ("debezium", "connect") and any(hint in text for hint in _HINTS):
+            row |= {n: UNAVAILABLE for n, value in row.items() if msgspec.json.decode(value) in _PLACEHOLDERS}
         return converted(row, schema, self._columns)
 
     def _truncate(self) -> None:
@@ -262,31 +272,27 @@ class Envelope(Format):
 
     def _stored(self, message: Message, before: Row | None, after: Row) -> Iterator[tuple[bytes | None, Row | None]]:
         """Store a row; where it had another key before, delete that one."""
-        lacking: list[str] = []
-        # A look at the bytes first, for it is rare.
-        likely = [n for n, text in after.items() if b"__debezium_unava" in text or b"X19kZWJleml1bV91" in text]
-        for name in [n for n in likely if msgspec.json.decode(after[n]) in _UNAVAILABLE_FORMS]:
-            if not self._keeps_missing:
-                raise BadRow(
-                    'a large value that did not change is not in the message: say missing = "keep" in mode upsert, or '
-                    "set REPLICA IDENTITY FULL at the source",
-                    column=name,
-                )
-            lacking.append(name)
-            del after[name]
+        lacking = next((name for name, text in after.items() if text == UNAVAILABLE), None)
+        if lacking is not None and not self._keeps_missing:
+            raise BadRow(
+                'a large value that did not change is not in the message: say missing = "keep" in mode upsert, or '
+                "set REPLICA IDENTITY FULL at the source",
+                column=lacking,
+            )
         if self._key and before is not None and all(name in before and name in after for name in self._key):
             old = {name: before[name] for name in self._key}
             if old != {name: after[name] for name in self._key}:
-                if lacking:  # the row of the new key is not there yet, so there is nothing that it could keep
+                if lacking is not None:  # a row of the new key would be another one
                     what = "a large value is not in the message, and the key changed: set REPLICA IDENTITY FULL"
-                    raise BadRow(f"{what} at the source", column=lacking[0])
+                    raise BadRow(f"{what} at the source", column=lacking)
                 yield self._key_text(message, old), None
+        self._note_key(message, after)
         yield message.key(), after
 
     def _delete(self, message: Message, before: Row | None) -> Iterator[tuple[bytes | None, Row | None]]:
         if self._on_tombstone == "skip":
             return
-        if not self._key and not self._keeps_keys:
+        if not self._deletes:
             raise BadRow('a delete, and rows are only appended: say mode = "upsert", or on_tombstone = "skip"')
         key, is_object = self._key_of(message)
         # What a bare key stands for only the producer knows.
@@ -296,7 +302,9 @@ class Envelope(Format):
             and not (is_object and set(self._key) <= set(key or ()))
         ):
             key = before
-        if key is None or not set(self._key) <= set(key):
+        self._note_key(message, before or {})
+        key = key or {}
+        if not set(self._key) <= set(key):
             raise BadRow(f"a delete without {', '.join(self._key)}: set REPLICA IDENTITY FULL at the source")
         self._deleted[message.topic(), message.partition()] = message.offset() or 0, message.key()
         yield self._key_text(message, {name: key[name] for name in self._key}), None
@@ -305,14 +313,39 @@ class Envelope(Format):
         """Delete, because compaction may have left nothing but the tombstone of a delete."""
         if self._is_behind_delete or self._on_tombstone == "skip":
             return
-        key, _ = self._key_of(message)
+        key, is_object = self._key_of(message)
+        if self._name == "debezium" and self._deletes and not self._names_row(message, key if is_object else None):
+            return
         if key is not None and not set(self._key) <= set(key):
             raise BadRow(f"a tombstone whose key has no {', '.join(self._key)}: {cut(message.key())}")
         yield message.key() if key is None else self._key_text(message, {n: key[n] for n in self._key}), None
 
-    def _key_text(self, message: Message, key: Row) -> bytes | None:
-        """Write a key as an object; where columns of the message's envelope are part of it, leave it as it was."""
-        return message.key() if self._keeps_keys else msgspec.json.encode(_raw(key))
+    def _note_key(self, message: Message, row: Row) -> None:
+        """See whether a bare key is that of the row, which a tombstone does not show."""
+        bare = _bare_key(message) if self._name == "debezium" and self._key else None
+        if bare is not None and set(self._key) <= set(row):
+            is_own = len(self._key) == 1 and _shown(bare) == _shown(row[self._key[0]])
+            self._bare_keys[message.topic()] = is_own and self._bare_keys.get(message.topic(), True)
+
+    def _names_row(self, message: Message, key: Row | None) -> bool:
+        """Tell whether a tombstone of Debezium deletes; where keys are something else, its delete event has done it."""
+        topic = message.topic()
+        lacks = key is not None and not set(self._key) <= set(key)
+        if not lacks and (not self._key or _bare_key(message) is None or self._bare_keys.get(topic, False)):
+            return True
+        if topic not in self._told:
+            self._told.add(topic)
+            text = (
+                "%s[%s] offset %s: a tombstone is passed over, as others of this topic will be: nothing shows that its "
+                "key %s is the %s of a row. Its delete event deletes, unless compaction has removed that"
+            )
+            where = topic, message.partition(), message.offset()
+            logger.warning(text, *where, cut(message.key()), ", ".join(self._key))
+        return False
+
+    def _key_text(self, message: Message, key: Row) -> bytes:
+        """Write a key as an object, with what the message's own holds besides: a column may be filled from there."""
+        return msgspec.json.encode(_raw({**_fields_of_key(message), **key}))
 
     def _key_of(self, message: Message) -> tuple[Row | None, bool]:
         """Read the fields of a message's key, and tell whether it is an object; a bare value is the only field.
@@ -324,7 +357,7 @@ class Envelope(Format):
             if payload is not None and payload.lstrip().startswith(b"{"):
                 return self._row(payload, schema), True
             msgspec.json.decode(payload or b"")
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None, False
         return ({self._key[0]: payload} if payload is not None and len(self._key) == 1 else None), False
 
@@ -342,33 +375,58 @@ def _opened(text: bytes | None) -> tuple[Schema | None, bytes | None]:
     return schema, None if bytes(found.payload) == b"null" else bytes(found.payload)
 
 
+def _event(message: Message) -> _Wrapped:
+    """Read an event of Maxwell or Canal, which a Schema Registry may have wrapped."""
+    _, payload = _opened(message.value())
+    return _read(payload or b"{}")
+
+
+def _fields_of_key(message: Message) -> dict[str, Raw]:
+    """Return the fields of a message's key as they are; none of one that is no object."""
+    try:
+        _, payload = _opened(message.key())
+        return fields_in(payload or b"")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
+def _bare_key(message: Message) -> bytes | None:
+    """Return a message's key if it is neither null nor an object."""
+    try:
+        _, payload = _opened(message.key())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        payload = message.key()
+    return None if payload is None or payload.lstrip().startswith(b"{") else payload
+
+
+def _shown(value: bytes) -> bytes:
+    """Return a value in JSON, or plain text, as plain text."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(value, type=str).encode()
+    return value.strip()
+
+
 def _raw(row: Row) -> dict[str, Raw]:
     return {name: Raw(text) for name, text in row.items()}
 
 
 _MYSQL_COLUMNS = {
-    "bigint": "bigint",
-    "int": "integer",
-    "integer": "integer",
-    "mediumint": "integer",
-    "smallint": "smallint",
-    "tinyint": "smallint",
-    "year": "smallint",
-    "decimal": "numeric",
-    "numeric": "numeric",
-    "float": "real",
-    "double": "double precision",
-    "date": "date",
-    "datetime": "timestamp",
-    "timestamp": "timestamp",
-    "json": "jsonb",
-    "binary": "bytea",
-    "varbinary": "bytea",
-    "tinyblob": "bytea",
-    "blob": "bytea",
-    "mediumblob": "bytea",
-    "longblob": "bytea",
+    kind: column
+    for column, kinds in {
+        "smallint": ("tinyint", "smallint", "year"),
+        "integer": ("mediumint", "int", "integer"),
+        "bigint": ("bigint",),
+        "numeric": ("decimal", "numeric"),
+        "real": ("float",),
+        "double precision": ("double",),
+        "date": ("date",),
+        "timestamp": ("datetime", "timestamp"),
+        "jsonb": ("json",),
+        "bytea": ("binary", "varbinary", "tinyblob", "blob", "mediumblob", "longblob"),
+    }.items()
+    for kind in kinds
 }
+_FRACTION = re.compile(rb'"-?\d+\.\d+"')
 _WIDER = {"smallint": "integer", "integer": "bigint", "bigint": "numeric"}
 
 
@@ -383,9 +441,12 @@ def _from_mysql(kind: str, text: bytes, column: Column | None) -> bytes:
     """Write a value, all of which are texts, as a column of another kind than text takes it."""
     name = None if column is None else name_of(column.type_oid)
     if kind == "json" and name in ("json", "jsonb") and text != b"null":
-        document = msgspec.json.decode(text, type=str)
-        msgspec.json.decode(document)  # or what is malformed would make the whole row so
-        return document.encode()
+        return document_in(msgspec.json.decode(text, type=str), column)
+    if name in ("bit", "varbit") and text != b"null" and (length := re.fullmatch(r"bit(?:\((\d+)\))?", kind)):
+        bits = int(msgspec.json.decode(text, type=str))  # whose digits would else be read as bits
+        return msgspec.json.encode(f"{bits:0{length[1] or 1}b}")
+    if name == "money" and _FRACTION.fullmatch(text):
+        return text.strip(b'"')  # a number, which money does not take
     if name == "bytea" and text != b"null":  # bytes as the characters of the same numbers
         return msgspec.json.encode(msgspec.json.decode(text, type=str).encode("latin-1"))
     return text

@@ -30,6 +30,10 @@ class TableError(ExactlyOnceError, psycopg.ProgrammingError):
     sqlstate = "0A000"
 
 
+class TableMissing(TableError):
+    """There is no table of that name."""
+
+
 class TableChanged(psycopg.OperationalError):
     """The table was altered since it was read; nothing was stored, the next attempt reads it anew."""
 

@@ -1,41 +1,18 @@
-"""Evolving: the columns that the values of messages ask for, and the statement that adds them. No I/O."""
+"""Evolving: the columns that the values of messages ask for. No I/O."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from datetime import datetime
 from decimal import Decimal
 from typing import Annotated, Any
 
 import msgspec
-from psycopg import sql
 
-from .errors import NAME_BYTES
-from .json_shape import BYTE_ORDER_MARK, fields_in
-from .table import Table
+from .json_shape import BYTE_ORDER_MARK, UNAVAILABLE, fields_in
 
-_SYSTEM_COLUMNS = {"tableoid", "xmin", "cmin", "xmax", "cmax", "ctid"}
 _moment: Callable[[bytes], datetime] = msgspec.json.Decoder(Annotated[datetime, msgspec.Meta(tz=True)]).decode
-
-
-def can_be_column(name: str) -> bool:
-    """Tell whether a column can have the name of a field."""
-    try:
-        is_short = 0 < len(name.encode()) <= NAME_BYTES
-    except UnicodeEncodeError:  # half of a surrogate pair, as of a text that was cut
-        return False
-    return is_short and name not in _SYSTEM_COLUMNS and not set('"\\\0') & set(name)
-
-
-def add_columns(table: Table, columns: Mapping[str, str]) -> list[sql.Composed]:
-    """Write the ALTER TABLE that adds what is missing; nothing is ever dropped or changed."""
-    there = {c.name for c in table.columns}
-    new = {name: kind for name, kind in columns.items() if name not in there}
-    if not new:
-        return []
-    parts = [sql.SQL("ADD COLUMN IF NOT EXISTS {} {}").format(sql.Identifier(n), sql.SQL(k)) for n, k in new.items()]
-    return [sql.SQL("ALTER TABLE {} {}").format(table.identifier, sql.SQL(", ").join(parts))]
 
 
 def types_in(names: Collection[str], values: Iterable[bytes | None]) -> dict[str, str]:
@@ -46,8 +23,12 @@ def types_in(names: Collection[str], values: Iterable[bytes | None]) -> dict[str
             continue
         fields = fields_in(value.removeprefix(BYTE_ORDER_MARK))
         for name in names:
-            if name in fields:
-                types[name] = wider(types.get(name), type_of(msgspec.json.decode(fields[name])))
+            if name in fields and bytes(fields[name]) != UNAVAILABLE:
+                try:
+                    kind = type_of(msgspec.json.decode(fields[name]))
+                except (msgspec.DecodeError, ValueError, RecursionError):
+                    kind = "jsonb"  # of which Postgres tells what is wrong with it, if it is
+                types[name] = wider(types.get(name), kind)
     return {name: kind for name, kind in types.items() if kind is not None}
 
 

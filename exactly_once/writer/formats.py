@@ -7,6 +7,7 @@ values become base64, times ISO 8601, NaN and infinity their names.
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from .decoding import Decoded, Decoder, Source, remade
 from .envelopes import Change, Envelope, EnvelopeName, Format, recognised
 from .errors import BadRow, cut
 from .from_json import OnTombstone, path_of
-from .json_shape import BYTE_ORDER_MARK, fields_in
+from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
 from .statements import Mode
 from .table import Column, Table
 
@@ -33,14 +34,18 @@ FormatName = Literal["debezium", "connect", "maxwell", "canal", "cloudevents", "
 # Fields that hold the row: who fills a column from one of them knows what the messages are.
 _WRAPPERS = {"payload", "before", "after", "data"}
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+# What is raised for a message that is not of its format.
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
+# What may be where an object was.
+_NO_OBJECTS = (Raw(NULL), Raw(UNAVAILABLE))
 _encode = msgspec.json.Encoder(decimal_format="number").encode
 
 
 class Binary(Protocol):
     """Turns key and value of a message into JSON before its format is looked at."""
 
-    def opened(self, message: Message) -> Message:
-        """Return the message with its key and value in JSON.
+    def opened(self, message: Message, *, opens_key: bool = True) -> Message:
+        """Return the message with its value in JSON, and its key unless nobody reads it.
 
         :raises BadRow: for a message that is not of the form.
         """
@@ -94,7 +99,10 @@ def hint_for(value: bytes | None) -> str | None:
 
 
 class FormatDecoder:
-    """Turns messages into JSON and gives them to ``decoder``; ``fields`` to ``constants`` are its."""
+    """Turns messages into JSON and gives them to ``decoder``; ``fields`` to ``constants`` are its.
+
+    ``opens_keys`` has rows keep their messages' keys in JSON, and not as they were sent.
+    """
 
     def __init__(
         self,
@@ -106,6 +114,7 @@ class FormatDecoder:
         rename: Mapping[str, str | tuple[str, ...]] | None = None,
         metadata: Mapping[str, Source] | None = None,
         constants: Collection[str] = (),
+        opens_keys: bool = False,
     ) -> None:
         self._decoder = decoder
         self._format = form
@@ -115,7 +124,10 @@ class FormatDecoder:
         self._metadata = dict(metadata or {})
         self._constants = frozenset(constants)
         self._left_out = 0
-        self._opens_keys = any(source.startswith("key:") for source in self._metadata.values())
+        self._opens_keys = opens_keys or any(source.startswith("key:") for source in self._metadata.values())
+        self._deletes = False
+        # Whether a column of the table's key is the message's own key, as it was sent.
+        self._has_whole_key = False
 
     def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
         """Get ready for a table."""
@@ -125,7 +137,9 @@ class FormatDecoder:
         columns = {column.name: column for column in table.columns}
         by_field = {path[0]: columns[name] for name, path in paths.items() if len(path) == 1 and name in columns}
         names = [paths[name][-1] for name in key if name in paths] if mode == "upsert" else []
-        self._format.prepare(by_field, mode=mode, key=names, keeps_keys=bool(self._metadata.keys() & set(key)))
+        self._format.prepare(by_field, mode=mode, key=names)
+        self._deletes = mode == "upsert"
+        self._has_whole_key = any(self._metadata.get(name) == "key" for name in key)
 
     @property
     def new_fields(self) -> set[str]:
@@ -133,10 +147,12 @@ class FormatDecoder:
         return set(getattr(self._decoder, "new_fields", ()))
 
     def types(self, messages: Sequence[Message]) -> dict[str, str]:
-        """Return the types of columns that messages tell."""
+        """Return the types of columns that messages tell; those that cannot be read tell none."""
         types: dict[str, str] = {}
         for message in messages:
-            types |= self._format.types(self._binary.opened(message) if self._binary is not None else message)
+            with contextlib.suppress(*_UNREADABLE):
+                opened = message if self._binary is None else self._binary.opened(message, opens_key=False)
+                types |= self._format.types(opened)
         return types
 
     def decode(self, messages: Sequence[Message]) -> Decoded:
@@ -155,18 +171,23 @@ class FormatDecoder:
         :raises BadRow: for a message that is not of the format, or asks for what cannot be done.
         """
         try:
-            opened = self._binary.opened(message) if self._binary is not None else message
-            # A row's own key is what was sent; a delete needs what it says.
+            reads_key = tells or self._opens_keys or self._deletes or message.value() is None
+            opened = message if self._binary is None else self._binary.opened(message, opens_key=reads_key)
+            # A row's own key is what was sent; a delete needs what it says, unless it is to find that.
+            own = opened.key() if self._opens_keys else message.key()
+            changes = list(self._format.read(opened))
+            if self._has_whole_key and len({value is None for _, value in changes}) > 1:
+                raise BadRow("the key of the row changed, and a column of it is the message's: it has but one")
             found = [
-                remade(message, key if value is None else opened.key() if self._opens_keys else message.key(), value)
-                for key, value in self._format.read(opened)
+                remade(message, key if value is None and not self._has_whole_key else own, value)
+                for key, value in changes
             ]
             if not tells:
                 return found, {}, ()
             return found, self._format.types(opened), self._format.key_fields(opened)
         except BadRow as error:
             raise BadRow(error.reason, message=message, column=error.column) from error
-        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise BadRow(f"{error}: {cut(message.value())}", message=message) from error
 
 
@@ -178,15 +199,18 @@ def format_of(
     missing: str = "null",
     on_tombstone: OnTombstone | None = None,
     on_truncate: Literal["refuse", "skip"] = "refuse",
+    decimal: Collection[str] = (),
 ) -> Format:
     """Return a format by its name; ``columns`` and ``delimiter`` are those of CSV.
+
+    ``decimal`` names the columns whose numbers are bytes.
 
     :raises ConfigurationError: for a name that is none.
     """
     if name == "csv":
         return Csv(columns, delimiter)
     if name == "msgpack":
-        return Simple(_from_msgpack)
+        return MessagePack(decimal)
     if name == "cloudevents":
         return Simple(_from_cloudevent)
     if name not in get_args(EnvelopeName):
@@ -203,6 +227,67 @@ class Simple(Format):
     def read(self, message: Message) -> Iterable[Change]:
         """Return the row, or the delete that a message without a value is."""
         return ((message.key(), self._row_in(message)),)
+
+
+class MessagePack(Format):
+    """Maps of MessagePack; bytes are base64 for a column of bytes or JSON, and text in UTF-8 for any other.
+
+    For the columns in ``decimal``, and in maps in maps, they are base64, too.
+    """
+
+    def __init__(self, decimal: Collection[str] = ()) -> None:
+        self._decimal = frozenset(decimal)
+        # The fields whose columns take text, or bytes, and those columns.
+        self._texts: Mapping[str, str] = {}
+        self._binary: Mapping[str, str] = {}
+        # The fields that held bytes so far, and those that held something else.
+        self._bytes_in: set[str] = set()
+        self._others_in: set[str] = set()
+
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str]) -> None:
+        """See which columns take text."""
+        kinds = {name: name_of((column.element or column).type_oid) for name, column in columns.items()}
+        in_base64 = {name for name, column in columns.items() if column.name in self._decimal}
+        in_base64 |= {name for name, kind in kinds.items() if kind in ("bytea", "json", "jsonb")}
+        self._texts = {name: column.name for name, column in columns.items() if name not in in_base64}
+        self._binary = {name: column.name for name, column in columns.items() if kinds[name] == "bytea"}
+
+    def read(self, message: Message) -> Iterable[Change]:
+        """Return the row, or the delete that a message without a value is."""
+        if (value := message.value()) is None:
+            return ((message.key(), None),)
+        found = msgspec.msgpack.decode(value)
+        if not isinstance(found, dict):
+            raise ValueError(f"a map of MessagePack is wanted, not {cut(found)}")
+        for name, column in self._texts.items():
+            if name in found:
+                try:
+                    found[name] = _as_text(found[name])
+                except UnicodeDecodeError as error:
+                    raise BadRow(f"bytes that are no text: {error}", message=message, column=column) from error
+        for name, column in self._binary.items():
+            if _has_text(found.get(name)):
+                reason = f"text for a column of bytes: {cut(found[name])}; send it as bin, or store it in a text column"
+                raise BadRow(reason, message=message, column=column)
+        return ((message.key(), to_json(found)),)
+
+    def types(self, message: Message) -> dict[str, str]:
+        """Return bytea for bytes, which JSON does not tell from text; text for what is not bytes in each message."""
+        found = msgspec.msgpack.decode(message.value() or b"\x80")
+        fields = found if isinstance(found, dict) else {}
+        self._bytes_in |= {name for name, value in fields.items() if isinstance(value, bytes)}
+        self._others_in |= {name for name, value in fields.items() if not isinstance(value, (bytes, type(None)))}
+        return {name: "text" if name in self._others_in else "bytea" for name in fields if name in self._bytes_in}
+
+
+def _has_text(value: Any) -> bool:
+    return any(map(_has_text, value)) if isinstance(value, list) else isinstance(value, str)
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_text(each) for each in value]
+    return value.decode() if isinstance(value, bytes) else value
 
 
 class Shaped(Format):
@@ -227,10 +312,16 @@ class Shaped(Format):
         self._tests = [(path_of(path), frozenset(values), True) for path, values in (where or {}).items()]
         self._tests += [(path_of(path), frozenset(values), False) for path, values in (where_not or {}).items()]
         self._flatten = flatten
+        # The beginnings of names that fields which are dropped would have.
+        self._dropped = [f"{flatten}".join([*path, ""]) for path in self._drop]
+        self._names: Collection[str] = ()
+        self._never_objects: Collection[str] = ()
 
-    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str]) -> None:
         """Prepare what is below."""
-        self._inner.prepare(columns, mode=mode, key=key, keeps_keys=keeps_keys)
+        self._names = columns
+        self._never_objects = {n for n, c in columns.items() if name_of(c.type_oid) not in ("json", "jsonb")}
+        self._inner.prepare(columns, mode=mode, key=key)
 
     def read(self, message: Message) -> Iterator[Change]:
         """Yield the rows that are wanted."""
@@ -242,7 +333,17 @@ class Shaped(Format):
             if any((_text_at(row, path) in values) is not wants for path, values, wants in self._tests):
                 self.left_out += 1
                 continue
-            yield key, value if self._flatten is None else msgspec.json.encode(self._flat(row, "", ()))
+            if self._flatten is None:
+                yield key, value
+                continue
+            flat = self._flat(row, "", ())
+            # What has a column that takes no objects was none: its null says nothing of columns with longer names.
+            nothings = {
+                f: v for f, v in flat.items() if v in _NO_OBJECTS and (v != Raw(NULL) or f not in self._never_objects)
+            }
+            if nothings:
+                self._spread(flat, nothings, self._flatten)
+            yield key, msgspec.json.encode(flat)
 
     def types(self, message: Message) -> dict[str, str]:
         """Return the types of what stays as it was."""
@@ -252,6 +353,13 @@ class Shaped(Format):
     def key_fields(self, message: Message) -> tuple[str, ...]:
         """Return what is told below."""
         return self._inner.key_fields(message)
+
+    def _spread(self, flat: dict[str, Raw], nothings: Mapping[str, Raw], between: str) -> None:
+        """Let the columns of an object's fields have what is there for the object: null, or a value left out."""
+        for name in self._names:
+            sources = [field for field in nothings if name.startswith(f"{field}{between}")]
+            if sources and not any(f"{name}{between}".startswith(each) for each in self._dropped):
+                flat.setdefault(name, nothings[max(sources, key=len)])
 
     def _flat(self, row: Mapping[str, Raw], prefix: str, path: tuple[str, ...]) -> dict[str, Raw]:
         flat: dict[str, Raw] = {}
@@ -274,6 +382,7 @@ def _text_at(row: Mapping[str, Raw], path: Sequence[str]) -> str | None:
         value = bytes(row.get(name, b"null"))
         row = fields_in(value) if value.startswith(b"{") else {}
     raw = bytes(row[last]) if last in row else None
+    raw = NULL if raw == NULL_DOCUMENT else raw
     return None if raw is None else msgspec.json.decode(raw) if raw.startswith(b'"') else raw.decode()
 
 
@@ -296,16 +405,6 @@ def to_json(value: Any) -> bytes:
     return _encode(jsonable(value))
 
 
-def _from_msgpack(message: Message) -> bytes | None:
-    value = message.value()
-    if value is None:
-        return None
-    found = msgspec.msgpack.decode(value)
-    if not isinstance(found, dict):
-        raise ValueError(f"a map of MessagePack is wanted, not {cut(found)}")
-    return to_json(found)
-
-
 def _from_cloudevent(message: Message) -> bytes | None:
     """Return the attributes of an event as fields, and its data as ``data``, or as base64 in ``data_base64``.
 
@@ -319,22 +418,20 @@ def _from_cloudevent(message: Message) -> bytes | None:
     elif "ce_specversion" in headers:
         event: dict[str, Any] = {name[3:]: _text(text) for name, text in headers.items() if name.startswith("ce_")}
         event |= {"datacontenttype": kind} if kind else {}
-        return _encode(event | _data(value, kind))
+        if value is None:
+            return _encode(event)
+        if not kind or re.match(r"(?:application|text)/(?:json|[^;]*\+json)\b", kind):
+            msgspec.json.decode(value)  # or what is malformed would make the whole row so
+            return _encode(event | {"data": Raw(value)})
+        if kind.startswith("text/"):
+            return _encode(event | {"data": value.decode()})
+        return _encode(event | {"data_base64": base64.b64encode(value).decode()})
     elif value is None:
         return None
     found = msgspec.json.decode(value or b"null", type=dict[str, Raw])
     if "specversion" not in found:
         raise ValueError("the message is no CloudEvent: it has neither a header ce_specversion nor a field specversion")
     return value
-
-
-def _data(value: bytes | None, kind: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not kind or re.match(r"(?:application|text)/(?:json|[^;]*\+json)\b", kind):
-        msgspec.json.decode(value)  # or what is malformed would make the whole row so
-        return {"data": Raw(value)}
-    return {"data": value.decode()} if kind.startswith("text/") else {"data_base64": base64.b64encode(value).decode()}
 
 
 def _text(value: str | bytes | None) -> str:
@@ -357,9 +454,10 @@ class Csv(Format):
         quoted = re.escape(delimiter)
         self._field = re.compile(rf'(?:"((?:[^"]|"")*)"|([^"{quoted}\r\n]*))({quoted}|\r?\n|\Z)')
 
-    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str], keeps_keys: bool) -> None:
+    def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str]) -> None:
         """Name the fields by the columns."""
-        self._names = tuple(columns if self._given is None else self._given)
+        if self._given is None and not self._names:  # a column that is added later is no field of the lines
+            self._names = tuple(columns)
         self._json = {name for name, column in columns.items() if name_of(column.type_oid) in ("json", "jsonb")}
 
     def read(self, message: Message) -> Iterator[Change]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,13 +14,28 @@ from confluent_kafka import Message
 
 from exactly_once.errors import ConfigurationError
 
-from .changes import MISSING, Row, Tombstone
+from .changes import MISSING, Missing, Row, Tombstone
 from .codec import Naive
 from .decoding import Decoded, Envelope, Source, alike
 from .errors import NAME_BYTES, BadRow, TableError, cut
-from .json_shape import BYTE_ORDER_MARK, NULL, UNSET, Left, Path, Raw, Shape, as_json, names_in
-from .json_types import FLOATS, Epoch, Nul, Reading, base_name, fast_type, is_exact
-from .json_values import UNREADABLE, advice, checked, reader_of, shown, stripped, text_of
+from .json_shape import BYTE_ORDER_MARK, NULL, UNAVAILABLE, UNSET, Left, Path, Raw, Shape, as_json, names_in
+from .json_values import (
+    FLOATS,
+    TIMES,
+    UNREADABLE,
+    Epoch,
+    Nul,
+    Reading,
+    advice,
+    base_name,
+    checked,
+    fast_type,
+    is_exact,
+    reader_of,
+    shown,
+    stripped,
+    text_of,
+)
 from .statements import Mode
 from .table import Column, OnMissing, Table
 
@@ -48,9 +64,9 @@ class JsonDecoder:
     ``rename`` is the same, and the other columns are filled by their names. Fields in ``drop`` go nowhere.
     ``metadata`` and ``constants`` fill columns as :class:`Envelope` says, ``rest`` names a jsonb column that collects
     all other fields.
-    ``epoch`` says which dates and times are numbers, and of what unit; ``decimal`` which numbers are the base64 of
-    their bytes, and with what scale; ``json_text`` which json columns come as text that holds JSON. ``lax`` takes
-    numbers and booleans in text too, and 1 and 0 for booleans; ``nul="strip"`` takes NUL out of text.
+    ``epoch`` says which dates, times and intervals are numbers, and of what unit; ``decimal`` which numbers are the
+    base64 of their bytes, and with what scale; ``json_text`` which json columns come as text that holds JSON. ``lax``
+    takes numbers and booleans in text too, and 1 and 0 for booleans; ``nul="strip"`` takes NUL out of text.
 
     Timestamps are ISO 8601 with a zone for timestamptz and without one for timestamp, unless
     ``naive_timestamps="utc"``. A field that is missing is null, or, by default, left to a column that has a
@@ -93,8 +109,12 @@ class JsonDecoder:
         )
         self._missing = missing
         self._on_tombstone = on_tombstone
-        # The columns that a field has filled so far.
+        # The columns that a field has filled so far, and the others by their positions.
         self._filled: set[str] = set()
+        self._unfilled: dict[int, str] = {}
+        # Columns whose names Postgres may have cut: filled from longer ones, or known to have a field of their own.
+        self._adopted: set[str] = set()
+        self._own: set[str] = set()
         for option, value, choices in (("nul", nul, get_args(Nul)), ("missing", missing, tuple(_MISSING))):
             if value not in choices:
                 raise ConfigurationError(f"{option}={value!r} is not possible; choose one of {', '.join(choices)}")
@@ -116,10 +136,12 @@ class JsonDecoder:
         else:
             taken = {*self._envelope.columns, self._rest}
             named = {name: (name,) for name in table.writable if name not in taken and (name,) not in self._drop}
-            self._paths = named | self._rename
+            # An altered table changes nothing about which field a column with a cut name is filled from.
+            self._adopted &= named.keys()
+            self._paths = named | {name: self._paths[name] for name in self._adopted} | self._rename
         self._columns = (*self._paths, *([self._rest] if self._rest else []), *self._envelope.columns)
+        self._key_columns = key if mode == "upsert" else None
         self._fill()
-        self._key = _Key(table, key, self._paths, self._reading) if mode == "upsert" else None
 
     @property
     def new_fields(self) -> set[str]:
@@ -150,9 +172,21 @@ class JsonDecoder:
     # How the columns are filled.
 
     def _fill(self) -> None:
-        """Get ready to fill columns from their paths."""
+        """Get ready to fill columns from their paths.
+
+        :raises TableError: for options for columns that no field fills, or that are of another kind.
+        """
         columns, reading = self._table.pick(list(self._paths)), self._reading
-        _check(columns, reading)
+        names = {c.name: base_name(c) for c in columns}
+        for option, given, kinds in (
+            ("epoch", set(reading.epoch), TIMES),
+            ("decimal", set(reading.decimal), {"numeric"}),
+            ("json_text", set(reading.json_text), {"json", "jsonb"}),
+        ):
+            if unknown := given - set(names):
+                raise TableError(f"{option} names {', '.join(sorted(unknown))}, which no field fills")
+            if wrong := sorted(name for name in given if names[name] not in kinds):
+                raise TableError(f"{option} names {', '.join(wrong)}, which is not of {', '.join(sorted(kinds))}")
         tells = {c.name for c in columns if c.is_left_out(_MISSING[self._missing])}
         types = {c.name: fast_type(c, reading) for c in columns}
         self._shape = Shape(
@@ -169,8 +203,11 @@ class JsonDecoder:
         unsure = [_UNSURE_HALF] if any(base_name(c.element or c) in _TIMESTAMPS for c in columns) else []
         unsure += [_NUL] if reading.nul == "strip" else []
         self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
-        self._unfilled = {i: c.name for i, c in enumerate(columns) if c.name not in self._filled}
+        self._unfilled.clear()
+        self._unfilled.update((i, c.name) for i, c in enumerate(columns) if c.name not in self._filled)
         self._pick = self._shape.pick
+        key = self._key_columns
+        self._key = None if key is None else _Key(self._table, key, self._paths, self._reading)
         self._expect_known(expects=self._rest is None)
 
     def _expect_known(self, *, expects: bool) -> None:
@@ -206,8 +243,11 @@ class JsonDecoder:
                 rows = self._completed(rows)
             lefts: list[Any] = list(map(self._shape.left, values)) if self._counts else []
             names: list[Collection[str]] = list(map(names_in, lefts)) if self._shape.is_deep else lefts
-            if not all(map(self._ignored.issuperset, names)) and self._adopts({n for each in names for n in each}):
-                return None
+            if not all(map(self._ignored.issuperset, names)):
+                new = {n for each in names for n in each} - self._ignored
+                # Whether a long name is that of a column depends on the fields beside it.
+                if any(len(name.encode()) > NAME_BYTES for name in new) or self._adopts(new, ()):
+                    return None
             added = list(map(self._envelope.values, messages)) if self._envelope.columns else []
         except UNREADABLE:
             return None
@@ -232,6 +272,8 @@ class JsonDecoder:
         """Tell whether one of several messages needs a closer look, although msgspec has decoded it."""
         joined = b"\n".join(values)
         if self._shape.empty in rows or (self._is_unsure is not None and self._is_unsure(joined)):
+            return True
+        if self._rest is not None and UNAVAILABLE in joined:
             return True
         has_zero = any(0 in map(itemgetter(position), rows) for position in self._floats)
         return has_zero and _UNSURE_ZERO.search(joined) is not None
@@ -261,11 +303,38 @@ class JsonDecoder:
     def _alone(self, message: Message, what: OnTombstone, unused: Counter[str]) -> Row:
         """Decode one message that needs a closer look.
 
-        :raises BadRow: for one of which no row can be made.
+        :raises BadRow: for what is no object, has no field for any column, or one with a value that does not fit.
         """
         if (value := message.value()) is None:
             return self._tombstone(message, what)
-        row = self._careful(message, value, unused)
+        value = value.removeprefix(BYTE_ORDER_MARK)
+        try:
+            found, left = self._shape.find(value)
+            names = names_in(left)
+            if self._adopts(names, found):
+                found, left = self._shape.find(value)
+                names = names_in(left)
+        except UNREADABLE as error:
+            raise BadRow(f"the value is no object in JSON that fits: {error}: {cut(value)}", message=message) from error
+        if self._rest is None:
+            if names and not self._counts:
+                self._expect_known(expects=self._shape.ignore(names))
+            if not found and self._paths:
+                raise BadRow(self._no_column_for(names), message=message)
+        elif lost := [name for name, part in left.items() if part == Raw(UNAVAILABLE)]:
+            reason = (
+                f"field {lost[0]} is not in the message, and this column cannot keep it: give it a column of its own"
+            )
+            raise BadRow(reason, message=message, column=self._rest)
+        values = []
+        for column, read in self._readers:
+            raw = found.get(column.name)
+            try:
+                values.append(self._absent[column.name] if raw is None else read(raw))
+            except UNREADABLE as error:
+                assert raw is not None
+                raise BadRow(self._reason(column, raw, error), message=message, column=column.name) from error
+        row = self._finished(tuple(values), left, names, unused)
         self._note_filled([row])
         return (*row, *self._envelope.values(message)) if self._envelope.columns else row
 
@@ -277,35 +346,6 @@ class JsonDecoder:
             return row
         rest = as_json(left)
         return (*row, stripped(rest) if self._reading.nul == "strip" else rest)
-
-    def _careful(self, message: Message, value: bytes, unused: Counter[str]) -> Row:
-        """Read field by field.
-
-        :raises BadRow: for what is no object, has no field for any column, or one with a value that does not fit.
-        """
-        value = value.removeprefix(BYTE_ORDER_MARK)
-        try:
-            found, left = self._shape.find(value)
-            names = names_in(left)
-            if self._adopts(names):
-                found, left = self._shape.find(value)
-                names = names_in(left)
-        except UNREADABLE as error:
-            raise BadRow(f"the value is no object in JSON that fits: {error}: {cut(value)}", message=message) from error
-        if self._rest is None:
-            if names and not self._counts:
-                self._expect_known(expects=self._shape.ignore(names))
-            if not found and self._paths:
-                raise BadRow(self._no_column_for(names), message=message)
-        row = []
-        for column, read in self._readers:
-            raw = found.get(column.name)
-            try:
-                row.append(self._absent[column.name] if raw is None else read(raw))
-            except UNREADABLE as error:
-                assert raw is not None
-                raise BadRow(self._reason(column, raw, error), message=message, column=column.name) from error
-        return self._finished(tuple(row), left, names, unused)
 
     def _reason(self, column: Column, raw: bytes, error: Exception) -> str:
         """Say what was wrong with a value, and what would take it."""
@@ -326,37 +366,49 @@ class JsonDecoder:
             return f"{text}; fields or rename fill {pairs}, which it does not have"
         if similar:
             pairs = ", ".join(f'{column} = "{name}"' for column, name in similar.items())
-            text += f"; names differ in case or underscores only: fields = {{ {pairs} }}"
+            option = "rename" if self._fields is None else "fields"  # which fills no other columns
+            text += f"; names differ in case or underscores only: {option} = {{ {pairs} }}"
         return text
 
     def _note_filled(self, rows: Sequence[Row]) -> None:
         for position in list(self._unfilled):
-            if any(value is not None and value is not MISSING for value in map(itemgetter(position), rows)):
+            if any(value is not None and not isinstance(value, Missing) for value in map(itemgetter(position), rows)):
                 self._filled.add(self._unfilled.pop(position))
 
-    def _adopts(self, names: Collection[str]) -> bool:
-        """Fill columns whose names Postgres has cut from the fields with the whole names; tell if there were any.
+    def _adopts(self, names: Collection[str], found: Collection[str]) -> bool:
+        """Fill columns whose names Postgres has cut from the fields with the whole names; tell if that changes.
+
+        A field with exactly the column's name has it; ``found`` are the columns that have one beside these fields.
 
         :raises ValueError: for two fields whose names begin alike.
         """
-        adopted: dict[str, Path] = {}
-        for name in names:
+        # Put in place at the end: a message that is refused in the middle changes nothing for those behind it.
+        paths, adopted, own = dict(self._paths), set(self._adopted), set(self._own)
+        for name in names if self._fields is None else ():
             encoded = name.encode()
             column = encoded[:NAME_BYTES].decode(errors="ignore")
-            if len(encoded) <= NAME_BYTES or self._fields is not None or column not in self._paths:
-                continue
-            other = adopted.get(column, self._paths[column])
-            if other != (column,):
-                raise ValueError(
-                    f"the names of {other[0]} and {name} are one, {column}, where Postgres cuts them: "
-                    "use fields, or rest"
-                )
-            adopted[column] = (name,)
-        self._paths |= adopted
+            if name in adopted:
+                adopted.remove(name)
+                own.add(name)
+                paths[name] = (name,)
+            elif len(encoded) > NAME_BYTES and column in paths:
+                other = paths[column]
+                if other != (column,):
+                    raise ValueError(
+                        f"the names of {other[0]} and {name} are one, {column}, where Postgres cuts them: "
+                        "use rename, or rest"
+                    )
+                if column in found or column in self._filled:
+                    own.add(column)
+                if column not in own:
+                    adopted.add(column)
+                    paths[column] = (name,)
         self._ignored.update(names)
-        if adopted:
+        self._adopted, self._own = adopted, own
+        if changed := paths != self._paths:
+            self._paths = paths
             self._fill()
-        return bool(adopted)
+        return changed
 
 
 def path_of(given: str | Sequence[str]) -> Path:
@@ -371,6 +423,7 @@ class _Key:
         self._key = key
         columns = table.pick([name for name in key if name in paths])
         self._readers = {c.name: checked(c, reading) for c in columns}
+        self._special = {c.name for c in columns if reading.is_special(c)}
         self._shape = Shape({c.name: ((paths[c.name][-1],), Raw) for c in columns})
 
     def tombstone(self, message: Message, envelope: Envelope) -> Tombstone:
@@ -401,26 +454,10 @@ class _Key:
         text = key.decode()
         if "\0" in text:
             raise ValueError("it holds NUL, so it is in a binary form; keys are read as JSON or text")
-        return {name: text}
+        # What an option says of the column is said of its key, too.
+        return {name: read(json.dumps(text).encode()) if name in self._special else text}
 
 
 def _nothing(_: bytes) -> Any:
     """Stand for a decoder where msgspec cannot be one."""
     raise ValueError
-
-
-def _check(columns: Sequence[Column], reading: Reading) -> None:
-    """Refuse options for columns that no field fills, or that are of another kind.
-
-    :raises TableError: for such a one.
-    """
-    names = {c.name: base_name(c) for c in columns}
-    for option, given, kinds in (
-        ("epoch", set(reading.epoch), {"date", "time", "timetz", "timestamp", "timestamptz"}),
-        ("decimal", set(reading.decimal), {"numeric"}),
-        ("json_text", set(reading.json_text), {"json", "jsonb"}),
-    ):
-        if unknown := given - set(names):
-            raise TableError(f"{option} names {', '.join(sorted(unknown))}, which no field fills")
-        if wrong := sorted(name for name in given if names[name] not in kinds):
-            raise TableError(f"{option} names {', '.join(wrong)}, which is not of {', '.join(sorted(kinds))}")

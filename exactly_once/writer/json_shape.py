@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from operator import attrgetter
@@ -27,6 +28,11 @@ Tree = dict[str, "Tree | str"]
 Left = dict[str, Any]
 
 NULL = b"null"
+# What a format writes where the source has a value and its message does not. No message has it by chance, and msgspec
+# takes it for nothing but Raw, so that a reader looks at it.
+UNAVAILABLE = b'[{"%b":0}]' % secrets.token_hex(16).encode()
+# The same for a document that is null, which is a value of a column of JSON, and not the lack of one.
+NULL_DOCUMENT = b'"%b"' % secrets.token_hex(16).encode()
 # Beyond it the names may be data, such as ids, and each is another type.
 _MOST_IGNORED = 100
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -113,7 +119,10 @@ class Shape:
             renamed[attribute] = field
             if isinstance(below, str):
                 self._attributes[below] = prefix + attribute
-                fields.append(self._field(attribute, below))
+                kind, is_told = self._types.get(below, msgspec.Raw), below in self._tells
+                if kind is not msgspec.Raw:  # which takes null by itself, and nothing beside it in a union
+                    kind = kind | None | msgspec.UnsetType if is_told else kind | None
+                fields.append((attribute, kind, UNSET if is_told else None))
             else:
                 inner = self._struct(below, f"{prefix}{attribute}.", forbids=forbids)
                 fields.append((attribute, inner | None | msgspec.UnsetType, UNSET))
@@ -121,12 +130,6 @@ class Shape:
             fields += [(f"i{number}", msgspec.Raw, msgspec.Raw()) for number in range(len(self._ignored))]
             renamed |= {f"i{number}": name for number, name in enumerate(self._ignored)}
         return msgspec.defstruct("Fields", fields, rename=renamed, gc=False, forbid_unknown_fields=forbids)
-
-    def _field(self, attribute: str, column: str) -> tuple[str, Any, Any]:
-        kind, is_told = self._types.get(column, msgspec.Raw), column in self._tells
-        if kind is not msgspec.Raw:  # which takes null by itself, and nothing beside it in a union
-            kind = kind | None | msgspec.UnsetType if is_told else kind | None
-        return attribute, kind, UNSET if is_told else None
 
 
 def names_in(left: Left, prefix: str = "") -> list[str]:
@@ -139,7 +142,7 @@ def names_in(left: Left, prefix: str = "") -> list[str]:
 
 def as_json(left: Left) -> bytes:
     """Write fields that no column takes, each as it was."""
-    return msgspec.json.encode(left)
+    return msgspec.json.encode(left).replace(NULL_DOCUMENT, NULL)
 
 
 def _walk(tree: Tree, value: bytes, found: dict[str, bytes], prefix: str) -> Left:
@@ -152,11 +155,13 @@ def _walk(tree: Tree, value: bytes, found: dict[str, bytes], prefix: str) -> Lef
         raw = bytes(part)
         if isinstance(below, str):
             found[below] = raw
-        elif raw == NULL:
-            found.update(dict.fromkeys(_leaves(below), NULL))
+        elif raw in (NULL, UNAVAILABLE):
+            found.update(dict.fromkeys(_leaves(below), raw))
             left[name] = part
         elif not raw.startswith(b"{"):
-            raise ValueError(f"field {prefix}{name} is no object: {cut(raw)}")
+            if any(_leaves(below)):
+                raise ValueError(f"field {prefix}{name} is no object: {cut(raw)}")
+            left[name] = part  # nothing but fields to drop would be in it
         elif (inner := _walk(below, raw, found, f"{prefix}{name}.")) or raw == b"{}":
             left[name] = inner
     return left
@@ -171,11 +176,21 @@ def _grow(tree: Tree, path: Path, column: str) -> None:
     for name in above:
         below = tree.setdefault(name, {})
         if isinstance(below, str):
-            raise TableError(f"field {name!r} cannot be both a value (column {below}) and an object (column {column})")
+            raise _both(name, below, path, column)
         tree = below
     if last in tree:
+        if isinstance(below := tree[last], dict):
+            raise _both(last, column, path, next(iter(_leaves(below))))
         raise TableError(f"field {'.'.join(path)!r} fills column {column or 'nothing'} and something else")
     tree[last] = column
+
+
+def _both(name: str, column: str, path: Path, inner: str) -> TableError:
+    if not inner:
+        text = f"column {column} takes field {name!r} whole, so that nothing within it can be dropped"
+        return TableError(f"{text}, as {'.'.join(path)!r} is; drop {name!r}, or give its fields columns of their own")
+    value = f"column {column}" if column else "nothing"
+    return TableError(f"field {name!r} cannot be both a value ({value}) and an object (column {inner})")
 
 
 def _picker(attributes: list[str]) -> Callable[[Any], tuple[Any, ...]]:
@@ -196,15 +211,13 @@ def _careful_picker(attributes: list[str], empty: Row) -> Callable[[Any], tuple[
         try:
             return pick_all(decoded)
         except AttributeError:
-            values = zip((_follow(decoded, path) for path in paths), empty, strict=True)
-            return tuple(absent if value is UNSET else value for value, absent in values)
+            row = []
+            for path, absent in zip(paths, empty, strict=True):
+                value = decoded
+                for attribute in path:
+                    if value is not None and value is not UNSET:
+                        value = getattr(value, attribute)
+                row.append(absent if value is UNSET else value)
+            return tuple(row)
 
     return pick
-
-
-def _follow(decoded: Any, path: list[str]) -> Any:
-    for attribute in path:
-        if decoded is None or decoded is UNSET:
-            return decoded
-        decoded = getattr(decoded, attribute)
-    return decoded

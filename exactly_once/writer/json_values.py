@@ -1,6 +1,6 @@
-"""JSON readers: from the JSON of one field to what its column takes, in every form that loses nothing.
+"""JSON values: what msgspec is told to accept for a column, and readers for what it does not make the right thing of.
 
-These are for what msgspec does not decode into the right thing by itself: slower, and with errors that show the value.
+The readers take every form that loses nothing: slower, and with errors that show the value.
 """
 
 from __future__ import annotations
@@ -8,24 +8,60 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import msgspec
+from msgspec import Meta
 
-from .codec import Codec
-from .codecs import codec_of
+from . import changes
+from .codec import Codec, Naive, record
+from .codecs import codec_of, name_of
 from .errors import cut
-from .json_shape import NULL, fields_in
-from .json_types import FLOATS, Epoch, Reading, base_name, is_exact
-from .literals import record
+from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
 from .numbers import decimal_of, whole_of
 from .table import Column
-from .times import BEYOND, clock_of
+from .times import BEYOND, clock_of, span_of
 
+# The unit of dates, times and intervals that are numbers.
+Epoch = Literal["s", "ms", "us", "ns", "days"]
+# What to do with NUL, which text in Postgres does not hold.
+Nul = Literal["refuse", "strip"]
+
+_LIMITS = {
+    "int2": (-(1 << 15), (1 << 15) - 1),
+    "int4": (-(1 << 31), (1 << 31) - 1),
+    "int8": (-(1 << 63), (1 << 63) - 1),
+    "oid": (0, (1 << 32) - 1),
+}
+_TYPES: dict[str, Any] = {
+    **{name: Annotated[int, Meta(ge=low, le=high)] for name, (low, high) in _LIMITS.items()},
+    # Whole numbers apart, because a double changes large ones.
+    "float4": int | float,
+    "float8": int | float,
+    "bool": bool,
+    "uuid": UUID,
+    "bytea": bytes,
+    "date": date,
+    "timestamp": Annotated[datetime, Meta(tz=False)],
+    "timestamptz": Annotated[datetime, Meta(tz=True)],
+    "text": str,
+    "varchar": str,
+    "bpchar": str,
+    "name": str,
+    "interval": str,
+    "inet": str,
+    "cidr": str,
+}
+_EXACT = {*_LIMITS, "bool", "uuid", "date", "bytea"}
+_EXACT_WITHOUT_LENGTH = {"text", "varchar", "bpchar", "timestamp", "timestamptz"}
+_TIMESTAMPS = {"timestamp", "timestamptz"}
+FLOATS = {"float4", "float8"}
 # What is raised for JSON of which nothing can be made.
 UNREADABLE = (msgspec.DecodeError, ValueError, ArithmeticError, TypeError, RecursionError)
 # Makes of a field's JSON what the column's codec takes; raises one of UNREADABLE if it cannot.
@@ -46,7 +82,8 @@ _LARGEST_EXPONENT = 30
 _NUL_ESCAPE = re.compile(rb"(?<!\\)((?:\\\\)*)(?:\\u0000)+")
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
-_MOMENTS = {"timestamp", "timestamptz", "date", "time", "timetz"}
+# What a number says nothing of, unless its unit is known.
+TIMES = {"timestamp", "timestamptz", "date", "time", "timetz", "interval"}
 _WHOLE = {"int2", "int4", "int8", "oid"}
 _NUMBER_STARTS = b"-0123456789"
 _BOOLEANS = {
@@ -57,10 +94,59 @@ _BOOLEANS = {
 _NOT_FINITE = (b'"NaN"', b'"Infinity"', b'"-Infinity"')
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the values of JSON are to be taken; columns by name."""
+
+    naive: Naive = "refuse"
+    nul: Nul = "refuse"
+    lax: bool = False
+    epoch: Mapping[str, Epoch] = field(default_factory=dict)
+    decimal: Mapping[str, int] = field(default_factory=dict)
+    """The scales of numbers that come as base64 of their bytes."""
+    json_text: frozenset[str] = frozenset()
+
+    def is_special(self, column: Column) -> bool:
+        """Tell whether something was said of a column."""
+        return column.name in self.epoch or column.name in self.decimal or column.name in self.json_text
+
+
+def fast_type(column: Column, reading: Reading) -> Any:
+    """Return what msgspec is to make of a column's values, null apart; Raw where a reader is to look at them.
+
+    What it refuses is looked at again by the reader, which takes more forms and is slower.
+    """
+    if reading.is_special(column) or column.kind not in ("b", "e"):
+        return msgspec.Raw
+    element = column.element
+    if element is not None:
+        kind = fast_type(element, reading) if is_exact(element, reading) else msgspec.Raw
+        return kind if kind is msgspec.Raw else list[kind | None]  # type: ignore[valid-type]
+    name = base_name(column)
+    if name in _TIMESTAMPS and reading.naive != "refuse":
+        return datetime
+    return str if column.kind == "e" else _TYPES.get(name, msgspec.Raw)
+
+
+def is_exact(column: Column, reading: Reading) -> bool:
+    """Tell whether what is accepted needs no further look."""
+    if reading.is_special(column) or column.kind not in ("b", "e") or column.element_oid is not None:
+        return False
+    name = base_name(column) if column.kind == "b" else "text"
+    if name in _TIMESTAMPS and reading.naive != "refuse":
+        return False
+    return name in _EXACT or (name in _EXACT_WITHOUT_LENGTH and column.typmod < 0)
+
+
+def base_name(column: Column) -> str:
+    """Return the name of a column's built-in type; nothing for any other."""
+    return name_of(column.type_oid) or ""
+
+
 def reader_of(column: Column, reading: Reading) -> Reader:
     """Return the reader of a column: null is None, all else what its codec takes."""
     read = _read_of(column, reading)
-    return lambda raw: None if raw == NULL else read(raw)
+    return lambda raw: None if raw == NULL else changes.UNAVAILABLE if raw == UNAVAILABLE else read(raw)
 
 
 def checked(column: Column, reading: Reading) -> Reader:
@@ -83,17 +169,20 @@ def checked(column: Column, reading: Reading) -> Reader:
 def advice(column: Column, raw: bytes, reading: Reading) -> str:
     """Say what option, or what other type, would take a value that its column did not; nothing if none is known."""
     name, is_text, is_number = base_name(column), raw.startswith(b'"'), raw[0] in _NUMBER_STARTS
-    if is_number and name in _MOMENTS and column.name in reading.epoch:
+    if is_number and name in TIMES and column.name in reading.epoch:
         return ""  # it is taken as a number already, and says itself what is wrong
-    if is_number and name in _MOMENTS:
+    if is_number and name in TIMES:
         return f'epoch = {{ {column.name} = "ms" }} takes a number, here of milliseconds'
     if raw.startswith((b"{", b"[")):
         return f"jsonb takes it: {_alter(column, 'jsonb', 'to_jsonb')}" if column.element_oid is None else ""
-    if (is_text or is_number) and (name in FLOATS or name == "bool") and not reading.lax:
+    if (is_text or is_number) and name == "bool":
+        takes = "" if reading.lax else 'lax = true takes 1, 0, "true", "false", "t" and "f"; '
+        return f"{takes}jsonb takes all: {_alter(column, 'jsonb', 'to_jsonb')}"
+    if is_text and name in FLOATS and not reading.lax:
         return f"lax = true takes numbers and booleans in text; text takes all: {_alter(column, 'text')}"
-    if is_number and name in _WHOLE:
+    if is_number and (name in _WHOLE or name in FLOATS):
         return f"numeric takes it: {_alter(column, 'numeric')}"
-    if is_text and name in _MOMENTS | _WHOLE | {"numeric", "uuid"}:
+    if is_text and name in TIMES | _WHOLE | {"numeric", "uuid"}:
         return f"text takes all: {_alter(column, 'text')}"
     return ""
 
@@ -144,10 +233,6 @@ def _read_of(column: Column, reading: Reading) -> Reader:
         return _composite(column, reading)
     if column.element is not None:
         return _array(column.element, reading)
-    return _scalar(column, reading)
-
-
-def _scalar(column: Column, reading: Reading) -> Reader:
     name = base_name(column) if column.kind == "b" else ""
     as_text = partial(text_of, strips=reading.nul == "strip")
     if name in ("json", "jsonb"):
@@ -180,7 +265,7 @@ def _number_or_boolean(raw: bytes, name: str, *, lax: bool) -> Any:
 
 def _bytes(raw: bytes) -> bytes:
     try:
-        return base64.b64decode(text_of(raw), validate=True)
+        return base64.b64decode(_words(raw), validate=True)
     except binascii.Error as error:
         raise ValueError(f"{shown(raw)} is no base64: {error}") from error
 
@@ -199,7 +284,7 @@ def _unscaled(raw: bytes, scale: int) -> Decimal:
 
 
 def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:
-    """Turn a number into a moment, a date or a time of day, without a detour over floats."""
+    """Turn a number into a moment, a date, a time of day or an interval, without a detour over floats."""
     text = text_of(raw)
     try:
         value = Decimal(text)
@@ -210,6 +295,8 @@ def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:
         microseconds = int(context.multiply(value, _UNITS[unit]).to_integral_value(context=context))
     except ArithmeticError as error:
         raise ValueError(f"{shown(raw)} is no number of {unit}") from error
+    if name == "interval":
+        return span_of(microseconds)
     if name in ("time", "timetz"):
         if not 0 <= microseconds < _DAY:
             raise ValueError(f"{shown(raw)} {unit} is more than a day")
@@ -241,7 +328,7 @@ def _time(raw: bytes) -> Any:
 def _words(raw: bytes) -> str:
     if raw.startswith(b'"'):
         return text_of(raw)
-    raise ValueError(f"text in ISO 8601 is wanted, not {shown(raw)}")
+    raise ValueError(f"text is wanted, not {shown(raw)}")
 
 
 def _parts(raw: bytes) -> list[int]:
@@ -260,6 +347,8 @@ def _clock(parts: list[int]) -> time:
 
 
 def _json(raw: bytes, *, is_text: bool, strips: bool) -> bytes:
+    if raw == NULL_DOCUMENT:
+        return NULL
     if is_text and raw.startswith(b'"'):
         raw = text_of(raw, strips=strips).encode()
     return stripped(raw) if strips else raw
@@ -325,4 +414,7 @@ _SIMPLE: dict[str, Reader] = {
     "timetz": _time,
     "timestamp": _moment,
     "timestamptz": _moment,
+    # Of which the digits of a number would be something else.
+    **dict.fromkeys(("interval", "bit", "varbit", "macaddr", "macaddr8"), _words),
+    "money": lambda raw: Decimal(raw.decode()) if raw[0] in _NUMBER_STARTS else text_of(raw),
 }

@@ -1,98 +1,132 @@
-"""Literals: any value as the text that Postgres reads; the way of whatever has no binary one. No I/O."""
+"""Literals: reads arrays, ranges and composite values as Postgres writes them, down to the texts of parts. No I/O.
+
+So each part is looked at like a value of its own, and none is read by the session's time zone or DateStyle, or rounded.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
-from typing import Any
-from uuid import UUID
+import re
+from typing import Any, NoReturn
 
-from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 
 from .errors import cut
 
-_NEEDS_QUOTES = frozenset('{}(),"\\ \t\n\r\v\f')
+# Possessive, for a quote within is doubled, and each pair could be read in two ways.
+_QUOTED = r'"(?:[^"\\]|""|\\.)*+"'
+_BOUND = rf'\s*+(?:{_QUOTED}\s*+|[^"\\,)\]]*+)'
+_RANGE = re.compile(
+    rf"\s*+(?:empty|(?P<open>[\[(])(?P<lower>{_BOUND}),(?P<upper>{_BOUND})(?P<close>[\])]))\s*+",
+    re.ASCII | re.IGNORECASE | re.DOTALL,
+)
+_FIELD = re.compile(rf'({_QUOTED}|[^"\\,)]*+)([,)])', re.DOTALL)
+_ELEMENT = re.compile(r'"(?:[^"\\]|\\.)*+"|[^"\\{},]++', re.DOTALL)
+# Of an array whose first element is not number 1.
+_SUBSCRIPTS = re.compile(r"\s*+((?:\[[+-]?\d+(?::[+-]?\d+)?\]\s*+)*+=)?\s*+", re.ASCII)
+_OPENING = re.compile(r"\{\s*+(\})?\s*+", re.ASCII)
+_SEPARATOR = re.compile(r"\s*+([,}])\s*+", re.ASCII)
+_ESCAPE = re.compile(r'\\(.)|""', re.DOTALL)
+_BLANKS = " \t\n\r\v\f"
+# As many as Postgres holds.
+_DIMENSIONS = 6
 
 
-def literal(value: Any) -> str | None:
-    """Write a value as Postgres reads it; a string is taken to be written so already.
+def read_range(text: str) -> Range[str]:
+    """Return a range of the texts of its bounds.
 
-    :raises ValueError: for a kind of value that has no such form.
+    :raises ValueError: for any other text.
     """
-    if value is None:
-        return None
-    writer = _WRITERS.get(type(value)) or next((w for kind, w in _WRITERS.items() if isinstance(value, kind)), None)
-    if writer is None:
-        raise ValueError(f"a {type(value).__name__} has no form that Postgres reads: {cut(value)}")
-    return writer(value)
+    found = _RANGE.fullmatch(text)
+    return _range(found) if found else _refuse(text, "range")
 
 
-def json_text(value: Any) -> str:
-    """Write JSON that Postgres accepts, without NaN and Infinity.
+def read_multirange(text: str) -> list[Range[str]]:
+    """Return the ranges of a multirange.
 
-    :raises ValueError: for what JSON cannot say.
+    :raises ValueError: for any other text.
     """
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except TypeError as error:
-        raise ValueError(f"{error}: {cut(value)}") from error
+    text = text.strip(_BLANKS)
+    opening, ranges = _OPENING.match(text), []
+    is_open = opening is not None and not opening[1]
+    at = opening.end() if opening else -1
+    while is_open:
+        found = _RANGE.match(text, at)
+        separator = found and _SEPARATOR.match(text, found.end())
+        if not found or not separator:
+            _refuse(text, "multirange")
+        ranges.append(_range(found))
+        is_open, at = separator[1] == ",", separator.end()
+    return ranges if at == len(text) else _refuse(text, "multirange")
 
 
-def record(values: Sequence[Any]) -> str:
-    """Write a value of a composite type, from those of its attributes."""
-    return "(" + ",".join("" if v is None else _quoted(literal(v) or "", doubled='"') for v in values) + ")"
+def read_record(text: str) -> tuple[str | None, ...]:
+    """Return the texts of a composite value's attributes.
+
+    :raises ValueError: for any other text.
+    """
+    text = text.strip(_BLANKS)
+    fields: list[str | None] = []
+    is_open, at = text.startswith("("), 1
+    while is_open:
+        found = _FIELD.match(text, at)
+        if found is None:
+            _refuse(text, "composite value")
+        fields.append(_unquoted(found[1]) if found[1] else None)
+        is_open, at = found[2] == ",", found.end()
+    return tuple(fields) if fields and at == len(text) else _refuse(text, "composite value")
 
 
-def _array(values: Sequence[Any]) -> str:
-    parts = []
-    for value in values:
-        text = _array(value) if isinstance(value, list) else literal(value)
-        if text is None:
-            text = "NULL"
-        elif not isinstance(value, list):
-            text = f'"{text}"' if text.upper() == "NULL" else _quoted(text, doubled="\\")
-        parts.append(text)
-    return "{" + ",".join(parts) + "}"
+def read_array(text: str) -> tuple[str, list[Any]]:
+    """Return what precedes an array whose first element is not number 1, and lists of the texts of its elements.
+
+    :raises ValueError: for any other text.
+    """
+    subscripts = _SUBSCRIPTS.match(text)
+    assert subscripts is not None
+    values, end = _elements(text, subscripts.end(), 1)
+    return (subscripts[1] or "", values) if end == len(text) else _refuse(text, "array")
 
 
-def _quoted(text: str, *, doubled: str) -> str:
-    """Quote a part of an array or record where it needs that."""
-    if text and _NEEDS_QUOTES.isdisjoint(text):
-        return text
-    text = text.replace("\\", "\\\\").replace('"', f'{doubled}"')
-    return f'"{text}"'
+def _elements(text: str, at: int, depth: int) -> tuple[list[Any], int]:
+    """Read one pair of braces and the blanks behind it, and tell where they end."""
+    opening = _OPENING.match(text, at)
+    if opening is None or depth > _DIMENSIONS:
+        _refuse(text, "array")
+    values: list[Any] = []
+    is_open, at = not opening[1], opening.end()
+    while is_open:
+        value: Any
+        if text.startswith("{", at):
+            value, at = _elements(text, at, depth + 1)
+        else:
+            value, at = _element(text, at)
+        values.append(value)
+        separator = _SEPARATOR.match(text, at)
+        if separator is None:
+            _refuse(text, "array")
+        is_open, at = separator[1] == ",", separator.end()
+    return values, at
 
 
-def _range(value: Range[Any]) -> str:
-    if value.isempty:
-        return "empty"
-    lower = "" if value.lower is None else _quoted(literal(value.lower) or "", doubled='"')
-    upper = "" if value.upper is None else _quoted(literal(value.upper) or "", doubled='"')
-    return f"{'[' if value.lower_inc else '('}{lower},{upper}{']' if value.upper_inc else ')'}"
+def _element(text: str, at: int) -> tuple[str | None, int]:
+    found = _ELEMENT.match(text, at)
+    given = found[0].strip(_BLANKS) if found else ""
+    if found is None or not given:
+        _refuse(text, "array")
+    return (None if given.upper() == "NULL" else _unquoted(given)), found.end()
 
 
-_WRITERS: dict[type, Callable[[Any], str]] = {
-    str: str.__str__,
-    bool: lambda value: "t" if value else "f",
-    int: int.__repr__,
-    float: float.__repr__,
-    Decimal: str,
-    bytes: lambda value: "\\x" + value.hex(),
-    bytearray: lambda value: "\\x" + value.hex(),
-    memoryview: lambda value: "\\x" + bytes(value).hex(),
-    datetime: lambda value: value.isoformat(sep=" "),
-    date: date.isoformat,
-    time: time.isoformat,
-    timedelta: lambda value: f"{value.days} days {value.seconds} seconds {value.microseconds} microseconds",
-    UUID: str,
-    list: _array,
-    tuple: record,
-    dict: json_text,
-    Range: _range,
-    Multirange: lambda value: "{" + ",".join(map(_range, value)) + "}",
-    **dict.fromkeys((IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network), str),
-}
+def _range(found: re.Match[str]) -> Range[str]:
+    if found["open"] is None:
+        return Range(empty=True)
+    # A bound of blanks is none of those that are not there.
+    lower, upper = (_unquoted(bound.strip(_BLANKS)) if (bound := found[name]) else None for name in ("lower", "upper"))
+    return Range(lower, upper, found["open"] + found["close"])
+
+
+def _unquoted(text: str) -> str:
+    return _ESCAPE.sub(lambda found: found[1] or '"', text[1:-1]) if text.startswith('"') else text
+
+
+def _refuse(text: str, what: str) -> NoReturn:
+    raise ValueError(f"{cut(text)} is no {what} as Postgres writes it")

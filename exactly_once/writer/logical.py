@@ -13,9 +13,9 @@ from msgspec import Raw
 
 from .codecs import name_of
 from .errors import BadRow, cut
-from .json_shape import fields_in
+from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
 from .table import Column
-from .times import BEYOND
+from .times import BEYOND, span_of
 
 # The fields of an object, each as JSON text.
 Row = dict[str, bytes]
@@ -55,7 +55,7 @@ def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) ->
     :raises BadRow: for a value that is not of the type that the schema says.
     """
     for name, convert in (_conversions(schema) if schema is not None else {}).items():
-        if row.get(name, b"null") != b"null":
+        if row.get(name, NULL) not in (NULL, UNAVAILABLE):
             try:
                 row[name] = convert(row[name], columns.get(name))
             except OverflowError as error:
@@ -79,43 +79,37 @@ def _conversions(schema: Schema) -> dict[str, Convert]:
 
 
 def _conversion(schema: Schema) -> Convert | None:
-    if (known := _LOGICAL.get(schema.name or "")) is not None:
+    known, _ = _LOGICAL.get(schema.name or "", (None, ""))
+    if known is not None:
         return partial(known, schema.parameters or {})
-    if schema.type == "array" and schema.items is not None and (inner := _conversion(schema.items)) is not None:
-        return partial(_array, inner)
-    if schema.type == "map" and schema.values is not None and (inner := _conversion(schema.values)) is not None:
-        return partial(_map, inner)
+    inner = schema.items if schema.type == "array" else schema.values if schema.type == "map" else None
+    if inner is not None and (convert := _conversion(inner)) is not None:
+        return partial(_array if schema.type == "array" else _map, convert)
     if schema.type == "struct" and (fields := _conversions(schema)):
         return partial(_struct, fields)
     return None
 
 
+def _raw(convert: Convert, value: Raw, column: Column | None = None) -> Raw:
+    text = bytes(value)
+    return value if text == NULL else Raw(convert(text, column))
+
+
 def _array(convert: Convert, text: bytes, column: Column | None) -> bytes:
-    items = msgspec.json.decode(text, type=list[Raw])
-    element = column
-    if column is not None:
-        oid = column.element_oid
-        element = None if oid is None else Column(name=column.name, type_name="", base_name="", type_oid=oid)
-    return msgspec.json.encode(
-        [each if bytes(each) == b"null" else Raw(convert(bytes(each), element)) for each in items]
-    )
+    oid = None if column is None else column.element_oid
+    element = None if oid is None else Column(name="", type_name="", base_name="", type_oid=oid)
+    return msgspec.json.encode([_raw(convert, each, element) for each in msgspec.json.decode(text, type=list[Raw])])
 
 
 def _map(convert: Convert, text: bytes, column: Column | None) -> bytes:
     if not text.startswith(b"{"):  # with keys that are no texts it is a list of pairs
         return text
-    values = fields_in(text)
-    return msgspec.json.encode(
-        {key: each if bytes(each) == b"null" else Raw(convert(bytes(each), None)) for key, each in values.items()}
-    )
+    return msgspec.json.encode({key: _raw(convert, each) for key, each in fields_in(text).items()})
 
 
 def _struct(fields: Mapping[str, Convert], text: bytes, column: Column | None) -> bytes:
     row = fields_in(text)
-    for name, convert in fields.items():
-        if name in row and bytes(row[name]) != b"null":
-            row[name] = Raw(convert(bytes(row[name]), None))
-    return msgspec.json.encode(row)
+    return msgspec.json.encode(row | {name: _raw(fields[name], row[name]) for name in fields if name in row})
 
 
 def _type(column: Column | None) -> str | None:
@@ -152,9 +146,14 @@ def _moment(kind: str, unit: str, _: Mapping[str, str], text: bytes, column: Col
     if of_column in _NUMBERS:
         return text
     digits = _DIGITS[unit]
-    seconds, part = divmod(msgspec.json.decode(text, type=int), 10**digits)
+    count = msgspec.json.decode(text, type=int)
+    if kind == "time" and of_column == "interval" and not (count * 10**6) % 10**digits:
+        return _text(span_of(count * 10**6 // 10**digits))  # MySQL's time is one: below zero, or beyond a day
+    seconds, part = divmod(count, 10**digits)
+    if kind == "time" and (seconds, part) == (_DAY_SECONDS, 0):
+        return _text("24:00:00")
     if kind == "time" and not 0 <= seconds < _DAY_SECONDS:
-        raise ValueError("it is no time of a day")
+        raise ValueError("it is no time of a day; a column of interval takes it")
     moment, fraction = _since_epoch(seconds=seconds), f".{part:0{digits}d}" if part else ""
     if kind == "time":
         return _text(f"{moment:%H:%M:%S}{fraction}")
@@ -163,7 +162,7 @@ def _moment(kind: str, unit: str, _: Mapping[str, str], text: bytes, column: Col
 
 
 def _duration(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
-    return text if _type(column) in _NUMBERS else _text(f"{msgspec.json.decode(text, type=int)} microseconds")
+    return text if _type(column) in _NUMBERS else _text(span_of(msgspec.json.decode(text, type=int)))
 
 
 def _decimal(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -185,7 +184,8 @@ def _number(encoded: str, scale: int, column: Column | None) -> bytes:
         if scale > 0
         else str(unscaled) + "0" * -scale
     )
-    return written.encode() if column is None or _type(column) in _NUMBERS else _text(written)
+    # A text would be taken for what money is in the server's language.
+    return written.encode() if column is None or _type(column) in (*_NUMBERS, "money") else _text(written)
 
 
 def _json(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -193,8 +193,16 @@ def _json(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
     document = msgspec.json.decode(text, type=str)
     if column is not None and _type(column) not in ("json", "jsonb"):
         return text
-    msgspec.json.decode(document)  # or what is malformed would make the whole row so
-    return document.encode()
+    return document_in(document, column)
+
+
+def document_in(text: str, column: Column | None) -> bytes:
+    """Return the JSON in a text; a null stays a document where a column takes one.
+
+    :raises ValueError: for what is malformed, which would make the whole row so.
+    """
+    is_null = msgspec.json.decode(text) is None and column is not None
+    return NULL_DOCUMENT if is_null else text.encode()
 
 
 def _bits(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -208,6 +216,8 @@ def _bits(parameters: Mapping[str, str], text: bytes, column: Column | None) -> 
 
 def _geometry(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
     """Write a point as Postgres does, or a geometry as PostGIS does: hexadecimal EWKB."""
+    if _type(column) in ("json", "jsonb"):
+        return text
     value = msgspec.json.decode(text)
     if _type(column) == "point":
         return _text(f"({value['x']},{value['y']})")
@@ -219,49 +229,33 @@ def _geometry(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes
     return _text(wkb.hex())
 
 
-_LOGICAL: dict[str, Callable[[Mapping[str, str], bytes, Column | None], bytes]] = {
-    "io.debezium.time.Date": _date,
-    "io.debezium.time.Time": partial(_moment, "time", "ms"),
-    "io.debezium.time.MicroTime": partial(_moment, "time", "us"),
-    "io.debezium.time.NanoTime": partial(_moment, "time", "ns"),
-    "io.debezium.time.Timestamp": partial(_moment, "timestamp", "ms"),
-    "io.debezium.time.MicroTimestamp": partial(_moment, "timestamp", "us"),
-    "io.debezium.time.NanoTimestamp": partial(_moment, "timestamp", "ns"),
-    "io.debezium.time.MicroDuration": _duration,
-    "io.debezium.data.VariableScaleDecimal": _variable_decimal,
-    "io.debezium.data.Json": _json,
-    "io.debezium.data.Bits": _bits,
-    "io.debezium.data.geometry.Point": _geometry,
-    "io.debezium.data.geometry.Geometry": _geometry,
-    "io.debezium.data.geometry.Geography": _geometry,
-    "org.apache.kafka.connect.data.Date": _date,
-    "org.apache.kafka.connect.data.Time": partial(_moment, "time", "ms"),
-    "org.apache.kafka.connect.data.Timestamp": partial(_moment, "timestamp", "ms"),
-    "org.apache.kafka.connect.data.Decimal": _decimal,
-    "avro.timestamp-millis": partial(_moment, "instant", "ms"),
-    "avro.timestamp-micros": partial(_moment, "instant", "us"),
-    "avro.timestamp-nanos": partial(_moment, "instant", "ns"),
-}
-_LOGICAL_COLUMNS = {
-    "Date": "date",
-    "Time": "time",
-    "MicroTime": "time",
-    "NanoTime": "time",
-    "Timestamp": "timestamp",
-    "MicroTimestamp": "timestamp",
-    "NanoTimestamp": "timestamp",
-    "ZonedTimestamp": "timestamptz",
-    "ZonedTime": "timetz",
-    "MicroDuration": "interval",
-    "Interval": "interval",
-    "Decimal": "numeric",
-    "VariableScaleDecimal": "numeric",
-    "Json": "jsonb",
-    "Uuid": "uuid",
-    "Bits": "bit varying",
-    "timestamp-millis": "timestamptz",
-    "timestamp-micros": "timestamptz",
-    "timestamp-nanos": "timestamptz",
+# What makes a column's value of what a type of this name stands for, where that is something else; and the column.
+_LOGICAL: dict[str, tuple[Callable[[Mapping[str, str], bytes, Column | None], bytes] | None, str]] = {
+    "io.debezium.time.Date": (_date, "date"),
+    "io.debezium.time.Time": (partial(_moment, "time", "ms"), "time"),
+    "io.debezium.time.MicroTime": (partial(_moment, "time", "us"), "time"),
+    "io.debezium.time.NanoTime": (partial(_moment, "time", "ns"), "time"),
+    "io.debezium.time.Timestamp": (partial(_moment, "timestamp", "ms"), "timestamp"),
+    "io.debezium.time.MicroTimestamp": (partial(_moment, "timestamp", "us"), "timestamp"),
+    "io.debezium.time.NanoTimestamp": (partial(_moment, "timestamp", "ns"), "timestamp"),
+    "io.debezium.time.ZonedTimestamp": (None, "timestamptz"),
+    "io.debezium.time.ZonedTime": (None, "timetz"),
+    "io.debezium.time.MicroDuration": (_duration, "interval"),
+    "io.debezium.time.Interval": (None, "interval"),
+    "io.debezium.data.VariableScaleDecimal": (_variable_decimal, "numeric"),
+    "io.debezium.data.Json": (_json, "jsonb"),
+    "io.debezium.data.Uuid": (None, "uuid"),
+    "io.debezium.data.Bits": (_bits, "bit varying"),
+    "io.debezium.data.geometry.Point": (_geometry, "point"),
+    "io.debezium.data.geometry.Geometry": (_geometry, "jsonb"),
+    "io.debezium.data.geometry.Geography": (_geometry, "jsonb"),
+    "org.apache.kafka.connect.data.Date": (_date, "date"),
+    "org.apache.kafka.connect.data.Time": (partial(_moment, "time", "ms"), "time"),
+    "org.apache.kafka.connect.data.Timestamp": (partial(_moment, "timestamp", "ms"), "timestamp"),
+    "org.apache.kafka.connect.data.Decimal": (_decimal, "numeric"),
+    "avro.timestamp-millis": (partial(_moment, "instant", "ms"), "timestamptz"),
+    "avro.timestamp-micros": (partial(_moment, "instant", "us"), "timestamptz"),
+    "avro.timestamp-nanos": (partial(_moment, "instant", "ns"), "timestamptz"),
 }
 _COLUMNS = {
     "int8": "smallint",
@@ -280,9 +274,8 @@ _COLUMNS = {
 
 
 def _column_type(schema: Schema) -> str:
-    package, _, name = (schema.name or "").rpartition(".")
-    if name in _LOGICAL_COLUMNS and package.startswith(("io.debezium.", "org.apache.kafka.connect.data", "avro")):
-        return _LOGICAL_COLUMNS[name]
+    if schema.name in _LOGICAL:
+        return _LOGICAL[schema.name][1]
     if schema.type == "array" and schema.items is not None and schema.items.type in _COLUMNS:
         return f"{_column_type(schema.items)}[]"
     return _COLUMNS.get(schema.type, "jsonb")

@@ -11,9 +11,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from psycopg.postgres import types as registry
-
-from .codec import Codec, named, refuse
+from .codec import Codec, by_text, named, refuse
 from .errors import cut
 
 # What Postgres reads; Python reads more: digits of other scripts, NaN with a payload.
@@ -23,29 +21,6 @@ _NUMBER_TEXT = re.compile(
 )
 _MAX_EXPONENT = 131071
 _MIN_EXPONENT = -16383
-_BITS = {"int2": 15, "int4": 31, "int8": 63}
-
-
-def whole(name: str) -> Codec:
-    """Make the codec of smallint, integer or bigint."""
-    return _between(name, -(1 << _BITS[name]), (1 << _BITS[name]) - 1)
-
-
-def oid() -> Codec:
-    """Make the codec of an object id: 32 bits without a sign."""
-    codec = _between("oid", 0, (1 << 32) - 1)
-
-    def coerce(value: Any) -> Any:
-        if isinstance(value, str) and value.strip().startswith("0") and value.strip() != "0":
-            raise ValueError(f"{cut(value)} begins with 0, with which Postgres reads an oid as octal")
-        return codec.coerce(value)
-
-    return replace(codec, wire=registry["oid"].oid, coerce=coerce)
-
-
-def float8() -> Codec:
-    """Make the codec of double precision."""
-    return named("float8", {float}, _to_float)
 
 
 def _between(name: str, low: int, high: int) -> Codec:
@@ -67,18 +42,20 @@ def _between(name: str, low: int, high: int) -> Codec:
     return named(name, {int}, coerce, check=check, check_all=lambda values: low <= min(values) and max(values) <= high)
 
 
-def float4() -> Codec:
-    """Make the codec of real; what is too large or too small for it is refused, digits are rounded."""
+def _to_oid(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().startswith("0") and value.strip() != "0":
+        raise ValueError(f"{cut(value)} begins with 0, with which Postgres reads an oid as octal")
+    return _OID.coerce(value)
 
-    def check(value: float) -> None:
-        try:
-            (kept,) = struct.unpack("!f", struct.pack("!f", value))
-        except OverflowError:
-            raise ValueError(f"{value!r} is out of range for real") from None
-        if value and not kept:
-            raise ValueError(f"{value!r} is too small for real")
 
-    return named("float4", {float}, _to_float, check=check)
+def _check_float4(value: float) -> None:
+    """Refuse what is too large or too small; digits are rounded."""
+    try:
+        (kept,) = struct.unpack("!f", struct.pack("!f", value))
+    except OverflowError:
+        raise ValueError(f"{value!r} is out of range for real") from None
+    if value and not kept:
+        raise ValueError(f"{value!r} is too small for real")
 
 
 def _to_float(value: Any) -> float:
@@ -106,11 +83,28 @@ def numeric(typmod: int) -> Codec:
     """Make the codec of numeric; with a scale, digits that it does not keep are refused."""
     precision, scale = precision_and_scale(typmod)
 
-    def check(value: Decimal | int) -> None:
-        _check_decimal(Decimal(value), precision, scale)
+    def check(given: Decimal | int) -> None:
+        value = Decimal(given)
+        if value.is_nan() and str(value) != "NaN":
+            raise ValueError(f"{value} is a NaN that Postgres does not hold")
+        if not value.is_finite():
+            if scale is not None and value.is_infinite():
+                raise ValueError(f"{value} does not fit numeric({precision},{scale})")
+            return
+        if value and not _MIN_EXPONENT <= value.adjusted() <= _MAX_EXPONENT:
+            raise ValueError(f"{cut(value)} is out of range for numeric")
+        if scale is None:
+            return
+        _, digits, exponent = value.as_tuple()
+        assert isinstance(exponent, int)
+        if exponent < -scale and any(digits[max(0, len(digits) + exponent + scale) :]):
+            raise ValueError(f"{cut(str(value))} has more digits than numeric({precision},{scale}) keeps")
+        if value and value.adjusted() >= precision - scale:
+            raise ValueError(f"{cut(str(value))} is out of range for numeric({precision},{scale})")
 
-    check_all = _all_in_range if scale is None else None
-    return named("numeric", {Decimal, int}, _to_decimal, check=check, check_all=check_all)
+    return named(
+        "numeric", {Decimal, int}, _to_decimal, check=check, check_all=_all_in_range if scale is None else None
+    )
 
 
 def _all_in_range(values: Sequence[Any]) -> bool:
@@ -128,25 +122,6 @@ def precision_and_scale(typmod: int) -> tuple[int, int | None]:
     return (packed >> 16) & 0xFFFF, ((packed & 0x7FF) ^ 1024) - 1024
 
 
-def _check_decimal(value: Decimal, precision: int, scale: int | None) -> None:
-    if value.is_nan() and str(value) != "NaN":
-        raise ValueError(f"{value} is a NaN that Postgres does not hold")
-    if not value.is_finite():
-        if scale is not None and value.is_infinite():
-            raise ValueError(f"{value} does not fit numeric({precision},{scale})")
-        return
-    if value and not _MIN_EXPONENT <= value.adjusted() <= _MAX_EXPONENT:
-        raise ValueError(f"{cut(value)} is out of range for numeric")
-    if scale is None:
-        return
-    _, digits, exponent = value.as_tuple()
-    assert isinstance(exponent, int)
-    if exponent < -scale and any(digits[max(0, len(digits) + exponent + scale) :]):
-        raise ValueError(f"{cut(str(value))} has more digits than numeric({precision},{scale}) keeps")
-    if value and value.adjusted() >= precision - scale:
-        raise ValueError(f"{cut(str(value))} is out of range for numeric({precision},{scale})")
-
-
 def _to_decimal(value: Any) -> Decimal:
     if isinstance(value, bool):
         raise ValueError(f"{value} is no number")
@@ -155,6 +130,20 @@ def _to_decimal(value: Any) -> Decimal:
     if isinstance(value, str):
         return decimal_of(value)
     return Decimal(value) if isinstance(value, (int, Decimal)) else Decimal(operator.index(value))
+
+
+def _to_money(value: Any) -> str:
+    """Let text through; of numbers those whose digits mean the same everywhere."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        raise ValueError(f"{cut(value)} is no number")
+    if value != value // 1:
+        raise ValueError(
+            f"{cut(str(value))}: money reads digits behind a point by lc_monetary, and rounds them: make the column "
+            "numeric, or send text as Postgres writes it"
+        )
+    return str(int(value))
 
 
 def whole_of(text: str) -> int:
@@ -173,7 +162,17 @@ def decimal_of(text: str) -> Decimal:
     return Decimal(_matching(_NUMBER_TEXT, text, "number"))
 
 
-def boolean() -> Codec:
-    """Make the codec of boolean; a text is left to Postgres, which knows yes and no in many forms."""
-    not_one = refuse("a boolean is true or false")
-    return named("bool", {bool}, lambda value: value if isinstance(value, str) else not_one(value))
+_OID = _between("oid", 0, (1 << 32) - 1)
+_no_boolean = refuse("a boolean is true or false")
+# The codecs of types without a modifier.
+CODECS: dict[str, Codec] = {
+    **{
+        name: _between(name, -(1 << bits), (1 << bits) - 1) for name, bits in (("int2", 15), ("int4", 31), ("int8", 63))
+    },
+    "oid": replace(_OID, coerce=_to_oid),
+    "float4": named("float4", {float}, _to_float, check=_check_float4),
+    "float8": named("float8", {float}, _to_float),
+    "money": by_text(_to_money),
+    # A text is left to Postgres, which knows yes and no in many forms.
+    "bool": named("bool", {bool}, lambda value: value if isinstance(value, str) else _no_boolean(value)),
+}

@@ -80,22 +80,17 @@ class FunctionDecoder:
         origins: list[Message] = []
         for message in messages:
             try:
-                made = list(self._rows(self._function(message)))
+                made = self._function(message)
+                if made is None or isinstance(made, (Mapping, Tombstone)):
+                    made = [] if made is None else [made]
+                for one in made:
+                    if isinstance(one, Tombstone):
+                        rows.append(one)
+                    elif unknown := set(one) - set(self._columns):
+                        raise ValueError(f"there is no column {', '.join(sorted(map(repr, unknown)))}")
+                    else:
+                        rows.append(tuple(one.get(name, MISSING) for name in self._columns))
+                    origins.append(message)
             except Exception as error:
                 raise BadRow(str(error) or type(error).__name__, message=message) from error
-            rows += made
-            origins += [message] * len(made)
         return Decoded(columns=self._columns, origins=origins, make=lambda: iter(rows))
-
-    def _rows(self, returned: Any) -> Iterator[Row]:
-        if returned is None:
-            return
-        if isinstance(returned, (Mapping, Tombstone)):
-            returned = [returned]
-        for one in returned:
-            if isinstance(one, Tombstone):
-                yield one
-                continue
-            if unknown := set(one) - set(self._columns):
-                raise ValueError(f"there is no column {', '.join(sorted(map(repr, unknown)))}")
-            yield tuple(one.get(name, MISSING) for name in self._columns)

@@ -7,10 +7,10 @@ place; JSON Schema is JSON already. Schemas are asked for once.
 from __future__ import annotations
 
 import base64
-import contextlib
 import http.client
 import json
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +36,13 @@ _HEADER_BYTES = 5
 # How long an answer is waited for; then the batch comes again.
 _TIMEOUT_SECONDS = 10.0
 _UNKNOWN_SCHEMA = 40403
+# For so long no schema is asked for that a key seemed to name: keys of numbers would cost a request each.
+_UNKNOWN_SECONDS = 60.0
+# So many of them are known at a time: some megabytes.
+_MOST_NUMBERS = 50_000
 _NOT_NOW, _SERVER_ERROR = (408, 429), 500
+# What refuses any schema, by a password that has expired, say; 403 may be one's own.
+_NOBODY = 401
 _SETTINGS = {"url", "basic.auth.user.info", "bearer.auth.token"}
 _SETTINGS |= {f"ssl.{name}" for name in ("ca.location", "certificate.location", "key.location", "key.password")}
 _PRIMITIVES = {"int": "int32", "long": "int64", "enum": "string", "fixed": "bytes", "record": "struct"}
@@ -95,9 +101,11 @@ class Registry:
             raise ConfigurationError(f"schema_registry: the files of ssl cannot be read: {error}") from error
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
         self._readers: dict[int, Read] = {}
+        # Numbers in keys that named no schema, and until when none is asked for.
+        self._no_schemas: dict[int, float] = {}
 
-    def opened(self, message: Message) -> Message:
-        """Return the message with its key and value in JSON.
+    def opened(self, message: Message, *, opens_key: bool = True) -> Message:
+        """Return the message with its value in JSON, and its key unless nobody reads it.
 
         :raises BadRow: for a value that is not in the wire format, is not as its schema says, or of an unknown one.
         :raises RegistryAway: when the registry does not answer.
@@ -106,10 +114,29 @@ class Registry:
         key, value = message.key(), message.value()
         if value is not None and not (value.startswith(b"\0") and len(value) >= _HEADER_BYTES):
             raise BadRow(f"the value is not in the wire format of a Schema Registry: {cut(value)}")
-        if isinstance(key, bytes) and key.startswith(b"\0") and len(key) >= _HEADER_BYTES:
-            with contextlib.suppress(BadRow):  # eight bytes of a number, say; who needs the key refuses it
-                key = self._read(key)
+        if opens_key and isinstance(key, bytes) and key.startswith(b"\0") and len(key) >= _HEADER_BYTES:
+            key = self._read_key(key)
         return remade(message, key, None if value is None else self._read(value))
+
+    def _read_key(self, key: bytes) -> bytes:
+        """Read a key; it stays as it is where it is none of the wire format: eight bytes of a number, say.
+
+        Who needs the key refuses it then.
+        """
+        number = int.from_bytes(key[1:_HEADER_BYTES])
+        if time.monotonic() < self._no_schemas.get(number, 0.0):
+            return key
+        try:
+            return self._read(key)
+        except (BadRow, TableError) as error:
+            why = error.__cause__
+            if isinstance(why, ImportError) or (isinstance(why, urllib.error.HTTPError) and why.code == _NOBODY):
+                raise  # not of this schema alone
+            if number not in self._readers:
+                if len(self._no_schemas) >= _MOST_NUMBERS:
+                    self._no_schemas.clear()
+                self._no_schemas[number] = time.monotonic() + _UNKNOWN_SECONDS
+            return key
 
     def _read(self, data: bytes) -> bytes:
         number = int.from_bytes(data[1:_HEADER_BYTES])

@@ -16,6 +16,7 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection
 
 from .changes import Row
+from .ddl import add_columns, can_be_column
 from .decoding import Decoded, Decoder
 from .errors import BadRow, TableChanged, TableError, cut
 from .table import Table, read_table
@@ -185,7 +186,7 @@ class TableSink:
 
         :raises TableChanged: when there are some, so that the batch comes again, with them.
         """
-        from .evolving import can_be_column, types_in  # noqa: PLC0415 - an extra
+        from .evolving import types_in  # noqa: PLC0415 - an extra
 
         new: set[str] = getattr(self.decoder, "new_fields", set()) - self._declined
         known = {column.name for column in table.columns}
@@ -194,7 +195,10 @@ class TableSink:
             self._declined.update(odd)
         if not (new := new - self._declined):
             return
-        told: dict[str, str] = self.decoder.types(messages) if hasattr(self.decoder, "types") else {}
+        # What is set aside, or left out by a filter, asks for nothing.
+        places = set(map(_place, decoded.origins))
+        stored = [message for message in messages if _place(message) in places]
+        told: dict[str, str] = self.decoder.types(stored) if hasattr(self.decoder, "types") else {}
         found = types_in(new, (message.value() for message in decoded.origins))
         found |= {name: kind for name, kind in {**told, **self._types}.items() if name in found}
         if found:
@@ -207,8 +211,6 @@ class TableSink:
 
         :raises TableError: when that is not allowed.
         """
-        from .evolving import add_columns  # noqa: PLC0415 - an extra
-
         table = read_table(connection, self.writer.name)
         statements = add_columns(table, self._to_add)
         if not statements:

@@ -1,23 +1,27 @@
-"""Statements: the writer's templates filled in for one table. No I/O."""
+"""Statements: the writer's templates filled in for one table, and executed in the transaction given."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import psycopg
 from psycopg import sql
 
+from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 
-from .plan import Plan
+from .changes import Marks, Missing, Row, Rules, Tombstone, keys_of
+from .errors import TableError
+from .plan import Plan, Prepared
 from .table import Column
 
 Mode = Literal["append", "upsert", "insert-ignore"]
 
 # No name can have it.
 _PLACEHOLDER = "\0"
-STAGE = sql.Identifier("pg_temp", "exactly_once_stage")
+_STAGE = sql.Identifier("pg_temp", "exactly_once_stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +39,17 @@ class Conflict:
     """Columns that a change sets also where a row lacks them: to their default."""
 
 
-def copy(target: sql.Identifier, names: Iterable[str], form: str) -> sql.Composed:
-    """COPY of encoded rows."""
-    return query("copy_rows", "", target=target, columns=_list(map(sql.Identifier, names)), format=sql.SQL(form))
+def append(connection: Connection, plan: Plan, prepared: Prepared) -> int:
+    """Append rows by COPY."""
+    form, encoded = plan.encode(prepared)
+    return append_encoded(connection, plan, form, encoded)
 
 
-def create_stage(columns: Sequence[Column]) -> sql.Composed:
-    """Make the stage, whose columns have numbers for names and take what the binary form of the value takes."""
-    parts = (sql.SQL("{} {}").format(_numbered(i), sql.SQL(c.base_name)) for i, c in enumerate(columns))
-    return query("create_stage", "", columns=_list(parts))
+def append_encoded(connection: Connection, plan: Plan, form: str, encoded: Iterable[bytes | bytearray]) -> int:
+    """Append rows that are encoded for these columns already."""
+    cursor = cursor_on(connection)
+    _copy(cursor, plan.table.identifier, plan.names, form, encoded)
+    return cursor.rowcount
 
 
 def stage_columns(count: int) -> list[str]:
@@ -51,52 +57,105 @@ def stage_columns(count: int) -> list[str]:
     return [f"c{i}" for i in range(count)]
 
 
-def insert_from_stage(plan: Plan, conflict: Conflict) -> sql.Composed:
-    """Store what was staged, and drop the stage, in one message to the server."""
-    statement = _insert(plan, conflict, [_numbered(i) for i in range(len(plan.names))], STAGE, sql.SQL("s.ctid"))
-    return sql.SQL("; ").join([statement, query("drop_stage", "")])
-
-
-def insert_from_arrays(plan: Plan, natives: Sequence[bool], conflict: Conflict) -> bytes:
-    """Store rows that are passed as one array for each column."""
-    values = [_from_array(plan, i, is_native=natives[i]) for i in range(len(plan.names))]
-    return _finished(_insert(plan, conflict, values, _arrays(plan, natives), sql.SQL("s.ordinal")))
-
-
-def delete_from_arrays(plan: Plan, natives: Sequence[bool]) -> bytes:
-    """Delete by keys that are passed as one array for each column of the key."""
-    names = [sql.Identifier(n) for n in plan.names]
-    same = (sql.SQL("t.{0} {1} k.{0}").format(n, _operator("=", c)) for n, c in zip(names, plan.columns, strict=True))
-    lock = (sql.SQL("t.{}").format(n) for n in names)
-    statement = query(
-        "delete_rows",
-        "",
-        table=plan.table.identifier,
-        values=_list(_from_array(plan, i, is_native=natives[i]) for i in range(len(names))),
-        source=_arrays(plan, natives),
-        columns=_list(names),
-        same=sql.SQL(" AND ").join(same),
-        lock=sql.SQL("ORDER BY {} FOR UPDATE OF t").format(_list(lock)),
+def merge(connection: Connection, plan: Plan, prepared: Prepared, conflict: Conflict, *, small_batch: int) -> int:
+    """Store rows by one statement that knows what to do about rows that are there."""
+    rows = prepared.rows if isinstance(prepared.rows, Sequence) else list(prepared.rows)
+    prepared = Prepared(rows, prepared.is_binary)
+    if not rows:
+        return 0
+    cursor = cursor_on(connection)
+    if len(rows) <= small_batch:
+        natives, values = plan.arrays(prepared)
+        statement = _insert(plan, conflict, _values(plan, natives), _arrays(plan, natives), sql.SQL("s.ordinal"))
+        return cursor.execute(_finished(statement), values, prepare=False).rowcount
+    names = stage_columns(len(plan.names))
+    # The stage's columns take what the binary form of the value takes.
+    kinds = (
+        sql.SQL("{} {}").format(sql.Identifier(n), sql.SQL(c.base_name))
+        for n, c in zip(names, plan.columns, strict=True)
     )
-    return _finished(statement)
+    try:
+        cursor.execute(query("create_stage", "", columns=_list(kinds)), prepare=False)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise TableError(
+            f"{plan.table}: many rows at once go by a temporary table: GRANT TEMPORARY ON DATABASE to the role "
+            f"({error.diag.message_primary})"
+        ) from error
+    _copy(cursor, _STAGE, names, *plan.encode(prepared))
+    insert = _insert(plan, conflict, list(map(sql.Identifier, names)), _STAGE, sql.SQL("s.ctid"))
+    # Stored, and the stage dropped, in one message to the server.
+    return cursor.execute(sql.SQL("; ").join([insert, query("drop_stage", "")]), prepare=False).rowcount
 
 
-def rank_arrays(plan: Plan, natives: Sequence[bool], keys: int) -> bytes:
-    """Rank rows that are passed as one array for each column: by their keys, and by the last column if it is no key."""
-    numbers = [_numbered(i) for i in range(len(plan.names))]
-    names = (sql.SQL("t.{} AS {}").format(sql.Identifier(n), c) for n, c in zip(plan.names, numbers, strict=True))
-    age: sql.Composable = numbers[keys] if keys < len(numbers) else sql.SQL("NULL::int")
+def delete(connection: Connection, key: Plan, doomed: Sequence[Row], *, is_binary: bool) -> int:
+    """Delete rows by key; ``key`` is the plan of the key's columns."""
+    return _by_key("delete_rows", connection, key, Prepared(doomed, is_binary)).rowcount
+
+
+def find(connection: Connection, key: Plan, sought: Sequence[Row], *, is_binary: bool) -> set[int]:
+    """Tell which keys have a row, by their positions, and lock those rows."""
+    return {number - 1 for (number,) in _by_key("find_rows", connection, key, Prepared(sought, is_binary)).fetchall()}
+
+
+def rank(connection: Connection, plan: Plan, changes: Sequence[Row], rules: Rules, *, is_binary: bool) -> Marks:
+    """Rank the keys of changes, and what says which is newer, as Postgres finds them equal and in order."""
+    positions = (*rules.key, *(() if rules.newest_by is None else (rules.newest_by,)))
+    part = plan.part([plan.names[i] for i in positions])
+    keys = keys_of(changes, rules.key)
+    rows = [key if len(rules.key) > 1 else (key,) for key in keys]
+    if rules.newest_by is not None:
+        newest = [
+            None if type(c) is Tombstone or isinstance(c[rules.newest_by], Missing) else c[rules.newest_by]
+            for c in changes
+        ]
+        rows = [(*row, age) for row, age in zip(rows, newest, strict=True)]
+    natives, arrays = part.arrays(Prepared(rows, is_binary))
+    numbers = list(map(sql.Identifier, stage_columns(len(part.names))))
+    names = (sql.SQL("t.{} AS {}").format(sql.Identifier(n), c) for n, c in zip(part.names, numbers, strict=True))
     statement = query(
         "rank_rows",
         "",
-        table=plan.table.identifier,
+        table=part.table.identifier,
         names=_list(names),
-        keys=_list(numbers[:keys]),
-        age=age,
-        values=_list(_from_array(plan, i, is_native=natives[i]) for i in range(len(numbers))),
-        source=_arrays(plan, natives),
+        keys=_list(numbers[: len(rules.key)]),
+        age=sql.SQL("NULL::int") if rules.newest_by is None else numbers[-1],
+        values=_list(_values(part, natives)),
+        source=_arrays(part, natives),
     )
-    return _finished(statement)
+    ranks = cursor_on(connection).execute(_finished(statement), arrays, prepare=False).fetchall()
+    return Marks([r[0] for r in ranks], [r[1] for r in ranks] if rules.newest_by is not None else ())
+
+
+def _copy(
+    cursor: psycopg.Cursor[Any],
+    target: sql.Identifier,
+    names: Iterable[str],
+    form: str,
+    encoded: Iterable[bytes | bytearray],
+) -> None:
+    columns = _list(map(sql.Identifier, names))
+    with cursor.copy(query("copy_rows", "", target=target, columns=columns, format=sql.SQL(form))) as copying:
+        for part in encoded:
+            copying.write(part)
+
+
+def _by_key(name: str, connection: Connection, key: Plan, prepared: Prepared) -> psycopg.Cursor[Any]:
+    """Do something to the rows of keys, which are locked in the order of the keys."""
+    natives, arrays = key.arrays(prepared)
+    columns = [sql.SQL("t.{}").format(sql.Identifier(n)) for n in key.names]
+    same = (
+        sql.SQL("{} {} {}").format(column, _operator("=", kind), value)
+        for column, kind, value in zip(columns, key.columns, _values(key, natives), strict=True)
+    )
+    statement = query(
+        name,
+        "",
+        table=key.table.identifier,
+        source=_arrays(key, natives),
+        same=sql.SQL(" AND ").join(same),
+        lock=sql.SQL("ORDER BY {} FOR UPDATE OF t").format(_list(columns)),
+    )
+    return cursor_on(connection).execute(_finished(statement), arrays, prepare=False)
 
 
 def _insert(
@@ -104,12 +163,20 @@ def _insert(
 ) -> sql.Composed:
     keys = [values[i] for i in plan.positions(conflict.key)]
     order = sql.SQL("ORDER BY {}").format(_list([*keys, ordinal])) if keys else sql.SQL("")
+    # Postgres looks for a null in these before it looks whether the row is there, so they are what the row has.
+    kept = plan.kept_not_null if conflict.mode == "upsert" else ()
+    same = (
+        sql.SQL("o.{} {} {}").format(sql.Identifier(c.name), _operator("=", c), value)
+        for c, value in zip(plan.table.pick(conflict.key), keys, strict=True)
+    )
+    where = sql.SQL(" AND ").join(same)
+    stored = sql.SQL("(SELECT o.{} FROM {} AS o WHERE {})")
     return query(
         "insert_rows",
         "",
         table=plan.table.identifier,
-        columns=_list(map(sql.Identifier, plan.names)),
-        values=_list(values),
+        columns=_list(map(sql.Identifier, [*plan.names, *kept])),
+        values=_list([*values, *(stored.format(sql.Identifier(n), plan.table.identifier, where) for n in kept)]),
         source=source,
         order=order,
         conflict=_clause(plan, conflict),
@@ -143,16 +210,19 @@ def _clause(plan: Plan, conflict: Conflict) -> sql.Composable:
 def _arrays(plan: Plan, natives: Sequence[bool]) -> sql.Composed:
     types = (c.base_name if is_native else "text" for c, is_native in zip(plan.columns, natives, strict=True))
     arrays = _list(sql.SQL("{}::{}[]").format(sql.SQL(_PLACEHOLDER), sql.SQL(t)) for t in types)
-    names = _list([*(_numbered(i) for i in range(len(plan.names))), sql.Identifier("ordinal")])
+    names = _list(map(sql.Identifier, [*stage_columns(len(plan.names)), "ordinal"]))
     return sql.SQL("(SELECT * FROM unnest({}) WITH ORDINALITY AS u({}))").format(arrays, names)
 
 
-def _from_array(plan: Plan, position: int, *, is_native: bool) -> sql.Composable:
-    value = sql.SQL("s.{}").format(_numbered(position))
-    if is_native:
-        return value
+def _values(plan: Plan, natives: Sequence[bool]) -> list[sql.Composable]:
+    """Return what an array's element is as a value of its column."""
     # To the type without length, for a cast to one with length would cut what does not fit.
-    return sql.SQL("{}::{}").format(value, sql.SQL(plan.columns[position].base_name))
+    return [
+        sql.SQL("s.{}").format(sql.Identifier(name))
+        if is_native
+        else sql.SQL("s.{}::{}").format(sql.Identifier(name), sql.SQL(column.base_name))
+        for name, column, is_native in zip(stage_columns(len(natives)), plan.columns, natives, strict=True)
+    ]
 
 
 def _operator(sign: Literal["=", ">="], column: Column) -> sql.Composable:
@@ -164,10 +234,6 @@ def _operator(sign: Literal["=", ">="], column: Column) -> sql.Composable:
 
 def _list(parts: Iterable[sql.Composable]) -> sql.Composed:
     return sql.SQL(", ").join(parts)
-
-
-def _numbered(position: int) -> sql.Identifier:
-    return sql.Identifier(f"c{position}")
 
 
 def _finished(statement: sql.Composed) -> bytes:

@@ -13,7 +13,7 @@ from psycopg.rows import dict_row
 from exactly_once.ledger.session import Connection, cursor_on, last_row
 from exactly_once.ledger.sql import query
 
-from .errors import TableError
+from .errors import TableError, TableMissing
 
 # What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was.
 OnMissing = Literal["null", "default", "keep"]
@@ -84,6 +84,8 @@ class Table:
     is_foreign: bool = False
     has_row_security: bool = False
     """Whether policies apply to us; Postgres refuses COPY then."""
+    has_rules: bool = False
+    """Whether rules rewrite INSERT or UPDATE; a COPY would pass them by."""
     notices_deletes: bool = False
     """Whether something hangs on deletes: a foreign key that points here, or a trigger."""
     shape: str = field(default="", repr=False)
@@ -100,7 +102,7 @@ class Table:
     @property
     def can_copy(self) -> bool:
         """Whether rows can be appended by COPY."""
-        return not self.has_row_security
+        return not self.has_row_security and not self.has_rules
 
     @property
     def writable(self) -> list[str]:
@@ -136,8 +138,11 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
     except (psycopg.errors.InvalidName, psycopg.errors.SyntaxError, psycopg.errors.FeatureNotSupported) as error:
         raise TableError(f"{text!r} is not the name of a table as SQL writes it: {error}") from error
     if found is None:
-        raise TableError(f"there is no table {text}{_alike(connection, text)}")
-    oid, schema, relation, kind, has_row_security, notices_deletes = found
+        last = text.rpartition(".")[2].strip('"')
+        alike = ", ".join(a for (a,) in cursor.execute(query("find_alike", ""), {"name": last}, prepare=False))
+        hint = f"; there is {alike} (upper case needs quotes, another schema its name)" if alike else ""
+        raise TableMissing(f"there is no table {text}{hint}")
+    oid, schema, relation, kind, has_row_security, has_rules, notices_deletes = found
     if kind not in _WRITABLE:
         raise TableError(f"{text} is not a table; rows can be written to tables, partitioned and foreign ones too")
     keys = cursor.execute(query("keys_of_table", ""), {"oid": oid}, prepare=False).fetchall()
@@ -149,6 +154,7 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
         is_partitioned=kind == "p",
         is_foreign=kind == "f",
         has_row_security=has_row_security,
+        has_rules=has_rules,
         notices_deletes=notices_deletes,
         shape=read_shape(connection, sql.Identifier(schema, relation)),
     )
@@ -178,12 +184,3 @@ def _columns(connection: Connection, oid: int) -> list[Column]:
         Column(**row, attributes=_columns(connection, composite) if composite else ())
         for row, composite in zip(rows, inner, strict=True)
     ]
-
-
-def _alike(connection: Connection, name: str) -> str:
-    last = name.rpartition(".")[2].strip('"')
-    alike = cursor_on(connection).execute(query("find_alike", ""), {"name": last}, prepare=False).fetchall()
-    if not alike:
-        return ""
-    names = ", ".join(a for (a,) in alike)
-    return f"; there is {names} (upper case needs quotes, another schema its name)"

@@ -17,6 +17,7 @@ _BC = re.compile(r"\d{4,}-\d\d-\d\d(?:[ t][\d:.]+)?(?P<zone>z|[+-]\d\d(?::?\d\d)
 # Python takes more, such as three digits for seconds, and makes of them what nobody meant.
 _CLOCK = r"\d\d(?::?\d\d(?::?\d\d(?:[.,]\d+)?)?)?(?:[Zz]|[+-]\d\d(?::?\d\d(?::?\d\d)?)?)?"
 _DAY_TEXT = r"(?:\d{4}-\d\d-\d\d|\d{8}|\d{4}-W\d\d(?:-\d)?|\d{4}W\d\d\d?)"
+_DAY_ALONE = re.compile(_DAY_TEXT, re.ASCII)
 _MOMENT_TEXT = re.compile(rf"{_DAY_TEXT}(?:[Tt ]{_CLOCK})?", re.ASCII)
 _CLOCK_TEXT = re.compile(_CLOCK, re.ASCII)
 _LONG_FRACTION = re.compile(r"[.,](\d{7,})")
@@ -62,20 +63,20 @@ def timestamp(name: str, typmod: int, naive: Naive) -> Codec:
     return replace(codec, exact=frozenset()) if naive == "utc" else codec
 
 
-def day() -> Codec:
-    """Make the codec of date; a datetime is none, because it says more."""
+def _to_date(value: Any) -> Any:
+    # A datetime is none, because it says more.
+    if isinstance(value, datetime) or not isinstance(value, (date, str)):
+        raise ValueError(f"a date is wanted, not {type(value).__name__}: {cut(value)}")
+    if isinstance(value, date):
+        return value
+    try:
+        # Python takes ten digits, too, and leaves the last two out.
+        return date.fromisoformat(value) if _DAY_ALONE.fullmatch(value) else _special(value, is_zoned=False)
+    except ValueError:
+        return _special(value, is_zoned=False)
 
-    def coerce(value: Any) -> Any:
-        if isinstance(value, datetime) or not isinstance(value, (date, str)):
-            raise ValueError(f"a date is wanted, not {type(value).__name__}: {cut(value)}")
-        if isinstance(value, date):
-            return value
-        try:
-            return date.fromisoformat(value)
-        except ValueError:
-            return _special(value, is_zoned=False)
 
-    return named("date", {date}, coerce)
+DATE = named("date", {date}, _to_date)
 
 
 def clock(name: str, typmod: int) -> Codec:
@@ -146,6 +147,12 @@ def clock_of(microseconds: int) -> time:
     """Return the time so long after midnight."""
     seconds, micros = divmod(microseconds, _SECOND)
     return time(seconds // 3600, seconds // 60 % 60, seconds % 60, micros)
+
+
+def span_of(microseconds: int) -> str:
+    """Return an interval as a text of hours to microseconds, which no version of Postgres limits to 32 bits of them."""
+    sign, (seconds, micros) = "-" if microseconds < 0 else "", divmod(abs(microseconds), _SECOND)
+    return f"{sign}{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}.{micros:06}"
 
 
 def _without_long_fraction(text: str) -> tuple[str, int]:

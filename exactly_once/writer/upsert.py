@@ -9,11 +9,10 @@ from confluent_kafka import Message
 
 from exactly_once.ledger.session import Connection
 
-from .changes import MISSING, Marks, Row, Rules, Tombstone, collapse, marks_of, rounds
+from .changes import MISSING, UNAVAILABLE, Marks, Row, Rules, Tombstone, collapse, keys_of, marks_of, rounds
 from .errors import BadRow, origin
 from .plan import Plan, Prepared
-from .statements import Conflict
-from .storing import delete, merge, rank
+from .statements import Conflict, delete, find, merge, rank
 from .table import OnMissing
 
 
@@ -27,7 +26,23 @@ class Upsert:
         self._conflict = replace(conflict, always=defaults)
         self._small_batch = small_batch
         self._key = plan.part(conflict.key)
-        self._rules = _rules(plan, conflict, keeps_missing=plan.may_leave_out and missing != "default")
+        keeps_missing = plan.may_leave_out and missing != "default"
+        inserted_only: tuple[int, ...] = ()
+        if conflict.update is not None:
+            inserted_only = plan.positions(
+                [n for n in plan.names if n not in conflict.key and n not in conflict.update]
+            )
+        # A row that is there keeps its key as it was written first, unless a tombstone comes between.
+        changing = tuple(i for i in plan.positions(conflict.key) if not plan.has_one_form(i))
+        says_all = set(plan.names) >= {c.name for c in plan.table.columns if not c.is_generated}
+        self._rules = Rules(
+            key=plan.positions(conflict.key),
+            inserted_only=inserted_only + changing,
+            newest_by=plan.positions([conflict.newest_by])[0] if conflict.newest_by else None,
+            keeps_missing=keeps_missing,
+            replaces_all=says_all
+            and not (keeps_missing or inserted_only or changing or conflict.newest_by or plan.table.notices_deletes),
+        )
         # How many deletes found no row.
         self.missed = 0
 
@@ -45,18 +60,45 @@ class Upsert:
         marks = self._marks(connection, looked_at, is_binary=is_binary)
         if self._conflict.add or (self._rules.keeps_missing and self._rules.newest_by is not None):
             # Such changes cannot be made one, as a sum takes each row: a statement for each time that a key comes.
-            parts = [[looked_at[i] for i in indexes] for indexes in rounds(marks.keys)]
-            steps = [collapse(part, self._rules, Marks(range(len(part)))) for part in parts]
+            parts: Sequence[Sequence[int]] = rounds(marks.keys)
+            steps = [collapse([looked_at[i] for i in p], self._rules, Marks(range(len(p)))) for p in parts]
         else:
+            parts = [range(len(looked_at))]
             steps = [collapse(looked_at, self._rules, marks)]
-        for step in steps:
+        for part, step in zip(parts, steps, strict=True):
             if step.deletes:
                 deleted = delete(connection, self._key, step.deletes, is_binary=is_binary)
                 written += deleted
                 self.missed += len(step.deletes) - deleted
+            if self._rules.keeps_missing and (unsure := [row for row in step.rows if UNAVAILABLE in row]):
+                keys = [key if len(self._rules.key) > 1 else (key,) for key in keys_of(unsure, self._rules.key)]
+                there = find(connection, self._key, keys, is_binary=is_binary)
+                for index, row in enumerate(unsure):
+                    if index not in there:
+                        raise self._unkept(row, looked_at, part, marks, origins)
+                step.rows = [tuple(MISSING if v is UNAVAILABLE else v for v in row) for row in step.rows]
             for plan, rows in self._plan.by_columns(Prepared(step.rows, is_binary)):
                 written += merge(connection, plan, rows, self._conflict, small_batch=self._small_batch)
         return written
+
+    def _unkept(
+        self, row: Row, changes: Sequence[Row], part: Sequence[int], marks: Marks, origins: Sequence[Message] | None
+    ) -> BadRow:
+        """Name the first change of a part, given by their indexes, that lacks a value of a row that is not there."""
+        (key,) = keys_of([row], self._rules.key)
+        mark = marks.keys[keys_of(changes, self._rules.key).index(key)]
+        at: int | None = None
+        for index in part:
+            if marks.keys[index] == mark:
+                change = changes[index]
+                at = None if type(change) is Tombstone else index if at is None and UNAVAILABLE in change else at
+        return BadRow(
+            "a large value that did not change is not in the message, and the table has no such row to keep it: copy "
+            "the row from the source, or begin with a snapshot, or set REPLICA IDENTITY FULL there",
+            message=origin(origins, at) if at is not None else None,
+            row=at,
+            column=self._plan.names[row.index(UNAVAILABLE)],
+        )
 
     def _marks(self, connection: Connection, changes: Sequence[Row], *, is_binary: bool) -> Marks:
         """Return what changes are compared by: their values, or their ranks where only Postgres can tell."""
@@ -100,24 +142,7 @@ class Upsert:
         """Refuse a key without a value: it would belong to no row, and come again as another one."""
         for name, position in zip(self._key.names, positions, strict=True):
             values = [row[position] for row in rows]
-            for lacking in (None, MISSING):
+            for lacking in (None, MISSING, UNAVAILABLE):
                 if lacking in values:
                     index = values.index(lacking)
                     raise BadRow("the key has no value", message=origin(origins, index), row=index, column=name)
-
-
-def _rules(plan: Plan, conflict: Conflict, *, keeps_missing: bool) -> Rules:
-    inserted_only: tuple[int, ...] = ()
-    if conflict.update is not None:
-        inserted_only = plan.positions([n for n in plan.names if n not in conflict.key and n not in conflict.update])
-    # A row that is there keeps its key as it was written first, unless a tombstone comes between.
-    changing = tuple(i for i in plan.positions(conflict.key) if not plan.has_one_form(i))
-    says_all = set(plan.names) >= {c.name for c in plan.table.columns if not c.is_generated}
-    return Rules(
-        key=plan.positions(conflict.key),
-        inserted_only=inserted_only + changing,
-        newest_by=plan.positions([conflict.newest_by])[0] if conflict.newest_by else None,
-        keeps_missing=keeps_missing,
-        replaces_all=says_all
-        and not (keeps_missing or inserted_only or changing or conflict.newest_by or plan.table.notices_deletes),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import get_args
 
@@ -17,18 +17,22 @@ from exactly_once.ledger.session import Connection
 
 from .changes import Row
 from .codec import Naive
+from .decoding import Decoded
 from .errors import BadRow, TableChanged, TableError, UnreadableValue, origin
 from .plan import Plan, Prepared
-from .statements import Conflict, Mode, stage_columns
-from .storing import append, append_encoded, merge
+from .statements import Conflict, Mode, append, append_encoded, merge, stage_columns
 from .table import Column, OnMissing, Table, lock_shape, read_table
 from .upsert import Upsert
 
 # Up to so many rows an INSERT from arrays beats a COPY to a stage and a merge.
 SMALL_BATCH = 500
 
+# Their keys, members or letters would be taken for values.
+_NO_ROWS = (Mapping, Set, str, bytes)
 _BAD_DATA = ("22", "23", "P0001")
 _STALE = ("42", "22P03", "0A000")
+# No operator, or more than one: a column of date or of text has no sums.
+_NO_OPERATOR = ("42883", "42725")
 # What the readers of some types raise for a value: ltree 42601, regclass 0A000. A COPY names its column then.
 _OF_READERS = ("42", "0A", "08P01")
 # Where Postgres says that it was; the words for line and column may be in any language.
@@ -41,8 +45,8 @@ class TableWriter:
     ``table`` is written as in SQL. ``columns`` are those that rows fill, in the rows' order; by default all that
     take values. In mode ``upsert`` the last change of each ``key`` (default: the primary key) wins, in the order of
     the rows, and a :class:`Tombstone` deletes; ``update`` restricts which columns a change may touch, with ``add`` the
-    values of these columns are added to what is stored, and with ``newest_by`` a row that is older than the stored one
-    is ignored. ``missing`` says what becomes of a column that
+    values of these columns are added to what is stored, and with ``newest_by``, which ``update`` must name then, a row
+    that is older than the stored one is ignored. ``missing`` says what becomes of a column that
     a row lacks (``MISSING``): null, the column's default or, in an upsert, what it was; by default a new row gets the
     column's default and a row that exists keeps what it has, and a column without a default becomes null. All work
     happens in the transaction of the connection that is given; nothing is committed, and nothing outlives it.
@@ -75,6 +79,14 @@ class TableWriter:
             raise ConfigurationError(
                 "update, newest_by, add and missing='keep' are about rows that exist: mode='upsert'"
             )
+        if update is not None and (idle := sorted(set(add) - set(update))):
+            raise ConfigurationError(f"add names {', '.join(idle)}, which update leaves as it is: name it there, too")
+        if newest_by is not None and update is not None and newest_by not in update:
+            raise ConfigurationError(
+                f"update leaves {newest_by} as it is, so newest_by would compare with a row's first one: name it there"
+            )
+        if newest_by in add:
+            raise ConfigurationError(f"add makes {newest_by} a sum, of which newest_by can tell no age")
         self.name = table
         self.mode = mode
         self.missing = missing
@@ -148,10 +160,32 @@ class TableWriter:
         :raises TableChanged: when it was altered meanwhile; the next attempt reads it anew.
         """
         plan = self._plan(table or self.table(connection), tuple(columns or self._columns or ()))
-        if iter(rows) is rows:
+        if not isinstance(rows, (Collection, Decoded)):
             rows = list(rows)
+        small_batch = 0 if self._stages else self._small_batch
+        written = 0
         with self._explaining(plan, rows, origins):
-            return self._write(connection, plan, rows, origins, exact)
+            # Decoders make tuples, and make them anew each time.
+            for kind in {*map(type, rows)} if isinstance(rows, Collection) else ():
+                if issubclass(kind, _NO_ROWS):
+                    names = ", ".join(plan.names)
+                    raise TableError(f"{plan.table}: a row is a sequence of values for {names}, not a {kind.__name__}")
+            if self.mode == "upsert":
+                upsert = Upsert(plan, self._conflict, missing=self.missing, small_batch=small_batch)
+                written = upsert.apply(connection, list(rows), exact=exact, origins=origins)
+                self.missed_deletes += upsert.missed
+                return written
+            if set(plan.names) <= set(exact) and self.missing in (None, "null") and not plan.may_leave_out:
+                prepared = Prepared(rows, is_binary=True)
+            else:
+                prepared = plan.prepare(list(rows), exact=exact, origins=origins)
+            first_wins = self._conflict.key if self.mode == "insert-ignore" else None
+            for part, some in plan.by_columns(prepared, first_wins=first_wins):
+                if self.mode == "append" and plan.table.can_copy:
+                    written += append(connection, part, some)
+                else:
+                    written += merge(connection, part, some, self._conflict, small_batch=small_batch)
+        return written
 
     def write_encoded(
         self,
@@ -180,7 +214,7 @@ class TableWriter:
         try:
             yield
         except (TableError, TableChanged):
-            self._table = None
+            self._table, self._stages = None, False
             raise
         except psycopg.Error as error:
             explained = self._explained(error, plan, rows, origins)
@@ -200,33 +234,6 @@ class TableWriter:
         if isinstance(error, BadRow) and not is_telling:
             self._table = None
 
-    def _write(
-        self,
-        connection: Connection,
-        plan: Plan,
-        rows: Iterable[Row],
-        origins: Sequence[Message] | None,
-        exact: Collection[str],
-    ) -> int:
-        small_batch = 0 if self._stages else self._small_batch
-        if self.mode == "upsert":
-            upsert = Upsert(plan, self._conflict, missing=self.missing, small_batch=small_batch)
-            written = upsert.apply(connection, list(rows), exact=exact, origins=origins)
-            self.missed_deletes += upsert.missed
-            return written
-        if set(plan.names) <= set(exact) and self.missing in (None, "null") and not plan.may_leave_out:
-            prepared = Prepared(rows, is_binary=True)
-        else:
-            prepared = plan.prepare(list(rows), exact=exact, origins=origins)
-        written = 0
-        first_wins = self._conflict.key if self.mode == "insert-ignore" else None
-        for part, some in plan.by_columns(prepared, first_wins=first_wins):
-            if self.mode == "append" and plan.table.can_copy:
-                written += append(connection, part, some)
-            else:
-                written += merge(connection, part, some, self._conflict, small_batch=small_batch)
-        return written
-
     def _plan(self, table: Table, names: tuple[str, ...]) -> Plan:
         if names not in self._plans:
             self._plans[names] = Plan(table, names, naive=self._naive, missing=self.missing)
@@ -239,6 +246,11 @@ class TableWriter:
         """
         if self.mode == "append":
             return Conflict(mode="append")
+        if table.has_rules:
+            raise TableError(
+                f"{table} has rules for INSERT or UPDATE, with which Postgres has no ON CONFLICT: make them triggers, "
+                "or append only"
+            )
         key = self._key or (table.keys[0] if table.keys else ())
         if self.mode == "upsert" and not key:
             raise TableError(
@@ -252,6 +264,7 @@ class TableWriter:
                 "does not count), so Postgres cannot tell which row a change belongs to"
             )
         table.pick(self._add)
+        table.pick(self._update or ())
         if both := sorted(set(self._add) & set(key)):
             raise TableError(f"{table}: {', '.join(both)} is of the key, so add= cannot add to it")
         return Conflict(mode=self.mode, key=key, update=self._update, newest_by=self._newest_by, add=self._add)
@@ -268,6 +281,8 @@ class TableWriter:
             return plan.find_bad(rows, origins) or error
         found = _COPY_CONTEXT.search(error.diag.context or "")
         reads_value = found is not None and found[2] is not None and state.startswith(_OF_READERS) and state != "42501"
+        if self._add and state in _NO_OPERATOR and not (reads_value or error.diag.context):
+            return TableError(f"{plan.table}: add={list(self._add)} cannot be: {error.diag.message_primary}")
         if not reads_value and state.startswith(_STALE):
             self._table, self._stages = None, True
             if not is_settled:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exactly_once.writer.changes import MISSING, Row, Rules, Tombstone, collapse, is_not_older, keys_of, rounds
+from exactly_once.writer.changes import MISSING, Row, Rules, Tombstone, collapse, keys_of, rounds
 
 Stored = dict[int, tuple[Any, ...]]
 
@@ -22,13 +22,18 @@ gaps = st.one_of(st.just(MISSING), values)
 rows_with_gaps = st.tuples(keys, versions, gaps, gaps)
 
 
+def replaces(new: int | None, old: int | None) -> bool:
+    """Say it as the statement does: ``t.version IS NULL OR EXCLUDED.version >= t.version``."""
+    return True if old is None else False if new is None else new >= old
+
+
 def store(table: Stored, row: Row, rules: Rules) -> None:
     """Do to a table what the statement does for one row."""
     old = table.get(row[0])
     if old is None:
         table[row[0]] = tuple(None if v is MISSING else v for v in row)
         return
-    if rules.newest_by is not None and not is_not_older(row[rules.newest_by], old[rules.newest_by]):
+    if rules.newest_by is not None and not replaces(row[rules.newest_by], old[rules.newest_by]):
         return
     table[row[0]] = tuple(
         before if position in rules.inserted_only or now is MISSING else now

@@ -12,11 +12,12 @@ from uuid import UUID
 import pytest
 from psycopg.postgres import types as registry
 from psycopg.types.json import Jsonb
+from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 
 from exactly_once.writer.codec import Codec
 from exactly_once.writer.codecs import codec_of
-from exactly_once.writer.encoding import encode_binary, encode_text
+from exactly_once.writer.plan import encode_binary, encode_text
 from exactly_once.writer.table import Column
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
@@ -77,14 +78,20 @@ def test_values_of_the_columns_own_type_are_dumped_as_they_are(subtests: pytest.
             assert b"".join(encode_binary([(v,) for v in values], [c.wire]))
 
 
+class Nanosecond(datetime):
+    """One as of pandas, finer than a microsecond."""
+
+    nanosecond = 1
+
+
 REFUSED: list[tuple[str, int, list[Any]]] = [
     ("int2", -1, [2**15, -(2**15) - 1, True, 1.5, "1.5", Decimal("1.5"), float("nan"), float("inf"), "x", b"1"]),
     ("int4", -1, [2**31, -(2**31) - 1, True]),
     ("int8", -1, [2**63, -(2**63) - 1, 2**70, Decimal("NaN")]),
-    ("oid", -1, [-1, 2**32]),
+    ("oid", -1, [-1, 2**32, "007"]),
     ("float4", -1, [1e300, -1e39, 1e-60, True, "x", 2**2000]),
     ("float8", -1, [2**53 + 1, 2**2000, True, "1e400", Decimal("1E400"), "x"]),
-    ("numeric", -1, [Decimal("1E131073"), Decimal("1E-20000"), True, "x"]),
+    ("numeric", -1, [Decimal("1E131073"), Decimal("1E-20000"), True, "x", Decimal("-NaN"), Decimal("NaN1")]),
     ("numeric", numeric(5, 2), [Decimal(1000), Decimal("1.005"), 1000, 1.005, Decimal("Infinity")]),
     ("numeric", numeric(3, -2), [Decimal(150), 150, 100000]),
     ("numeric", numeric(2, 5), [Decimal("0.001"), Decimal("0.0000001")]),
@@ -92,24 +99,36 @@ REFUSED: list[tuple[str, int, list[Any]]] = [
     ("text", -1, [1, b"\xff", None.__class__]),
     ("varchar", 3 + 4, ["abcd", "ab  "]),
     ("bpchar", 3 + 4, ["abcd"]),
-    ("name", -1, ["x" * 64]),
+    ("name", -1, ["x" * 64, "ä" * 32]),
     ("bytea", -1, ["x", 1]),
     ("uuid", -1, ["x", 5]),
-    ("date", -1, [NOW, "2026-13-01", 5]),
+    ("date", -1, [NOW, "2026-13-01", "1267011008", 5]),
     ("time", -1, [time(1, tzinfo=UTC), 5]),
     ("timetz", -1, [time(1)]),
     ("timestamp", -1, [NOW, "2026-01-01T00:00:00Z", 5, date(2026, 1, 1), "44-03-15 00:00:00Z BC"]),
     ("timestamptz", -1, [NOW.replace(tzinfo=None), "2026-01-01T00:00:00", "0044-03-15 00:00:00 BC", "tomorrow"]),
     ("timestamptz", 3, [NOW]),
+    ("timestamptz", 0, [NOW]),
+    ("timestamptz", -1, [Nanosecond(2026, 1, 2, tzinfo=UTC)]),
     ("interval", -1, [5]),
+    ("money", -1, [Decimal("12.345"), Decimal("12.50"), 0.1, True, float("inf"), b"1"]),
+    ("bit", -1, [10, Decimal(10), True]),
+    ("varbit", -1, [10]),
     ("json", -1, [{1, 2}, float("nan"), ...]),
     ("jsonb", -1, [{"a": float("inf")}, {"a": b"x"}]),
     ("inet", -1, ["x", 5]),
     ("cidr", -1, ["10.0.0.1/8"]),
     ("int4[]", -1, [[2**31], ["x"], 5, [[True]]]),
     ("numeric[]", numeric(5, 2), [[Decimal("1.005")]]),
-    ("int4range", -1, [Range(0, 2**31), 5]),
-    ("tstzrange", -1, [Range(NOW.replace(tzinfo=None), None)]),
+    ("int4range", -1, [Range(0, 2**31), 5, "[1, ]", "[ ,2]"]),
+    ("tstzrange", -1, [Range(NOW.replace(tzinfo=None), None), "[2024-01-01 10:00,2024-01-01 11:00)", "[1,", "1,2"]),
+    ("tsrange", -1, ["[2024-01-01T10:00Z,)", "(,2024-01-01T10:00+05:00]", '["2024-01-01 10:00:00+05",)']),
+    ("daterange", -1, ["[01/02/2024,)", "[,1 Jan 2024]", "[2024-01-01,2024-01-02),"]),
+    ("tstzmultirange", -1, ["{[2024-01-01 10:00+00,2024-01-01 11:00)}", "[1,2)", "{[1,2)"]),
+    ("date[]", -1, ["{01/02/2024}", "{2024-01-01,{2024-01-02}}", "{2024-01-01", "{2024-01-01,}", "[0:0]={01/02/2024}"]),
+    ("timestamptz[]", -1, ["{2024-01-01 10:00:00}", '{"2024-01-01 10:00:00"}', "{{2024-01-01 10:00:00}}", "{" * 9999]),
+    ("numeric[]", numeric(10, 2), ["{1.239}", "{1} x", "1"]),
+    ("bytea[]", -1, ["{abc}", '{"\\\\xa"}']),
 ]
 
 
@@ -129,6 +148,8 @@ CONVERTED: list[tuple[str, int, Any, Any]] = [
     ("float8", -1, 3, 3.0),
     ("float8", -1, "inf", float("inf")),
     ("numeric", -1, 0.1, Decimal("0.1")),
+    ("money", -1, Decimal("12.00"), "12"),
+    ("money", -1, "$12.50", "$12.50"),
     ("numeric", numeric(5, 2), Decimal("1.5000"), Decimal("1.5000")),
     ("numeric", numeric(5, 2), "999.99", Decimal("999.99")),
     ("numeric", numeric(3, -2), 12300, 12300),
@@ -138,6 +159,8 @@ CONVERTED: list[tuple[str, int, Any, Any]] = [
     ("uuid", -1, UUID(int=7).bytes, UUID(int=7)),
     ("date", -1, "2026-01-02", date(2026, 1, 2)),
     ("timestamptz", -1, "2026-01-02T03:04:05.678901Z", NOW),
+    ("timestamptz", -1, "2026-01-02T03:04:05.6789006Z", NOW),
+    ("timestamptz", -1, "2025-12-31T24:00:00Z", datetime(2026, 1, 1, tzinfo=UTC)),
     ("timestamptz", -1, "infinity", "infinity"),
     ("timestamptz", -1, "0044-03-15 00:00:00+00 BC", "0044-03-15 00:00:00+00 bc"),
     ("json", -1, '{"a": 1}', b'{"a": 1}'),
@@ -148,6 +171,19 @@ CONVERTED: list[tuple[str, int, Any, Any]] = [
     ("int8[]", -1, (1, None, "3"), [1, None, 3]),
     ("timestamptz[]", -1, ["infinity"], '{infinity}'),
     ("int4range", -1, Range("1", 5), Range(1, 5)),
+    ("int4range", -1, " (1, 5] ", Range(1, 5, "(]")),
+    ("int4range", -1, "empty", Range(empty=True)),
+    ("tstzrange", -1, '["2026-01-02 03:04:05.678901+00",)', Range(NOW, None)),
+    ("tstzrange", -1, "[-infinity,2026-01-02 03:04:05.678901+00]", "[-infinity,\"2026-01-02 03:04:05.678901+00:00\"]"),
+    ("int4multirange", -1, "{[1,2), (5,]}", Multirange([Range(1, 2), Range(5, None, "(]")])),
+    ("int4multirange", -1, "{}", Multirange([])),
+    ("int8[]", -1, "{1, NULL,3}", [1, None, 3]),
+    ("int8[]", -1, "{{1,2},{3,4}}", [[1, 2], [3, 4]]),
+    ("int8[]", -1, "{}", []),
+    ("text[]", -1, '{"a,\\"b","NULL",null, c d ,"","{"}', ['a,"b', "NULL", None, "c d", "", "{"]),
+    ("date[]", -1, "[0:0]={2024-01-01}", "[0:0]={2024-01-01}"),
+    ("bytea[]", -1, '{"\\\\x00ff"}', [b"\0\xff"]),
+    ("timestamptz[]", -1, '{"2026-01-02 03:04:05.678901+00"}', [NOW]),
 ]  # fmt: skip
 
 
@@ -190,6 +226,49 @@ def test_a_composite_with_an_unknown_attribute_is_refused() -> None:
             c.convert(value)
 
 
+PARTS = [
+    Column(name=n, type_name=n, base_name=n, type_oid=registry[n].oid, typmod=typmod)
+    for n, typmod in (("timestamptz", -1), ("numeric", numeric(10, 2)), ("text", -1), ("bytea", -1))
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('("2026-01-02 03:04:05+00",1.5,,)', '("2026-01-02 03:04:05+00:00",1.5,,)'),
+        ('(,,"a ""b"" \\\\,","\\\\x00")', '(,,"a ""b"" \\\\,","\\\\x00")'),
+        ("(,,,)", "(,,,)"),
+        ('(,,"",)', '(,,"",)'),
+        ('(,,"xy""z)",)', '(,,"xy""z)",)'),
+        ("(2026-01-02 03:04:05,,,)", None),
+        ("(,1.239,,)", None),
+        ("(,,,abc)", None),
+        ("(,,)", None),
+        ("(,,,,)", None),
+        ("(,,,", None),
+        ("(,,,)x", None),
+        ("x", None),
+        ('(,,",)', None),
+    ],
+)
+def test_the_text_of_a_composite_value_is_looked_at_by_its_parts(text: str, expected: str | None) -> None:
+    composite: dict[str, Any] = {"kind": "c", "attributes": PARTS}
+    c = codec_of(Column(name="c", type_name="t", base_name="t", type_oid=999999, **composite))
+    if expected is not None:
+        assert c.as_text(c.convert(text)) == expected
+        return
+    with pytest.raises(ValueError, match=r"\w"):
+        c.convert(text)
+
+
 def test_text_copy_escapes_what_separates() -> None:
     take: list[Callable[[Any], str | None]] = [str, lambda v: v]
     assert encode_text([("a\tb\\", None), ("\n\r", "x")], take) == b"a\\tb\\\\\t\\N\n\\n\\r\tx\n"
+
+
+@pytest.mark.parametrize("blank", [chr(n) for n in (0x1C, 0x1F, 0x85, 0xA0, 0x2003, 0x2028, 0x3000)])
+def test_what_only_unicode_takes_for_a_blank_is_text(blank: str) -> None:
+    """Postgres writes it without quotes."""
+    texts = codec("text[]", -1)
+    assert texts.convert(f"{{{blank}foo,bar{blank}}}") == [f"{blank}foo", f"bar{blank}"]
+    assert texts.convert(f"{{{blank}}}") == [blank]

@@ -141,7 +141,9 @@ class Server:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        connection.execute("SET LOCAL TimeZone = 'UTC'")
+        connection.execute("SET TimeZone = 'UTC'")
+        # Rounds are committed, so the types go into a schema that no other test sees.
+        connection.execute("DROP SCHEMA IF EXISTS fuzz CASCADE; CREATE SCHEMA fuzz; SET search_path = fuzz, public")
         for statement in filter(str.strip, OWN_TYPES.split(";")):
             connection.execute(statement)
         for number, kind in enumerate(KINDS):
@@ -179,7 +181,7 @@ class Server:
             self._written(write, [i])
         table = f"fuzz_{KINDS.index(kind)}"
         found: dict[int, object] = dict(self.connection.execute(f"SELECT id, v::text FROM {table}").fetchall())
-        self.connection.execute(f"DELETE FROM {table}")
+        self.connection.execute(f"TRUNCATE {table}")
         left_out = set(doubtful[DOUBTFUL:])
         return [
             Case(kind, value, found.get(i, REFUSED), theirs[i]) for i, value in enumerate(values) if i not in left_out
@@ -277,7 +279,7 @@ def test_the_page_says_what_differs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300 + 2 * SECONDS + LEAST / 100)  # values a second, on a machine that is busy
+@pytest.mark.timeout(300 + 2 * SECONDS + LEAST / 1000)  # values a second, on a machine that is busy
 def test_values_are_stored_as_postgres_reads_them(work: Connection) -> None:
     seed = first_seed()
     rng = random.Random(seed)
@@ -297,6 +299,7 @@ def test_values_are_stored_as_postgres_reads_them(work: Connection) -> None:
                     if not explained(case):
                         sort = (path, kind, case.ours is REFUSED, case.theirs is REFUSED)
                         unexplained[sort] = min(unexplained.get(sort, case), case, key=lambda c: len(c.json))
+            work.commit()  # a transaction with a million savepoints and locks would be ever slower
             if compared >= LEAST and time.monotonic() > until:
                 break
     print(f"{compared} values compared, from seed {seed}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import psycopg
@@ -14,10 +15,11 @@ import pytest
 from confluent_kafka import Message
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.writer import BadRow, TableSink
+from exactly_once.writer import BadRow, Column, Table, TableSink, Tombstone, statements
 from exactly_once.writer.envelopes import EnvelopeName, recognised
-from exactly_once.writer.formats import FormatDecoder, PlainDecoder, format_of
+from exactly_once.writer.formats import FormatDecoder, PlainDecoder, Shaped, format_of
 from exactly_once.writer.from_json import JsonDecoder
+from exactly_once.writer.plan import Plan
 
 Database = psycopg.Connection[Any]
 DEBEZIUM, CONNECT = "io.debezium.", "org.apache.kafka.connect.data."
@@ -142,6 +144,7 @@ def test_a_delete_takes_its_key_from_the_row_where_the_message_has_none(table: s
         ("debezium", "upsert", (None, change("t", None, None)), "on_truncate"),
         ("debezium", "append", ({"id": 1}, change("d", row(1, "a"), None)), "rows are only appended"),
         ("debezium", "upsert", (1, change("u", None, row(1, "__debezium_unavailable_value"))), 'missing = "keep"'),
+        ("debezium", "append", (1, change("u", None, row(1, "__debezium_unavailable_value"))), "REPLICA IDENTITY FULL"),
         ("connect", "upsert", ({"id": 1}, {"id": 1}), "no schema and payload"),
         ("maxwell", "upsert", (None, {"type": "table-alter", "database": "d"}), "no change of a row by Maxwell"),
         ("connect", "upsert", ({"payload": {"no": 1}}, None), "a tombstone whose key has no id"),
@@ -179,6 +182,223 @@ def test_a_large_value_that_was_not_logged_stays(db: Database, table: str) -> No
     assert rows(db, table) == [(1, gone + "!", None)]
 
 
+UNAVAILABLE = "__debezium_unavailable_value"
+NOT_THERE = r"t\[0\] offset {}: column name: a large value .* no such row .* REPLICA IDENTITY FULL"
+
+
+def test_a_large_value_of_a_row_that_is_not_there_is_refused(table: str, db: Database) -> None:
+    """A column that was given no value gets none: the row is refused, unless the batch itself has the value."""
+    lacking = (1, change("u", None, row(1, UNAVAILABLE)))
+    known = (1, change("c", None, row(1, "a")))
+    gone = (1, change("d", row(1, "a"), None))
+    others = [(n, change("c", None, row(n, "b"))) for n in range(10, 40)]
+    for before, at in (([], 0), (others, 30), ([known, gone], 2), ([known, lacking, gone, *others], 33)):
+        with pytest.raises(BadRow, match=NOT_THERE.format(at)) as raised, db.transaction():
+            sink(table, "debezium", missing="keep").write(db, messages(*before, lacking, *others))
+        assert (raised.value.offset, raised.value.column) == (at, "name")
+        assert rows(db, table) == []
+    for sent in ([known, lacking], [known, gone, known, lacking, lacking], [lacking, known]):
+        write(db, sink(table, "debezium", missing="keep"), [messages(*sent, *others)])
+        assert rows(db, table)[0] == (1, "a")
+        db.execute(f"DELETE FROM {table}")
+    write(db, sink(table, "debezium", missing="keep"), [messages(known), messages(lacking, *others, lacking)])
+    assert rows(db, table)[0] == (1, "a")
+
+
+def test_a_flattened_topic_of_debezium_stores_no_value_that_it_lacks(table: str, db: Database) -> None:
+    sent = messages((1, connect(row(1, UNAVAILABLE))))
+    for missing, said in (("null", 'column name: .* say missing = "keep"'), ("keep", "no such row")):
+        with pytest.raises(BadRow, match=said), db.transaction():
+            sink(table, "connect", missing=missing).write(db, sent)
+    write(db, sink(table, "connect", missing="keep"), [messages((1, connect(row(1, "a")))), sent])
+    assert rows(db, table) == [(1, "a")]
+
+
+PLACEHOLDERS = [
+    # column, value of before, what stands for it, and the field's schema
+    ("text", "a", UNAVAILABLE, None),
+    ("bytea", "AQI=", base64.b64encode(UNAVAILABLE.encode()).decode(), None),
+    ("text[]", ["a"], [UNAVAILABLE], None),
+    ("jsonb", '{"a": 1}', UNAVAILABLE, field("v", "string", f"{DEBEZIUM}data.Json")),
+    ("jsonb", {"a": 1}, {UNAVAILABLE: UNAVAILABLE}, None),
+    ("text", '{"a":"1"}', f'{{"{UNAVAILABLE}":"{UNAVAILABLE}"}}', None),
+    ("numeric", base64_of(15), base64.b64encode(UNAVAILABLE.encode()).decode(), field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "1"})),
+    ("int[]", [1, 2], list(UNAVAILABLE.encode()), None),
+    ("bigint[]", [1, 2], list(UNAVAILABLE.encode()), None),
+    ("uuid[]", ["01234567-89ab-cdef-0123-456789abcdef"], ["b68a35a7-17ad-35b3-af2a-ae46edb4545a"], None),
+    ("text", {"wkb": "AQEAAAAAAAAAAADwPwAAAAAAAABA", "srid": 4326}, {"wkb": "AQEAACDmEAAAAAAA/IPXl8EAAAD8g9eXwQ==", "srid": 4326}, field("v", "struct", f"{DEBEZIUM}data.geometry.Geometry")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "value", "placeholder", "schema"), PLACEHOLDERS)
+def test_what_stands_for_a_large_value_is_known_in_each_type(
+    kind: str, value: Any, placeholder: Any, schema: Any, name: str, db: Database
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, v {kind})")
+
+    def event(number: int, op: str, v: Any) -> tuple[Any, Any]:
+        payload = change(op, None, {"id": number, "v": v})
+        if schema is None:
+            return number, payload
+        after = {"field": "after", "type": "struct", "fields": [field("id", "int32"), schema]}
+        return number, {"schema": {"type": "struct", "fields": [after]}, "payload": payload}
+
+    write(db, sink(name, "debezium", missing="keep"), [messages(event(1, "c", value))])
+    before = rows(db, name)
+    write(db, sink(name, "debezium", missing="keep"), [messages(event(1, "u", placeholder))])
+    assert rows(db, name) == before
+    with pytest.raises(BadRow, match=r"offset 4: column v: .* no such row"), db.transaction():
+        sink(name, "debezium", missing="keep").write(db, messages(event(2, "u", placeholder), start=4))
+
+
+def test_a_key_of_several_columns_and_forms_finds_its_row(name: str, db: Database) -> None:
+    db.execute(f'CREATE TABLE {name} (ordinal numeric, "k %" text, v text, at int, PRIMARY KEY (ordinal, "k %"))')
+
+    def event(number: float, v: str, at: int) -> tuple[Any, Any]:
+        return None, change("u", None, {"ordinal": number, "k %": "x", "v": v, "at": at})
+
+    sent = [event(1, "a", 1), event(1.0, UNAVAILABLE, 2), event(2.5, "b", 3), event(1, UNAVAILABLE, 4)]
+    write(db, sink(name, "debezium", missing="keep"), [messages(*sent), messages(event(1.00, UNAVAILABLE, 5))])
+    assert rows(db, name) == [(Decimal(1), "x", "a", 5), (Decimal("2.5"), "x", "b", 3)]
+    with pytest.raises(BadRow, match=r"offset 1: column v: .* no such row"), db.transaction():
+        sink(name, "debezium", missing="keep").write(db, messages(sent[2], event(7, UNAVAILABLE, 1)))
+
+
+def decoder_of(envelope: EnvelopeName, metadata: dict[str, str], *key: str) -> FormatDecoder:
+    """Decodes for a table whose key is a text ``src`` and a number ``id``; needs no server."""
+    oids = {"src": 25, "id": 20, "name": 25}
+    columns = [Column(name=n, type_name="", base_name="", type_oid=oid) for n, oid in oids.items()]
+    made = FormatDecoder(JsonDecoder(metadata=metadata), format_of(envelope), metadata=metadata)
+    made.prepare(Table(schema="public", name="t", columns=columns, keys=[key]), mode="upsert", key=key)
+    return made
+
+
+MAXWELL_KEY = {"database": "d", "table": "t", "pk.id": 1}
+CANAL: dict[str, Any] = {"database": "d", "table": "t", "mysqlType": {"id": "bigint"}}
+WITH_METADATA: list[tuple[EnvelopeName, Any, Any]] = [
+    ("debezium", {"id": 1}, change("d", row(1, "a"), None)),
+    ("debezium", with_schema({"id": 1}, key=True), change("d", {"id": 1}, None)),
+    ("debezium", {"tenant": 7}, change("d", row(1, "a"), None)),
+    ("debezium", with_schema({"id": 1}, key=True), None),
+    ("debezium", {"id": 2}, change("u", row(1, "a"), row(2, "a"))),
+    ("connect", with_schema({"id": 1}, key=True), None),
+    ("maxwell", MAXWELL_KEY, {"database": "d", "table": "t", "type": "delete", "data": row(1, "a")}),
+    ("maxwell", MAXWELL_KEY, {"database": "d", "table": "t", "type": "update", "data": row(2, "a"), "old": {"id": 1}}),
+    ("canal", None, CANAL | {"type": "DELETE", "data": [{"id": "1", "name": "a"}]}),
+    ("canal", None, CANAL | {"type": "UPDATE", "data": [{"id": "2", "name": "a"}], "old": [{"id": "1"}]}),
+]
+
+
+@pytest.mark.parametrize(("envelope", "key", "value"), WITH_METADATA, ids=lambda each: str(each)[:60])
+def test_metadata_in_the_key_changes_nothing_about_which_row_is_deleted(
+    envelope: EnvelopeName, key: Any, value: Any
+) -> None:
+    found = list(decoder_of(envelope, {"src": "topic"}, "src", "id").decode(messages((key, value))))
+    assert found[0] == Tombstone(("t", 1))
+    assert all(each == (2, "a", "t") for each in found[1:])
+
+
+@pytest.mark.parametrize("has_schema", [False, True])
+def test_a_part_of_the_messages_key_and_a_field_are_one_key(has_schema: Any) -> None:
+    keys: Any = [{"src": "x", "id": 1}, {"src": "x"}]
+    for key in ({"schema": {"type": "struct"}, "payload": each} if has_schema else each for each in keys):
+        made = decoder_of("debezium", {"src": "key:src"}, "src", "id")
+        sent = messages((key, change("d", row(1, "a"), None)), (key, change("u", row(1, "a"), row(2, "a"))))
+        assert list(made.decode(sent)) == [Tombstone(("x", 1)), Tombstone(("x", 1)), (2, "a", "x")]
+
+
+def test_the_whole_key_of_a_message_is_that_of_one_row_only() -> None:
+    made = decoder_of("debezium", {"src": "key"}, "src", "id")
+    with pytest.raises(BadRow, match="offset 0: the key of the row changed, and a column of it is the message's"):
+        made.decode(messages(({"id": 2}, change("u", row(1, "a"), row(2, "a")))))
+    alone = decoder_of("debezium", {"src": "key"}, "src")
+    sent = messages((b"k", change("u", row(1, "a"), row(2, "b"))), (b"k", change("d", row(2, "b"), None)))
+    assert list(alone.decode(sent)) == [(2, "b", b"k"), Tombstone((b"k",))]
+
+
+def test_numbers_in_texts_are_no_bits_and_no_money() -> None:
+    oids = {"flags": 1560, "more": 1562, "price": 790}
+    columns = [Column(name=n, type_name="", base_name="", type_oid=oid) for n, oid in oids.items()]
+    into = Table(schema="public", name="t", columns=columns)
+    made = FormatDecoder(JsonDecoder(), format_of("canal"))
+    made.prepare(into, mode="append", key=())
+    event = CANAL | {"type": "INSERT", "mysqlType": {"flags": "bit(4)", "more": "bit", "price": "decimal(9,2)"}}
+    rows_of = [{"flags": "10", "more": "1", "price": price} for price in ("5", "12.50")]
+    good, bad = (made.decode(messages((None, event | {"data": [each]}))) for each in rows_of)
+    assert list(good) == [("1010", "1", "5")]
+    assert "'12.50': money reads" in str(Plan(into, list(oids)).find_bad(bad, bad.origins))
+
+
+@pytest.mark.parametrize("key", [{"tenant": 7}, 7, "7", {"schema": {"type": "int32"}, "payload": 7}])
+def test_a_tombstone_of_another_key_than_the_rows_deletes_nothing(key: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where it comes again, because a batch failed, or is the first that a process reads."""
+    deleted, tombstone = messages((key, change("d", row(1, "a"), None)), (key, None), start=5)
+    made = decoder_of("debezium", {}, "id")
+    assert list(made.decode([deleted])) == [Tombstone((1,))]
+    assert [list(made.decode([tombstone])) for _ in range(3)] == [[], [], []]
+    assert [list(decoder_of("debezium", {}, "id").decode([tombstone])) for _ in range(2)] == [[], []]
+    told = [record.message for record in caplog.records]
+    assert len(told) == 3  # once by each decoder
+    assert all("t[0] offset 6: a tombstone is passed over" in text for text in told)
+
+
+@pytest.mark.parametrize(("key", "value"), [(1, 1), ("a", "a"), (b"a", "a"), ("1", 1)])
+def test_a_tombstone_alone_deletes_where_rows_show_that_their_bare_keys_are_theirs(key: Any, value: Any) -> None:
+    column = "name" if isinstance(value, str) else "id"
+    made = decoder_of("debezium", {}, column)
+    stored, tombstone = messages((key, change("c", None, {**row(1, "x"), column: value})), (key, None))
+    (other,) = messages((key, change("c", None, row(5, "other"))), start=2)
+    assert [type(each) for each in made.decode([stored, tombstone, tombstone])] == [tuple, Tombstone, Tombstone]
+    assert [type(each) for each in made.decode([other, tombstone])] == [tuple]
+
+
+def test_a_delete_without_its_row_shows_nothing_of_bare_keys() -> None:
+    made = decoder_of("debezium", {}, "id")
+    sent = messages((1, change("c", None, row(1, "x"))), (2, change("d", None, None)), (3, None))
+    assert [type(each) for each in made.decode(sent)] == [tuple, Tombstone, Tombstone]
+
+
+def test_a_large_value_that_goes_nowhere_asks_for_no_row(table: str, db: Database) -> None:
+    lacking = messages((1, change("u", None, row(1, "a") | {"body": UNAVAILABLE})))
+    write(db, sink(table, "debezium", missing="keep"), [lacking])
+    assert rows(db, table) == [(1, "a")]
+    db.execute(f"ALTER TABLE {table} ADD rest jsonb")
+    with pytest.raises(BadRow, match="offset 0: column rest: field body is not in the message"), db.transaction():
+        sink(table, "debezium", missing="keep", rest="rest").write(db, lacking)
+
+
+def test_an_object_that_is_not_in_the_message_lacks_all_its_fields(name: str, db: Database) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, doc_a int, doc_size int)")
+    form = Shaped(format_of("debezium", missing="keep"), flatten="_")
+
+    def shaped() -> TableSink:
+        decoder = FormatDecoder(JsonDecoder(missing="apart"), form)
+        return TableSink(name, decoder=decoder, mode="upsert", missing="keep")
+
+    first, second = ((1, change("u", None, {"id": 1, "doc": doc, "doc_size": 5})) for doc in ({"a": 7}, UNAVAILABLE))
+    with pytest.raises(BadRow, match=r"offset 0: column doc_a: .* no such row"), db.transaction():
+        shaped().write(db, messages(second))
+    write(db, shaped(), [messages(first), messages(second)])
+    assert rows(db, name) == [(1, 7, 5)]
+
+
+def test_only_a_batch_that_lacks_a_large_value_asks_for_its_rows(
+    table: str, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def find(connection: Any, key: Any, sought: Any, **options: Any) -> set[int]:
+        asked.append(len(sought))
+        return statements.find(connection, key, sought, **options)
+
+    monkeypatch.setattr("exactly_once.writer.upsert.find", find)
+    known, lacking = (messages((1, change("u", None, row(1, name)))) for name in ("a", UNAVAILABLE))
+    write(db, sink(table, "debezium", missing="keep"), [known, messages((1, change("u", None, {"id": 1})))])
+    assert asked == []
+    write(db, sink(table, "debezium", missing="keep"), [lacking])
+    assert asked == [1]
+
+
 TYPES: list[tuple[str, dict[str, Any], Any, str]] = [
     # column, schema, value, and what Postgres itself reads
     ("date", field("v", "int32", f"{DEBEZIUM}time.Date"), 20455, "2026-01-02"),
@@ -195,7 +415,12 @@ TYPES: list[tuple[str, dict[str, Any], Any, str]] = [
     ("timestamptz", field("v", "int64", f"{CONNECT}Timestamp"), 1767323045678, "2026-01-02 03:04:05.678+00"),
     ("bigint", field("v", "int64", f"{CONNECT}Timestamp"), 1767323045678, "1767323045678"),
     ("timestamptz", field("v", "string", f"{DEBEZIUM}time.ZonedTimestamp"), "2026-01-02T03:04:05.1Z", "2026-01-02 03:04:05.1+00"),
+    ("text", field("v", "int64", "avro.timestamp-millis"), 1, "1970-01-01T00:00:00.001Z"),
+    ("timestamp", field("v", "int64", "avro.timestamp-millis"), 1, "1970-01-01 00:00:00.001"),
     ("interval", field("v", "int64", f"{DEBEZIUM}time.MicroDuration"), 90_000_001, "90.000001 seconds"),
+    ("interval", field("v", "int64", f"{DEBEZIUM}time.MicroDuration"), -36 * 10**8, "-1 hours"),
+    ("interval", field("v", "int64", f"{DEBEZIUM}time.MicroTime"), 838 * 36 * 10**8 + 1, "838 hours 1 microsecond"),
+    ("interval", field("v", "int32", f"{DEBEZIUM}time.Time"), -1500, "-1.5 seconds"),
     ("interval", field("v", "string", f"{DEBEZIUM}time.Interval"), "P1Y2M3DT4H5M6S", "1 year 2 mons 3 days 04:05:06"),
     ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), base64_of(-2658824), "-26588.24"),
     ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "3"}), base64_of(5), "0.005"),
@@ -209,6 +434,11 @@ TYPES: list[tuple[str, dict[str, Any], Any, str]] = [
     ("uuid", field("v", "string", f"{DEBEZIUM}data.Uuid"), "01234567-89ab-cdef-0123-456789abcdef", "01234567-89ab-cdef-0123-456789abcdef"),
     ("bit(10)", field("v", "bytes", f"{DEBEZIUM}data.Bits", parameters={"length": "10"}), base64.b64encode(b"\x05\x02").decode(), "1000000101"),
     ("point", field("v", "struct", f"{DEBEZIUM}data.geometry.Point"), {"x": 1.5, "y": -2, "wkb": "", "srid": None}, "(1.5,-2)"),
+    ("jsonb", field("v", "struct", f"{DEBEZIUM}data.geometry.Point"), {"x": 1.5, "y": -2, "wkb": None, "srid": None}, '{"x": 1.5, "y": -2, "wkb": null, "srid": null}'),
+    ("jsonb", field("v", "string", f"{DEBEZIUM}data.Json"), "null", "null"),
+    ("json", field("v", "string", f"{DEBEZIUM}data.Json"), " null", "null"),
+    ("jsonb[]", field("v", "array", items={"type": "string", "name": f"{DEBEZIUM}data.Json"}), ["null", '{"a": 1}'], '{"null", "{\\"a\\": 1}"}'),
+    ("time", field("v", "int64", f"{DEBEZIUM}time.MicroTime"), 86400000000, "24:00:00"),
     ("date[]", field("v", "array", items={"type": "int32", "name": f"{DEBEZIUM}time.Date"}), [0, None, 1], '{1970-01-01,NULL,1970-01-02}'),
     ("bytea", field("v", "bytes"), "AQI=", "\\x0102"),
     ("numeric", field("v", "string"), "1234", "1234"),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 from confluent_kafka import Message, Producer
 
 from exactly_once import ExactlyOnceConsumer
 from exactly_once.cli.sink_flows import Flow
-from exactly_once.writer import TableError, TableSink
+from exactly_once.writer import BadRow, TableError, TableSink
 from exactly_once.writer.errors import TableChanged
 from tests.support.topics import create_topic
 from tests.writer.test_envelopes import CONNECT, change, field
@@ -80,6 +82,101 @@ def test_what_the_schema_of_a_message_says_goes_before_its_value(db: Database, n
     write(db, sink(name, format="debezium", mode="upsert"), message(event))
     assert types(db, name) == {"id": "integer", "day": "date", "n": "smallint"}
     assert db.execute(f"SELECT id, day::text, n FROM {name}").fetchall() == [(1, "1970-01-02", 2)]
+
+
+IN_CONNECT = json.dumps(
+    {
+        "schema": {"type": "struct", "fields": [field("id", "int32"), field("v", "int16")]},
+        "payload": {"id": 1, "v": 5},
+    }
+).encode()
+IN_CANAL = json.dumps(
+    {"type": "INSERT", "data": [{"id": "1", "v": "5"}], "pkNames": ["id"], "mysqlType": {"v": "smallint"}}
+).encode()
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "values"),
+    [
+        ("msgpack", "bytea", [b"\x81", msgspec.msgpack.encode({"id": 1, "v": b"x"}), b"", b"\x01", b"\xa1\xff"]),
+        ("connect", "smallint", [b"{", IN_CONNECT, b'{"schema": {"fields": 5}, "payload": {}}', b"\xff"]),
+        ("canal", "smallint", [b"{", IN_CANAL, b'{"type": "INSERT", "data": 1, "mysqlType": 5}', b"\xff"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_messages_that_are_set_aside_tell_no_types(
+    form: str, kind: str, values: list[bytes], db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int)")
+    to = sink(name, format=form)
+    sent = [Message(topic="t", partition=0, offset=i, value=v) for i, v in enumerate(values)]
+    aside: list[Any] = []
+    with pytest.raises(BadRow), db.transaction():  # the first bad message is tried alone
+        to.write(db, sent, set_aside=aside.append)
+    with pytest.raises(TableChanged), db.transaction():
+        to.write(db, sent, set_aside=aside.append)
+    with db.transaction():
+        to.write(db, sent, set_aside=aside.append)
+    assert types(db, name) == {"id": "integer", "v": kind}
+    assert [m.offset() for m, _ in aside[-1]] == [i for i in range(len(sent)) if i != 1]
+    assert db.execute(f"SELECT id, v IS NOT NULL FROM {name}").fetchall() == [(1, True)]
+
+
+@pytest.mark.parametrize("values", [[b"anna", "test", None], ["test", b"anna", 5], [5, b"anna"]])
+def test_a_field_that_is_bytes_in_some_messages_only_is_text(values: list[Any], db: Database, name: str) -> None:
+    """In a column of bytes the texts would be taken for base64."""
+    db.execute(f"CREATE TABLE {name} (id int)")
+    to = sink(name, format="msgpack")
+    sent = [
+        Message(topic="t", partition=0, offset=i, value=msgspec.msgpack.encode({"id": i, "v": v}))
+        for i, v in enumerate(values)
+    ]
+    with pytest.raises(TableChanged), db.transaction():
+        to.write(db, sent)
+    with db.transaction():
+        to.write(db, sent)
+    expected = [v.decode() if isinstance(v, bytes) else None if v is None else str(v) for v in values]
+    assert db.execute(f"SELECT v FROM {name} ORDER BY id").fetchall() == [(v,) for v in expected]
+
+
+def test_messages_that_are_not_stored_make_no_type_of_a_column(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int)")
+    to = sink(name, format="msgpack", where={"kind": "x"})
+    rows = [
+        {"id": "no id", "v": b"a", "kind": "x"},
+        {"id": 2, "v": b"b", "kind": "y"},
+        {"id": 3, "v": "c", "kind": "x"},
+    ]
+    sent = [Message(topic="t", partition=0, offset=i, value=msgspec.msgpack.encode(row)) for i, row in enumerate(rows)]
+    aside: list[Any] = []
+    with pytest.raises(BadRow), db.transaction():
+        to.write(db, sent, set_aside=aside.append)
+    with pytest.raises(TableChanged), db.transaction():
+        to.write(db, sent, set_aside=aside.append)
+    with db.transaction():
+        to.write(db, sent, set_aside=aside.append)
+    assert db.execute(f"SELECT id, v FROM {name}").fetchall() == [(3, "c")]
+
+
+def test_a_message_that_is_too_deep_is_refused_by_name(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int)")
+    for options in ({}, {"format": "debezium"}, {"format": "connect"}, {"format": "cloudevents"}):
+        sent = [Message(topic="t", partition=0, offset=7, value=b'{"id": 1, "a": %b}' % (b"[" * 2000 + b"]" * 2000))]
+        with pytest.raises(BadRow, match=r"t\[0\] offset 7: .*recursion"), db.transaction():
+            sink(name, **options).write(db, sent)
+
+
+@pytest.mark.parametrize("odd", ["1e999", "1" * 5000])
+def test_a_new_field_that_nothing_can_read_does_not_stop_its_message(odd: str, db: Database, name: str) -> None:
+    """A table without the field takes the message; with it, Postgres says what is wrong with the value."""
+    db.execute(f"CREATE TABLE {name} (id int)")
+    to = sink(name)
+    sent = [Message(topic="t", partition=0, offset=7, value=f'{{"id": 1, "a": {odd}}}'.encode())]
+    with pytest.raises(TableChanged), db.transaction():
+        to.write(db, sent)
+    with contextlib.suppress(BadRow), db.transaction():
+        to.write(db, sent)
+    assert types(db, name) == {"id": "integer", "a": "jsonb"}
 
 
 def test_what_can_be_no_column_is_told_once(db: Database, name: str, caplog: pytest.LogCaptureFixture) -> None:

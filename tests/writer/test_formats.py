@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from confluent_kafka import Message
 
 from exactly_once.cli.sink_flows import Flow
 from exactly_once.errors import ConfigurationError
-from exactly_once.writer import BadRow, TableSink
+from exactly_once.writer import BadRow, Column, Table, TableSink
 from exactly_once.writer.formats import PlainDecoder, format_of
 from exactly_once.writer.from_json import JsonDecoder
 
@@ -93,6 +94,16 @@ def test_a_line_that_is_none_is_refused(value: bytes, said: str, db: Database, n
     refused(db, name, {"format": "csv"}, message(value), said)
 
 
+def test_lines_have_the_fields_that_the_table_had_when_the_sink_began() -> None:
+    columns = [Column(name=n, type_name="text", base_name="text", type_oid=25) for n in "abc"]
+    columns.append(Column(name="more", type_name="jsonb", base_name="jsonb", type_oid=3802))
+    decoder = Flow(topics=("t",), table="t", format="csv", rest="more").decoder()
+    for some in ([*columns[:2], columns[3]], columns):
+        decoder.prepare(Table(schema="public", name="t", columns=some), mode="append", key=())
+        (found,) = decoder.decode([message(b"A,B")])
+        assert found[:2] == ("A", "B")
+
+
 def test_a_delimiter_is_one_character() -> None:
     for wrong in ("", ";;", '"', "\n"):
         with pytest.raises(ConfigurationError, match="csv_delimiter"):
@@ -112,6 +123,37 @@ def test_maps_of_messagepack_become_rows_and_lose_nothing(db: Database, name: st
     assert str(nan) == "nan"
     assert numbers == [1, None]
     assert deep == {"raw": "AQ==", "nan": "NaN", "big": 2**60, "in": [{"a": None}]}
+
+
+def test_bytes_of_messagepack_in_a_column_of_text_are_text(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (name text, names varchar(3)[], raws bytea[])")
+    sent = {"name": "ä".encode(), "names": [b"abc", None, "x"], "raws": [b"\0"]}
+    refused(db, name, {"format": "msgpack"}, message(msgspec.msgpack.encode({"name": b"\xff"})), "column name: .*utf-8")
+    write(db, name, {"format": "msgpack"}, message(msgspec.msgpack.encode(sent)))
+    assert rows(db, name) == [("ä", ["abc", None, "x"], [b"\0"])]
+    assert format_of("msgpack").types(message(msgspec.msgpack.encode(sent))) == {"name": "bytea"}
+
+
+@pytest.mark.parametrize("value", ["test", "bob", ["bob"]])
+def test_text_of_messagepack_is_not_read_as_base64(value: Any, db: Database, name: str) -> None:
+    """MessagePack has bytes of its own, so text in a column of bytes is a mistake."""
+    db.execute(f"CREATE TABLE {name} (id int, raw bytea{'[]' if isinstance(value, list) else ''})")
+    refused(db, name, {"format": "msgpack"}, message(msgspec.msgpack.encode({"id": 1, "raw": value})), "column raw")
+
+
+def test_bytes_of_messagepack_are_numbers_where_decimal_says_so(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, price numeric, note text)")
+    flow = {"format": "msgpack", "decimal": {"price": 2}, "rename": {"price": "cost"}}
+    sent = [{"id": 1, "cost": b"\x04\xd2", "note": b"x"}, {"id": 2, "cost": b"1234"}]
+    write(db, name, flow, *(message(msgspec.msgpack.encode(each)) for each in sent))
+    assert rows(db, name) == [(1, Decimal("12.34"), "x"), (2, Decimal(int.from_bytes(b"1234")).scaleb(-2), None)]
+
+
+def test_bytes_in_maps_of_messagepack_are_base64(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (a_b text)")
+    for flow in ({"fields": {"a_b": "a.b"}}, {"flatten": True}):
+        write(db, name, {"format": "msgpack", **flow}, message(msgspec.msgpack.encode({"a": {"b": b"x"}})))
+    assert rows(db, name) == [("eA==",)] * 2
 
 
 @pytest.mark.parametrize(

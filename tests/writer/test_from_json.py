@@ -121,6 +121,18 @@ REFUSED = [
     ("inet", '"1.2.3.4/0.0.0.255"'),
     ("time", '"03:04:05Z"'),
     ("date", '"2026-01-02T00:00:00"'),
+    ("time", "[3,4,5,6001]"),
+    ("money", "12.50"),
+    ("money", "true"),
+    ("money[]", "[12.345]"),
+    ("varbit", "10"),
+    ("bit[]", "[10]"),
+    ("bytea", "1234"),
+    ("bytea[]", "[1234]"),
+    ("macaddr", "112233445566"),
+    ("interval", "5"),
+    ("interval", "-1.5"),
+    ("interval[]", "[5]"),
 ]
 
 
@@ -217,6 +229,30 @@ def test_a_number_that_is_no_moment_is_refused(unit: Any, number: str) -> None:
         rows(decoder, table(a="timestamptz"), f'{{"a":{number}}}'.encode())
 
 
+@pytest.mark.parametrize(
+    ("unit", "number", "text"),
+    [("us", "3600000000", "1:00:00.000000"), ("ms", "-1500", "-0:00:01.500000"), ("days", "400", "9600:00:00.000000")],
+)
+def test_a_number_is_an_interval_where_its_unit_is_said(unit: Any, number: str, text: str) -> None:
+    sent = f'{{"a":{number}}}'.encode()
+    assert rows(JsonDecoder(epoch={"a": unit}), table(a="interval"), sent) == [(text,)]
+    with pytest.raises(BadRow, match=rf"interval: .*not {number}; epoch = \{{ a = "):
+        rows(JsonDecoder(), table(a="interval"), sent)
+
+
+def test_a_date_is_a_number_of_whole_days() -> None:
+    decoder = JsonDecoder(epoch={"a": "s"})
+    assert rows(decoder, table(a="date"), {"a": 2 * 86400}) == [(date(1970, 1, 3),)]
+    with pytest.raises(ValueError, match="no whole day"):
+        rows(decoder, table(a="date"), {"a": 2 * 86400 + 1})
+
+
+def test_signs_of_numbers_are_kept() -> None:
+    assert rows(JsonDecoder(decimal={"a": 2}), table(a="numeric"), {"a": "/w=="}) == [(Decimal("-0.01"),)]
+    ((zero,),) = rows(JsonDecoder(), table(a="float8"), b'{"a":-0}')
+    assert str(float(zero)) == "-0.0"
+
+
 def test_numbers_in_strings_are_taken_where_that_was_chosen() -> None:
     assert rows(JsonDecoder(lax=True), table(a="int4", b="bool"), {"a": "7", "b": "true"}) == [(7, True)]
 
@@ -228,6 +264,58 @@ def test_the_envelope_fills_columns() -> None:
         (1, "t", 1, 0, None, None),
         (2, "t", 1, 1, None, None),
     ]
+
+
+UUID_TEXT = "00000000-0000-0000-0000-000000000007"
+
+
+@pytest.mark.parametrize(
+    ("type_name", "key", "expected"),
+    [
+        ("int8", b"42", "42"),
+        ("numeric", b'{"schema": {"type": "double"}, "payload": 1.50}', Decimal("1.50")),
+        ("int4", b'"42"', "42"),
+        ("uuid", UUID_TEXT.encode(), UUID_TEXT),
+        ("uuid", f'"{UUID_TEXT}"'.encode(), UUID_TEXT),
+        ("uuid", UUID(int=7).bytes, UUID(int=7).bytes),
+        ("date", b"2026-01-02", "2026-01-02"),
+        ("text", b'"42"', b'"42"'),
+        ("bytea", b"\0\xff", b"\0\xff"),
+        ("jsonb", b'{"a": 1}', b'{"a": 1}'),
+        ("int8", b"\xff", None),
+        ("int8", b"forty", None),
+        ("int8", b'{"id": 1}', None),
+    ],
+)
+def test_a_bare_key_fills_a_column_of_its_type(type_name: str, key: bytes, expected: Any) -> None:
+    """In a row and in a delete."""
+    into = table(id=type_name, v="int4")
+    decoder = JsonDecoder(metadata={"id": "key"})
+    decoder.prepare(into, mode="upsert", key=["id"])
+    for sent in (messages({"v": 1}, key=key), messages(None, key=key)):
+        decoded = decoder.decode(sent)
+        bad = Plan(into, ["v", "id"]).find_bad(((1, row[-1]) for row in decoded), sent)
+        if expected is None:
+            assert str(bad).startswith("t[1] offset 0: column id: ")
+        else:
+            assert bad is None
+            assert [row[-1] for row in decoded] == [expected]
+
+
+def test_a_timestamp_beyond_the_years_is_the_fault_of_its_message() -> None:
+    decoder, (sent,) = JsonDecoder(metadata={"at": "timestamp"}), messages({"v": 1})
+    decoder.prepare(table(v="int4", at="timestamptz"), mode="append", key=())
+    far = Message(topic="t", partition=1, offset=5, value=sent.value(), timestamp=(1, 1767225600_000000))
+    with pytest.raises(BadRow, match=r"t\[1\] offset 5: column at: timestamp: "):
+        list(decoder.decode([far]))
+
+
+@pytest.mark.parametrize("text", ["2", '"yes"', "1"])
+def test_what_is_advised_for_a_boolean_takes_its_other_values_too(text: str) -> None:
+    with pytest.raises(BadRow, match=r'"t" and "f"; jsonb takes all: ALTER .* TYPE jsonb USING to_jsonb\(a\)'):
+        rows(JsonDecoder(), table(a="bool"), f'{{"a":{text}}}'.encode())
+    for value in (text, "true"):
+        assert rows(JsonDecoder(), table(a="jsonb"), f'{{"a":{value}}}'.encode()) == [(value.encode(),)]
 
 
 def test_headers_need_a_column_for_json() -> None:
@@ -247,6 +335,22 @@ def test_a_message_without_a_value_deletes_by_its_key(key: bytes, expected: Any)
     found = list(decoder.decode([*messages({"a": 1}), *messages(None, key=key), *messages({"a": 2})]))
     assert found == [(1, None), (expected,), (2, None)]
     assert [type(row) is Tombstone for row in found] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "type_name", "key", "expected"),
+    [
+        ({"epoch": {"a": "ms"}}, "timestamptz", b"1767225600000", datetime(2026, 1, 1, tzinfo=UTC)),
+        ({"decimal": {"a": 2}}, "numeric", b"1234", Decimal("-26588.24")),
+        ({"decimal": {"a": 2}}, "numeric", b'"1234"', Decimal("-26588.24")),
+    ],
+)
+def test_a_bare_key_is_read_by_the_options_of_its_column(
+    options: dict[str, Any], type_name: str, key: bytes, expected: Any
+) -> None:
+    decoder = JsonDecoder(**options)
+    decoder.prepare(table(a=type_name), mode="upsert", key=["a"])
+    assert list(decoder.decode(messages(None, key=key))) == [Tombstone((expected,))]
 
 
 def test_a_tombstone_with_a_key_of_several_columns() -> None:

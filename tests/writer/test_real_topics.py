@@ -62,7 +62,7 @@ def test_the_rest_is_what_no_column_takes_at_any_depth(work: Connection, make_ta
     [
         ({}, "no fields"),
         ({"before": None, "after": {"id": 1}, "op": "c"}, "before, after.*, op|before, after, op"),
-        ({"ID": 1, "Message_Id": "x"}, 'fields = { id = "ID", messageid = "Message_Id" }'),
+        ({"ID": 1, "Message_Id": "x"}, 'rename = { id = "ID", messageid = "Message_Id" }'),
     ],
 )
 def test_a_message_that_fills_no_column_is_refused(
@@ -102,6 +102,132 @@ def test_a_name_that_postgres_cuts_is_filled_from_the_whole_one(work: Connection
     assert stored(work, table, {"id": 1, name: "x"}, {"id": 2, name: "y"}) == [(1, "x"), (2, "y")]
     with pytest.raises(BadRow, match="where Postgres cuts them"):
         stored(work, table, {"id": 3, name: "x"}, {"id": 4, name + "_2": "z"})
+
+
+def test_a_field_that_has_exactly_the_name_of_a_column_has_the_column(work: Connection, make_table: MakeTable) -> None:
+    """A longer name that Postgres would cut to it is another field: it goes to rest, whichever of them comes first."""
+    name, longer = "y" * 63, "y" * 64
+    sent = [{"id": 1, name: 1, longer: 2}, {"id": 2, longer: 3}, {"id": 3, name: 4}]
+    expected = [(1, 1, {longer: 2}), (2, None, {longer: 3}), (3, 4, {})]
+    for order in ([0, 1, 2], [0, 2, 1]):
+        table = make_table(f"(id int, {name} int, rest jsonb)")
+        sink = TableSink(table, decoder=JsonDecoder(rest="rest"))
+        for index in order:
+            sink.write(work, messages(sent[index]))
+        assert rows_of(work, table) == expected
+        assert not sink.unfilled_columns
+    table = make_table(f"(id int, {name} int)")
+    sink = TableSink(table, decoder=JsonDecoder())
+    sink.write(work, messages({"id": 1, longer: 3}, {"id": 2, name: 1, longer: 2}, {"id": 3, longer: 3}))
+    assert rows_of(work, table) == [(1, 3), (2, 1), (3, None)]
+    assert sink.unused_fields == {longer: 2}
+    assert not sink.unfilled_columns
+
+
+def test_a_message_with_two_names_that_postgres_cuts_to_one_spoils_no_other(
+    work: Connection, make_table: MakeTable
+) -> None:
+    name, one, other = "y" * 63, "y" * 64, "y" * 63 + "zz"
+    table = make_table(f"(id int, {name} int)")
+    sink = TableSink(table, decoder=JsonDecoder())
+    with pytest.raises(BadRow, match="where Postgres cuts them"), work.transaction():
+        sink.write(work, messages({"id": 1, one: 1, other: 2}))
+    sink.write(work, messages({"id": 2, one: 5}, {"id": 3, one: 6}))
+    assert rows_of(work, table) == [(2, 5), (3, 6)]
+
+
+def test_a_name_that_postgres_cuts_is_filled_after_the_table_was_altered_too(
+    work: Connection, make_table: MakeTable
+) -> None:
+    name, longer = "y" * 63, "y" * 64
+    table = make_table(f"(id int, {name} int)")
+    sink = TableSink(table, decoder=JsonDecoder())
+    sink.write(work, messages({"id": 1, longer: 1}))
+    work.execute(f"ALTER TABLE {table} ADD COLUMN more int")
+    sink.write(work, messages({"id": 2, longer: 2, "more": 5}))
+    assert rows_of(work, table) == [(1, 1, None), (2, 2, 5)]
+    assert sink.unused_fields == {}
+    sink.write(work, messages({"id": 3, longer: 3, name: 4}))
+    work.execute(f"ALTER TABLE {table} ADD COLUMN other int")
+    sink.write(work, messages({"id": 4, longer: 3, name: 4}, {"id": 5, longer: 3}))
+    assert rows_of(work, table, f"id, {name}") == [(1, 1), (2, 2), (3, 4), (4, 4), (5, None)]
+    assert sink.unused_fields == {longer: 3}
+
+
+def test_a_tombstone_names_a_column_with_a_cut_name_as_its_rows_do(work: Connection, make_table: MakeTable) -> None:
+    name, longer = "y" * 63, "y" * 64
+    table = make_table(f"({name} int PRIMARY KEY, v int)")
+    sink = TableSink(table, mode="upsert", decoder=JsonDecoder())
+    for column in ("more", "other"):
+        sink.write(work, messages({longer: 1, "v": 1}, {longer: 2, "v": 2}))
+        sink.write(work, [Message(topic="t", partition=0, offset=9, key=json.dumps({longer: 1}).encode(), value=None)])
+        assert rows_of(work, table, name) == [(2,)]
+        work.execute(f"ALTER TABLE {table} ADD COLUMN {column} int")
+
+
+def test_rules_of_a_table_apply_to_what_is_appended(work: Connection, make_table: MakeTable) -> None:
+    """COPY would pass them by; one that is made while the sink runs counts from the next batch on."""
+    table = make_table("(id int PRIMARY KEY, v text)")
+    sink = TableSink(table, decoder=JsonDecoder(), small_batch=3)
+    sink.write(work, messages({"id": 0, "v": "secret"}))
+    work.execute("CREATE TEMP TABLE log (id int) ON COMMIT DROP")
+    work.execute(f"CREATE RULE quiet AS ON INSERT TO {table} WHERE new.v = 'secret' DO INSTEAD NOTHING")
+    work.execute(f"CREATE RULE logged AS ON INSERT TO {table} DO ALSO INSERT INTO pg_temp.log VALUES (new.id)")
+    sink.write(work, messages({"id": 1, "v": "a"}, {"id": 2, "v": "secret"}))
+    sink.write(work, messages(*({"id": n, "v": "b"} for n in range(3, 8))))
+    assert rows_of(work, table, "id") == [(n,) for n in (0, 1, 3, 4, 5, 6, 7)]
+    assert rows_of(work, "pg_temp.log") == [(n,) for n in range(1, 8)]
+    for mode in ("upsert", "insert-ignore"):
+        with pytest.raises(TableError, match="has rules for INSERT or UPDATE"):
+            TableSink(table, decoder=JsonDecoder(), mode=mode).write(work, messages({"id": 1}))
+
+
+def test_a_rule_that_does_not_fire_forbids_no_upsert(work: Connection, make_table: MakeTable) -> None:
+    """As ON CONFLICT has it: a rule for UPDATE counts even so; one that is enabled counts from the next batch on."""
+    table, log = make_table("(id int PRIMARY KEY, v text)"), make_table("(id int)")
+    work.execute(f"CREATE RULE one AS ON INSERT TO {table} DO ALSO INSERT INTO {log} VALUES (new.id)")
+    sink, appending = (TableSink(table, decoder=JsonDecoder(), mode=mode) for mode in ("upsert", "append"))
+
+    def is_taken(statement: str, take: Any) -> bool:
+        work.execute("SAVEPOINT s")
+        work.execute(statement)
+        try:
+            with work.transaction():
+                take()
+        except (TableError, psycopg.errors.FeatureNotSupported):
+            return False
+        finally:
+            work.execute("ROLLBACK TO s")
+        return True
+
+    def by_hand() -> None:
+        work.execute(f"INSERT INTO {table} VALUES (1, 'a') ON CONFLICT (id) DO UPDATE SET v = 'b'")
+
+    def by_sink() -> None:
+        TableSink(table, decoder=JsonDecoder(), mode="upsert").write(work, messages({"id": 1, "v": "a"}))
+
+    other, replica = (
+        f"CREATE RULE two AS ON UPDATE TO {table} DO ALSO NOTHING",
+        "SET session_replication_role = replica",
+    )
+    for statement, expected in (
+        (f"ALTER TABLE {table} ENABLE RULE one", False),
+        (f"ALTER TABLE {table} ENABLE ALWAYS RULE one", False),
+        (f"ALTER TABLE {table} DISABLE RULE one", True),
+        (f"ALTER TABLE {table} ENABLE REPLICA RULE one", True),
+        (f"ALTER TABLE {table} ENABLE REPLICA RULE one; {replica}", False),
+        (replica, True),
+        (f"ALTER TABLE {table} DISABLE RULE one; {other}; ALTER TABLE {table} DISABLE RULE two", False),
+    ):
+        assert [is_taken(statement, by_hand), is_taken(statement, by_sink)] == [expected] * 2, statement
+    work.execute(f"ALTER TABLE {table} DISABLE RULE one")
+    sink.write(work, messages({"id": 1}))
+    appending.write(work, messages({"id": 2}))
+    work.execute(f"ALTER TABLE {table} ENABLE RULE one")
+    appending.write(work, messages({"id": 3}, {"id": 4}))
+    assert rows_of(work, log) == [(3,), (4,)]
+    with pytest.raises(TableError, match="has rules for INSERT or UPDATE"):
+        sink.write(work, messages({"id": 5}))
 
 
 def test_names_with_quotes_are_fields_like_others(work: Connection, make_table: MakeTable) -> None:

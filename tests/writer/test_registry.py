@@ -27,6 +27,7 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.writer import BadRow, TableError
 from exactly_once.writer.errors import RegistryAway
 from exactly_once.writer.registry import Registry
+from tests.cli.test_sink_claim import Claimed
 from tests.support.require import lacking, skip_unless
 from tests.writer.test_envelopes import change
 
@@ -270,6 +271,61 @@ def test_json_schema_is_the_json_behind_the_id(registry: StandIn, db: Database, 
     assert rows(db, name, "id, deep::text") == [(2**53 + 1, '{"a": 1.50}')]
 
 
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_keys_that_are_numbers_are_not_asked_for_one_by_one(
+    mode: Any, registry: StandIn, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id bigint PRIMARY KEY)")
+    schema = record("V", id="long")
+    number = registry.add(json.dumps(schema))
+    sent = [message(avro(number, schema, {"id": i}), (i + 2**24 * 77).to_bytes(8, "big")) for i in range(100)]
+    write(db, name, registry, *sent, mode=mode)
+    assert registry.asked == (
+        [f"/schemas/ids/{number}"] if mode == "append" else ["/schemas/ids/77", f"/schemas/ids/{number}"]
+    )
+    assert len(rows(db, name)) == 100
+    registry.status = 403
+    with pytest.raises(BadRow, match="key of a message without a value"):
+        write(db, name, registry, message(None, (5).to_bytes(8, "big")), mode="upsert")
+
+
+def test_changes_of_maxwell_and_canal_are_read_behind_a_schema(registry: StandIn, db: Database, name: str) -> None:
+    number = registry.add('{"type": "object"}', "JSON")
+    events: list[tuple[Any, Any]] = [
+        ("maxwell", {"type": "insert", "data": {"id": 1}}),
+        ("canal", {"type": "INSERT", "data": [{"id": "1"}], "mysqlType": {"id": "int"}, "pkNames": ["id"]}),
+    ]
+    for form, event in events:
+        db.execute(f"DROP TABLE IF EXISTS {name}; CREATE TABLE {name} (id int PRIMARY KEY)")
+        sent = framed(number, json.dumps({"database": "d", "table": "t"} | event).encode())
+        write(db, name, registry, message(sent), format=form, mode="upsert")
+        assert rows(db, name) == [(1,)]
+
+
+def test_a_key_in_the_wire_format_is_claimed(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int)")
+    schema = record("V", id="int")
+    number = registry.add(json.dumps(schema))
+    pairs = [(avro(number, schema, {"id": i}), avro(number, schema, {"id": i // 2})) for i in range(4)]
+    sent = [message(value, key, offset) for offset, (value, key) in enumerate(pairs)]
+    sink = Flow(topics=("t",), table=name, schema_registry=registry.url, claim="key:id").sink()
+    claimed = Claimed()
+    with db.transaction():
+        sink.write(db, sent, claim=claimed)
+    assert rows(db, name) == [(0,), (2,)]
+    assert len(claimed.keys) == 2
+
+
+def test_the_whole_key_of_a_row_is_that_of_its_delete(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (own bytea PRIMARY KEY, v int)")
+    schema = record("V", v="int")
+    number, key = registry.add(json.dumps(schema)), registry.add('"string"')
+    flow: dict[str, Any] = {"mode": "upsert", "metadata": {"own": "key"}}
+    stored = [message(avro(number, schema, {"v": 1}), avro(key, "string", each)) for each in "ab"]
+    write(db, name, registry, *stored, message(None, avro(key, "string", "a")), **flow)
+    assert rows(db, name) == [(avro(key, "string", "b"), 1)]
+
+
 def protobuf_file() -> Any:
     from google.protobuf import descriptor_pb2  # noqa: PLC0415
 
@@ -363,6 +419,16 @@ def test_a_registry_that_is_away_or_refuses_is_not_the_messages_fault(
     with pytest.raises(RegistryAway, match="does not answer"):
         write(db, name, registry, sent)
     assert rows(db, name) == []
+
+
+def test_a_registry_that_lets_nobody_in_is_not_taken_for_one_without_the_schema_of_a_key(
+    registry: StandIn, db: Database, name: str
+) -> None:
+    """Or the tombstone would be bad, or passed over, until a password is mended."""
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY)")
+    registry.status = 401
+    with pytest.raises(TableError, match="refuses to give schema 7"):
+        write(db, name, registry, message(None, key=framed(7, b"\2")), mode="upsert", key=("id",))
 
 
 def test_a_package_that_is_missing_is_not_the_messages_fault(

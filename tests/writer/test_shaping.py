@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
@@ -10,7 +11,8 @@ import pytest
 from confluent_kafka import Message
 
 from exactly_once.cli.sink_flows import Flow
-from exactly_once.writer import BadRow, TableError, TableSink
+from exactly_once.writer import MISSING, BadRow, Column, Table, TableError, TableSink
+from tests.writer.test_envelopes import field
 
 Database = psycopg.Connection[Any]
 
@@ -50,8 +52,13 @@ def test_fields_that_are_dropped_go_nowhere_and_are_not_reported(db: Database, n
     assert sink.unused_fields == {"meta.kept": 1}
     with pytest.raises(BadRow, match="no field of the message has a column"):
         write(db, name, flow, message({"secret": "only"}))
-    with pytest.raises(TableError, match="fills column nothing and something else"):
+    with pytest.raises(TableError, match=r"cannot be both a value \(nothing\) and an object \(column id\)"):
         write(db, name, {"drop": ("a",), "fields": {"id": "a.id"}}, message({"a": {"id": 1}}))
+    # Of what is no object nothing need be dropped.
+    write(db, name, {**flow, "rest": "rest"}, message({"id": 4, "meta": [1]}), message({"id": 5, "meta": "x"}))
+    assert rows(db, name, "id, rest")[-2:] == [(4, {"meta": [1]}), (5, {"meta": "x"})]
+    with pytest.raises(TableError, match="column secret takes field 'secret' whole, so that nothing within it can be"):
+        write(db, name, {"drop": ("secret.pin",)}, message({"id": 6, "secret": {"pin": 1}}))
 
 
 def test_objects_become_their_fields(db: Database, name: str) -> None:
@@ -67,6 +74,44 @@ def test_objects_become_their_fields(db: Database, name: str) -> None:
     assert dropped.unused_fields == {}
     with pytest.raises(BadRow, match=r"t\[0\] offset 7: two fields become a_b when they are flattened"):
         write(db, name, {"flatten": True}, message({"id": 3, "a": {"b": 1}, "a_b": 2}))
+
+
+def decoded(table: Table, flow: dict[str, Any], *values: Any, key: Sequence[str] = ()) -> list[Any]:
+    """Decode without a server."""
+    decoder = Flow(topics=("t",), table="t", **flow).decoder()
+    decoder.prepare(table, mode="upsert" if key else "append", key=key)
+    return list(decoder.decode([message(value) for value in values]))
+
+
+def of_text(*names: str, **more: Any) -> Table:
+    columns = [Column(name=n, type_name="text", base_name="text", type_oid=25, **more) for n in names]
+    return Table(schema="public", name="t", columns=columns)
+
+
+@pytest.mark.parametrize("missing", [None, "keep", "null"])
+@pytest.mark.parametrize("envelope", [False, True])
+def test_an_object_that_is_null_makes_its_fields_null(missing: Any, envelope: Any) -> None:
+    into = of_text("id", "a_b", "a_c_d", "a_c_gone", "ab_c", has_default=True)
+    flow = {"flatten": True, "missing": missing, "drop": ("a.c.gone",)} | ({"format": "debezium"} if envelope else {})
+    sent = [{"id": "1", "a": None, "ab": {"c": "x"}}, {"id": "1", "a": {"b": "y", "c": None}, "ab": {}}]
+    wrapped = [{"op": "c", "after": each} for each in sent] if envelope else sent
+    absent = None if missing == "null" else MISSING
+    expected = [("1", None, None, absent, "x"), ("1", "y", None, absent, absent)]
+    assert decoded(into, flow, *wrapped, key=("id",)) == expected
+    assert decoded(of_text("a_b"), {"flatten": True}, {"a": None}) == [(None,)]
+
+
+def test_a_value_that_is_null_is_no_object_of_which_a_longer_name_is_a_field() -> None:
+    into = of_text("id", "status", "status_at", "address_city", has_default=True)
+    sent = {"id": "1", "status": None, "address": None}
+    assert decoded(into, {"flatten": True, "missing": "keep"}, sent, key=("id",)) == [("1", None, MISSING, None)]
+
+
+def test_a_field_within_an_object_is_dropped_before_that_is_flattened() -> None:
+    into = of_text("id", "a", "a_b")
+    sent = [{"id": "1", "a": {"b": "x", "c": "y"}}, {"id": "2", "a": "text"}]
+    found = decoded(into, {"flatten": True, "drop": ("a.c",)}, *sent)
+    assert found == [("1", None, "x"), ("2", "text", None)]
 
 
 def test_messages_that_are_not_wanted_are_left_out_and_counted(db: Database, name: str) -> None:
@@ -104,6 +149,25 @@ def test_rows_of_an_envelope_are_shaped_as_others(db: Database, name: str) -> No
 
     write(db, name, flow, event(1, "x"), event(2, "y"), event(3, "x"), message(None, key={"id": 3}))
     assert rows(db, name) == [(1, 1)]
+
+
+@pytest.mark.parametrize("column", ["jsonb", None])
+def test_a_document_that_is_null_is_seen_by_filters_and_in_what_is_left(
+    column: str | None, db: Database, name: str
+) -> None:
+    """Whatever its column is; so no marker of the decoder's own is stored."""
+    db.execute(f"CREATE TABLE {name} (id int, rest jsonb{', doc jsonb' if column else ''})")
+    fields = [field("id", "int32"), *(field(n, "string", "io.debezium.data.Json") for n in ("doc", "rest"))]
+
+    def event(number: int, doc: str) -> Message:
+        row = {"id": number, "doc": doc, "rest": "null"}
+        return message({"schema": {"type": "struct", "fields": fields}, "payload": row})
+
+    for where in ("where", "where_not"):
+        flow = {"format": "connect", "rest": "rest", where: {"doc": "null"}}
+        write(db, name, flow, event(1 if where == "where" else 3, "null"), event(2, "[1]"))
+    assert rows(db, name, "id, rest->'rest'") == [(1, None), (2, None)]
+    assert not [text for (text,) in rows(db, name, "rest::text") if "null" not in text]
 
 
 COLUMNS = """(id int, trace text, raw bytea, n int, at timestamptz, own bigint, city text, price numeric, deep jsonb,

@@ -41,6 +41,14 @@ def test_a_message_of_several_rows_is_stored_whole_or_set_aside(work: Connection
     assert rows_of(work, table) == [(1, "a"), (3, "d"), (4, "e"), (6, "f")]
 
 
+def test_parts_of_a_large_batch_are_stored_in_their_order(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(k int PRIMARY KEY, n int)")
+    sink = TableSink(table, decoder=JsonDecoder(), mode="upsert")
+    sent = messages([b'{"k": 1, "n": "x"}' if i == 300 else b'{"k": 1, "n": %d}' % i for i in range(600)])
+    assert sift(sink, work, sent) == [300]
+    assert rows_of(work, table) == [(1, 599)]
+
+
 def test_few_messages_pay_for_a_bad_one(work: Connection, make_table: MakeTable) -> None:
     """Of a thousand with ten bad ones nearly all are decoded by the loops that decode many."""
     table = make_table("(n int)")
@@ -95,6 +103,8 @@ def test_a_key_that_is_no_object_is_the_fault_of_its_own_message(work: Connectio
     ]
     assert sift(sink, work, sent) == [20]
     assert len(rows_of(work, table)) == 39
+    with pytest.raises(BadRow, match=r"t\[0\] offset 20: column k: key:id: the key is no object"):
+        list(sink.decoder.decode(sent))
 
 
 @pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])

@@ -187,6 +187,48 @@ def test_an_index_with_further_columns_included_is_a_key(
     assert rows_of(work, table) == [(1, "x", 2)]
 
 
+def test_columns_to_update_are_those_of_the_table(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(id int PRIMARY KEY, name text)")
+    with pytest.raises(TableError, match="has no column 'nmae'"):
+        TableWriter(table, mode="upsert", update=["nmae"]).write(work, [(1, "a")])
+    with pytest.raises(ConfigurationError, match="add names n, which update leaves as it is"):
+        TableWriter(table, mode="upsert", update=["name"], add=["n"])
+
+
+@pytest.mark.parametrize("kind", ["date", "text", "time", "jsonb", "int[]"])
+def test_what_has_no_sum_is_not_added_to(kind: str, small_batch: int, work: Connection, make_table: MakeTable) -> None:
+    table = make_table(f"(id int PRIMARY KEY, v {kind})")
+    writer = TableWriter(table, mode="upsert", add=["v"], small_batch=small_batch)
+    with pytest.raises(TableError, match=r"add=\['v'\] cannot be: operator "):
+        writer.write(work, [(1, None)])
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+@pytest.mark.parametrize(
+    "row", [{"id": "1", "name": "a"}, {"id", "name"}, "ab", b"ab"], ids=lambda row: type(row).__name__
+)
+def test_a_row_is_a_sequence_of_values(row: Any, mode: Any, work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(id text PRIMARY KEY, name text)")
+    with pytest.raises(TableError, match=rf"a row is a sequence of values for id, name, not a {type(row).__name__}"):
+        TableWriter(table, mode=mode).write(work, [("1", "a"), row])
+
+
+class _Made:
+    """Rows that are made anew each time, in no collection."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"id": "1", "name": "a"}, {"id": "2", "name": "b"}])
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_mappings_are_no_rows_wherever_they_come_from(mode: Any, work: Connection, make_table: MakeTable) -> None:
+    """Their keys would be stored."""
+    table = make_table("(id text PRIMARY KEY, name text)")
+    for rows in (_Made(), iter(_Made()), list(_Made())):
+        with pytest.raises(TableError, match="a row is a sequence of values for id, name, not a dict"):
+            TableWriter(table, mode=mode).write(work, rows)
+
+
 @pytest.mark.parametrize("change", [(None, "x"), Tombstone((None,)), (MISSING, "x")])
 def test_a_key_without_a_value_is_refused(change: Any, work: Connection, make_table: MakeTable) -> None:
     table = make_table("(a int UNIQUE, b text)")
@@ -200,6 +242,7 @@ def test_a_key_without_a_value_is_refused(change: Any, work: Connection, make_ta
         ("char(5)", "a", "a  "),
         ("double precision", 0.0, -0.0),
         ("numeric", "1.0", "1.00"),
+        ("numeric", Decimal("NaN"), Decimal("NaN")),
         ("interval", "1 day", "24 hours"),
         ("inet", "10.0.0.1", "10.0.0.1/32"),
         ("timestamptz", "2026-01-01T00:00:00Z", "2026-01-01T01:00:00+01:00"),
@@ -276,9 +319,19 @@ def test_a_change_touches_only_the_columns_that_were_named(
 def test_a_row_that_is_older_is_ignored(small_batch: int, work: Connection, make_table: MakeTable) -> None:
     table = make_table("(id int PRIMARY KEY, version int, a text)")
     writer = TableWriter(table, mode="upsert", newest_by="version", small_batch=small_batch)
-    writer.write(work, [(1, 5, "five"), (1, 4, "four"), (2, None, "none"), (2, 1, "one")])
-    writer.write(work, [(1, 4, "four again"), (1, 5, "five again"), (2, 0, "zero")])
-    assert rows_of(work, table) == [(1, 5, "five again"), (2, 1, "one")]
+    writer.write(work, [(1, 5, "five"), (1, 4, "four"), (2, None, "none"), (2, 1, "one"), (3, None, "none")])
+    writer.write(work, [(1, 4, "four again"), (1, 5, "five again"), (2, 0, "zero"), (3, 0, "zero")])
+    assert rows_of(work, table) == [(1, 5, "five again"), (2, 1, "one"), (3, 0, "zero")]
+
+
+def test_the_sum_of_a_number_and_nothing_is_the_number(
+    small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(id int PRIMARY KEY, n int)")
+    writer = TableWriter(table, mode="upsert", add=["n"], small_batch=small_batch)
+    writer.write(work, [(1, None), (2, 5), (3, None)])
+    writer.write(work, [(1, 3), (2, None), (3, None)])
+    assert rows_of(work, table) == [(1, 3), (2, 5), (3, None)]
 
 
 def test_a_table_of_keys_only_can_be_upserted(small_batch: int, work: Connection, make_table: MakeTable) -> None:
@@ -343,6 +396,19 @@ def test_a_table_with_policies_is_written_without_copy(work: Connection, make_ta
     for small_batch in (0, 10):
         TableWriter(table, small_batch=small_batch).write(work, [(1 + small_batch // 5, "x")])
     assert rows_of(work, table) == [(1, "x"), (3, "x")]
+
+
+def test_a_role_that_may_make_no_temporary_table_is_told(work: Connection, make_table: MakeTable, name: str) -> None:
+    table = make_table("(id int PRIMARY KEY, a text)")
+    work.execute(f"CREATE ROLE {name}; GRANT ALL ON {table} TO {name}")
+    (database,) = work.execute("SELECT current_database()").fetchone() or ("",)
+    work.execute(f'REVOKE TEMPORARY ON DATABASE "{database}" FROM PUBLIC')
+    work.execute(f"SET LOCAL ROLE {name}")
+    writer = TableWriter(table, mode="upsert", small_batch=10)
+    with pytest.raises(TableError, match="GRANT TEMPORARY ON DATABASE to the role"), work.transaction():
+        writer.write(work, [(i, "x") for i in range(11)])
+    writer.write(work, [(1, "x")])
+    assert rows_of(work, table) == [(1, "x")]
 
 
 def test_a_view_is_refused(work: Connection) -> None:
@@ -613,3 +679,30 @@ def test_a_row_that_another_writer_is_inserting_is_waited_for_and_updated(
     thread.join(20)
     assert done.is_set()
     assert rows_of(work, table) == [(1, "ours")]
+
+
+@pytest.mark.parametrize("shape", ["", "PARTITION BY HASH (id)"])
+def test_a_row_that_another_writer_is_updating_is_waited_for_and_deleted(
+    shape: str, postgres_conninfo: str, work: Connection, make_table: MakeTable, db: Connection
+) -> None:
+    table = make_table(f"(id int PRIMARY KEY, v text) {shape}")
+    if shape:
+        db.execute(f"CREATE TABLE {table}_0 PARTITION OF {table} FOR VALUES WITH (MODULUS 1, REMAINDER 0)")
+    db.execute(f"INSERT INTO {table} VALUES (1, 'here'), (2, 'here')")
+    work.execute(f"UPDATE {table} SET v = 'other' WHERE id = 1")
+    missed: list[int] = []
+
+    def delete() -> None:
+        with psycopg.connect(postgres_conninfo, application_name=table) as connection:
+            writer = TableWriter(table, mode="upsert")
+            writer.write(connection, [Tombstone((1,)), Tombstone((2,)), Tombstone((3,))])
+        missed.append(writer.missed_deletes)
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    waiting = f"SELECT 1 FROM pg_stat_activity WHERE application_name = '{table}' AND wait_event_type = 'Lock'"
+    until(lambda: db.execute(waiting).fetchone(), 20, "the tombstone to wait for the other writer")
+    work.commit()
+    thread.join(20)
+    assert missed == [1]
+    assert rows_of(work, table) == []

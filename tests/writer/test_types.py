@@ -225,3 +225,18 @@ def test_a_value_that_the_column_refuses_is_an_error_that_names_it(
     if column and way == "append":
         assert caught.value.column == column
         assert caught.value.row == 0
+
+
+@pytest.mark.parametrize("style", ["postgres", "sql_standard", "iso_8601", "postgres_verbose"])
+def test_a_time_that_is_negative_is_the_same_in_every_style(
+    style: str, work: Connection, make_table: MakeTable
+) -> None:
+    """A sign counts for all that follows in one of them, where a value goes as text."""
+    work.execute(f"SET LOCAL intervalstyle = {style}")
+    table = make_table("(i interval, more interval[], price money)")
+    values = [timedelta(seconds=-1), timedelta(days=-2, microseconds=5), timedelta(days=1, seconds=7)]
+    TableWriter(table).write(work, [(value, [value], None) for value in values])
+    TableWriter(table, columns=["i"]).write(work, [(value,) for value in values])
+    seconds = work.execute(f"SELECT EXTRACT(epoch FROM i)::float8, EXTRACT(epoch FROM more[1])::float8 FROM {table}")
+    expected = [value.total_seconds() for value in values]
+    assert seconds.fetchall() == [*((e, e) for e in expected), *((e, None) for e in expected)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from itertools import pairwise
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exactly_once.writer import MISSING, TableWriter, Tombstone
-from tests.writer.conftest import Connection, MakeTable
+from exactly_once.errors import ConfigurationError
+from exactly_once.writer import MISSING, BadRow, TableWriter, Tombstone
+from exactly_once.writer.changes import UNAVAILABLE
+from tests.writer.conftest import Connection, MakeTable, rows_of
 
 keys = st.tuples(st.integers(0, 2), st.sampled_from("ab"))
 numbers = st.none() | st.integers(0, 3)
@@ -34,6 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "missing fields are defaults": {"missing": "default"},
     "one is added to": {"add": ["x"]},
     "one is added to, fields may be missing": {"add": ["x"], "missing": "keep"},
+    "one is added to, the newer one": {"add": ["x"], "newest_by": "version"},
+    "one is added to, only some are updated": {"add": ["x"], "update": ["x", "y"]},
 }
 
 
@@ -73,6 +78,26 @@ def test_a_field_of_a_row_that_is_too_old_does_not_come_in_with_a_newer_one(smal
     options = {"missing": "keep", "newest_by": "version", "small_batch": small_batch}
     batch = [(0, "a", 0, 1, MISSING), (0, "a", 2, MISSING, 2)]
     assert stored_after(work, [batch], options)[0] == (0, "a", 2, 9, 2, "old")
+
+
+@pytest.mark.parametrize("options", [{}, {"add": ["n"]}, {"newest_by": "n"}])
+def test_the_change_that_lacks_a_value_of_no_row_is_named(
+    options: dict[str, Any], work: Connection, make_table: MakeTable
+) -> None:
+    """Also where the changes of a key go in rounds: what follows in the batch is not at fault."""
+    table = make_table("(k int PRIMARY KEY, n int, v text)")
+    writer = TableWriter(table, mode="upsert", missing="keep", **options)
+    lacking, deleted, other = (1, 1, UNAVAILABLE), Tombstone((1,)), (2, 1, "x")
+    is_split = bool(options)  # else the delete is all that happens
+    for batch, at in (
+        ([other, (1, 1, "x"), deleted, lacking], 3),
+        ([other, deleted, lacking, (1, 1, UNAVAILABLE)], 2),
+        *([([lacking, deleted], 0), ([other, lacking, deleted, (1, 1, UNAVAILABLE)], 1)] if is_split else []),
+    ):
+        work.execute("SAVEPOINT s")
+        with pytest.raises(BadRow, match=rf"^row {at}: column v: .* no such row"):
+            writer.write(work, batch)
+        work.execute("ROLLBACK TO s")
 
 
 @pytest.mark.parametrize("kind", ["double precision", "char(3)", "jsonb", "inet", "interval", "int[]"])
@@ -138,3 +163,31 @@ def test_a_key_is_stored_as_it_was_written_first_however_changes_are_cut(
                 writer.write(work, stream[start : start + size])
             found += work.execute(f"SELECT k::text, v FROM {table}").fetchall()
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"update": ["v"]}, "update leaves at as it is"), ({"update": ["v", "at"], "add": ["at"]}, "add makes at a sum")],
+)
+def test_a_version_that_changes_do_not_store_is_refused(options: dict[str, Any], why: str) -> None:
+    """Changes would be compared with what a row was first, and what is left would depend on how batches are cut."""
+    with pytest.raises(ConfigurationError, match=why):
+        TableWriter("t", mode="upsert", newest_by="at", **options)
+
+
+@pytest.mark.parametrize("small_batch", [0, 100])
+@pytest.mark.parametrize("gap", [MISSING, UNAVAILABLE])
+def test_a_column_that_takes_no_null_keeps_what_it_has(
+    gap: Any, small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    """Though Postgres looks for nulls before it looks whether the row is there."""
+    table = make_table('(id int, "a %" text, v text NOT NULL, w date NOT NULL, n int, PRIMARY KEY (id, "a %"))')
+    work.execute(f"INSERT INTO {table} VALUES (1, 'a', 'v1', '2026-01-01', 1), (2, 'a', 'v2', '2026-01-02', 2)")
+    writer = TableWriter(table, mode="upsert", missing="keep", small_batch=small_batch)
+    writer.write(work, [(1, "a", gap, gap, 5), (2, "a", "new", gap, 6), (1, "a", gap, date(2026, 2, 1), gap)])
+    assert rows_of(work, table) == [
+        (1, "a", "v1", date(2026, 2, 1), 5),
+        (2, "a", "new", date(2026, 1, 2), 6),
+    ]
+    with pytest.raises(BadRow), work.transaction():
+        writer.write(work, [(3, "a", gap, date(2026, 1, 1), 5)])

@@ -130,11 +130,11 @@ TYPES = [
     ),
     Row(
         columns="`interval`",
-        json="text: ISO 8601 or as Postgres writes it",
+        json="text: ISO 8601 or as Postgres writes it; a number with `epoch`",
         python="`timedelta`, text",
-        refused="",
+        refused="numbers, whose unit nothing says",
         values={"interval": [('"P1DT2H"', "1 day 02:00:00"), ('"1 mon -3 days"', "1 mon -3 days")], "interval(0)": [('"1 day"', "1 day")]},
-        bad={"interval": ['"soon"', "[]"]},
+        bad={"interval": ['"soon"', "[]", "3600000000", "1.5"]},
     ),
     Row(
         columns="`uuid`",
@@ -165,8 +165,8 @@ TYPES = [
     ),
     Row(
         columns="arrays",
-        json="list, as deep as you like",
-        python="`list`, as deep as you like",
+        json="list, as deep as you like; text as Postgres writes it: `{1,2}`",
+        python="`list`, as deep as you like, text",
         refused="what the element refuses; lists of different lengths",
         values={
             "integer[]": [("[1,null]", "{1,NULL}"), ("[[]]", "{}"), ("[]", "{}"), ("[[1,2],[3,4]]", "{{1,2},{3,4}}"), ('["5"]', "{5}"), ("[[],[]]", "{}")],
@@ -186,9 +186,11 @@ TYPES = [
             "int4range[]": [('["[1,2)",null]', '{"[1,2)",NULL}')],
         },
         bad={
+            "numeric(5,2)[]": ['"{1.005}"'],
+            "timestamptz[]": ['"{2026-01-01 10:00}"'],
             "integer[]": ["[1,[2]]", "[[1],[2,3]]", "[true]", "5", "[2147483648]"],
             "boolean[]": ["[true,[false]]", "[true,[]]"],
-            "interval[]": ["[null,[]]"],
+            "interval[]": ["[null,[]]", "[5]"],
             "char(3)[]": ['["abcd"]'],
             "json_percent[]": ["[101]"],
             "json_place[]": ['[{"nothing":1}]'],
@@ -200,7 +202,7 @@ TYPES = [
         python="psycopg's `Range`, `Multirange`, text",
         refused="what the bound refuses",
         values={"int4range": [('"[1,2]"', "[1,3)")], "tstzrange": [('"[2026-01-01 00:00+00,)"', '["2026-01-01 00:00:00+00",)')], "int8multirange": [('"{[1,2),[5,9)}"', "{[1,2),[5,9)}")]},
-        bad={"int4range": ['"[5,1)"', "[1,5]"]},
+        bad={"int4range": ['"[5,1)"', "[1,5]"], "tstzrange": ['"[2026-01-01 10:00,)"'], "daterange": ['"[01/02/2026,)"']},
     ),
     Row(
         columns="enums",
@@ -220,7 +222,7 @@ TYPES = [
     ),
     Row(
         columns="composite types",
-        json="object; each attribute as a column of its type",
+        json="object; each attribute as a column of its type; text as Postgres writes it",
         python="`tuple`, mapping, text",
         refused="attributes that are not there",
         values={
@@ -234,15 +236,15 @@ TYPES = [
             ],
             "json_trip": [('{"start":{"name":"a"},"stops":[{"name":"b","size":2}],"days":["2026-01-02"]}', '("(a,,,,)","{""(b,2,,,)""}",{2026-01-02})')],
         },
-        bad={"json_place": ['{"nothing":1}', '{"size":"x"}', '{"price":1.005}', '{"name":[1]}', "[1]", "5"]},
+        bad={"json_place": ['{"nothing":1}', '{"size":"x"}', '"(,,,1.239,)"', '{"price":1.005}', '{"name":[1]}', "[1]", "5"]},
     ),
     Row(
         columns="all others: `money`, `bit`, `macaddr`, `xml`, `tsvector`, `point`, types of extensions, ...",
-        json="text as Postgres reads it, numbers; of an extension lists and objects, too",
+        json="text as Postgres reads it, for `money` by `lc_monetary`; numbers; of an extension lists and objects, too",
         python="text, numbers",
-        refused="what Postgres refuses",
-        values={"bit(3)": [('"101"', "101")], "macaddr": [('"08:00:2b:01:02:03"', "08:00:2b:01:02:03")], "tsvector": [("\"'a' 'b'\"", "'a' 'b'")], "point": [('"(1,2)"', "(1,2)")], "xid8": [("5", "5")]},
-        bad={"bit(3)": ['"11"'], "macaddr": ['"x"', "[1]"], "point": ["[1,2]"]},
+        refused="a fraction for `money`, which rounds; a number for `bit`; what Postgres refuses",
+        values={"bit(3)": [('"101"', "101")], "macaddr": [('"08:00:2b:01:02:03"', "08:00:2b:01:02:03")], "tsvector": [("\"'a' 'b'\"", "'a' 'b'")], "point": [('"(1,2)"', "(1,2)")], "xid8": [("5", "5")], "money": [("-12", "-$12.00"), ("12.00", "$12.00")]},
+        bad={"bit(3)": ['"11"'], "macaddr": ['"x"', "[1]", "112233445566"], "point": ["[1,2]"], "money": ["12.50", "12.345", "true"], "varbit": ["10"], "bit(2)": ["10"]},
     ),
 ]  # fmt: skip
 
