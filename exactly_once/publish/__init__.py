@@ -28,19 +28,19 @@ from .errors import (
     Undelivered,
 )
 from .filter import Filter, Resolved, State, Stats
-from .memcached import MemcachedSlots, SharedSlotFilter
+from .memcached import SharedSlotFilter
 from .options import DedupOptions, PublishOptions
 from .owners import DeadOwner, PublishOwner
 from .postgres import Found, PostgresWindow
 from .postgres_chain import PostgresChain
 from .producer import DedupProducer
 from .publisher import ProducerRecord
-from .sequence import Sequence, SequenceFilter
+from .recovery import TopicTakeOver, end_positions
+from .sequence import SequenceFilter
 from .shards import ShardedWindow
 from .slots import SlotFilter, loss_probability, messages_for, slots_for
 from .snapshot import SnapshotFile, SnapshotStore
 from .store import Store
-from .takeover import TopicTakeOver, end_positions
 from .transactional import Transaction, TransactionalProducer
 from .window import WindowFilter
 
@@ -59,7 +59,6 @@ __all__ = [
     "KeyRefused",
     "LimitReached",
     "Link",
-    "MemcachedSlots",
     "NameTaken",
     "NotDelivered",
     "NotPersisted",
@@ -73,7 +72,6 @@ __all__ = [
     "PublishOptions",
     "PublishOwner",
     "Resolved",
-    "Sequence",
     "SequenceFilter",
     "ShardedWindow",
     "SharedSlotFilter",

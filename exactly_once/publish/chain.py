@@ -1,21 +1,23 @@
-"""ChainFilter: per chain of messages, the intervals that were not seen yet. No I/O."""
+"""ChainFilter: per chain of messages, the intervals that were not seen yet, as a sorted list. No I/O."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from exactly_once.errors import ConfigurationError
 
-from .errors import InconsistentChain, KeyRefused, LimitReached, SnapshotCorrupted
-from .filter import KeyState, MemoryFilter, State, Stats
-from .intervals import Intervals, Links, Number, just_below
+from .errors import InconsistentChain, KeyRefused, LimitReached
+from .filter import KeyState, MemoryFilter, State
 from .keys import INT64
 from .snapshot import pack, unpack
 
 _KIND = "ChainFilter"
 
+Number = int | tuple[int, int]
 # Chain and number: a link without its reference.
 Pair = tuple[str, Number]
 GapPolicy = Literal["raise", "treat_as_new", "treat_as_seen"]
@@ -36,6 +38,112 @@ class Link(NamedTuple):
         return hash(self[:2])
 
 
+# What a chain may have of ints and of pairs, all of it unseen: the lower end and the upper one.
+_ALL_INTS: tuple[Any, Any] = (-math.inf, math.inf)
+_ALL_PAIRS: tuple[Any, Any] = ((-math.inf, -math.inf), (math.inf, math.inf))
+
+
+class Intervals:
+    """What one chain has *not* seen, as sorted intervals. The filter's lock protects it.
+
+    An interval (lower, upper] leaves ``lower`` out and holds ``upper``. Its lower end is a number that was seen, its
+    upper end one that is known to exist because a later message named it as its predecessor; the last interval has no
+    end. Numbers are ints or pairs (timestamp, sequence_no); both compare, and infinity compares with both.
+    """
+
+    __slots__ = ("lowers", "uppers")
+
+    def __init__(self, *pairs: tuple[Any, Any]) -> None:
+        self.lowers = [lower for lower, _ in pairs]
+        self.uppers = [upper for _, upper in pairs]
+
+    def is_int(self) -> bool:
+        """Tell whether numbers are ints."""
+        return isinstance(self.uppers[-1], float)
+
+    def find(self, number: Any) -> int:
+        """Return the place of the interval that holds ``number``, or -1 if it was seen."""
+        lowers = self.lowers
+        if number > lowers[-1]:
+            return len(lowers) - 1
+        place = bisect_left(lowers, number) - 1
+        return place if place >= 0 and number <= self.uppers[place] else -1
+
+    def between(self, place: int, number: Any, previous: Any) -> str | None:
+        """Tell what is known to lie between a number, whose place this is, and the one before it."""
+        if place >= 0:
+            return f"{self.lowers[place]} was seen in between" if previous < self.lowers[place] else None
+        place = bisect_left(self.lowers, number) - 1
+        return f"{self.uppers[place]} lies in between" if place >= 0 and previous < self.uppers[place] else None
+
+    def mark(self, place: int, number: Any, previous: Any) -> None:
+        """Take note that ``number`` was seen, and that nothing lies between it and ``previous``."""
+        has_left = previous > self.lowers[place]
+        has_right = number < self.uppers[place]
+        if has_left and has_right:  # division
+            self.lowers.insert(place + 1, number)
+            self.uppers.insert(place, previous)
+        elif has_right:  # left contraction
+            self.lowers[place] = number
+        elif has_left:  # right contraction
+            self.uppers[place] = previous
+        else:  # full contraction
+            del self.lowers[place], self.uppers[place]
+
+    def gaps(self) -> int:
+        """Return how many intervals there are before the last one."""
+        return len(self.lowers) - 1
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Return (lower, upper] of every interval, lowest first."""
+        return list(zip(self.lowers, self.uppers, strict=True))
+
+
+# So many references of a chain are kept beside those of its gaps: 10 kB, and further back than messages overtake.
+_LINKS = 100
+
+
+class Links:
+    """What the latest messages of a chain named as the one before them, by number. The filter's lock protects it.
+
+    Intervals do not tell a message that was seen from one that cannot exist, because a reference jumped over it. Kept
+    for good are the references to messages that are missing: whoever names one of those once more is another message.
+    """
+
+    __slots__ = ("numbers", "previous")
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]] = ()) -> None:
+        # Oldest first.
+        self.previous: dict[Any, Any] = dict(pairs)
+        self.numbers = sorted(self.previous)
+
+    def contradiction(self, number: Any, previous: Any) -> str | None:
+        """Tell what another message says against a number and the one before it."""
+        before = self.previous.get(number)
+        if before is not None:
+            return None if before == previous else f"named {before} earlier"
+        place = bisect_right(self.numbers, number)
+        above = self.numbers[place] if place < len(self.numbers) else None
+        if above is not None and self.previous[above] < number:
+            return f"{above} names {self.previous[above]}, so that nothing lies in between"
+        is_seen = place and previous < self.numbers[place - 1]
+        return f"{self.numbers[place - 1]} was seen in between" if is_seen else None
+
+    def add(self, number: Any, previous: Any, intervals: Intervals) -> None:
+        """Keep a reference, and let the oldest go whose predecessor was seen."""
+        if number not in self.previous:
+            insort(self.numbers, number)
+        self.previous[number] = previous
+        while len(self.numbers) > _LINKS + intervals.gaps() + 1:
+            oldest = next(iter(self.previous))
+            named = self.previous.pop(oldest)
+            gap = intervals.find(named)
+            if gap >= 0 and intervals.uppers[gap] == named:
+                self.previous[oldest] = named  # once more round: there are fewer of these than are kept
+            else:
+                del self.numbers[bisect_left(self.numbers, oldest)]
+
+
 class ChainFilter(MemoryFilter[Link, Pair]):
     """Recognises messages of chains by what is missing: ``reserve(Link("sensor-7", (time, 0), previous=(time0, 3)))``.
 
@@ -49,13 +157,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
     seen between the two lowest gaps, so that a duplicate of that may pass; ``treat_as_seen`` closes the lowest gap, so
     that its messages are **lost**; ``raise`` refuses the message.
 
-    What it promises after
-
-    - a failed send: the number is absent again if the message surely is not in the log, else unknown;
-    - a crash of the process: what the last ``to_bytes()`` held; with PostgresChain what was confirmed;
-    - a second process: nothing, a chain belongs to one process at a time;
-    - a key older than its window: there is no window but ``max_gaps``.
-
+    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
     Every method may be called from any thread.
     """
 
@@ -87,10 +189,9 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         wanted = list(keys)
         pairs = self._checked(wanted)
         with self._lock:
-            if not self._dense or self._on_full == "raise":
-                for key, pair in zip(wanted, pairs, strict=True):
-                    if pair not in self._open:
-                        self._check_reference(key)
+            for key in wanted if not self._dense or self._on_full == "raise" else ():
+                if key[:2] not in self._open and key.chain in self._chains:
+                    self._check_reference(key, self._chains[key.chain])
             return self._reserve(pairs)
 
     def confirm_many(self, keys: Iterable[Link]) -> None:
@@ -99,9 +200,13 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         pairs = self._checked(found)
         with self._lock:
             self._close(pairs)
-            if not self._dense or not self._keep_run(pairs):
-                for key in found:
-                    self._mark(key)
+            intervals = self._only(pairs) if self._dense else None
+            numbers = [number for _, number in pairs]
+            if intervals is not None and numbers == list(range(first := intervals.lowers[-1] + 1, first + len(pairs))):
+                intervals.lowers[-1] = numbers[-1]  # they go on where the chain ends
+                return
+            for key in found:
+                self._mark(key)
 
     def release_many(self, keys: Iterable[Link]) -> None:
         """Release several messages."""
@@ -116,8 +221,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
             found = self._chains.get(chain)
             if found is None:
                 return []
-            is_int = isinstance(found.infinity, float)
-            return [(lower + 1 if is_int else lower, upper) for lower, upper in found.pairs()]
+            return [(lower + 1 if found.is_int() else lower, upper) for lower, upper in found.pairs()]
 
     def drop(self, chain: str) -> None:
         """Forget a chain that has ended."""
@@ -126,48 +230,41 @@ class ChainFilter(MemoryFilter[Link, Pair]):
             self._links.pop(chain, None)
             self._close([pair for pair in self._open if pair[0] == chain])
 
-    def stats(self) -> Stats:
-        """Return the figures of this moment; confirmed numbers are not counted, they are not kept."""
-        with self._lock:
-            return self._stats(confirmed=-1, failed_open=self._failed_open)
-
     def to_bytes(self) -> bytes:
         """Return a snapshot of what is confirmed, and of what is in flight: that may be in the log, or not."""
+        content: dict[str, dict[str, list[Any]]]
+        content = defaultdict(lambda: {"pairs": [], "links": [], "unknown": [], "failed": []})
         with self._lock:
-            held: dict[str, dict[Number, KeyState]] = {name: {} for name in self._chains}
-            for (chain, number), state in self._open.items():
-                held.setdefault(chain, {})[number] = state
-            return pack(_KIND, {name: self._dump(name, states) for name, states in held.items()})
+            for name, intervals in self._chains.items():
+                content[name]["pairs"] = intervals.pairs()
+            for name, links in self._links.items():
+                content[name]["links"] = list(links.previous.items())
+            for (name, number), state in self._open.items():
+                content[name]["failed" if state is KeyState.ABSENT else "unknown"].append(number)
+        return pack(_KIND, content)
 
     def load_bytes(self, data: bytes) -> None:
         """Load a snapshot, whole or not at all.
 
         :raises SnapshotCorrupted: when it is cut short, altered or not one of these.
         """
-        try:
-            loaded = {str(name): _loaded(**content) for name, content in unpack(_KIND, data).items()}
-        except (TypeError, ValueError, KeyError) as error:
-            raise SnapshotCorrupted(f"the snapshot is whole, but not a ChainFilter's: {error}") from error
+        chains: dict[str, Intervals] = {}
+        links: dict[str, Links] = {}
+        held: dict[Pair, KeyState] = {}
+        for name, content in unpack(_KIND, data).items():
+            if content["pairs"]:
+                chains[name] = Intervals(*((_read(lower), _read(upper)) for lower, upper in content["pairs"]))
+            links[name] = Links((_read(number), _read(previous)) for number, previous in content["links"])
+            held |= {(name, _read(number)): KeyState.UNKNOWN for number in content["unknown"]}
+            held |= {(name, _read(number)): KeyState.ABSENT for number in content["failed"]}
         with self._lock:
-            for chain, (intervals, links, held) in loaded.items():
-                if intervals is not None:
-                    self._chains[chain] = intervals
-                self._links[chain] = links
-                for number, state in held.items():
-                    self._open[chain, number] = state
-                    if state is KeyState.UNKNOWN:
-                        self._unknown[chain, number] = 0
+            self._chains |= chains
+            self._links |= links
+            self._open |= held
+            self._unknown |= {pair: 0 for pair, state in held.items() if state is KeyState.UNKNOWN}
 
-    def _dump(self, name: str, held: dict[Number, KeyState]) -> dict[str, Any]:
-        """Return a chain as plain data."""
-        intervals = self._chains.get(name)
-        return {
-            "is_int": intervals is None or isinstance(intervals.infinity, float),
-            "pairs": None if intervals is None else [[_plain(a), _plain(b)] for a, b in intervals.pairs()],
-            "links": list(self._links[name].previous.items()) if name in self._links else [],
-            "unknown": [number for number, state in held.items() if state is not KeyState.ABSENT],
-            "failed": [number for number, state in held.items() if state is KeyState.ABSENT],
-        }
+    def _figures(self) -> dict[str, int]:
+        return {"failed_open": self._failed_open}
 
     def _seen(self, keys: Sequence[Pair]) -> Collection[Pair]:
         if (intervals := self._only(keys)) is not None and min(n for _, n in keys) > intervals.lowers[-1]:
@@ -183,34 +280,19 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         """Return the intervals of the chain that all these messages are of, if it is one that is known."""
         return self._chains.get(keys[0][0]) if keys and len({chain for chain, _ in keys}) == 1 else None
 
-    def _keep_run(self, keys: Sequence[Pair]) -> bool:
-        """Keep messages of a dense chain that go on where it ends; tell whether they do."""
-        intervals = self._only(keys)
-        if intervals is None:
-            return False
-        first = intervals.lowers[-1] + 1
-        is_run = [n for _, n in keys] == list(range(first, first + len(keys)))
-        if is_run:
-            intervals.lowers[-1] = keys[-1][1]
-        return is_run
-
-    def _check_reference(self, key: Link) -> None:
+    def _check_reference(self, key: Link, intervals: Intervals) -> None:
         """Refuse a message that contradicts what was seen, or for whose gap there is no room."""
         chain, number, previous = key
-        intervals = self._chains.get(chain)
-        if intervals is None:
-            return
         place = intervals.find(number)
         if previous is not None and not self._dense:
-            if place >= 0:
-                intervals.check(place, number, previous)
-            else:
-                intervals.check_seen(number, previous)
-                if chain in self._links:
-                    self._links[chain].check(number, previous)
+            why = intervals.between(place, number, previous)
+            if place < 0 and chain in self._links:
+                why = why or self._links[chain].contradiction(number, previous)
+            if why is not None:
+                raise InconsistentChain(f"the message {number} names {previous} as the one before it, but {why}")
         if place >= 0 and self._on_full == "raise" and intervals.gaps() >= self._max_gaps:
             previous = self._previous(number, previous, intervals, place)
-            if intervals.divides(place, number, previous):
+            if previous > intervals.lowers[place] and number < intervals.uppers[place]:
                 raise LimitReached(f"chain {chain!r} has {intervals.gaps()} gaps; {number} would make one more")
 
     def _mark(self, key: Link) -> None:
@@ -218,7 +300,13 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         chain, number, named = key
         intervals = self._chains.get(chain)
         if intervals is None:
-            intervals = self._chains[chain] = self._intervals_for(number, named)
+            if self._dense:
+                lower, upper = self._first - 1, math.inf
+            else:
+                lower, upper = _ALL_INTS if isinstance(number, int) else _ALL_PAIRS
+                if named is None:  # nothing below its first message is expected
+                    lower = just_below(number)
+            intervals = self._chains[chain] = Intervals((lower, upper))
         place = intervals.find(number)
         if place < 0:
             return
@@ -230,19 +318,10 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         while intervals.gaps() > self._max_gaps and self._on_full != "raise":
             self._evicted += 1
             if self._on_full == "treat_as_seen":
-                intervals.drop_lowest()
-            else:
+                del intervals.lowers[0], intervals.uppers[0]
+            else:  # what was seen between the two lowest is unseen again
                 self._failed_open += 1
-                intervals.join_lowest()
-
-    def _intervals_for(self, number: Number, previous: Number | None) -> Intervals:
-        """Start a chain: without a reference nothing below its first message is expected."""
-        if self._dense:
-            return Intervals.of_ints(self._first)
-        intervals = Intervals.of_ints() if isinstance(number, int) else Intervals.of_pairs()
-        if previous is None:
-            intervals.lowers[0] = just_below(number)
-        return intervals
+                del intervals.lowers[1], intervals.uppers[0]
 
     def _previous(self, number: Number, previous: Number | None, intervals: Intervals, place: int) -> Any:
         """Return what lies directly before a number, as far as anybody knows."""
@@ -256,9 +335,9 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         given = list(keys)
         numbers: list[Any] = [key[1] for key in given]
         is_plain = self._dense and set(map(type, numbers)) == {int}
-        if not (is_plain and self._first <= min(numbers) and max(numbers) < INT64):
-            for key in given:
-                self._check(key)
+        is_fine = is_plain and self._first <= min(numbers) and max(numbers) < INT64
+        for key in () if is_fine else given:
+            self._check(key)
         for chain in {key[0] for key in given}:
             if type(chain) is not str or not chain:
                 raise KeyRefused(f"a chain's name is a str with something in it, not {chain!r}")
@@ -272,7 +351,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
             return
         _check_number(number)
         intervals = self._chains.get(chain)
-        if intervals is not None and isinstance(number, int) is isinstance(intervals.infinity, tuple):
+        if intervals is not None and isinstance(number, int) is not intervals.is_int():
             raise KeyRefused(f"chain {chain!r} has other numbers than {number!r}: ints and pairs do not mix")
         if previous is not None:
             _check_number(previous)
@@ -288,35 +367,14 @@ def _check_number(number: object) -> None:
         raise KeyRefused(f"a number of a chain is an int or a pair of ints from 0 to 2**63 - 1, not {number!r}")
 
 
-def _plain(end: Any) -> Any:
-    """Write an end of an interval for a snapshot; infinities have no place in JSON."""
-    if isinstance(end, tuple):
-        return [_plain(part) for part in end]
-    return str(end) if isinstance(end, float) else end
-
-
 def _read(end: Any) -> Any:
-    if isinstance(end, list):
-        timestamp, sequence_no = end
-        return (_read(timestamp), _read(sequence_no))
-    if end in ("inf", "-inf"):
-        return math.inf if end == "inf" else -math.inf
-    return int(end)
+    """Read a number or an infinity of a snapshot: JSON makes lists of pairs."""
+    return tuple(end) if isinstance(end, list) else end
 
 
-def _loaded(
-    *, is_int: bool, pairs: list[list[Any]] | None, links: list[list[Any]], unknown: list[Any], failed: list[Any]
-) -> tuple[Intervals | None, Links, dict[Number, KeyState]]:
-    held = {
-        **dict.fromkeys(map(_read, unknown), KeyState.UNKNOWN),
-        **dict.fromkeys(map(_read, failed), KeyState.ABSENT),
-    }
-    read_links = Links((_read(number), _read(previous)) for number, previous in links)
-    if pairs is None:
-        return None, read_links, held
-    empty = Intervals.of_ints() if is_int else Intervals.of_pairs()
-    read = [(_read(lower), _read(upper)) for lower, upper in pairs]
-    flat = [end for pair in read for end in pair]
-    if not read or sorted(flat) != flat or read[-1][1] != empty.infinity:
-        raise ValueError("its intervals are not in order")
-    return Intervals(empty.infinity, empty.floor, read), read_links, held
+def just_below(number: Any) -> Any:
+    """Return the highest number below this one."""
+    if isinstance(number, int):
+        return number - 1
+    timestamp, sequence_no = number
+    return (timestamp, sequence_no - 1) if sequence_no > 0 else (timestamp - 1, math.inf)

@@ -1,21 +1,4 @@
-"""Errors of the publish side: one class per decision that a caller can take.
-
-PublishError (ExactlyOnceError)
-├── KeyRefused (ValueError)        a dedup key, sequence number or chain link that cannot be one
-│   └── InconsistentChain          a reference contradicts what was seen before
-├── LimitReached                   a bound was reached; going on would lose or forget something
-├── SnapshotCorrupted              a snapshot was cut short, altered or is of something else; nothing was loaded
-├── TailLost                       the log no longer holds what recovery must read
-├── TailHidden                     an open transaction of another producer hides the end of the log
-├── FilterUnavailable              the store of a shared filter cannot be asked
-├── ProducerFenced                 another producer took over this name
-├── NameTaken                      another producer lives under this name
-├── Undelivered                    messages without an acknowledgement, or failed ones that nobody looked at
-└── NotDelivered                   a message was not acknowledged
-    ├── NotPersisted               it is surely not in the log; its key is absent again
-    ├── OutcomeUnknown             it may be in the log; its key is unknown
-    └── HeldElsewhere              another process is sending it; nothing was sent here
-"""
+"""Errors of the publish side: one class per decision that a caller can take."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Resolved(NamedTuple):
 class Filter(ABC, Generic[G_contra]):
     """What a duplicate filter does. Every method may be called from any thread.
 
-    The single forms are made of the batch forms here; a filter has the batch forms.
+    The single forms are made of the batch forms; a filter has those, or ``_settle`` for all but the first.
     """
 
     takes: Takes = "dedup_key"
@@ -143,24 +143,24 @@ class Filter(ABC, Generic[G_contra]):
         All keys are checked first: a key that is refused leaves none reserved.
         """
 
-    @abstractmethod
     def confirm_many(self, keys: Iterable[G_contra]) -> None:
         """Confirm several keys."""
+        self._settle("confirm", keys)
 
-    @abstractmethod
     def release_many(self, keys: Iterable[G_contra]) -> None:
         """Release several keys."""
+        self._settle("release", keys)
 
-    @abstractmethod
     def mark_unknown_many(self, keys: Iterable[G_contra]) -> None:
         """Mark several keys as unknown."""
+        self._settle("mark_unknown", keys)
 
     @abstractmethod
     def stats(self) -> Stats:
         """Return the figures of this moment."""
 
     def resolve(self, found: Collection[Any], *, is_sure: bool) -> Resolved:
-        """Settle unknown keys by what is in the log: encoded keys, or Sequences. The rest is absent if that is sure.
+        """Settle unknown keys by what is in the log: encoded keys, or numbers. The rest is absent if that is sure.
 
         :raises ConfigurationError: when messages do not carry their keys.
         """
@@ -172,6 +172,9 @@ class Filter(ABC, Generic[G_contra]):
     def close(self) -> None:
         """Give back what the filter itself has opened: mostly nothing."""
 
+    def _settle(self, change: Change, keys: Iterable[G_contra]) -> object:
+        raise NotImplementedError
+
 
 class NoFilter(Filter[object]):
     """Lets everything through: for topics where deduplication is off."""
@@ -182,14 +185,12 @@ class NoFilter(Filter[object]):
         """Answer that all are new."""
         return [NEW for _ in keys]
 
-    def confirm_many(self, keys: Iterable[object]) -> None:
-        """Do nothing."""
-
-    release_many = mark_unknown_many = confirm_many
-
     def stats(self) -> Stats:
         """Return nothing but zeros."""
         return Stats()
+
+    def _settle(self, change: Change, keys: Iterable[object]) -> None:
+        """Do nothing."""
 
 
 class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
@@ -222,35 +223,27 @@ class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
     def _keep(self, keys: Sequence[K]) -> None:
         """Keep keys as confirmed."""
 
+    def _form(self, key: K) -> object:
+        """Return the form of a key in which it is looked for in the log."""
+        return encoded(cast("Key", key))
+
+    def _figures(self) -> dict[str, int]:
+        """Return the figures that are a subclass's matter."""
+        return {}
+
     def reserve_many(self, keys: Iterable[G_contra]) -> list[State]:
         """Reserve several keys, in order."""
         wanted = self._checked(keys)
         with self._lock:
             return self._reserve(wanted)
 
-    def confirm_many(self, keys: Iterable[G_contra]) -> None:
-        """Confirm several keys."""
-        found = self._checked(keys)
-        with self._lock:
-            self._keep(found)
-            self._close(found)
-
-    def release_many(self, keys: Iterable[G_contra]) -> None:
-        """Release several keys."""
-        released = self._checked(keys)
-        with self._lock:
-            self._change("release", released)
-
-    def mark_unknown_many(self, keys: Iterable[G_contra]) -> None:
-        """Mark several keys as unknown."""
-        unsure = self._checked(keys)
-        with self._lock:
-            self._change("mark_unknown", unsure)
-
     def stats(self) -> Stats:
         """Return the figures of this moment."""
         with self._lock:
-            return self._stats(confirmed=-1)
+            own = self._figures()  # first: what is too old leaves by that
+            in_flight = len(self._open) - len(self._unknown) - list(self._open.values()).count(_ABSENT)
+            figures = {"in_flight": in_flight, "unknown": len(self._unknown), "duplicates": self._duplicates}
+            return Stats(**{"confirmed": -1, "evicted": self._evicted, **figures, **own})
 
     def resolve(self, found: Collection[Any], *, is_sure: bool) -> Resolved:
         """Settle unknown keys by what is in the log."""
@@ -258,12 +251,21 @@ class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
             return super().resolve(found, is_sure=is_sure)
         with self._lock:
             unknown = list(self._unknown)
-            there = [key for key in unknown if encoded(cast("Key", key)) in found]
+            there = [key for key in unknown if self._form(key) in found]
             self._keep(there)
             self._close(there)
             rest = list(self._unknown) if is_sure else []
             self._change("release", rest)
             return Resolved(len(there), len(rest), len(unknown) - len(there) - len(rest))
+
+    def _settle(self, change: Change, keys: Iterable[G_contra]) -> None:
+        settled = self._checked(keys)
+        with self._lock:
+            if change == "confirm":
+                self._keep(settled)
+                self._close(settled)
+            else:
+                self._change(change, settled)
 
     def _reserve(self, wanted: list[K]) -> list[State]:
         seen = self._seen(wanted)
@@ -310,15 +312,3 @@ class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
         oldest = next(iter(self._unknown))
         del self._unknown[oldest], self._open[oldest]
         self._evicted += 1
-
-    def _stats(self, *, confirmed: int, evicted_young: int = 0, failed_open: int = 0) -> Stats:
-        absent = list(self._open.values()).count(_ABSENT)
-        return Stats(
-            confirmed=confirmed,
-            in_flight=len(self._open) - len(self._unknown) - absent,
-            unknown=len(self._unknown),
-            duplicates=self._duplicates,
-            evicted=self._evicted,
-            evicted_young=evicted_young,
-            failed_open=failed_open,
-        )

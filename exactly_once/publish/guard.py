@@ -6,15 +6,9 @@ import os
 
 from exactly_once.errors import ConfigurationError
 
-# How many forks lie between the first process and this one: cheaper to look at than the process id.
-_forks = [0]
-
-
-def _count_fork() -> None:
-    _forks[0] += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
+# One for each fork between the first process and this one: cheaper to look at than the process id.
+_forks: list[None] = []
+os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
 class Guard:
@@ -23,15 +17,15 @@ class Guard:
     def __init__(self, what: str) -> None:
         self._what = what
         self._made_by = os.getpid()
-        self._made_in = _forks[0]
+        self._made_in = len(_forks)
 
     def is_ours(self) -> bool:
         """Tell whether this is the process."""
-        return self._made_in == _forks[0]
+        return self._made_in == len(_forks)
 
     def check(self) -> None:
         """Raise :class:`ConfigurationError` in any other process."""
-        if self._made_in != _forks[0]:
+        if not self.is_ours():
             raise ConfigurationError(
                 f"{self._what} was made by process {self._made_by} and is used by its child {os.getpid()}: make one in "
                 "each process, after the fork"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .keys import Key, encoded
@@ -24,20 +24,14 @@ class Sent(NamedTuple):
     number: int
 
 
-def with_sequences(
-    headers: Iterable[Headers | None], sequences: Sequence[tuple[str, int]], befores: Iterable[int]
-) -> list[list[tuple[str, HeaderValue]]]:
-    """Return the callers' headers with those of sequences of one producer."""
-    name = sequences[0][0].encode()
-    return [
-        [*(_listed(given) if given else ()), (SEQUENCE, b"%d:%d:%b" % (before, number, name))]
-        for given, (_, number), before in zip(headers, sequences, befores, strict=True)
-    ]
+def kept(headers: Headers | None) -> Headers | None:
+    """Return a copy: a message may go out later, and more than once, and the caller may change what it gave."""
+    return headers if headers is None else dict(headers) if isinstance(headers, Mapping) else list(headers)
 
 
 def with_sequence(headers: Headers | None, producer: str, before: int, number: int) -> list[tuple[str, HeaderValue]]:
-    """Return a caller's headers with that of a sequence."""
-    return with_sequences([headers], [(producer, number)], [before])[0]
+    """Return the caller's headers with the one of a sequence."""
+    return [*_listed(headers), (SEQUENCE, b"%d:%d:%b" % (before, number, producer.encode()))]
 
 
 def with_key(headers: Headers | None, key: Key) -> list[tuple[str, HeaderValue]]:

@@ -38,16 +38,42 @@ class Slot(NamedTuple):
     """Whose reservation it is."""
 
 
-class MemcachedSlots:
-    """Slots in memcached: ``MemcachedSlots(("127.0.0.1", 11211), prefix="orders")``. Needs pymemcache.
+class SharedSlotFilter(Filter[GivenKey]):
+    """Recognises most recent keys, in several processes: ``SharedSlotFilter(("10.0.0.7", 11211), slots=10**7, ...)``.
 
-    Memcached drops what it has no room for, everything when it restarts, and a reservation after ``lease_seconds``,
-    which must be longer than a message may be in flight: duplicates may pass then.
+    Each key has one slot in memcached (needs pymemcache) and overwrites what is there. A slot is changed by
+    compare-and-set, so that of two processes with the same key one is told NEW and the other is not. Slots hold digests
+    of 128 bits: a new key is taken for a seen one, and its message **lost**, with a probability of 2**-128 per message.
+    Keys that share a slot push each other out, also while they are in flight: a duplicate may pass then, with the
+    probability of :func:`loss_probability`. Memcached drops what it has no room for, everything when it restarts, and a
+    reservation after ``lease_seconds``, which must be longer than a message may be in flight: duplicates may pass then,
+    too. Filters of one ``prefix`` share their slots. Who can choose keys can also choose ones that share a slot, unless
+    ``hash_key`` is a secret; it is the same in all processes.
+
+    Where memcached cannot be asked, ``on_unavailable="raise"`` (default) raises :class:`FilterUnavailable` and nothing
+    is sent; ``"treat_as_new"`` lets everything through and counts it (``stats().failed_open``).
+
+    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
+    Every method may be called from any thread.
     """
 
+    is_remote = True
+
     def __init__(
-        self, server: tuple[str, int], *, prefix: str, lease_seconds: int = 600, timeout_seconds: float = 3.0
+        self,
+        server: tuple[str, int],
+        *,
+        prefix: str,
+        slots: int,
+        lease_seconds: int = 600,
+        timeout_seconds: float = 3.0,
+        on_unavailable: Literal["raise", "treat_as_new"] = "raise",
+        hash_key: bytes = b"",
     ) -> None:
+        if slots < 1:
+            raise ConfigurationError(f"slots={slots!r} must be positive")
+        if on_unavailable not in ("raise", "treat_as_new"):
+            raise ConfigurationError(f"on_unavailable={on_unavailable!r} is not possible; raise or treat_as_new")
         try:
             from pymemcache.client.base import Client  # noqa: PLC0415 - only who uses it needs it
             from pymemcache.exceptions import MemcacheError  # type: ignore[import-untyped]  # noqa: PLC0415
@@ -59,89 +85,6 @@ class MemcachedSlots:
         )
         self._prefix = prefix
         self._lease_seconds = lease_seconds
-        self._lock = threading.Lock()
-
-    def read(self, slots: list[int]) -> dict[int, tuple[Slot | None, object]]:
-        """Return what the slots hold, each with memcached's own mark of the change."""
-        names = {self._name(slot): slot for slot in slots}
-        found = self._ask("gets_many", list(names))
-        answers: dict[int, tuple[Slot | None, object]] = {}
-        for name, slot in names.items():
-            value, mark = found.get(name, (None, _MISSING))
-            held = (
-                None
-                if value is None or value == _EMPTY
-                else Slot(value[:16], KeyState(value[16:17].decode()), value[17:])
-            )
-            answers[slot] = (held, mark)
-        return answers
-
-    def swap(self, slot: int, proof: object, new: Slot | None) -> bool:
-        """Put something else into a slot if it is unchanged."""
-        value = _EMPTY if new is None else new.digest + new.state.value.encode() + new.owner
-        expire = self._lease_seconds if new is not None and new.state in _OPEN else 0
-        if proof is _MISSING:
-            return bool(self._ask("add", self._name(slot), value, expire))
-        # None means that memcached has dropped the slot meanwhile: read it again.
-        return bool(self._ask("cas", self._name(slot), value, proof, expire))
-
-    def close(self) -> None:
-        """Close the connection."""
-        with self._lock:
-            self._client.close()
-
-    def _name(self, slot: int) -> str:
-        return f"{self._prefix}:{slot}"
-
-    def _ask(self, command: str, *arguments: Any) -> Any:
-        with self._lock:
-            try:
-                return getattr(self._client, command)(*arguments)
-            except self._errors as error:
-                self._client.close()
-                raise FilterUnavailable(f"memcached cannot be asked: {error}") from error
-
-
-class SharedSlotFilter(Filter[GivenKey]):
-    """Recognises most recent keys, in several processes: ``SharedSlotFilter(MemcachedSlots(...), slots=10**7)``.
-
-    Each key has one slot and overwrites what is there. A slot is changed by compare-and-set, so that of two processes
-    with the same key one is told NEW and the other is not. Slots hold digests of 128 bits: a new key is taken for a
-    seen one, and its message **lost**, with a probability of 2**-128 per message. Keys that share a slot push each
-    other out, also while they are in flight: a duplicate may pass then, with the probability of
-    :func:`loss_probability`. Who can choose keys can also choose ones that share a slot, unless ``hash_key`` is a
-    secret; it is the same in all processes.
-
-    Where the place cannot be asked, ``on_unavailable="raise"`` (default) raises :class:`FilterUnavailable` and nothing
-    is sent; ``"treat_as_new"`` lets everything through and counts it (``stats().failed_open``).
-
-    What it promises after
-
-    - a failed send: the key is absent again if the message surely is not in the log, else unknown;
-    - a crash of the process: what it confirmed is there; what it had in flight is in flight until its lease is over,
-      then absent;
-    - a second process: one of them sends, the other is told IN_FLIGHT or DUPLICATE;
-    - a key older than its window: nothing in particular; it may be recognised or be new again;
-    - a restart of the place: memcached starts empty.
-
-    Every method may be called from any thread.
-    """
-
-    is_remote = True
-
-    def __init__(
-        self,
-        place: MemcachedSlots,
-        *,
-        slots: int,
-        on_unavailable: Literal["raise", "treat_as_new"] = "raise",
-        hash_key: bytes = b"",
-    ) -> None:
-        if slots < 1:
-            raise ConfigurationError(f"slots={slots!r} must be positive")
-        if on_unavailable not in ("raise", "treat_as_new"):
-            raise ConfigurationError(f"on_unavailable={on_unavailable!r} is not possible; raise or treat_as_new")
-        self._place = place
         self.slots = slots
         self._lets_through = on_unavailable == "treat_as_new"
         self._hash_key = blake2b(hash_key).digest()[:32]
@@ -150,28 +93,18 @@ class SharedSlotFilter(Filter[GivenKey]):
         # What this process holds. A slot that is ours and is not in here is from a lost answer.
         self._held: dict[bytes, KeyState] = {}
         self._lock = threading.Lock()
+        # Whether the connection is being closed: a batch in another thread ends behind the command that it waits for.
+        self._is_closing = False
         self._duplicates = self._evicted = self._failed_open = 0
 
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         """Reserve several keys: one question for all, and one compare-and-set for each that is not a duplicate."""
-        answers = [state or NEW for state in self._change("reserve", keys)]
+        answers = [state or NEW for state in self._settle("reserve", keys)]
         self._duplicates += answers.count(DUPLICATE)
         return answers
 
-    def confirm_many(self, keys: Iterable[GivenKey]) -> None:
-        """Confirm several keys."""
-        self._change("confirm", keys)
-
-    def release_many(self, keys: Iterable[GivenKey]) -> None:
-        """Release several keys."""
-        self._change("release", keys)
-
-    def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
-        """Mark several keys as unknown."""
-        self._change("mark_unknown", keys)
-
     def stats(self) -> Stats:
-        """Return what this process holds and what happened in it; the place itself is not counted."""
+        """Return what this process holds and what happened in it; the slots themselves are not counted."""
         states = list(self._held.values())
         unknown = states.count(KeyState.UNKNOWN)
         return Stats(
@@ -184,11 +117,16 @@ class SharedSlotFilter(Filter[GivenKey]):
         )
 
     def close(self) -> None:
-        """Close the place."""
+        """Close the connection."""
         if self._guard.is_ours():
-            self._place.close()
+            self._is_closing = True
+            try:
+                with self._lock:
+                    self._client.close()
+            finally:
+                self._is_closing = False
 
-    def _change(self, change: Change, keys: Iterable[GivenKey]) -> list[State | None]:
+    def _settle(self, change: Change, keys: Iterable[GivenKey]) -> list[State | None]:
         self._guard.check()
         places = [self._slot_of(encoded(key)) for key in checked_all(keys)]
         answers: list[State | None] = [None] * len(places)
@@ -215,7 +153,7 @@ class SharedSlotFilter(Filter[GivenKey]):
         self, change: Change, places: list[tuple[int, bytes]], todo: list[int], answers: list[State | None]
     ) -> list[int]:
         """Change each slot once; return the places that must be tried again."""
-        found = self._place.read(sorted({places[n][0] for n in todo}))
+        found = self._read(sorted({places[n][0] for n in todo}))
         again: list[int] = []
         touched: set[int] = set()
         for n in todo:
@@ -226,27 +164,55 @@ class SharedSlotFilter(Filter[GivenKey]):
             touched.add(slot)
             held, proof = found[slot]
             answer, new, changes = step(change, held, digest, self._me, holds=digest in self._held)
-            if changes and not self._place.swap(slot, proof, new):
+            if changes and not self._swap(slot, proof, new):
                 again.append(n)
                 continue
             answers[n] = answer
             self._evicted += changes and new is not None and held is not None and held.digest != digest
-            self._note(change, answer, digest)
+            # The books of what this process holds.
+            if answer is NEW or answer is UNKNOWN:
+                self._held[digest] = KeyState.IN_FLIGHT if answer is NEW else KeyState.RESENT
+            elif change != "reserve":
+                after = CHANGES[change][self._held.pop(digest, KeyState.ABSENT)]
+                if after is KeyState.UNKNOWN and len(self._held) < self.slots:
+                    self._held[digest] = after
         return again
+
+    def _read(self, slots: list[int]) -> dict[int, tuple[Slot | None, object]]:
+        """Return what the slots hold, each with memcached's own mark of the change."""
+        names = {self._name(slot): slot for slot in slots}
+        found = self._ask("gets_many", list(names))
+        answers: dict[int, tuple[Slot | None, object]] = {}
+        for name, slot in names.items():
+            value, mark = found.get(name, (None, _MISSING))
+            held = None if value in (None, _EMPTY) else Slot(value[:16], KeyState(value[16:17].decode()), value[17:])
+            answers[slot] = (held, mark)
+        return answers
+
+    def _swap(self, slot: int, proof: object, new: Slot | None) -> bool:
+        """Put something else into a slot if it is unchanged."""
+        value = _EMPTY if new is None else new.digest + new.state.value.encode() + new.owner
+        expire = self._lease_seconds if new is not None and new.state in _OPEN else 0
+        if proof is _MISSING:
+            return bool(self._ask("add", self._name(slot), value, expire))
+        # None means that memcached has dropped the slot meanwhile: read it again.
+        return bool(self._ask("cas", self._name(slot), value, proof, expire))
+
+    def _ask(self, command: str, *arguments: Any) -> Any:
+        if self._is_closing:
+            raise FilterUnavailable("memcached cannot be asked: the filter is being closed")
+        try:
+            return getattr(self._client, command)(*arguments)
+        except self._errors as error:
+            self._client.close()
+            raise FilterUnavailable(f"memcached cannot be asked: {error}") from error
+
+    def _name(self, slot: int) -> str:
+        return f"{self._prefix}:{slot}"
 
     def _slot_of(self, form: bytes) -> tuple[int, bytes]:
         whole = blake2b(form, digest_size=_DIGEST_BYTES + 8, key=self._hash_key).digest()
         return int.from_bytes(whole[_DIGEST_BYTES:], "big") % self.slots, whole[:_DIGEST_BYTES]
-
-    def _note(self, change: Change, answer: State | None, digest: bytes) -> None:
-        """Keep the books of what this process holds."""
-        if change == "reserve":
-            if answer is NEW or answer is UNKNOWN:
-                self._held[digest] = KeyState.IN_FLIGHT if answer is NEW else KeyState.RESENT
-            return
-        after = CHANGES[change][self._held.pop(digest, KeyState.ABSENT)]
-        if after is KeyState.UNKNOWN and len(self._held) < self.slots:
-            self._held[digest] = after
 
 
 def step(

@@ -1,136 +1,82 @@
-"""Options of the producers, written once, and settings of the client: the caller's, with what the guarantee needs."""
+"""Options of the producers, and settings of the client: the caller's, with what the guarantee needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
 from datetime import datetime
-from fnmatch import fnmatchcase
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self, TypedDict
-from uuid import uuid4
+from typing import Any, TypedDict
 
 from exactly_once.errors import ConfigurationError
 
 from .owners import PublishOwner
-from .snapshot import SnapshotFile, SnapshotStore
-
-Stores = Callable[[str], SnapshotStore | None]
+from .snapshot import SnapshotStore
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishOptions:
-    """What both producers take as keywords; :class:`PublishKeywords` has their names and types for type checkers.
-
-    :raises ConfigurationError: for an option that there is not, or a value that it cannot have.
-    """
-
-    producer_name: str | None = None
-    """Of numbered messages: the same after a restart. By default the owner's, or drawn."""
-    owner: PublishOwner | None = None
-    """Whose lease is looked at before each message."""
-    enabled: bool = True
-    """False turns deduplication off for all topics."""
-    topics: Mapping[str, bool] = field(default_factory=dict)
-    """Patterns of topics, and whether deduplication is on; the first that matches decides."""
-    recover: bool = True
-    """False takes numbers without reading the topic: for tests."""
-    snapshots: Callable[[str], SnapshotStore] | str | Path | None = None
-    """A directory, or what makes the store of a topic: saves reading a topic from its beginning."""
-    snapshot_every: int = 1000
-    """Messages between two snapshots."""
-    accept_trimmed: bool = False
-    """Takes what retention has removed for never sent."""
-
-    published_since: datetime | None = None
-    """Takes it that no message of this name is older, by the timestamps in the topic: saves reading what is."""
-
-    @classmethod
-    def of(cls, keywords: Mapping[str, object]) -> Self:
-        """Make options of keywords."""
-        given: dict[str, Any] = dict(keywords)
-        known = [option.name for option in fields(cls)]
-        if unknown := sorted(set(given) - set(known)):
-            raise ConfigurationError(f"{unknown[0]}= is no option; there are {', '.join(known)}")
-        return cls(**given)
-
-    def __post_init__(self) -> None:
-        if self.producer_name == "":
-            raise ConfigurationError("producer_name= is empty; name the producer, the same after a restart")
-        if self.owner is not None and self.producer_name not in (None, self.owner.name):
-            raise ConfigurationError(
-                f"producer_name={self.producer_name!r} is not the owner's, {self.owner.name!r}; leave it out"
-            )
-        if self.published_since is not None and self.published_since.tzinfo is None:
-            raise ConfigurationError("published_since= has no time zone: datetime(..., tzinfo=UTC)")
-        if self.snapshot_every < 1:
-            raise ConfigurationError(f"snapshot_every={self.snapshot_every!r} must be at least 1")
-
-    def has_name(self) -> bool:
-        """Tell whether the producer's name is one that was given."""
-        return self.producer_name is not None or (self.owner is not None and self.owner.is_named)
-
-    def name(self) -> str:
-        """Return the producer's name."""
-        return self.producer_name or (f"producer-{uuid4()}" if self.owner is None else self.owner.name)
-
-    def is_on(self, topic: str) -> bool:
-        """Tell whether deduplication is on."""
-        if not self.enabled:
-            return False
-        return next((on for pattern, on in (self.topics or {}).items() if fnmatchcase(topic, pattern)), True)
-
-    def stores(self, producer: str) -> Stores:
-        """Return what makes the store of a topic; in a directory each producer and topic has a file of its own."""
-        given = self.snapshots
-        if given is None or callable(given):
-            return given or (lambda _: None)
-        digest = blake2b(producer.encode(), digest_size=8).hexdigest()
-        folder = Path(given)
-        return lambda topic: SnapshotFile(folder / f"{topic}-{digest}.snapshot")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DedupOptions(PublishOptions):
-    """What :class:`DedupProducer` takes beside that."""
-
-    transactions: bool = True
-    """Whether numbered messages are published in Kafka transactions, which fence a predecessor."""
-    commit_messages: int = 5000
-    """So many of them in one."""
-    commit_seconds: float = 0.5
-    """The first of them waits no longer, as long as ``produce`` or ``poll`` is called."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.commit_messages < 1 or self.commit_seconds < 0:
-            raise ConfigurationError("commit_messages= must be at least 1, and commit_seconds= not negative")
-
-
-class PublishKeywords(TypedDict, total=False):
-    """The keywords of both producers; a test compares them with :class:`PublishOptions`."""
+class PublishOptions(TypedDict, total=False):
+    """What both producers take as keywords."""
 
     producer_name: str | None
+    """Of numbered messages: the same after a restart. By default the owner's, or drawn."""
     owner: PublishOwner | None
+    """Whose lease is looked at before each message."""
     enabled: bool
+    """False turns deduplication off for all topics."""
     topics: Mapping[str, bool]
+    """Patterns of topics, and whether deduplication is on; the first that matches decides."""
     recover: bool
+    """False takes numbers without reading the topic: for tests."""
     snapshots: Callable[[str], SnapshotStore] | str | Path | None
+    """A directory, or what makes the store of a topic: saves reading a topic from its beginning."""
     snapshot_every: int
+    """Messages between two snapshots: 1000 by default."""
     accept_trimmed: bool
+    """True takes what retention has removed for never sent."""
     published_since: datetime | None
+    """Takes it that no message of this name is older, by the timestamps in the topic: saves reading what is."""
 
 
-class DedupKeywords(PublishKeywords, total=False):
-    """The keywords of :class:`DedupProducer`; a test compares them with :class:`DedupOptions`."""
+class DedupOptions(PublishOptions, total=False):
+    """What :class:`DedupProducer` takes beside that."""
 
     transactions: bool
+    """Whether numbered messages are published in Kafka transactions, which fence a predecessor: by default they are."""
     commit_messages: int
+    """So many of them in one: 5000 by default."""
     commit_seconds: float
+    """The first of them waits no longer, 0.5 by default, as long as ``produce`` or ``poll`` is called."""
 
 
-_FORCED = {"enable.idempotence": ("true", True), "acks": ("all", "all"), "delivery.report.only.error": ("false", False)}
+_LEAST = {"snapshot_every": 1, "commit_messages": 1, "commit_seconds": 0}
+
+
+def check_options(options: Mapping[str, Any], known: Mapping[str, object]) -> None:
+    """Refuse an option that there is not, or a value that it cannot have.
+
+    :raises ConfigurationError: naming the option.
+    """
+    if unknown := sorted(options.keys() - known.keys()):
+        raise ConfigurationError(f"{unknown[0]}= is no option; there are {', '.join(known)}")
+    name, owner, since = (options.get(option) for option in ("producer_name", "owner", "published_since"))
+    if name is not None and (type(name) is not str or not name or name != name.encode(errors="replace").decode()):
+        raise ConfigurationError(
+            f"producer_name={name!r} is empty, no str or no UTF-8; name the producer, the same after a restart"
+        )
+    if owner is not None and name not in (None, owner.name):
+        raise ConfigurationError(f"producer_name={name!r} is not the owner's, {owner.name!r}; leave it out")
+    if since is not None and since.tzinfo is None:
+        raise ConfigurationError("published_since= has no time zone: datetime(..., tzinfo=UTC)")
+    for option, least in _LEAST.items():
+        if options.get(option, least) < least:
+            raise ConfigurationError(f"{option}={options[option]!r} must be at least {least}")
+
+
+# What is forced, and what librdkafka takes for the same.
+_FORCED: dict[str, tuple[object, tuple[str, ...]]] = {
+    "enable.idempotence": (True, ("true", "1")),
+    "acks": ("all", ("all", "-1")),
+    "delivery.report.only.error": (False, ("false", "0")),
+}
 _ALIASES = {"request.required.acks": "acks"}
 _REFUSED = {
     "on_delivery": "give on_delivery= to produce()",
@@ -139,11 +85,6 @@ _REFUSED = {
     "transactional.id": "this producer sends outside of transactions; take a TransactionalProducer",
     "default.topic.config": "give its settings beside the others",
 }
-
-
-def connection_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings for clients that read: where and as whom."""
-    return {key: value for key, value in kafka.items() if not key.startswith("transaction")}
 
 
 def client_settings(kafka: Mapping[str, Any], *, is_transactional: bool = False) -> dict[str, Any]:
@@ -155,15 +96,8 @@ def client_settings(kafka: Mapping[str, Any], *, is_transactional: bool = False)
     for key, instead in _REFUSED.items():
         if key in settings and not (is_transactional and key == "transactional.id"):
             raise ConfigurationError(f"{key} is refused: {instead}")
-    for key, (wanted, forced) in _FORCED.items():
-        given = str(settings.get(key, wanted)).lower()
-        if _plain(key, given) != wanted:
-            raise ConfigurationError(f"{key}={settings[key]!r} is refused: it must be {wanted}. Leave the key out")
+    for key, (forced, same) in _FORCED.items():
+        if str(settings.get(key, forced)).lower() not in same:
+            raise ConfigurationError(f"{key}={settings[key]!r} is refused: it must be {same[0]}. Leave the key out")
         settings[key] = forced
     return settings
-
-
-def _plain(key: str, given: str) -> str:
-    """Read what librdkafka takes for the same."""
-    same = {"-1": "all"} if key == "acks" else {"1": "true", "0": "false"}
-    return same.get(given, given)

@@ -11,13 +11,11 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 from uuid import UUID, uuid4
 
-from confluent_kafka import KafkaException
-
-from exactly_once._log import about
-from exactly_once.errors import ConfigurationError, ExactlyOnceError
+from exactly_once._log import about, named
+from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection
 
-from .errors import FilterUnavailable, NameTaken, ProducerFenced, PublishError
+from .errors import FilterUnavailable, NameTaken, ProducerFenced
 from .guard import Guard
 from .store import Store
 
@@ -40,12 +38,11 @@ class DeadOwner(NamedTuple):
     """By scope: where the partitions of the topic ended when its life began."""
 
 
-class Holding:
+class Holding(NamedTuple):
     """The keys of one scope that a process holds. What the database calls its own beyond that is from a lost answer."""
 
-    def __init__(self) -> None:
-        self.keys: set[bytes] = set()
-        self.lock = threading.Lock()
+    keys: set[bytes]
+    lock: threading.Lock
 
 
 class PublishOwner:
@@ -60,9 +57,8 @@ class PublishOwner:
     arrive; only a transactional producer can be fenced there as well (``transactional_id``).
 
     ``positions`` say where a take-over of its keys must begin to read: where topics end now, or a function that returns
-    that, ``positions=lambda: end_positions(kafka, [topic])``. A function is asked again and again, so that the start
-    moves on as messages are settled, and retention does not overtake it. With ``wait_seconds`` a name whose last
-    owner crashed is waited for: its lease runs for ``lease_seconds`` at most.
+    that and is asked again and again, ``positions=lambda: end_positions(kafka, [topic])``. With ``wait_seconds`` a name
+    whose last owner crashed is waited for: its lease runs for ``lease_seconds`` at most.
     """
 
     def __init__(
@@ -79,8 +75,11 @@ class PublishOwner:
         schema: str = "exactly_once",
         migrate: bool = False,
     ) -> None:
-        if lease_seconds <= 0:
-            raise ConfigurationError(f"lease_seconds={lease_seconds!r} must be positive")
+        if not 0 < lease_seconds <= threading.TIMEOUT_MAX:
+            raise ConfigurationError(f"lease_seconds={lease_seconds!r} must be positive and finite")
+        for option, given in (("name", name), ("transactional_id", transactional_id)):
+            if given is not None and (type(given) is not str or not given or "\0" in given):
+                raise ConfigurationError(f"{option}={given!r} is empty, no str or has a NUL; leave it out, or give one")
         if exclusive and name is None:
             raise ConfigurationError("exclusive=True needs name=: a drawn name is nobody else's")
         self.store = Store(conninfo, connect=connect, schema=schema, migrate=migrate)
@@ -89,7 +88,9 @@ class PublishOwner:
         self.token: UUID = uuid4()
         self.lease_seconds = lease_seconds
         self.transactional_id = transactional_id
-        self._ends = positions if callable(positions) else None
+        self._given = positions
+        # Where topics ended, and what was held then.
+        self._seen: tuple[Positions, list[set[bytes]]] | None = None
         self._positions = json.dumps((positions() if callable(positions) else positions) or {})
         self._renewed_at = time.monotonic()
         self._fenced = False
@@ -98,12 +99,13 @@ class PublishOwner:
         self._holdings: dict[int, Holding] = {}
         self.id = 0
         self.id = self._start_within(wait_seconds, exclusive=exclusive)
-        self._threads = [threading.Thread(target=self._keep, name=f"lease of {self.name}", daemon=True)]
-        if self._ends is not None:  # apart from the lease, which must not wait for brokers
-            advancing = threading.Thread(
-                target=self._advance, args=(self._ends,), name=f"positions of {self.name}", daemon=True
-            )
-            self._threads.append(advancing)
+        repeated = [(self._keep, "the lease", "cannot be renewed:", self._about("lease_not_renewed"))]
+        if callable(positions):  # apart from the lease, which must not wait for brokers
+            repeated.append((self._advance, "the positions", "stay where they are:", self._about("positions_stay")))
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(*given,), name=f"{given[1]} of {self.name}", daemon=True)
+            for given in repeated
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -120,7 +122,7 @@ class PublishOwner:
 
     def holding(self, scope: int) -> Holding:
         """Return what this process holds in a scope; all its windows share that."""
-        return self._holdings.setdefault(scope, Holding())
+        return self._holdings.setdefault(scope, Holding(set(), threading.Lock()))
 
     def check(self) -> None:
         """Make sure that the lease runs; cheap while it does.
@@ -202,37 +204,37 @@ class PublishOwner:
                     is_told = True
             time.sleep(min(_WAIT_SECONDS, max(0.0, deadline - time.monotonic())))
 
-    def _advance(self, ends: Callable[[], Positions]) -> None:
-        """Move the start of a take-over to where topics ended before anything was reserved that is in flight now."""
-        seen: tuple[Positions, list[set[bytes]]] | None = None
+    def _repeat(self, work: Callable[[], None], what: str, why: str, extra: Mapping[str, Any]) -> None:
+        """Do something three times in a lease, until the end; what goes wrong is told once, and tried again."""
+        is_told = False
         while not self._closing.wait(self.lease_seconds / 3):
             try:
-                if seen is None:
-                    # The ends first: what is reserved after this stands behind them.
-                    found = ends()
-                    seen = found, [holding.keys.copy() for holding in list(self._holdings.values())]
-                held = [holding.keys.copy() for holding in list(self._holdings.values())]
-                if all(old.isdisjoint(now) for old, now in zip(seen[1], held, strict=False)):
-                    self.store.run("publish_advance", owner=self.id, positions=json.dumps(seen[0]))
-                    seen = None
-            except (ExactlyOnceError, KafkaException, OSError) as error:
-                logger.warning(
-                    "the positions of %r stay where they are: %s", self.name, error, extra=self._about("positions_stay")
-                )
-
-    def _keep(self) -> None:
-        """Renew the lease and turn the generations of keys, until the end."""
-        while not self._closing.wait(self.lease_seconds / 3):
-            try:
-                self.renew()
-                self.store.run("publish_rotate")
+                work()
+                is_told = False
             except ProducerFenced:
                 logger.error("%r was fenced by another process", self.name, extra=self._about("owner_fenced"))
                 return
-            except (PublishError, OSError) as error:
-                logger.warning(
-                    "the lease of %r could not be renewed: %s", self.name, error, extra=self._about("lease_not_renewed")
-                )
+            except Exception as error:  # noqa: BLE001 - whatever it is: without this thread a living process is taken over
+                if not is_told:
+                    said = what, self.name, why, named(error)
+                    logger.warning("%s of %r %s %s", *said, extra=extra)
+                is_told = True
+
+    def _keep(self) -> None:
+        """Renew the lease and turn the generations of keys."""
+        self.renew()
+        self.store.run("publish_rotate")
+
+    def _advance(self) -> None:
+        """Move the start of a take-over to where topics ended before anything was reserved that is in flight now."""
+        if self._seen is None and callable(self._given):
+            # The ends first: what is reserved after this stands behind them.
+            found = self._given()
+            self._seen = found, [holding.keys.copy() for holding in list(self._holdings.values())]
+        held = [holding.keys.copy() for holding in list(self._holdings.values())]
+        if self._seen and all(old.isdisjoint(now) for old, now in zip(self._seen[1], held, strict=False)):
+            self.store.run("publish_advance", owner=self.id, positions=json.dumps(self._seen[0]))
+            self._seen = None
 
     def _about(self, action: str) -> dict[str, object]:
         return about(action) | {"producer": self.name, "owner": self.id}

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
 
-from .cache import ConfirmedKeys
-from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Filter, KeyState, Resolved, State, Stats
+from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Change, Filter, KeyState, Resolved, State, Stats
 from .keys import GivenKey, Key, checked_all, encoded
 from .owners import DeadOwner, PublishOwner
+from .window import Generations
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +44,10 @@ class PostgresWindow(Filter[GivenKey]):
     Every change is one statement per batch, durable when it returns. Keys are held for between one and two windows;
     they leave as a whole generation, never one by one. All windows of a schema have the same length, which the first
     one decides and one with ``changes_window=True`` changes: a longer one holds for what is still there. Scopes, mostly
-    topics, do not share keys. It never takes a new key for a seen one.
+    topics, do not share keys. It never takes a new key for a seen one. What a dead process had in flight is looked for
+    by ``take_over``, and unknown without.
 
-    What it promises after
-
-    - a failed send: the key is absent again if the message surely is not in the log, else unknown;
-    - a crash of the process: its confirmed keys are there, its reservations are in flight until its lease is over. Then
-      whoever wants one fences it and reads the topic (``take_over``): what is there is a duplicate. The rest is new
-      if the owner was fenced at the brokers, too, by its ``transactional_id``; else unknown. Without ``take_over``
-      all of it is unknown. So: at most one, unless a reserver without a transactional id outlives its lease;
-    - a second process: one of them sends, the other is told IN_FLIGHT or DUPLICATE;
-    - a key older than the window: nothing, it is new again;
-    - a failover of the database: with synchronous replication everything; with asynchronous replication keys of the
-      last moments are missing and may be sent again.
-
+    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
     Every method may be called from any thread.
     """
 
@@ -76,6 +66,8 @@ class PostgresWindow(Filter[GivenKey]):
     ) -> None:
         if not seconds > 0:
             raise ConfigurationError(f"the window must be positive, not {seconds!r}")
+        if not scope or "\0" in scope:
+            raise ConfigurationError(f"scope={scope!r} is empty or has a NUL; give the topic's name")
         self.owner = owner
         self.scope = scope
         self._take_over = take_over
@@ -92,8 +84,11 @@ class PostgresWindow(Filter[GivenKey]):
         holding = owner.holding(self._scope)
         self._mine, self._lock = holding.keys, holding.lock
         self._duplicates = 0
-        # ``cache_keys`` that were confirmed here: their duplicates cost no round trip; ``cache.hits`` counts them.
-        self.cache = ConfirmedKeys(cache_keys, seconds)
+        # The last keys that were confirmed here, none for longer than a window: their duplicates cost no round trip. Of
+        # a key that is not in here nothing is known, because other processes confirm keys, too.
+        self._cache: Generations[bytes] = Generations((cache_keys + 1) // 2, seconds / 2)
+        self._has_cache = cache_keys > 0
+        self._cache_hits = 0
 
     def reserve_many(self, keys: Iterable[GivenKey], *, map_version: int | None = None) -> list[State]:
         """Reserve several keys with one statement, which also checks the version of the map of shards.
@@ -106,7 +101,9 @@ class PostgresWindow(Filter[GivenKey]):
             return []
         self.owner.check()
         with self._lock:
-            known = self.cache.of(wanted)
+            self._cache.age()
+            known = self._cache.of(wanted)
+            self._cache_hits += len(known)
             states, holders = self._ask(sorted(set(wanted) - known), map_version)
             dead = self._take_over_from(holders) if holders else 0
             if dead:
@@ -123,33 +120,12 @@ class PostgresWindow(Filter[GivenKey]):
             self._duplicates += answers.count(DUPLICATE)
             return answers
 
-    def confirm_many(self, keys: Iterable[GivenKey]) -> None:
-        """Confirm several keys with one statement."""
-        found = sorted({self.form_of(key) for key in checked_all(keys)})
-        with self._lock:
-            self._settle("publish_confirm", found)
-            self.cache.add(found)
-
-    def release_many(self, keys: Iterable[GivenKey]) -> None:
-        """Forget several keys."""
-        lost = {self.form_of(key) for key in checked_all(keys)}
-        with self._lock:
-            held = lost & self._mine
-            self._settle("publish_release", sorted(held), is_held=True)
-            self._settle("publish_release", sorted(lost - held), is_held=False)
-
-    def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
-        """Doubt several keys with one statement."""
-        unsure = sorted({self.form_of(key) for key in checked_all(keys)})
-        with self._lock:
-            self._settle("publish_mark_unknown", unsure)
-
     def resolve(self, found: Collection[bytes], *, is_sure: bool) -> Resolved:
         """Settle unknown keys of the scope, whoever has left them; so what is not there may still arrive."""
         with self._lock:
             unknown = {key for (key,) in self._store.run("publish_unknown", scope=self._scope)}
-            there = sorted(unknown.intersection(map(_stored, found)))
-            self._settle("publish_confirm", there)
+            there = unknown.intersection(map(_stored, found))
+            self._run("publish_confirm", there)
         return Resolved(len(there), 0, len(unknown) - len(there))
 
     def peek(self, keys: Iterable[GivenKey]) -> dict[bytes, str]:
@@ -177,7 +153,7 @@ class PostgresWindow(Filter[GivenKey]):
             in_flight=counts.get("f", 0) + counts.get("t", 0),
             unknown=counts.get("u", 0),
             duplicates=self._duplicates,
-            cache_hits=self.cache.hits,
+            cache_hits=self._cache_hits,
         )
 
     def _ask(self, wanted: list[bytes], map_version: int | None) -> tuple[dict[bytes, State], set[int]]:
@@ -228,8 +204,23 @@ class PostgresWindow(Filter[GivenKey]):
             )
         return len(dead)
 
-    def _settle(self, name: str, keys: list[bytes], **more: Any) -> None:
+    def _settle(self, change: Change, keys: Iterable[GivenKey]) -> None:
+        settled = {self.form_of(key) for key in checked_all(keys)}
+        with self._lock:
+            if change == "confirm":
+                self._run("publish_confirm", settled)
+                self._cache.age()
+                for key in settled if self._has_cache else ():  # one by one: a batch may be larger than the cache
+                    self._cache.add((key,))
+            elif change == "mark_unknown":
+                self._run("publish_mark_unknown", settled)
+            else:
+                held = settled & self._mine
+                self._run("publish_release", held, is_held=True)
+                self._run("publish_release", settled - held, is_held=False)
+
+    def _run(self, name: str, keys: set[bytes], **more: Any) -> None:
         """Run a change of keys, under the lock: nobody may reserve one of them before ``_mine`` has changed, too."""
         if keys:
-            self._store.run(name, scope=self._scope, keys=keys, owner=self.owner.id, **more)
+            self._store.run(name, scope=self._scope, keys=sorted(keys), owner=self.owner.id, **more)
             self._mine.difference_update(keys)

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, KafkaException
+
+from exactly_once._log import about
+from exactly_once.errors import BrokerUnreachable
 
 from .chain import Link
-from .committer import Committer
-from .delivery import Batch, Callback, Delivery, Payload
-from .errors import KeyRefused
+from .delivery import Batch, Callback, Columns, Delivery, Outcome, Payload, outcome_of
+from .errors import KeyRefused, ProducerFenced, TailHidden
 from .filter import NoFilter
-from .headers import Headers
+from .headers import Headers, kept
 from .keys import GivenKey, checked
-from .options import DedupKeywords, DedupOptions, client_settings
-from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher
-from .recovery import SequenceLog
-from .topic import Columns, TopicPublisher
-from .transactional import TransactionalProducer
+from .options import DedupOptions, check_options
+from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher, ToSend
+from .transactional import TransactionalProducer, conclude
+
+logger = logging.getLogger(__name__)
 
 # librdkafka's default of message.timeout.ms.
 _TIMEOUT_MS = 300_000
+# For one attempt: the brokers' default of how long a transaction may last.
+_SECONDS = 60.0
+# Between two attempts: brokers that refuse at once are not asked without end.
+_PAUSE_SECONDS = 0.2
 _ANY_ORDER = contextlib.nullcontext()
 
 
@@ -30,26 +40,15 @@ class DedupProducer(Publisher):
     """Produces what a filter has not seen: ``DedupProducer(kafka, dedup=lambda topic: WindowFilter(keys=1_000_000))``.
 
     ``dedup`` makes the filter of a topic; a filter itself may be given by who writes to one topic only, because the
-    same key on two topics is two messages. ``topics={"audit.*": False}`` turns deduplication off for topics that match,
-    ``enabled=False`` for all. The client is idempotent with ``acks=all``, which covers its own retries; the filter
-    covers those of the application.
+    same key on two topics is two messages. The client is idempotent with ``acks=all``, which covers its own retries;
+    the filter covers those of the application. What survives a crash or holds between processes is its promise.
 
     A message is marked as sent when the broker has acknowledged it. A failed one can be sent again under the same key,
-    and so can one whose outcome is unknown: then ``delivery.may_repeat`` says that it may be in the log twice. What
-    survives a crash or holds between processes is the filter's promise.
+    and so can one whose outcome is unknown: then ``delivery.may_repeat`` says that it may be in the log twice.
 
-    With a :class:`SequenceFilter` the numbers are recovered from the topic when it is first used, ``snapshots`` (a
-    directory, or a function that makes the store of a topic) saves
-    reading it from its beginning, and ``last_sequence_id(topic)`` tells where to go on. Whoever used the same
-    ``producer_name`` before must have ended. Numbered messages are published in Kafka transactions, by a client whose
-    transactional id is ``exactly-once-<producer_name>``: when ``commit_messages`` have come together; when the first
-    has waited for ``commit_seconds`` and ``produce`` or ``poll`` is called; at ``flush``, ``close`` and ``result``. So
-    a predecessor that was taken for dead is fenced, and told with :class:`ProducerFenced`. A message is tried for
-    ``message.timeout.ms``, and the call that publishes waits meanwhile. With ``transactions=False`` nobody is fenced,
-    and recovery after an unclean end waits for the brokers' ``replica.lag.time.max.ms``.
-
-    With ``owner=PublishOwner(conninfo, name=..., exclusive=True)`` a second producer under the name is refused while
-    this one lives, and this one is told with :class:`ProducerFenced` when it was taken for dead.
+    With a :class:`SequenceFilter` the numbers are recovered from the topic when it is first used, and
+    ``last_sequence_id(topic)`` tells where to go on. Numbered messages are published in Kafka transactions: so an
+    earlier producer of the name is fenced, and told with :class:`ProducerFenced`. ``docs/publishing.md`` says when.
 
     The other keywords are those of :class:`DedupOptions`. Reports are served by ``poll``, ``flush``, ``close`` and
     ``Delivery.result``, in the thread that calls them. Every method may be called from any thread.
@@ -62,10 +61,11 @@ class DedupProducer(Publisher):
         kafka: Mapping[str, Any],
         *,
         dedup: AnyFilter | Callable[[str], AnyFilter],
-        **options: Unpack[DedupKeywords],
+        **options: Unpack[DedupOptions],
     ) -> None:
+        check_options(options, DedupOptions.__annotations__)
         self._committer: Committer | None = None
-        super().__init__(kafka, dedup=dedup, options=DedupOptions.of(options))
+        super().__init__(kafka, dedup=dedup, options=options)
 
     def produce(
         self,
@@ -95,7 +95,7 @@ class DedupProducer(Publisher):
             identity: Any = checked(dedup_key)
         else:
             (identity,) = self._identities(ready, ((dedup_key,), (sequence,), (chain,)))
-        extra = (partition, headers, timestamp) if headers or timestamp or partition != -1 else None
+        extra = (partition, kept(headers), timestamp) if headers or timestamp or partition != -1 else None
         if takes == "sequence":
             with ready.order:
                 batch, place, delivery, may_go = ready.reserve((identity, value, key, extra, on_delivery))
@@ -150,6 +150,11 @@ class DedupProducer(Publisher):
         """Return how many messages wait for their report."""
         return super().__len__() + (0 if self._committer is None else len(self._committer))
 
+    def hurry(self, *, only_if_due: bool = False) -> None:
+        """Publish what waits for more to come, or what has waited for long enough."""
+        if self._committer is not None:
+            self._committer.commit(only_if_due=only_if_due)
+
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Publish and flush what is left, then end; raises as :meth:`flush`, and for what has no report by then."""
         try:
@@ -164,15 +169,10 @@ class DedupProducer(Publisher):
         else:
             self._hand_over(batch, places, room_seconds)
 
-    def _concludes(self, log: SequenceLog | None) -> bool:
-        return self._committer is not None and log is not None
-
-    def _connect(self) -> Producer:
-        return Producer(client_settings(self._settings))
-
     def _fence_predecessor(self) -> bool:
         """Make the transactional client of this name: that fences the last one and ends what it left open."""
-        if not self._options.transactions:
+        options = self._options
+        if not options.get("transactions", True):
             return False
         if self._committer is None:
             timeout_ms = float(self._settings.get("message.timeout.ms", _TIMEOUT_MS))
@@ -180,21 +180,108 @@ class DedupProducer(Publisher):
             if "message.timeout.ms" in settings:  # the client refuses a shorter one
                 settings.setdefault("transaction.timeout.ms", max(60_000, int(timeout_ms)))
             inner = TransactionalProducer(settings, dedup=NoFilter(), producer_name=self.producer_name)
-            inner.logs = lambda: [topic.log for topic in self._topics.values() if topic.log is not None]
-            options = self._options
+            inner.find_seconds = min(_SECONDS, timeout_ms / 1000)
+            inner.logs = self._logs
             self._committer = Committer(
-                inner, messages=options.commit_messages, seconds=options.commit_seconds, timeout=timeout_ms / 1000
+                producer=inner,
+                messages=options.get("commit_messages", 5000),
+                seconds=options.get("commit_seconds", 0.5),
+                timeout=timeout_ms / 1000,
             )
         return True
 
-    @contextlib.contextmanager
-    def _nothing_arrives(self, topic: TopicPublisher) -> Iterator[bool]:
-        if self._committer is None or not topic.is_transactional:
-            yield False
-            return
-        with self._committer.producer.nothing_arrives():
-            yield True
+    def _nothing_arrives(self) -> contextlib.AbstractContextManager[None]:
+        return super()._nothing_arrives() if self._committer is None else self._committer.producer.nothing_arrives()
 
-    def _commit(self, *, only_if_due: bool = False) -> None:
-        if self._committer is not None:
-            self._committer.commit_if_due() if only_if_due else self._committer.commit()
+
+@dataclass(kw_only=True)
+class Committer:
+    """Collects numbered messages and publishes them in transactions; those of one that surely failed are sent again.
+
+    Only a transactional producer can be fenced at the brokers: what a frozen predecessor still has does not arrive, and
+    what a killed one has put into a leader's log is decided before its successor reads it.
+    """
+
+    producer: TransactionalProducer
+    messages: int
+    seconds: float
+    timeout: float
+    """In seconds: for so long a message is tried."""
+    _collected: list[tuple[Batch, list[int]]] = field(init=False, default_factory=list)
+    # How many are collected or being published.
+    _count: int = field(init=False, default=0)
+    # When the first of ``_collected`` came.
+    _since: float = field(init=False, default=0.0)
+    # For ``_collected``.
+    _adding: threading.Lock = field(init=False, default_factory=threading.Lock)
+    # Held while messages are published.
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, batch: Batch, places: Sequence[int]) -> None:
+        """Take messages that were reserved, and publish what has come together if it is many."""
+        with self._adding:
+            if not self._collected:
+                self._since = time.monotonic()
+            if self._collected and self._collected[-1][0] is batch:
+                self._collected[-1][1].extend(places)
+            else:
+                self._collected.append((batch, list(places)))
+            self._count += len(places)
+        if self._count >= self.messages:
+            self.commit()
+
+    def commit(self, *, only_if_due: bool = False) -> None:
+        """Publish what has come together, and settle it; or do so if the first of it has waited for long enough.
+
+        :raises ProducerFenced: when another producer has taken over; none of it was sent.
+        """
+        if only_if_due and not (self._collected and time.monotonic() - self._since >= self.seconds):
+            return
+        with self._lock:
+            with self._adding:
+                to_send, self._collected = self._collected, []
+            deadline = time.monotonic() + self.timeout
+            left: Sequence[ToSend] = to_send
+            try:
+                while left:
+                    left = self._send(left, deadline)
+                    if left:
+                        time.sleep(_PAUSE_SECONDS)
+            finally:
+                with self._adding:
+                    self._count -= sum(len(places) for _, places in to_send)
+                conclude(to_send, Outcome.UNKNOWN, None)  # those that an interruption has left
+
+    def _send(self, to_send: Sequence[ToSend], deadline: float) -> list[ToSend]:
+        """Publish messages and conclude what is decided; return what is to be sent again."""
+        error: KafkaError | None = None
+        try:
+            verdict, error = self.producer.send(to_send, min(_SECONDS, max(0.1, deadline - time.monotonic())))
+        except ProducerFenced:
+            conclude(to_send, Outcome.NOT_PERSISTED, KafkaError(KafkaError._FENCED))  # noqa: SLF001 - its public name
+            raise
+        except (KafkaException, BufferError, BrokerUnreachable, TailHidden, TypeError, ValueError) as problem:
+            # Nothing was committed. The last two are of a message that is none: it has its error, the others go.
+            verdict = Outcome.NOT_PERSISTED
+            error = problem.args[0] if isinstance(problem, KafkaException) else None
+            logger.warning("numbered messages could not be sent: %s", problem, extra=about("commit_failed"))
+        again: list[ToSend] = []
+        if verdict is Outcome.NOT_PERSISTED and time.monotonic() < deadline:
+            for batch, places in to_send:
+                kept = [place for place in places if not _is_refused(batch.errors.get(place))]
+                again += [(batch, kept)] if kept else []
+            count = sum(len(places) for _, places in to_send)
+            if sum(len(places) for _, places in again) == count and error is not None and _is_refused(error):
+                again = []  # the client itself refused one of them, and does not tell which
+        waits = {(batch, place) for batch, places in again for place in places}
+        conclude([(b, [p for p in places if (b, p) not in waits]) for b, places in to_send], verdict, error)
+        for batch, places in again:
+            batch.send_again(places)
+        return again
+
+
+def _is_refused(error: KafkaError | None) -> bool:
+    return error is not None and outcome_of(error) is Outcome.NOT_PERSISTED

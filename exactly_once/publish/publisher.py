@@ -6,13 +6,16 @@ import contextlib
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
+from hashlib import blake2b
 from itertools import repeat
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
+from uuid import uuid4
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
@@ -21,19 +24,18 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .chain import Link
-from .delivery import Batch, Call, Callback, Delivery, Extra, Outcome
+from .delivery import Batch, Call, Callback, Columns, Delivery, Extra, Outcome, TopicPublisher
 from .errors import KeyRefused, PublishError, Undelivered
 from .filter import Filter, NoFilter, Resolved
 from .guard import Guard
-from .headers import Headers, headers_of, key_of, sequence_of, with_key, with_sequences
+from .headers import Headers, headers_of, kept, key_of, sequence_of, with_key, with_sequence
 from .keys import GivenKey, checked_all
-from .options import PublishOptions, connection_settings
+from .options import PublishOptions, client_settings
 from .owners import PublishOwner
 from .recovery import SequenceLog
-from .sequence import Sequence as Numbered
 from .sequence import SequenceFilter
-from .tail import ranges_of, read_tail
-from .topic import Columns, TopicPublisher
+from .snapshot import SnapshotFile, SnapshotStore
+from .tail import read_tail, rest_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,21 +69,26 @@ _FIELDS = {"dedup_key": 2, "sequence": 3, "chain": 4}
 _NO_EXTRA: Extra = (-1, None, 0)
 
 
-class Publisher(ABC):
+class Publisher:
     """The common part of :class:`DedupProducer` and :class:`TransactionalProducer`."""
+
+    _is_transactional = False
+    """Whether all messages are sent in transactions."""
 
     def __init__(
         self, kafka: Mapping[str, Any], *, dedup: AnyFilter | Callable[[str], AnyFilter], options: PublishOptions
     ) -> None:
         self._settings = dict(kafka)
-        self._kafka = connection_settings(kafka)
+        # Of clients that read: where and as whom.
+        self._kafka = {key: value for key, value in kafka.items() if not key.startswith("transaction")}
         self._options = options
-        self._check_owner(options.owner)
-        self._owner = options.owner
-        # Given or drawn; who publishes with sequences gives one, and the same after a restart.
-        self.producer_name = options.name()
+        self._owner = owner = options.get("owner")
+        self._check_owner(owner)
+        given = options.get("producer_name")
+        self._has_name = given is not None or (owner is not None and owner.is_named)
+        # Who publishes with sequences gives one, and the same after a restart.
+        self.producer_name = given or (f"producer-{uuid4()}" if owner is None else owner.name)
         self._dedup = dedup
-        self._stores = options.stores(self.producer_name)
         self._topics: dict[str, TopicPublisher] = {}
         self._opening = threading.Lock()
         # The topic of a filter that was given itself, and not made for each topic.
@@ -94,26 +101,17 @@ class Publisher(ABC):
         self.is_ended = False
         self._client = self._connect()
 
-    @abstractmethod
     def _fence_predecessor(self) -> bool:
-        """See to it that nothing of an earlier life can arrive any more; tell whether that is so."""
+        """Have numbered messages sent in transactions, which fences an earlier life; tell whether that is so."""
+        return self._is_transactional
 
-    @contextlib.contextmanager
-    def _nothing_arrives(self, topic: TopicPublisher) -> Iterator[bool]:
-        """See to it that nothing this producer has sent arrives meanwhile; tell whether that is so."""
-        yield False
+    def _nothing_arrives(self) -> contextlib.AbstractContextManager[None]:
+        """See to it that nothing this producer has sent in transactions arrives meanwhile."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
-    def _concludes(self, log: SequenceLog | None) -> bool:
-        """Tell whether the messages of a topic are sent in transactions."""
-
-    @abstractmethod
     def _connect(self) -> Producer:
         """Make the first client."""
-
-    @abstractmethod
-    def _commit(self, *, only_if_due: bool = False) -> None:
-        """Publish what is collected, if anything is."""
+        return Producer(client_settings(self._settings))
 
     def __enter__(self) -> Self:
         return self
@@ -140,11 +138,11 @@ class Publisher(ABC):
 
         :raises KeyRefused: when the topic's filter knows no sequences.
         """
-        return self._sequences(topic).persisted(self.producer_name)
+        return self._sequences(topic).persisted
 
     def abandon(self, topic: str, sequence: int) -> None:
         """Give up a number that failed and will not be sent again."""
-        self._sequences(topic).abandon(Numbered(self.producer_name, sequence))
+        self._sequences(topic).abandon(sequence)
 
     def filter_of(self, topic: str) -> AnyFilter:
         """Return the filter of a topic."""
@@ -154,7 +152,8 @@ class Publisher(ABC):
         """Return figures of all topics in the text format of Prometheus; filters in Postgres scan their keys for it."""
         ended, keys = ["# TYPE exactly_once_publish_messages_total counter"], ["# TYPE exactly_once_publish_keys gauge"]
         for topic in list(self._topics.values()):
-            labels = f'topic="{topic.topic}",producer="{_escaped(self.producer_name)}"'
+            name = self.producer_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+            labels = f'topic="{topic.topic}",producer="{name}"'
             stats = topic.filter.stats()
             counts = {outcome.name.lower(): topic.counts[outcome] for outcome in Outcome if outcome.name != "PENDING"}
             for outcome, count in {**counts, "attached": topic.attached, "cache_hit": stats.cache_hits}.items():
@@ -179,19 +178,21 @@ class Publisher(ABC):
         """
         of_topic = self._ready(topic)
         of_topic.filter.resolve((), is_sure=False)  # before anything is read: whether it can at all
-        self._commit()
+        self.hurry()
         starts = {Partition(topic, number): offset for number, offset in (positions or {}).items()}
         if positions is None and of_topic.log is not None:
             starts = of_topic.log.positions
         found: set[Any] = set()
-        with self._nothing_arrives(of_topic) as is_sure:
-            lows = {partition: low for partition, (low, _) in ranges_of(self._kafka, topic).items()}
-            is_whole = all(low <= starts.get(partition, 0) for partition, low in lows.items())
-            begin = {partition: max(low, starts.get(partition, 0)) for partition, low in lows.items()}
+        is_sure = of_topic.is_transactional
+        with self._nothing_arrives() if is_sure else contextlib.nullcontext():
+            begin, is_whole = rest_of(self._kafka, topic, starts)
             for message in read_tail(self._kafka, topic, begin):
                 headers = headers_of(message)
                 sent = sequence_of(headers)
-                found.add(key_of(headers) if sent is None else Numbered(sent.producer, sent.number))
+                if sent is None:
+                    found.add(key_of(headers))
+                elif sent.producer == self.producer_name:
+                    found.add(sent.number)
             return of_topic.filter.resolve(found, is_sure=is_sure and is_whole)
 
     def poll(self, timeout_seconds: float = 0.0) -> int:
@@ -201,14 +202,13 @@ class Publisher(ABC):
         """
         if self._closed:
             return 0
-        self._commit(only_if_due=True)
+        self.hurry(only_if_due=True)
         served = self._client.poll(timeout_seconds)
         self._settle()
         return served
 
-    def hurry(self) -> None:
-        """Send what waits for more to come: somebody waits for its outcome."""
-        self._commit()
+    def hurry(self, *, only_if_due: bool = False) -> None:
+        """Send what waits for more to come: somebody waits for its outcome, or it has waited for long enough."""
 
     def flush(self, timeout_seconds: float = -1) -> int:
         """Wait for all reports; return how many messages still have none: those may or may not be sent.
@@ -269,12 +269,12 @@ class Publisher(ABC):
             return None
         named = "; ".join(f"{d.identity!r} to {d.topic}: {d.error}" for d in found[:_NAMED])
         return Undelivered(
-            f"{len(found)} messages failed, and no callback or result() has looked at them; {named}. They may be sent "
-            "again under the same identity"
+            f"{len(found)} messages failed in producer {self.producer_name!r}, and no callback or result() has looked "
+            f"at them; {named}. They may be sent again under the same identity"
         )
 
     def _flush(self, timeout_seconds: float) -> int:
-        self._commit()
+        self.hurry()
         left = self._client.flush(timeout_seconds)
         self._settle()
         return left
@@ -283,8 +283,7 @@ class Publisher(ABC):
         """Return what publishes to a topic, if this producer may still publish."""
         if self._owner is not None:
             self._owner.check()
-        if self._closed or not self._guard.is_ours():
-            self._check_open()
+        self._check_open()
         return self._topics.get(topic) or self._open(topic)
 
     def _check_open(self) -> None:
@@ -299,7 +298,7 @@ class Publisher(ABC):
         extras: dict[int, Extra] = {}
         if any(headers) or any(timestamps) or partitions.count(-1) < len(records):
             given = enumerate(zip(partitions, headers, timestamps, strict=True))
-            extras = {n: extra for n, extra in given if extra != _NO_EXTRA}
+            extras = {n: (p, kept(h), t) for n, (p, h, t) in given if (p, h, t) != _NO_EXTRA}
         callbacks = {n: call for n, call in enumerate(calls) if call is not None} if any(calls) else {}
         return Columns(self._identities(topic, columns[2:5]), list(values), list(keys), extras, callbacks)
 
@@ -317,8 +316,6 @@ class Publisher(ABC):
                 if row[_FIELDS[takes] - 2] is None:
                     what = {"dedup_key": "keys", "sequence": "numbers", "chain": "chains"}[takes]
                     raise KeyRefused(f"a message to {topic.topic!r} needs {takes}=, because its filter knows {what}")
-        if takes == "sequence":
-            return list(map(Numbered, repeat(self.producer_name), given))
         return checked_all(given) if takes == "dedup_key" else list(given)
 
     def _hand_over(self, batch: Batch, places: Sequence[int], room: float, *, undoes: bool = True) -> None:
@@ -329,7 +326,7 @@ class Publisher(ABC):
         name, produce = batch.topic.topic, self._client.produce
         done = 0
         try:
-            headers = _headers(batch, places)
+            headers = _headers(batch, places, self.producer_name)
             is_all = len(places) == len(batch.values)
             values = batch.values if is_all else [batch.values[place] for place in places]
             keys = batch.keys if is_all else [batch.keys[place] for place in places]
@@ -383,6 +380,9 @@ class Publisher(ABC):
                 callback, error, message = self.calls.popleft()
                 callback(error, message)
 
+    def _logs(self) -> list[SequenceLog]:
+        return [topic.log for topic in self._topics.values() if topic.log is not None]
+
     def _sequences(self, topic: str) -> SequenceFilter:
         made = self.filter_of(topic)
         if not isinstance(made, SequenceFilter):
@@ -394,50 +394,64 @@ class Publisher(ABC):
         with self._opening:
             if name in self._topics:
                 return self._topics[name]
-            made = self._make_filter(name)
-            log = None
-            if isinstance(made, SequenceFilter) and self._options.recover:
-                if not self._options.has_name():
-                    logger.warning(
-                        "%r was drawn as the name of this producer: after a restart it recognises nothing on %r. Give "
-                        "producer_name=, the same in each life",
-                        self.producer_name,
-                        name,
-                        extra=about("name_drawn") | {"topic": name, "producer": self.producer_name},
+            log, options, is_transactional = None, self._options, self._is_transactional
+            patterns = (options.get("topics") or {}).items()
+            is_on = next((on for pattern, on in patterns if fnmatchcase(name, pattern)), True)
+            made: AnyFilter
+            if not (is_on and options.get("enabled", True)):
+                made = NoFilter()
+            elif isinstance(self._dedup, Filter):
+                if self._bound not in (None, name):
+                    raise ConfigurationError(
+                        f"dedup= is one filter and already serves {self._bound!r}: the same key on {name!r} would be "
+                        "taken for a duplicate. Give a function that makes a filter for each topic: "
+                        "dedup=lambda topic: ..."
                     )
-                is_fenced = self._fence_predecessor()
-                log = SequenceLog(
-                    self._kafka,
-                    name,
-                    made,
-                    producer=self.producer_name,
-                    store=self._stores(name),
-                    every=self._options.snapshot_every,
-                    accept_trimmed=self._options.accept_trimmed,
-                    is_fenced=is_fenced,
-                    since=self._options.published_since,
-                )
-                log.recover()
-            topic = self._topics[name] = TopicPublisher(self, name, made, log, is_transactional=self._concludes(log))
+                made = self._dedup
+            else:
+                made = self._dedup(name)
+            for owner in getattr(made, "owners", (getattr(made, "owner", None),)):
+                self._check_owner(owner)
+            if isinstance(made, SequenceFilter):
+                with made.serving(self.producer_name, name):
+                    if options.get("recover", True):
+                        is_transactional = self._fence_predecessor()
+                        log = self._recovered(name, made, is_fenced=is_transactional)
+            if made is self._dedup:
+                self._bound = name
+            topic = self._topics[name] = TopicPublisher(self, name, made, log, is_transactional=is_transactional)
             return topic
 
-    def _make_filter(self, topic: str) -> AnyFilter:
-        if not self._options.is_on(topic):
-            return NoFilter()
-        if isinstance(self._dedup, Filter):
-            if self._bound not in (None, topic):
-                raise ConfigurationError(
-                    f"dedup= is one filter and already serves {self._bound!r}: the same key on {topic!r} would be "
-                    "taken for a duplicate. Give a function that makes a filter for each topic: dedup=lambda topic: ..."
-                )
-            made: AnyFilter = self._dedup
-        else:
-            made = self._dedup(topic)
-        for owner in getattr(made, "owners", (getattr(made, "owner", None),)):
-            self._check_owner(owner)
-        if made is self._dedup:
-            self._bound = topic
-        return made
+    def _recovered(self, topic: str, made: SequenceFilter, *, is_fenced: bool) -> SequenceLog:
+        if not self._has_name:
+            logger.warning(
+                "%r was drawn as the name of this producer: after a restart it recognises nothing on %r. Give "
+                "producer_name=, the same in each life",
+                self.producer_name,
+                topic,
+                extra=about("name_drawn") | {"topic": topic, "producer": self.producer_name},
+            )
+        log = SequenceLog(
+            self._kafka,
+            topic,
+            made,
+            producer=self.producer_name,
+            store=self._store(topic),
+            every=self._options.get("snapshot_every", 1000),
+            accept_trimmed=self._options.get("accept_trimmed", False),
+            is_fenced=is_fenced,
+            since=self._options.get("published_since"),
+        )
+        log.recover()
+        return log
+
+    def _store(self, topic: str) -> SnapshotStore | None:
+        """Return the store of a topic; in a directory each producer and topic has a file of its own."""
+        given = self._options.get("snapshots")
+        if given is None or callable(given):
+            return given and given(topic)
+        digest = blake2b(self.producer_name.encode(), digest_size=8).hexdigest()
+        return SnapshotFile(Path(given) / f"{topic}-{digest}.snapshot")
 
     def _check_owner(self, owner: PublishOwner | None) -> None:
         """Refuse an owner who promises to take-overs that its messages are sent under another transactional id."""
@@ -449,17 +463,14 @@ class Publisher(ABC):
             )
 
 
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _headers(batch: Batch, places: Sequence[int]) -> list[Any] | None:
+def _headers(batch: Batch, places: Sequence[int], producer: str) -> list[Any] | None:
     """Return the headers of messages with those that recovery needs; None where it needs none."""
     made = batch.topic.filter
-    if not made.writes_key and not isinstance(made, SequenceFilter):
+    if not made.writes_key:
         return None
     given = [batch.extras[place][1] if place in batch.extras else None for place in places]
     identities = [batch.identities[place] for place in places]
     if isinstance(made, SequenceFilter):
-        return with_sequences(given, identities, made.predecessors(identities))
+        numbered = zip(given, identities, made.predecessors(identities), strict=True)
+        return [with_sequence(headers, producer, before, number) for headers, number, before in numbered]
     return [with_key(headers, key) for headers, key in zip(given, identities, strict=True)]

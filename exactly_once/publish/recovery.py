@@ -1,10 +1,11 @@
-"""Recovery of sequences: the last snapshot, and what the topic holds since then."""
+"""What a topic holds of somebody who has ended: a sequence, since its last snapshot; the keys of a dead owner."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -15,14 +16,18 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .errors import SnapshotCorrupted, TailLost
-from .headers import Sent, headers_of, sequence_of
-from .sequence import SequenceFilter, read_dumped
+from .headers import Sent, headers_of, key_of, sequence_of
+from .owners import DeadOwner
+from .postgres import Found
+from .sequence import SequenceFilter
 from .snapshot import SnapshotStore, pack, unpack
-from .tail import Log, describe, ranges_of, read_tail, starts_since
+from .tail import Log, describe, ends_of, fence, ranges_of, read_tail, rest_of, starts_since
 
 logger = logging.getLogger(__name__)
 
 _KIND = "sequences of a producer"
+# So many numbers that wait for one before them take 100 KB for each producer of a topic, and are sorted in no time.
+_WALKED = 1_000
 
 
 class Walk:
@@ -32,38 +37,31 @@ class Walk:
         self.persisted = persisted
         # Whether the message before which nothing was pushed is in the log.
         self.has_first = False
-        self._befores: dict[int, int] = {}
-        self._following: dict[int, list[int]] = {}
-        for number, before in (above or {}).items():
-            self._wait(number, before)
+        # Numbers above ``persisted``, each with the one pushed before it: partitions are read in another order.
+        self._above = dict(above or {})
+        # With so many of them it is time to see which are reached.
+        self._full = _WALKED
 
     def see(self, sent: Sent) -> None:
         """Take note of a message in the log."""
         self.has_first = self.has_first or sent.before == -1
-        if sent.number <= self.persisted or sent.number in self._befores:
+        if sent.number <= self.persisted or sent.number in self._above:
             return
-        if sent.before > self.persisted:
-            self._wait(sent.number, sent.before)
+        if sent.before <= self.persisted:
+            self.persisted = sent.number
             return
-        self._reach(sent.number)
+        self._above[sent.number] = sent.before
+        if len(self._above) >= self._full:
+            self.result()
+            self._full = 2 * len(self._above) + _WALKED
 
     def result(self) -> tuple[int, dict[int, int]]:
         """Return up to where everything pushed is in the log; and what is there beyond, with the number before each."""
-        while reached := [n for n, before in self._befores.items() if before <= self.persisted]:
-            self._reach(min(reached))
-        return self.persisted, dict(sorted(self._befores.items()))
-
-    def _wait(self, number: int, before: int) -> None:
-        self._befores[number] = before
-        self._following.setdefault(before, []).append(number)
-
-    def _reach(self, number: int) -> None:
-        todo = [number]
-        while todo:
-            reached = todo.pop()
-            self._befores.pop(reached, None)
-            self.persisted = max(self.persisted, reached)
-            todo += self._following.pop(reached, [])
+        for number in sorted(self._above):
+            if self._above[number] <= self.persisted:
+                self.persisted = max(self.persisted, number)
+        self._above = {number: before for number, before in sorted(self._above.items()) if number > self.persisted}
+        return self.persisted, self._above
 
 
 def sequences_in(kafka: Mapping[str, Any], topic: str) -> dict[str, tuple[int, dict[int, int]]]:
@@ -76,36 +74,26 @@ def sequences_in(kafka: Mapping[str, Any], topic: str) -> dict[str, tuple[int, d
     return {name: walk.result() for name, walk in walks.items()}
 
 
+@dataclass
 class SequenceLog:
     """The sequence of one producer in one topic: recovers it into a filter, and keeps snapshots of it."""
 
-    def __init__(
-        self,
-        kafka: Mapping[str, Any],
-        topic: str,
-        sequences: SequenceFilter,
-        *,
-        producer: str,
-        store: SnapshotStore | None = None,
-        every: int = 1000,
-        accept_trimmed: bool = False,
-        is_fenced: bool = False,
-        since: datetime | None = None,
-    ) -> None:
-        self._kafka = kafka
-        self._topic = topic
-        self._filter = sequences
-        self._producer = producer
-        self._store = store
-        self._every = every
-        self._accept_trimmed = accept_trimmed
-        # Whether nothing of an earlier life can be on its way: brokers have fenced it and ended what it left open.
-        self._is_fenced = is_fenced
-        self._begins = since
-        self._log = Log(None, None, is_compacted=False, replicas=1, lag_seconds=0)
-        # Nothing of this producer that the filter does not know stands below them.
-        self.positions: dict[Partition, int] = {}
-        self._since = 0
+    kafka: Mapping[str, Any]
+    topic: str
+    sequences: SequenceFilter
+    _: KW_ONLY
+    producer: str
+    store: SnapshotStore | None = None
+    every: int = 1000
+    accept_trimmed: bool = False
+    # Whether nothing of an earlier life can be on its way: brokers have fenced it and ended what it left open.
+    is_fenced: bool = False
+    since: datetime | None = None
+    # Nothing of this producer that the filter does not know stands below them.
+    positions: dict[Partition, int] = field(init=False, default_factory=dict)
+    _log: Log = field(init=False, default=Log(None, None, is_compacted=False, replicas=1, lag_seconds=0))
+    # How many messages were acknowledged since the last snapshot.
+    _fresh: int = field(init=False, default=0)
 
     def recover(self) -> int:
         """Load the snapshot, read the topic from there, fill the filter; return how many messages were read.
@@ -116,46 +104,53 @@ class SequenceLog:
         :raises TailLost: when retention has removed messages that would have to be read.
         :raises ConfigurationError: when the topic is compacted.
         """
-        self._log = describe(self._kafka, self._topic)
+        self._log = describe(self.kafka, self.topic)
         if self._log.is_compacted:
             raise ConfigurationError(
-                f"{self._topic!r} is compacted: a number whose message was cleaned away cannot be told from one that "
+                f"{self.topic!r} is compacted: a number whose message was cleaned away cannot be told from one that "
                 "was never sent, and sending it again would put an older value over a newer one. Take a topic with "
                 "cleanup.policy=delete, or PostgresWindow with a dedup key"
             )
         walk, starts, is_clean = self._from_snapshot()
-        if not is_clean and not self._is_fenced:
+        if not is_clean and not self.is_fenced:
             self._wait_for_replicas()
-        lows = {p: low for p, (low, _) in ranges_of(self._kafka, self._topic).items()}
-        trimmed = set() if starts is not None or self._accept_trimmed else {p for p, low in lows.items() if low > 0}
-        if starts is None and self._begins is not None:
-            starts = starts_since(self._kafka, self._topic, self._begins)
+        lows = {p: low for p, (low, _) in ranges_of(self.kafka, self.topic).items()}
+        trimmed = set() if starts is not None or self.accept_trimmed else {p for p, low in lows.items() if low > 0}
+        if starts is None and self.since is not None:
+            starts = starts_since(self.kafka, lows, self.since)
             trimmed = {p for p in trimmed if starts[p] <= lows[p]}
             starts = {p: max(low, starts[p]) for p, low in lows.items()}
         self.positions = {**lows, **(starts or {})}
         seen_in: set[Partition] = set()
         count = 0
-        for message in read_tail(self._kafka, self._topic, starts):
+        for message in read_tail(self.kafka, self.topic, starts):
             count += 1
-            partition = Partition(self._topic, message.partition() or 0)
+            partition = Partition(self.topic, message.partition() or 0)
             self.positions[partition] = (message.offset() or 0) + 1
             sent = sequence_of(headers_of(message))
-            if sent is not None and sent.producer == self._producer:
+            if sent is not None and sent.producer == self.producer:
                 seen_in.add(partition)
                 walk.see(sent)
-        if trimmed:
-            self._refuse_trimmed(walk, trimmed - seen_in)
-        self._filter.load({self._producer: walk.result()})
+        persisted, beyond = walk.result()
+        # What a partition still holds of us is followed there by everything later: retention removes the oldest.
+        if trimmed and (beyond or not walk.has_first or trimmed - seen_in):
+            raise TailLost(
+                f"{self.topic!r} does not start at its beginning any more and there is no snapshot. Whether messages "
+                f"of producer {self.producer!r} were removed"
+                + (f", those before {min(beyond)} for instance," if beyond else "")
+                + " or never sent cannot be told; accept_trimmed=True takes them for never sent"
+            )
+        self.sequences.load(persisted, beyond)
         self.save()
         return count
 
     def has_another_writer(self, own: Collection[tuple[int | None, int | None]]) -> bool:
         """Tell whether the log has a number of this producer that it did not put there, at none of its own places."""
-        for message in read_tail(self._kafka, self._topic, self.positions):
+        for message in read_tail(self.kafka, self.topic, self.positions):
             sent = sequence_of(headers_of(message))
-            if sent is None or sent.producer != self._producer or (message.partition(), message.offset()) in own:
+            if sent is None or sent.producer != self.producer or (message.partition(), message.offset()) in own:
                 continue
-            if not self._filter.is_confirmed(self._producer, sent.number):
+            if not self.sequences.is_confirmed(sent.number):
                 return True
         return False
 
@@ -163,52 +158,52 @@ class SequenceLog:
         """Take note of acknowledged messages; every so many of them a snapshot is made."""
         fresh: dict[int | None, int | None] = {}
         for message in messages:
-            self._since += 1
+            self._fresh += 1
             fresh[message.partition()] = message.offset()
-        if self._filter.has_unknown(self._producer):
+        if self.sequences.has_unknown():
             return  # one of the doubtful ones may stand below these offsets, and is not in the filter
-        self.positions.update({Partition(self._topic, n or 0): (offset or 0) + 1 for n, offset in fresh.items()})
-        if self._since >= self._every:
+        self.positions.update({Partition(self.topic, n or 0): (offset or 0) + 1 for n, offset in fresh.items()})
+        if self._fresh >= self.every:
             self.save()
 
     def save(self, *, is_clean: bool = False) -> None:
         """Make a snapshot now; a clean one after everything that was sent was answered."""
-        if self._store is None:
+        if self.store is None:
             return
-        persisted, above = self._filter.dump().get(self._producer, (-1, []))
+        persisted, above = self.sequences.dump()
         content = {
             "cluster": self._log.cluster_id,
-            "topic": self._topic,
+            "topic": self.topic,
             "topic id": self._log.topic_id,
-            "producer": self._producer,
-            "clean": is_clean and not self._filter.has_unknown(self._producer),
+            "producer": self.producer,
+            "clean": is_clean and not self.sequences.has_unknown(),
             "positions": [[p.number, offset] for p, offset in sorted(self.positions.items())],
             "persisted": persisted,
             "above": above,
         }
-        self._store.save(pack(_KIND, content))
-        self._since = 0
+        self.store.save(pack(_KIND, content))
+        self._fresh = 0
 
     def _from_snapshot(self) -> tuple[Walk, dict[Partition, int] | None, bool]:
-        data = None if self._store is None else self._store.load()
+        data = None if self.store is None else self.store.load()
         if data is None:
             return Walk(), None, False
         content = unpack(_KIND, data)
         for what, now in (
-            ("producer", self._producer),
-            ("topic", self._topic),
+            ("producer", self.producer),
+            ("topic", self.topic),
             ("cluster", self._log.cluster_id),
             ("topic id", self._log.topic_id),
         ):
             found = content.get(what)
             if found != now and found is not None and now is not None:  # old brokers give topics no ids
                 raise SnapshotCorrupted(
-                    f"{self._store!r} is a snapshot of {what} {found!r}, not of {now!r}. Give each producer and topic "
-                    f"a store of its own. If {self._topic!r} was deleted and made anew, or moved, remove the snapshot "
+                    f"{self.store!r} is a snapshot of {what} {found!r}, not of {now!r}. Give each producer and topic "
+                    f"a store of its own. If {self.topic!r} was deleted and made anew, or moved, remove the snapshot "
                     "to begin anew: then what the topic holds now decides, and what it does not hold is published again"
                 )
-        walk = Walk(*read_dumped((content["persisted"], content["above"])))
-        return walk, {Partition(self._topic, n): offset for n, offset in content["positions"]}, bool(content["clean"])
+        walk = Walk(content["persisted"], dict(content["above"]))
+        return walk, {Partition(self.topic, n): offset for n, offset in content["positions"]}, bool(content["clean"])
 
     def _wait_for_replicas(self) -> None:
         """Wait until what a killed predecessor has put into a leader's log is shown, or is gone.
@@ -221,23 +216,50 @@ class SequenceLog:
             "waiting %g s (replica.lag.time.max.ms) before %r is read: without transactions, what an earlier producer "
             "%r sent last may not be visible yet",
             self._log.lag_seconds,
-            self._topic,
-            self._producer,
-            extra=about("waits_for_replicas") | {"topic": self._topic, "producer": self._producer},
+            self.topic,
+            self.producer,
+            extra=about("waits_for_replicas") | {"topic": self.topic, "producer": self.producer},
         )
         time.sleep(self._log.lag_seconds)
 
-    def _refuse_trimmed(self, walk: Walk, without_ours: set[Partition]) -> None:
-        """Refuse a log that may have held more of this producer than it does.
 
-        What a partition still holds of it is followed there by everything later: retention removes the oldest.
+def end_positions(kafka: Mapping[str, Any], topics: Iterable[str]) -> dict[str, dict[int, int]]:
+    """Return where topics end now, as ``PublishOwner(positions=...)`` takes it: a take-over reads from there."""
+    return {topic: {p.number: offset for p, offset in ends_of(kafka, topic).items()} for topic in topics}
+
+
+class TopicTakeOver:
+    """Finds the keys of dead owners in the topics themselves: ``take_over=TopicTakeOver(kafka)``.
+
+    The scope of a window must be the topic's name. An owner with a transactional id is fenced at the brokers first,
+    which ends what it left open; after that what is not in the topic cannot arrive any more. Reading goes on to where
+    the log ends, also behind transactions of others that are still open.
+    """
+
+    def __init__(self, kafka: Mapping[str, Any], *, seconds: float = 120.0) -> None:
+        self._kafka = dict(kafka)
+        self._seconds = seconds
+
+    def __call__(self, owner: DeadOwner, scope: str) -> Found:
+        """Return what of the owner's is in the topic.
+
+        Where retention has removed messages since its life began, what is not in the rest may have been among them, and
+        is not sure to be absent.
+
+        :raises TailHidden: when another transaction hides the end for too long.
         """
-        _, beyond = walk.result()
-        if walk.has_first and not beyond and not without_ours:
-            return
-        raise TailLost(
-            f"{self._topic!r} does not start at its beginning any more and there is no snapshot. Whether messages of "
-            f"producer {self._producer!r} were removed"
-            + (f", those before {min(beyond)} for instance," if beyond else "")
-            + " or never sent cannot be told; accept_trimmed=True takes them for never sent"
-        )
+        if owner.transactional_id is not None:
+            fence(self._kafka, owner.transactional_id)
+        starts = {Partition(scope, int(n)): offset for n, offset in owner.positions.get(scope, {}).items()}
+        begin, is_whole = rest_of(self._kafka, scope, starts)
+        if not is_whole:
+            logger.warning(
+                "retention has removed messages of %r since %r (%s) began: keys that are not in the rest are unknown",
+                scope,
+                owner.name,
+                owner.id,
+                extra=about("take_over_trimmed") | {"topic": scope, "producer": owner.name, "owner": owner.id},
+            )
+        messages = read_tail(self._kafka, scope, begin, seconds=self._seconds)
+        keys = {key for message in messages if (key := key_of(headers_of(message))) is not None}
+        return Found(keys, is_sure=owner.transactional_id is not None and is_whole)

@@ -1,4 +1,4 @@
-"""SequenceFilter: per producer name, what was pushed and what is persisted. No I/O.
+"""SequenceFilter: of one producer's numbers, what was pushed and what is persisted. No I/O.
 
 ``persisted`` only rises over numbers that are confirmed without a gap among those that were pushed: with several
 partitions a later number may be acknowledged while an earlier one fails, and the retry of that one must not look
@@ -7,369 +7,231 @@ like a duplicate.
 
 from __future__ import annotations
 
-import threading
-import time
+import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import lt
-from typing import Any, NamedTuple
 
-from .errors import KeyRefused, LimitReached, SnapshotCorrupted
-from .filter import ANSWERS, CHANGES, DUPLICATE, NEW, Change, Filter, KeyState, Resolved, State, Stats
+from exactly_once.errors import ConfigurationError
+
+from .errors import KeyRefused, LimitReached
+from .filter import Change, KeyState, MemoryFilter, State
 from .keys import INT64
-from .snapshot import pack, unpack
 
-_KIND = "SequenceFilter"
 # So many numbers that are done with are dropped together: one at a time, each would move all that follow.
 _COMPACT_AT = 4096
-_ABSENT, _SENT, _RESENT, _UNKNOWN, _CONFIRMED = KeyState
-_MAY_BE_THERE = frozenset((_UNKNOWN, _RESENT))
 
 
-class Sequence(NamedTuple):
-    """The identity of a message: who sends it, and its number there."""
-
-    producer: str
-    number: int
-
-
-class SequenceState:
-    """The numbers of one producer. The filter's lock protects it."""
-
-    __slots__ = ("head", "last_pushed", "numbers", "persisted", "predecessors", "states", "used_at")
-
-    def __init__(self, persisted: int = -1, above: Mapping[int, int] | None = None) -> None:
-        # Every number up to this one that was ever pushed is in the log.
-        self.persisted = persisted
-        # Of numbers that an earlier life got into the log: the one that it had pushed before each.
-        #
-        # What lies between that one and persisted was lost in a crash, so persisted must not rise over the gap.
-        self.predecessors = dict(above or {})
-        # Those above ``persisted`` that were pushed, sorted; those before ``head`` are done with.
-        self.numbers: list[int] = sorted(self.predecessors)
-        self.head = 0
-        # What a number is that is not simply in flight. One that surely failed stays, as absent, and persisted does
-        # not rise over it: else its retry behind a higher number would be a duplicate.
-        self.states: dict[int, KeyState] = dict.fromkeys(self.numbers, _CONFIRMED)
-        # The highest number that was ever pushed, failed or not.
-        self.last_pushed = self.numbers[-1] if self.numbers else persisted
-        self.used_at = 0.0
-
-    def push(self, number: int) -> State:
-        """Answer for any number."""
-        if number <= self.persisted:
-            return DUPLICATE
-        place = bisect_left(self.numbers, number, self.head)
-        if place == len(self.numbers) or self.numbers[place] != number:
-            # Above all others; or lost before a restart, or out of order: it was never acknowledged, so it is new.
-            self.numbers.insert(place, number)
-            self.last_pushed = max(self.last_pushed, number)
-            return NEW
-        state = self.states.get(number, _SENT)
-        self._set(number, CHANGES["reserve"][state])
-        return ANSWERS[state]
-
-    def settle(self, change: Change, number: int) -> None:
-        """Take note of what became of a number; one that nobody pushed can be confirmed only."""
-        if number <= self.persisted:
-            return
-        place = bisect_left(self.numbers, number, self.head)
-        if place == len(self.numbers) or self.numbers[place] != number:
-            if change != "confirm":
-                return
-            self.numbers.insert(place, number)
-            self.last_pushed = max(self.last_pushed, number)
-        self._set(number, CHANGES[change][self.states.get(number, _SENT)])
-        self._rise()
-
-    def predecessor(self, number: int) -> int:
-        """Return the number that was pushed before this one, or the last persisted one."""
-        if number in self.predecessors:
-            return self.predecessors[number]
-        place = bisect_left(self.numbers, number, self.head)
-        return self.numbers[place - 1] if place > self.head else self.persisted
-
-    def above(self) -> dict[int, int]:
-        """Return the numbers that are acknowledged above ``persisted``, and the one pushed before each."""
-        return {n: self.predecessor(n) for n in sorted(self.states) if self.states[n] is _CONFIRMED}
-
-    def count(self) -> int:
-        """Return how many numbers are kept."""
-        return len(self.numbers) - self.head
-
-    def pushed(self) -> int:
-        """Return the highest number that was pushed and did not fail: pushed falls back on a failure."""
-        kept = reversed(self.numbers[self.head :])
-        return next((n for n in kept if self.states.get(n) is not _ABSENT), self.persisted)
-
-    def drop(self, count: int) -> None:
-        """Be done with the lowest numbers."""
-        self.head += count
-        if self.head == len(self.numbers):
-            self.numbers.clear()
-            self.head = 0
-        elif self.head >= _COMPACT_AT and 2 * self.head >= len(self.numbers):
-            del self.numbers[: self.head]
-            self.head = 0
-
-    def _set(self, number: int, state: KeyState) -> None:
-        if state is _SENT:
-            self.states.pop(number, None)
-        else:
-            self.states[number] = state
-
-    def _rise(self) -> None:
-        head = self.head
-        while head < len(self.numbers):
-            first = self.numbers[head]
-            if self.states.get(first) is not _CONFIRMED or self.predecessors.get(first, -1) > self.persisted:
-                break
-            self.persisted = first
-            del self.states[first]
-            self.predecessors.pop(first, None)
-            head += 1
-        self.drop(head - self.head)
-
-
-class SequenceFilter(Filter[Sequence]):
-    """Recognises numbers of producers that only go up, with holes: ``reserve(Sequence("files", 4711))``.
+class SequenceFilter(MemoryFilter[int, int]):
+    """Recognises the numbers of one producer, which only go up, with holes: ``reserve(4711)``.
 
     NEW above everything pushed; DUPLICATE up to the last persisted one; IN_FLIGHT in between, where the caller
     tries again later. A number that fails may be pushed again, also after higher ones were acknowledged. Memory is
-    one entry per producer and per message in flight. It never takes a new number for a seen one, provided that each
-    producer's numbers rise: a number that is first used after a higher one was persisted counts as a duplicate.
+    one entry per message in flight. It never takes a new number for a seen one, provided that the numbers rise: a
+    number that is first used after a higher one was persisted counts as a duplicate. Each producer name and topic needs
+    a filter of its own.
 
-    What it promises after
-
-    - a failed send: the number may be pushed again, as unknown where the first attempt may be in the log;
-    - a crash of the process: everything, once :func:`recover` has read snapshot and topic; else nothing;
-    - a second process: nothing, a producer name belongs to one process at a time;
-    - a key older than the window: there is no window; a producer that was idle for ``idle_seconds`` may be forgotten
-      once there are more than ``max_producers``, and is then new (``stats().evicted`` counts such producers).
-
+    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
     Every method may be called from any thread.
     """
 
     takes = "sequence"
+    writes_key = True
 
-    def __init__(
-        self,
-        *,
-        max_outstanding: int = 1_000_000,
-        max_producers: int = 10_000,
-        idle_seconds: float = 6 * 3600.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, max_outstanding: int = 1_000_000) -> None:
+        super().__init__()
         self._max_outstanding = max_outstanding
-        self._max_producers = max_producers
-        self._idle_seconds = idle_seconds
-        self._clock = clock
-        self._producers: dict[str, SequenceState] = {}
-        self._lock = threading.Lock()
-        self._duplicates = 0
-        self._evicted = 0
+        # Whose numbers these are, and in which topic, once a producer uses it.
+        self._serves: tuple[str, str] | None = None
+        # Those of ``_open`` that are sent again, after an attempt that may be in the log.
+        self._resent: set[int] = set()
+        self.load(-1, {})
 
-    def reserve_many(self, keys: Iterable[Sequence]) -> list[State]:
+    @contextlib.contextmanager
+    def serving(self, producer: str, topic: str) -> Iterator[None]:
+        """Take the numbers of one producer in one topic only, from the block on; one that fails takes none.
+
+        :raises ConfigurationError: when it has those of another: these would look like duplicates.
+        """
+        with self._lock:
+            before = self._serves
+            if before not in (None, (producer, topic)):
+                raise ConfigurationError(
+                    f"this SequenceFilter serves producer {before[0]!r} in {before[1]!r}; give {producer!r} in "
+                    f"{topic!r} one of its own: dedup=lambda topic: SequenceFilter()"
+                )
+            self._serves = producer, topic
+        try:
+            yield
+        except BaseException:
+            self._serves = before
+            raise
+
+    def load(self, persisted: int, above: Mapping[int, int]) -> None:
+        """Begin with what is persisted, and what is in the log above that, with the number pushed before each."""
+        with self._lock:
+            # Every number up to this one that was ever pushed is in the log.
+            self._persisted = persisted
+            # Of numbers that an earlier life got into the log: the one that it had pushed before each.
+            #
+            # What lies between that one and persisted was lost in a crash, so persisted must not rise over the gap.
+            self._predecessors = dict(above)
+            # Those above ``_persisted`` that were pushed, sorted; those before ``_head`` are done with. One that surely
+            # failed stays, and persisted does not rise over it: else its retry behind a higher one was a duplicate.
+            self._numbers = sorted(above)
+            self._head = 0
+            # Those of them that are in the log; the others are in ``_open``, or failed.
+            self._confirmed = set(above)
+            self._open.clear()
+            self._unknown.clear()
+            self._resent.clear()
+
+    def dump(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return what :meth:`load` takes, as plain data; what is in flight is none of it."""
+        with self._lock:
+            return self._persisted, [(number, self._predecessor(number)) for number in sorted(self._confirmed)]
+
+    def reserve_many(self, keys: Iterable[int]) -> list[State]:
         """Push several numbers, in order; old and new ones may be mixed."""
-        wanted = list(keys)
-        if not wanted:
-            return []
-        numbers = _checked([number for _, number in wanted])
-        names = {name for name, _ in wanted}
+        numbers = self._checked(keys)
         with self._lock:
-            for name in names:  # refuse a batch that may not fit before any of it is pushed
-                producer = self._producer(name)
-                is_run = len(names) == 1 and numbers[0] > producer.last_pushed and all(map(lt, numbers, numbers[1:]))
-                above = producer.last_pushed
-                fresh = len(numbers) if is_run else sum(n == name and number > above for n, number in wanted)
-                if fresh > self._max_outstanding - producer.count():
-                    raise _full(name, producer)
-                producer.used_at = self._clock()
-                if is_run:
-                    producer.numbers += numbers
-                    producer.last_pushed = numbers[-1]
-                    return [NEW] * len(wanted)
-            answers = [self._producers[name].push(number) for name, number in wanted]
-            self._duplicates += answers.count(DUPLICATE)
-            return answers
+            last = self._last_pushed()
+            is_run = bool(numbers) and numbers[0] > last and all(map(lt, numbers, numbers[1:]))
+            fresh = len(numbers) if is_run else sum(number > last for number in numbers)
+            outstanding = len(self._numbers) - self._head
+            if fresh and fresh > self._max_outstanding - outstanding:  # before any of the batch is pushed
+                oldest = self._numbers[self._head] if outstanding else None
+                if oldest in self._predecessors:  # it is in the log; what stops the rest is the one before it
+                    oldest = self._predecessors[oldest]
+                raise LimitReached(
+                    f"{f'producer {self._serves[0]!r}' if self._serves else 'this filter'} has {outstanding} numbers "
+                    f"above the last persisted one, {self._persisted}; the oldest is {oldest}: send it again, or give "
+                    "it up with abandon()"
+                )
+            # Kept before they are reserved: persisted must not rise over one that an interruption leaves here.
+            if is_run:
+                self._numbers += numbers
+                return self._reserve(numbers)
+            for number in numbers:
+                if number > self._persisted:  # it may have failed, was lost before a restart, or comes out of order
+                    self._insert(number)
+            # Before they cease to be unknown: no moment may come in which they are neither.
+            self._resent.update(number for number in numbers if self._open.get(number) is KeyState.UNKNOWN)
+            return self._reserve(numbers)
 
-    def confirm_many(self, keys: Iterable[Sequence]) -> None:
-        """Confirm several numbers."""
-        found = list(keys)
-        if not found:
-            return
-        numbers = _checked([number for _, number in found])
-        with self._lock:
-            producer = self._producer(found[0].producer)
-            end = producer.head + len(numbers)
-            is_run = producer.numbers[producer.head : end] == numbers and len({name for name, _ in found}) == 1
-            if is_run and not producer.states:
-                producer.persisted = numbers[-1]
-                producer.drop(len(numbers))
-                return
-            for name, number in found:
-                self._producer(name).settle("confirm", number)
-
-    def release_many(self, keys: Iterable[Sequence]) -> None:
-        """Release several numbers; pushed falls back."""
-        self._settle("release", keys)
-
-    def mark_unknown_many(self, keys: Iterable[Sequence]) -> None:
-        """Mark several numbers as unknown."""
-        self._settle("mark_unknown", keys)
-
-    def abandon(self, key: Sequence) -> None:
+    def abandon(self, number: int) -> None:
         """Give up a number that failed for good, so that ``persisted`` can rise over it.
 
         :raises KeyRefused: for a number above all that were pushed: those below it, which are still to come, would
             count as duplicates.
         """
-        _checked([key.number])
         with self._lock:
-            found = self._producers.get(key.producer)
-            last = -1 if found is None else found.last_pushed
-        if key.number > last:
-            raise KeyRefused(f"{key.number} of {key.producer!r} cannot be given up: the last one pushed is {last}")
-        self._settle("confirm", (key,))
+            last = self._last_pushed()
+        if self._checked((number,))[0] > last:
+            raise KeyRefused(f"{number} cannot be given up: the last one pushed is {last}")
+        self.confirm_many((number,))
 
-    def resolve(self, found: Collection[Sequence], *, is_sure: bool) -> Resolved:
-        """Settle unknown numbers by what is in the log."""
-        with self._lock:
-            unknown = [
-                Sequence(name, number)
-                for name, producer in self._producers.items()
-                for number, state in producer.states.items()
-                if state is _UNKNOWN
-            ]
-        there = [key for key in unknown if key in found]
-        rest = [key for key in unknown if key not in found] if is_sure else []
-        self.confirm_many(there)
-        self.release_many(rest)
-        return Resolved(len(there), len(rest), len(unknown) - len(there) - len(rest))
-
-    def is_confirmed(self, producer: str, number: int) -> bool:
+    def is_confirmed(self, number: int) -> bool:
         """Tell whether a number is known to be in the log."""
         with self._lock:
-            found = self._producers.get(producer)
-            return found is not None and (number <= found.persisted or found.states.get(number) is _CONFIRMED)
+            return bool(self._seen((number,)))
 
-    def has_unknown(self, producer: str) -> bool:
+    def has_unknown(self) -> bool:
         """Tell whether the log may hold a number that counts as not there, also while it is sent again."""
         with self._lock:
-            found = self._producers.get(producer)
-            return found is not None and not _MAY_BE_THERE.isdisjoint(found.states.values())
+            return bool(self._unknown or self._resent)
 
-    def persisted(self, producer: str) -> int:
-        """Return the number up to which everything pushed is in the log; -1 if there is none."""
+    @property
+    def persisted(self) -> int:
+        """The number up to which everything pushed is in the log; -1 if there is none."""
+        return self._persisted
+
+    @property
+    def pushed(self) -> int:
+        """The highest number that was pushed and did not fail, so it falls back; -1 if there is none."""
         with self._lock:
-            found = self._producers.get(producer)
-            return -1 if found is None else found.persisted
+            kept = reversed(self._numbers[self._head :])
+            return next((n for n in kept if n in self._open or n in self._confirmed), self._persisted)
 
-    def pushed(self, producer: str) -> int:
-        """Return the highest number that was pushed and did not fail; -1 if there is none."""
+    def predecessors(self, numbers: list[int]) -> list[int]:
+        """Return the numbers that were pushed before these ones: recovery sees gaps by them."""
         with self._lock:
-            found = self._producers.get(producer)
-            return -1 if found is None else found.pushed()
+            place = bisect_left(self._numbers, numbers[0], self._head)
+            if not self._predecessors and self._numbers[place : place + len(numbers)] == numbers:
+                return [self._predecessor(numbers[0]), *numbers[:-1]]
+            return [self._predecessor(number) for number in numbers]
 
-    def predecessors(self, keys: list[Sequence]) -> list[int]:
-        """Return the numbers that were pushed before these ones of one producer: recovery sees gaps by them."""
-        name, first = keys[0]
-        numbers = [number for _, number in keys]
-        with self._lock:
-            found = self._producers[name]
-            place = bisect_left(found.numbers, first, found.head)
-            if not found.predecessors and found.numbers[place : place + len(numbers)] == numbers:
-                return [found.predecessor(first), *numbers[:-1]]
-            return [found.predecessor(number) for number in numbers]
+    def _checked(self, keys: Iterable[int]) -> list[int]:
+        numbers = list(keys)
+        if numbers and (set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= INT64):
+            wrong = next(n for n in numbers if type(n) is not int or not 0 <= n < INT64)
+            raise KeyRefused(f"a sequence number is an int from 0 to 2**63 - 1, not {wrong!r}")
+        return numbers
 
-    def stats(self) -> Stats:
-        """Return the figures of this moment; confirmed numbers are not counted, they are not kept."""
-        with self._lock:
-            states = [state for producer in self._producers.values() for state in producer.states.values()]
-            unknown, resent = states.count(_UNKNOWN), states.count(_RESENT)
-            outstanding = sum(producer.count() for producer in self._producers.values())
-            return Stats(
-                confirmed=-1,
-                in_flight=outstanding - len(states) + resent,
-                unknown=unknown,
-                duplicates=self._duplicates,
-                evicted=self._evicted,
-            )
+    def _seen(self, keys: Sequence[int]) -> Collection[int]:
+        if not self._confirmed and keys and min(keys) > self._persisted:
+            return ()
+        return {number for number in keys if number <= self._persisted or number in self._confirmed}
 
-    def dump(self) -> dict[str, Any]:
-        """Return what is persisted, as plain data; what is in flight is none of it."""
-        with self._lock:
-            return {name: [p.persisted, list(p.above().items())] for name, p in self._producers.items()}
+    def _keep(self, keys: Sequence[int]) -> None:
+        is_run = bool(keys) and not self._confirmed and keys[0] > self._persisted
+        if is_run and self._numbers[self._head : self._head + len(keys)] == keys:
+            self._persisted = keys[-1]
+            self._drop(len(keys))
+        else:
+            for number in keys:
+                if number > self._persisted:
+                    self._insert(number)
+                    self._confirmed.add(number)
+            self._rise()
+        self._resent.difference_update(keys)
 
-    def load(self, persisted: Mapping[str, tuple[int, Mapping[int, int]]]) -> None:
-        """Put producers in place: what is persisted; and what is acknowledged above that, with the number before."""
-        made = {name: SequenceState(number, above) for name, (number, above) in persisted.items()}
-        now = self._clock()
-        for producer in made.values():
-            producer.used_at = now
-        with self._lock:
-            self._producers.update(made)
+    def _change(self, change: Change, keys: Iterable[int], *, keeps_absent: bool = False) -> None:
+        numbers = list(keys)
+        super()._change(change, numbers, keeps_absent=keeps_absent)
+        self._resent.difference_update(numbers)
 
-    def to_bytes(self) -> bytes:
-        """Return a snapshot of what is persisted."""
-        return pack(_KIND, self.dump())
+    def _form(self, key: int) -> int:
+        return key
 
-    def load_bytes(self, data: bytes) -> None:
-        """Load a snapshot, whole or not at all.
+    def _last_pushed(self) -> int:
+        """Return the highest number that was ever pushed, failed or not."""
+        return self._numbers[-1] if self._numbers else self._persisted
 
-        :raises SnapshotCorrupted: when it is cut short, altered or not one of these.
-        """
-        try:
-            self.load({str(name): read_dumped(dumped) for name, dumped in unpack(_KIND, data).items()})
-        except (TypeError, ValueError) as error:
-            raise SnapshotCorrupted(f"the snapshot is whole, but not a SequenceFilter's: {error}") from error
+    def _insert(self, number: int) -> None:
+        """Keep a number in its place, if it is not there."""
+        place = bisect_left(self._numbers, number, self._head)
+        if self._numbers[place : place + 1] != [number]:
+            self._numbers.insert(place, number)
 
-    def _settle(self, change: Change, keys: Iterable[Sequence]) -> None:
-        with self._lock:
-            for name, number in keys:
-                if name in self._producers:
-                    self._producers[name].settle(change, number)
+    def _rise(self) -> None:
+        """Let persisted rise up to the first number that is not in the log, or before which one is missing."""
+        head = self._head
+        while head < len(self._numbers):
+            first = self._numbers[head]
+            # Over the ones below it has risen before, and was interrupted behind that.
+            if first > self._persisted:
+                if first not in self._confirmed or self._predecessors.get(first, -1) > self._persisted:
+                    break
+                self._persisted = first
+            self._confirmed.discard(first)
+            self._predecessors.pop(first, None)
+            head += 1
+        self._drop(head - self._head)
 
-    def _producer(self, name: str) -> SequenceState:
-        if name not in self._producers:
-            if type(name) is not str or not name:
-                raise KeyRefused(f"a producer's name is a str with something in it, not {name!r}")
-            if len(self._producers) >= self._max_producers:
-                self._age_out(self._clock())
-            self._producers[name] = SequenceState()
-            self._producers[name].used_at = self._clock()
-        return self._producers[name]
+    def _predecessor(self, number: int) -> int:
+        """Return the number that was pushed before this one, or the last persisted one."""
+        if number in self._predecessors:
+            return self._predecessors[number]
+        place = bisect_left(self._numbers, number, self._head)
+        return self._numbers[place - 1] if place > self._head else self._persisted
 
-    def _age_out(self, now: float) -> None:
-        idle = [n for n, p in self._producers.items() if not p.count() and now - p.used_at >= self._idle_seconds]
-        if not idle:
-            raise LimitReached(
-                f"there are {len(self._producers)} producers and none was idle for {self._idle_seconds:g} s; "
-                "raise max_producers= or lower idle_seconds="
-            )
-        for name in idle:
-            del self._producers[name]
-        self._evicted += len(idle)
-
-
-def read_dumped(dumped: Any) -> tuple[int, dict[int, int]]:
-    """Read one producer of :meth:`SequenceFilter.dump`."""
-    persisted, above = dumped
-    return int(persisted), {int(number): int(before) for number, before in above}
-
-
-def _checked(numbers: list[int]) -> list[int]:
-    if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= INT64:
-        wrong = next(n for n in numbers if type(n) is not int or not 0 <= n < INT64)
-        raise KeyRefused(f"a sequence number is an int from 0 to 2**63 - 1, not {wrong!r}")
-    return numbers
-
-
-def _full(name: str, producer: SequenceState) -> LimitReached:
-    oldest = producer.numbers[producer.head] if producer.count() else None
-    if oldest in producer.predecessors:  # it is in the log; what stops the rest is the one before it
-        oldest = producer.predecessors[oldest]
-    return LimitReached(
-        f"producer {name!r} has {producer.count()} numbers above the last persisted one, {producer.persisted}; "
-        f"the oldest is {oldest}: send it again, or give it up with abandon()"
-    )
+    def _drop(self, count: int) -> None:
+        """Be done with the lowest numbers."""
+        self._head += count
+        if self._head == len(self._numbers) or (self._head >= _COMPACT_AT and 2 * self._head >= len(self._numbers)):
+            # The head first: an interruption in between leaves numbers over which persisted has risen, and never hides
+            # one that is open.
+            kept = self._numbers[self._head :]
+            self._head = 0
+            self._numbers = kept

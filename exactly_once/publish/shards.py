@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
 from hashlib import blake2b
 
 from exactly_once.errors import ConfigurationError
 
 from .errors import ProducerFenced
-from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Filter, KeyState, Resolved, State, Stats
+from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Change, Filter, KeyState, Resolved, State, Stats
 from .keys import GivenKey, Key, checked_all, encoded
 from .postgres import PostgresWindow
 
@@ -53,7 +54,11 @@ class ShardedWindow(Filter[GivenKey]):
         names = "\0".join(sorted(windows)).encode()
         self._digest = blake2b(names, digest_size=16).digest()
         for window in {**self._previous, **self._windows}.values():
-            self._agree(window)
+            latest, digest = window.map_version(version, self._digest)
+            if latest > version:
+                raise ProducerFenced(f"the map of shards has version {latest} by now; this process has {version}")
+            if digest != self._digest:
+                raise ConfigurationError(f"version {version} of the map of shards has other shards; raise version=")
 
     def reserve_many(self, keys: Iterable[GivenKey]) -> list[State]:
         """Reserve several keys, each in its shard: one statement per shard."""
@@ -76,27 +81,10 @@ class ShardedWindow(Filter[GivenKey]):
             raise
         return answers
 
-    def confirm_many(self, keys: Iterable[GivenKey]) -> None:
-        """Confirm several keys."""
-        self._settle(keys, PostgresWindow.confirm_many)
-
-    def release_many(self, keys: Iterable[GivenKey]) -> None:
-        """Forget several keys."""
-        self._settle(keys, PostgresWindow.release_many)
-
-    def mark_unknown_many(self, keys: Iterable[GivenKey]) -> None:
-        """Doubt several keys."""
-        self._settle(keys, PostgresWindow.mark_unknown_many)
-
     def stats(self) -> Stats:
         """Return the sums over the shards."""
         parts = [window.stats() for window in self._windows.values()]
-        return Stats(
-            confirmed=sum(part.confirmed for part in parts),
-            in_flight=sum(part.in_flight for part in parts),
-            unknown=sum(part.unknown for part in parts),
-            duplicates=sum(part.duplicates for part in parts),
-        )
+        return Stats(**{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(Stats)})
 
     def resolve(self, found: Collection[bytes], *, is_sure: bool) -> Resolved:
         """Settle unknown keys in every shard."""
@@ -110,9 +98,18 @@ class ShardedWindow(Filter[GivenKey]):
         fresh = [key for key, state in zip(wanted, answers, strict=True) if state is NEW]
         for name, places in self._by_shard(fresh, self._previous).items():
             moved = [fresh[p] for p in places if shard_of(encoded(fresh[p]), self._windows) != name]
-            found = self._look(self._previous[name], moved)
+            previous = self._previous[name]
+            there = previous.peek(moved)
+            found = {key: ANSWERS[KeyState(there[form])] for key in moved if (form := previous.form_of(key)) in there}
+            held = [key for key, state in found.items() if state is IN_FLIGHT]  # perhaps by somebody who died
+            for key, state in zip(held, previous.reserve_many(held, map_version=self.version), strict=True):
+                found[key] = state
+                if state is NEW:
+                    previous.release(key)
+                elif state is UNKNOWN:
+                    previous.mark_unknown(key)
             for place, key in enumerate(wanted):
-                if answers[place] is NEW and key in found:
+                if answers[place] is NEW and found.get(key, NEW) is not NEW:
                     window = self._windows[shard_of(encoded(key), self._windows)]
                     answers[place] = found[key]
                     if found[key] is DUPLICATE:
@@ -120,35 +117,13 @@ class ShardedWindow(Filter[GivenKey]):
                     elif found[key] is IN_FLIGHT:  # whoever holds it settles it there
                         window.release(key)
 
-    def _look(self, window: PostgresWindow, keys: list[Key]) -> dict[Key, State]:
-        """Return what a window of the map before has of these keys, and take over from holders that died."""
-        there = window.peek(keys)
-        held = [key for key in keys if there.get(window.form_of(key)) in ("f", "t")]
-        found = {key: ANSWERS[KeyState(there[form])] for key in keys if (form := window.form_of(key)) in there}
-        for key, state in zip(held, window.reserve_many(held, map_version=self.version), strict=True):
-            found[key] = state
-            if state is NEW:
-                window.release(key)
-            elif state is UNKNOWN:
-                window.mark_unknown(key)
-        return {key: state for key, state in found.items() if state is not NEW}
-
-    def _settle(self, keys: Iterable[GivenKey], change: Callable[[PostgresWindow, list[Key]], None]) -> None:
+    def _settle(self, change: Change, keys: Iterable[GivenKey]) -> None:
         given = checked_all(keys)
         for name, places in self._by_shard(given, self._windows).items():
-            change(self._windows[name], [given[place] for place in places])
+            self._windows[name]._settle(change, [given[place] for place in places])  # noqa: SLF001 - of a Filter, too
 
     def _by_shard(self, keys: list[Key], windows: Mapping[str, PostgresWindow]) -> dict[str, list[int]]:
-        if len(windows) == 1:
-            return {next(iter(windows)): list(range(len(keys)))} if keys else {}
         places: dict[str, list[int]] = {}
         for place, key in enumerate(keys):
             places.setdefault(shard_of(encoded(key), windows), []).append(place)
         return places
-
-    def _agree(self, window: PostgresWindow) -> None:
-        version, digest = window.map_version(self.version, self._digest)
-        if version > self.version:
-            raise ProducerFenced(f"the map of shards has version {version} by now; this process has {self.version}")
-        if digest != self._digest:
-            raise ConfigurationError(f"version {version} of the map of shards has other shards; raise version=")

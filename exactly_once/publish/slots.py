@@ -10,13 +10,12 @@ import math
 import secrets
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from hashlib import blake2b
-from typing import Literal, Protocol
+from typing import Literal
 
 from exactly_once.errors import ConfigurationError
 
-from .filter import MemoryFilter, Stats
+from .filter import MemoryFilter
 from .keys import GivenKey, Key, checked_all, encoded
 
 WAYS = (1, 2, 4, 8, 16)
@@ -39,13 +38,7 @@ class SlotFilter(MemoryFilter[GivenKey, Key]):
     With ``window=`` the filter counts evictions of keys younger than that many confirmations
     (``stats().evicted_young``): each is a duplicate that it would not notice.
 
-    What it promises after
-
-    - a failed send: the key is absent again if the message surely is not in the log, else unknown;
-    - a crash of the process: nothing, it starts empty;
-    - a second process: nothing, each has its own (see SharedSlotFilter);
-    - a key older than its window: nothing in particular; it may be recognised or be new again.
-
+    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
     Keys in flight and unknown ones are held beside the slots, of unknown ones as many as there are slots: an older one
     is new again (``stats().evicted``). Every method may be called from any thread.
     """
@@ -62,8 +55,7 @@ class SlotFilter(MemoryFilter[GivenKey, Key]):
     ) -> None:
         super().__init__()
         self.writes_key = writes_key
-        if ways not in WAYS:
-            raise ConfigurationError(f"ways={ways!r} is not possible; choose one of {', '.join(map(str, WAYS))}")
+        _check(1, ways)
         if slots < ways or slots % ways:
             raise ConfigurationError(f"slots={slots!r} must be a multiple of ways={ways}")
         if fingerprint not in (None, 64, 128):
@@ -74,19 +66,14 @@ class SlotFilter(MemoryFilter[GivenKey, Key]):
             raise ConfigurationError(f"window={window!r} must lie between 1 and {_STAMP_MASK}")
         self.slots, self.ways = slots, ways
         seed = secrets.randbits(63) if seed is None else seed
-        self._table: _Table = (
+        self._table: _KeyTable | _DigestTable = (
             _KeyTable(slots, ways, seed) if fingerprint is None else _DigestTable(slots, ways, seed, fingerprint)
         )
-        self._ages = None if window is None else _Ages(slots, window)
+        self._window = window or 0
+        # When each slot was last written, counted in confirmations: 4 bytes a slot.
+        self._stamps = array("I", bytes(0 if window is None else 4 * slots))
+        self._count = self._young = 0
         self.max_unknown = slots
-
-    def stats(self) -> Stats:
-        """Return the figures of this moment."""
-        with self._lock:
-            stored, evicted = self._table.stored, self._table.evicted
-            young = 0 if self._ages is None else self._ages.young
-            made = self._stats(confirmed=stored - evicted, evicted_young=young)
-            return replace(made, evicted=made.evicted + evicted)
 
     def _checked(self, keys: Iterable[GivenKey]) -> list[Key]:
         return checked_all(keys)
@@ -96,28 +83,20 @@ class SlotFilter(MemoryFilter[GivenKey, Key]):
 
     def _keep(self, keys: Sequence[Key]) -> None:
         slots = self._table.put(keys)
-        if self._ages is not None:
-            for slot in slots:
-                self._ages.note(slot)
+        for slot in slots if self._window else ():
+            self._count += 1
+            stamp = self._stamps[slot]
+            self._young += bool(stamp and (self._count - stamp) & _STAMP_MASK <= self._window)
+            self._stamps[slot] = self._count & _STAMP_MASK or 1
 
-
-class _Table(Protocol):
-    """Buckets of slots; ``stored`` and ``evicted`` count since the beginning."""
-
-    stored: int
-    evicted: int
-
-    def known(self, keys: Iterable[Key]) -> set[Key]:
-        """Return those of the keys that are in their buckets."""
-        ...
-
-    def put(self, keys: Iterable[Key]) -> list[int]:
-        """Store each key that is not there over the oldest of its bucket; return the slots that were written."""
-        ...
+    def _figures(self) -> dict[str, int]:
+        evicted = self._table.evicted
+        kept = self._table.stored - evicted
+        return {"confirmed": kept, "evicted": self._evicted + evicted, "evicted_young": self._young}
 
 
 class _KeyTable:
-    """Slots with whole keys: 8 bytes a slot and the key objects."""
+    """Buckets of slots with whole keys: 8 bytes a slot and the key objects."""
 
     __slots__ = ("_buckets", "_factor", "_heads", "_slots", "_ways", "evicted", "stored")
 
@@ -130,9 +109,11 @@ class _KeyTable:
         # An int is its own hash, and low bits that are all zero would stay so: a tuple of it mixes them. Putting the
         # seed into that tuple would not do instead: it moves all keys by the same distance.
         self._factor = int.from_bytes(blake2b(b"%d" % seed, digest_size=8).digest(), "big") | 1
+        # Since the beginning.
         self.stored = self.evicted = 0
 
     def known(self, keys: Iterable[Key]) -> set[Key]:
+        """Return those of the keys that are in their buckets."""
         slots, factor, buckets, ways = self._slots, self._factor, self._buckets, self._ways
         return {
             key
@@ -141,6 +122,7 @@ class _KeyTable:
         }
 
     def put(self, keys: Iterable[Key]) -> list[int]:
+        """Store each key that is not there over the oldest of its bucket; return the slots that were written."""
         slots, heads, factor, buckets, ways = self._slots, self._heads, self._factor, self._buckets, self._ways
         written = []
         for key in keys:
@@ -160,7 +142,7 @@ class _KeyTable:
 
 
 class _DigestTable:
-    """Slots with keyed digests of 8 or 16 bytes, in one array of bytes."""
+    """The same with keyed digests of 8 or 16 bytes, in one array of bytes."""
 
     __slots__ = ("_buckets", "_bytes", "_data", "_empty", "_heads", "_key", "_ways", "evicted", "stored")
 
@@ -212,35 +194,12 @@ class _DigestTable:
         return at >= 0
 
 
-class _Ages:
-    """When each slot was last written, counted in confirmations: 4 bytes a slot."""
-
-    __slots__ = ("_count", "_stamps", "_window", "young")
-
-    def __init__(self, slots: int, window: int) -> None:
-        self._stamps = array("I", bytes(4 * slots))
-        self._window = window
-        self._count = 0
-        self.young = 0
-
-    def note(self, slot: int) -> None:
-        """Count the eviction if what was in the slot was young."""
-        self._count += 1
-        stamp = self._stamps[slot]
-        if stamp and (self._count - stamp) & _STAMP_MASK <= self._window:
-            self.young += 1
-        self._stamps[slot] = self._count & _STAMP_MASK or 1
-
-
 def slots_for(messages: int, loss_probability: float, ways: int = 1) -> int:
     """Return how many slots keep a key through ``messages`` further ones, but for ``loss_probability``."""
-    _check(messages, ways)
-    if not 0 < loss_probability < 1:
-        raise ConfigurationError(f"loss_probability={loss_probability!r} must lie between 0 and 1")
+    _check(messages, ways, loss_probability)
     if ways == 1:
         return max(1, round(-1 / math.expm1(math.log1p(-loss_probability) / messages)))
-    load = _load(loss_probability, ways)
-    return math.ceil(messages / load) * ways
+    return math.ceil(messages / _load(loss_probability, ways)) * ways
 
 
 def loss_probability(messages: int, slots: int, ways: int = 1) -> float:
@@ -255,9 +214,7 @@ def loss_probability(messages: int, slots: int, ways: int = 1) -> float:
 
 def messages_for(slots: int, loss_probability: float, ways: int = 1) -> int:
     """Return how many further messages a key survives, but for ``loss_probability``."""
-    _check(1, ways)
-    if not 0 < loss_probability < 1:
-        raise ConfigurationError(f"loss_probability={loss_probability!r} must lie between 0 and 1")
+    _check(1, ways, loss_probability)
     if ways == 1:
         return round(math.log1p(-loss_probability) / math.log1p(-1 / slots)) if slots > 1 else 0
     return math.floor(_load(loss_probability, ways) * slots / ways)
@@ -291,8 +248,10 @@ def _poisson(number: int, mean: float) -> float:
     return math.exp(number * math.log(mean) - mean - math.lgamma(number + 1))
 
 
-def _check(messages: int, ways: int) -> None:
+def _check(messages: int, ways: int, loss_probability: float = 0.5) -> None:
     if messages < 1:
         raise ConfigurationError(f"messages={messages!r} must be positive")
+    if not 0 < loss_probability < 1:
+        raise ConfigurationError(f"loss_probability={loss_probability!r} must lie between 0 and 1")
     if ways not in WAYS:
         raise ConfigurationError(f"ways={ways!r} is not possible; choose one of {', '.join(map(str, WAYS))}")

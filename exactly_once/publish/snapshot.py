@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from .errors import SnapshotCorrupted
 
 _NAME = b"exactly-once snapshot "
+# The number is raised whenever the content of any kind of snapshot changes: whoever loads one trusts what is in it.
 _MAGIC = _NAME + b"2\n"
 _DIGEST_BYTES = 16
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger import migrate as schemas
 from exactly_once.ledger.migrate import check_schema_name
-from exactly_once.ledger.session import Connection, connector, cursor_on, dispose, is_lost
-from exactly_once.ledger.sql import query
+from exactly_once.ledger.session import Connection, Session, connector, execute
 
 from .errors import FilterUnavailable, ProducerFenced
 from .guard import Guard
@@ -23,12 +23,15 @@ Rows = Sequence[tuple[Any, ...]]
 
 _FENCED = "EO003"
 _OLD_MAP = "EO005"
+# A server that takes no writes is a standby, or a primary that was one before: another connection may lead elsewhere.
+_AWAY = (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction)
 
 
 class Store:
     """Runs named queries, each its own transaction; one thread at a time.
 
     A statement whose answer was lost is run a second time on a new connection: callers pass only what may run twice.
+    ``connect`` gives connections without an open transaction.
     """
 
     def __init__(
@@ -43,16 +46,15 @@ class Store:
             raise ConfigurationError("give either conninfo= (a connection string) or connect= (a callable), not both")
         check_schema_name(schema)
         self.schema = schema
-        self._connect = connect or connector(conninfo or "")
+        self._session = Session(connect or connector(conninfo or ""), schema=schema, owns_rows=False)
         self._lock = threading.RLock()
         self._guard = Guard("this connection of filters")
-        self._connection: Connection | None = None
         try:
             with self._using() as connection:
                 if migrate:
                     schemas.migrate(connection, schema)
                 schemas.check(connection, schema)
-        except psycopg.OperationalError as error:
+        except _AWAY as error:
             raise self._translated(error) from error
 
     def run(self, name: str, /, **parameters: Any) -> Rows:
@@ -65,56 +67,48 @@ class Store:
 
     def on(self, connection: Connection, name: str, /, **parameters: Any) -> Rows:
         """Run a query on a connection of :meth:`each`."""
-        cursor = cursor_on(connection).execute(query(name, self.schema), parameters or None, prepare=False)
+        cursor = execute(connection, self.schema, name, **parameters)
         return cursor.fetchall() if cursor.description else []
 
     def each(self, work: Callable[[Connection], T]) -> T:
         """Call ``work`` with the connection, and once more if the connection was lost meanwhile."""
-        try:
-            with self._using() as connection:
-                return work(connection)
-        except psycopg.OperationalError as error:
-            if self._connection is not None:
-                raise self._translated(error) from error
-        except psycopg.Error as error:
-            raise self._translated(error) from error
-        try:
-            with self._using() as connection:
-                return work(connection)
-        except psycopg.Error as error:
-            raise self._translated(error) from error
+        is_second = False
+        while True:
+            try:
+                with self._using() as connection:
+                    return work(connection)
+            except psycopg.Error as error:
+                was_lost = isinstance(error, _AWAY) and self._session.lost
+                if is_second or not was_lost:
+                    raise self._translated(error) from error
+            is_second = True
 
     def close(self) -> None:
         """Close the connection; the next use opens another. A child leaves that of its parent alone."""
         if not self._guard.is_ours():
             return
         with self._lock:
-            self._discard()
+            self._session.discard()
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[Connection]:
         self._guard.check()
         with self._lock:
-            if self._connection is None or is_lost(self._connection):
-                self._discard()
-                self._connection = self._connect()
-                self._connection.autocommit = True
             try:
-                yield self._connection
+                connection = self._session.connection
+                if connection.info.transaction_status is not TransactionStatus.IDLE:
+                    raise ConfigurationError(
+                        "the connection of filters is in an open transaction, which nobody would commit: no mark would "
+                        "last. connect= must commit what it executes, or connect with autocommit=True"
+                    )
+                yield connection
             except psycopg.Error as error:
-                # A server that is no primary any more is left, too.
-                if is_lost(self._connection) or isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
-                    self._discard()
+                if self._session.lost or isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+                    self._session.discard()
                 raise
             except BaseException:
-                self._discard()  # an interruption may have left an answer on the wire
+                self._session.discard()  # an interruption may have left an answer on the wire
                 raise
-
-    def _discard(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(psycopg.Error):
-                dispose(self._connection)
-        self._connection = None
 
     @staticmethod
     def _translated(error: psycopg.Error) -> Exception:
@@ -122,6 +116,6 @@ class Store:
             return ProducerFenced(str(error.diag.message_primary))
         if error.sqlstate == _FENCED:
             return ProducerFenced("another process has fenced this owner; stop, or start anew")
-        if isinstance(error, psycopg.OperationalError):
+        if isinstance(error, _AWAY):
             return FilterUnavailable(f"the database of the filter cannot be asked: {error}")
         return error

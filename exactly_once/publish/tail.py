@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import TimeoutError as Silence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -113,18 +113,11 @@ def ends_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, int]:
     return {partition: high for partition, (_, high) in ranges_of(kafka, topic).items()}
 
 
-def starts_since(kafka: Mapping[str, Any], topic: str, when: datetime) -> dict[Partition, int]:
-    """Return where each partition has its first message that is not older; where it ends if there is none."""
-    ranges = ranges_of(kafka, topic)
-    asked = [TopicPartition(topic, p.number, int(when.timestamp() * 1000)) for p in ranges]
-    client = Consumer({**admin_settings(kafka), "group.id": f"exactly-once-tail-{uuid4()}", "log_level": 3})
-    try:
-        found = {Partition(topic, p.partition): p.offset for p in client.offsets_for_times(asked, timeout=_ASK_SECONDS)}
-    except KafkaException as error:
-        raise BrokerUnreachable(f"nobody tells where {topic!r} has messages since {when}: {error}") from error
-    finally:
-        client.close()
-    return {partition: found[partition] if found[partition] >= 0 else high for partition, (_, high) in ranges.items()}
+def rest_of(kafka: Mapping[str, Any], topic: str, starts: Mapping[Partition, int]) -> tuple[dict[Partition, int], bool]:
+    """Return where to read what is left of a log behind ``starts``, and whether retention has removed none of that."""
+    lows = {partition: low for partition, (low, _) in ranges_of(kafka, topic).items()}
+    is_whole = all(low <= starts.get(partition, 0) for partition, low in lows.items())
+    return {partition: max(low, starts.get(partition, 0)) for partition, low in lows.items()}, is_whole
 
 
 def read_tail(
@@ -161,14 +154,32 @@ def read_tail(
 
 
 def ranges_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, tuple[int, int]]:
-    """Return where the log of each partition begins and ends; a leader may be on its way."""
+    """Return where the log of each partition begins and ends; a leader may be on its way.
+
+    :raises BrokerUnreachable: also when partitions are not told, as to a principal who may not ask: a topic of which
+        nothing is seen is not read to its end.
+    """
     ranges: dict[Partition, tuple[int, int]] = {}
     with Cluster(admin_settings(kafka)) as cluster:
         for attempt in retry_for(_RANGES_SECONDS):
             with attempt:
                 count = cluster.describe([topic])[topic].partitions
+                if not count:
+                    raise BrokerUnreachable(
+                        f"nobody tells the partitions of {topic!r}: may this principal DESCRIBE it?"
+                    )
                 ranges = cluster.ranges([Partition(topic, number) for number in range(count)])
     return ranges
+
+
+def starts_since(kafka: Mapping[str, Any], partitions: Iterable[Partition], moment: datetime) -> dict[Partition, int]:
+    """Return the first offset of each partition whose message is not older; a leader may be on its way."""
+    starts: dict[Partition, int] = {}
+    with Cluster(admin_settings(kafka)) as cluster:
+        for attempt in retry_for(_RANGES_SECONDS):
+            with attempt:
+                starts = cluster.at(partitions, moment)
+    return starts
 
 
 def _read(
@@ -203,16 +214,13 @@ def _read(
                 if position >= todo.get(partition, position):
                     todo.pop(partition, None)
             if time.monotonic() - seen_at > seconds:
-                raise _stuck(todo, reached, seconds)
+                partition, high = next(iter(todo.items()))
+                if partition not in reached:
+                    raise BrokerUnreachable(f"nothing of {partition} could be read for {seconds:g} s")
+                raise TailHidden(
+                    f"{partition} shows nothing from offset {reached[partition]} on, and its log ends at {high}: a "
+                    f"transaction of another producer has been open for {seconds:g} s. It ends with that producer's "
+                    "transaction.timeout.ms"
+                )
     finally:
         client.close()
-
-
-def _stuck(todo: dict[Partition, int], reached: dict[Partition, int], seconds: float) -> Exception:
-    partition, high = next(iter(todo.items()))
-    if partition not in reached:
-        return BrokerUnreachable(f"nothing of {partition} could be read for {seconds:g} s")
-    return TailHidden(
-        f"{partition} shows nothing from offset {reached[partition]} on, and its log ends at {high}: a transaction of "
-        f"another producer has been open for {seconds:g} s. It ends with that producer's transaction.timeout.ms"
-    )

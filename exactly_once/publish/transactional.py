@@ -1,10 +1,7 @@
 """TransactionalProducer: messages behind a duplicate filter, together in the log or not at all.
 
-Kafka's end of a transaction (EndTxn) names producer and epoch, not which transaction it ends. A client that gets no
-answer asks again by itself, and the first one may arrive when the next transaction is open: it then commits half of
-that, whatever the application does later. Brokers can tell the two apart only with clients that speak KIP-890. So a
-client is used for as long as nothing at all went wrong on its wires, and replaced after that: the new one's epoch
-fences everything that is still on its way.
+A client is used for as long as nothing at all went wrong on its wires, and replaced after that: a request to end a
+transaction that it has repeated may end the next one. ``docs/publishing.md`` says why.
 """
 
 from __future__ import annotations
@@ -24,14 +21,13 @@ from exactly_once.errors import BrokerUnreachable, ConfigurationError, ExactlyOn
 
 from .chain import Link
 from .delivery import FAILURES, Callback, Delivery, Outcome
-from .errors import NotDelivered, OutcomeUnknown, ProducerFenced
-from .headers import Headers
+from .errors import OutcomeUnknown, ProducerFenced
+from .headers import Headers, kept
 from .keys import GivenKey
-from .options import PublishKeywords, PublishOptions, client_settings
+from .options import PublishOptions, check_options, client_settings
 from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend
 from .recovery import SequenceLog
 from .tail import ends_of, read_tail
-from .topic import TopicPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +71,7 @@ class Transaction:
         """
         if self.is_over:
             raise ConfigurationError(f"the transaction is over: this message to {topic!r} would never be sent")
-        given = ProducerRecord(value, key, dedup_key, sequence, chain, partition, headers, timestamp, on_delivery)
+        given = ProducerRecord(value, key, dedup_key, sequence, chain, partition, kept(headers), timestamp, on_delivery)
         self.messages.append((topic, given))
 
 
@@ -87,10 +83,8 @@ class TransactionalProducer(Publisher):
                 transaction.produce("orders", value, dedup_key=order_id)
                 transaction.produce("audit", entry, dedup_key=order_id)
 
-    Nothing is sent before the block ends, and nothing at all when it is left by an error. What is new then goes out in
-    one transaction. Keys are confirmed once that is committed, absent again if it surely was not, and unknown if nobody
-    can tell. That is rare: after a lost answer the client is replaced, which ends the transaction one way or the other,
-    and the topic is read to see which.
+    Nothing is sent before the block ends, and nothing at all when it is left by an error. Keys are confirmed once what
+    is new is committed, absent again if it surely was not, and unknown in the rare case that nobody can tell.
 
     One producer at a time may have a transactional id, and making a second one fences the first: that one's next
     transaction raises :class:`ProducerFenced`. With ``owner=``, the owner may name the id, and a take-over of its keys
@@ -99,6 +93,7 @@ class TransactionalProducer(Publisher):
     Every method may be called from any thread; transactions are published one after another.
     """
 
+    _is_transactional = True
     _is_fenced = False
     find_seconds = _SECONDS
     """For so long brokers are asked how a transaction ended."""
@@ -110,9 +105,10 @@ class TransactionalProducer(Publisher):
         kafka: Mapping[str, Any],
         *,
         dedup: AnyFilter | Callable[[str], AnyFilter],
-        **options: Unpack[PublishKeywords],
+        **options: Unpack[PublishOptions],
     ) -> None:
-        super().__init__(kafka, dedup=dedup, options=PublishOptions.of(options))
+        check_options(options, PublishOptions.__annotations__)
+        super().__init__(kafka, dedup=dedup, options=options)
 
     @contextlib.contextmanager
     def transaction(self, *, timeout_seconds: float = _SECONDS) -> Iterator[Transaction]:
@@ -132,7 +128,21 @@ class TransactionalProducer(Publisher):
             made.is_over = True
         try:
             with self._turn:
-                self._publish(made, time.monotonic() + timeout_seconds)
+                deadline = time.monotonic() + timeout_seconds
+                self._make_ready(deadline)
+                if not (to_send := self._reserve_all(made)):
+                    return
+                try:
+                    self._hand_over_all(to_send, deadline)
+                except BaseException as exception:
+                    conclude(to_send, Outcome.NOT_PERSISTED, _error_of(exception))
+                    raise
+                verdict, error = self._commit_all(to_send, deadline)
+                conclude(to_send, verdict, error)
+                if verdict is not Outcome.DELIVERED and error is not None:
+                    said = f"the transaction is {verdict.value}"
+                    problem = self._fenced(said) if self._is_fenced else FAILURES[verdict][1](f"{said}: {error.str()}")
+                    raise problem from KafkaException(error)
         finally:
             self._settle()  # outside of the lock: a callback may publish, too
 
@@ -146,17 +156,6 @@ class TransactionalProducer(Publisher):
         for topic in self._topics.values():
             topic.failed.clear()
 
-    def _fence_predecessor(self) -> bool:
-        return True
-
-    def _concludes(self, log: SequenceLog | None) -> bool:
-        return True
-
-    @contextlib.contextmanager
-    def _nothing_arrives(self, topic: TopicPublisher) -> Iterator[bool]:
-        with self.nothing_arrives():
-            yield True
-
     @contextlib.contextmanager
     def nothing_arrives(self) -> Iterator[None]:
         """End what was left open, and let nobody publish in the block."""
@@ -164,11 +163,10 @@ class TransactionalProducer(Publisher):
             self._make_ready(time.monotonic() + _SECONDS)
             yield
 
-    def _commit(self, *, only_if_due: bool = False) -> None:
-        """Do nothing: a transaction is published where its block ends."""
+    _nothing_arrives = nothing_arrives
 
     def _connect(self) -> Producer:
-        self.logs = lambda: [topic.log for topic in self._topics.values() if topic.log is not None]
+        self.logs = self._logs
         self._turn = threading.Lock()
         self._id = str(self._settings.get("transactional.id") or "")
         if not self._id:
@@ -196,25 +194,6 @@ class TransactionalProducer(Publisher):
         self._used_at = time.monotonic()
         return client
 
-    def _publish(self, made: Transaction, deadline: float) -> None:
-        self._make_ready(deadline)
-        to_send = self._reserve_all(made)
-        if not to_send:
-            return
-        try:
-            self._hand_over_all(to_send, deadline)
-        except BaseException as exception:
-            conclude(to_send, Outcome.NOT_PERSISTED, _error_of(exception))
-            raise
-        verdict, error = self._commit_all(to_send, deadline)
-        conclude(to_send, verdict, error)
-        if verdict is Outcome.DELIVERED or error is None:
-            return
-        cause = KafkaException(error)
-        if self._is_fenced:
-            raise self._fenced(f"the transaction is {verdict.value}") from cause
-        raise FAILURES[verdict][1](f"the transaction is {verdict.value}: {error.str()}") from cause
-
     def send(self, to_send: Sequence[ToSend], seconds: float) -> tuple[Outcome, KafkaError | None]:
         """Send what was reserved elsewhere in one transaction; return how it ended. The caller concludes it.
 
@@ -230,20 +209,19 @@ class TransactionalProducer(Publisher):
     def _commit_all(self, to_send: Sequence[ToSend], deadline: float) -> tuple[Outcome, KafkaError | None]:
         """Commit what was handed over; return how that ended. The messages of an interrupted one are concluded."""
         verdict, error = Outcome.UNKNOWN, None
-        is_fine = is_told = False
         try:
             try:
                 self._client.commit_transaction(max(0.0, deadline - time.monotonic()))
-                verdict, is_fine = Outcome.DELIVERED, True
+                verdict = Outcome.DELIVERED
             except KafkaException as exception:
                 error = exception.args[0]
                 verdict = self._find_out(to_send, error)
-            is_told = True
+        except BaseException:
+            self._is_usable = self._is_usable and error is not None
+            conclude(to_send, verdict, error)
+            raise
         finally:
-            self._is_usable = self._is_usable and (is_fine or error is not None)
             self._used_at = time.monotonic()
-            if not is_told:
-                conclude(to_send, verdict, error)
         return verdict, error
 
     def _make_ready(self, deadline: float) -> None:
@@ -289,8 +267,14 @@ class TransactionalProducer(Publisher):
                 found.update(zip(of_topic, deliveries, strict=True))
                 if may_go:
                     to_send.append((batch, may_go))
-            if (problem := _problem(found.values(), to_send)) is not None:
-                raise problem
+            ours = {(batch, place) for batch, may_go in to_send for place in may_go}
+            for delivery in found.values():
+                if not delivery.done() and delivery.entry not in ours:
+                    raise OutcomeUnknown(
+                        f"{delivery.identity!r} was left in flight by a transaction that was interrupted"
+                    )
+                if (problem := delivery.exception()) is not None:
+                    raise problem
         except BaseException:
             for batch, may_go in to_send:
                 batch.topic.undo(batch, may_go)
@@ -385,17 +369,6 @@ def conclude(to_send: Sequence[ToSend], verdict: Outcome, error: KafkaError | No
             problems.append(problem)
     if problems:
         raise problems[0]
-
-
-def _problem(deliveries: Iterable[Delivery], to_send: Sequence[ToSend]) -> NotDelivered | None:
-    """Return why a transaction with these deliveries cannot be published."""
-    ours = {(batch, place) for batch, places in to_send for place in places}
-    for delivery in deliveries:
-        if not delivery.done() and delivery.entry not in ours:
-            return OutcomeUnknown(f"{delivery.identity!r} was left in flight by a transaction that was interrupted")
-        if (problem := delivery.exception()) is not None:
-            return problem
-    return None
 
 
 def _listen(client: Producer) -> None:

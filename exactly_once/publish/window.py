@@ -1,18 +1,56 @@
-"""WindowFilter: every key of the last so many, or of the last so many seconds. No I/O.
-
-Two generations of sets: keys are confirmed into the current one; when that is full (or old enough) it becomes the
-previous one, and what was the previous one is dropped as a whole.
-"""
+"""WindowFilter: every key of the last so many, or of the last so many seconds. No I/O."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Generic
 
 from exactly_once.errors import ConfigurationError
 
-from .filter import MemoryFilter, Stats
+from .filter import Change, K, MemoryFilter
 from .keys import GivenKey, Key, checked_all
+
+
+class Generations(Generic[K]):
+    """Keys in two sets: when the younger one is full or old, it becomes the older one, which is dropped as a whole."""
+
+    def __init__(self, keys: int | None, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._full = keys
+        self._seconds = seconds
+        self._clock = clock
+        self._began = clock()
+        self.younger: set[K] = set()
+        self.older: set[K] = set()
+        # How often that happened, and to how many keys.
+        self.turns = self.dropped = 0
+
+    def turn(self) -> None:
+        """Begin a new generation."""
+        self.turns += 1
+        self.dropped += len(self.older)
+        self.older, self.younger = self.younger, set()
+
+    def age(self) -> None:
+        """Begin as many as the time that passed demands: a key stays for ``seconds``, and no longer than two of it."""
+        if self._seconds is not None:
+            due = int((self._clock() - self._began) / self._seconds)
+            if due:
+                self._began += due * self._seconds
+            for _ in range(min(2, due)):
+                self.turn()
+
+    def add(self, keys: Iterable[K]) -> None:
+        """Add keys to the younger one."""
+        self.younger.update(keys)
+        if self._full is not None and len(self.younger) >= self._full:
+            self.turn()
+
+    def of(self, keys: Collection[K]) -> set[K]:
+        """Return those of the keys that are here."""
+        if self.younger.isdisjoint(keys) and self.older.isdisjoint(keys):
+            return set()
+        return {key for key in keys if key in self.younger or key in self.older}
 
 
 class WindowFilter(MemoryFilter[GivenKey, Key]):
@@ -21,13 +59,7 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
     The window is the last ``keys`` confirmed keys (up to twice as many are held), or the keys confirmed in the last
     ``seconds`` (and some time after). It never takes a new key for a seen one.
 
-    What it promises after
-
-    - a failed send: the key is absent again if the message surely is not in the log, else unknown;
-    - a crash of the process: nothing, it starts empty;
-    - a second process: nothing, each has its own;
-    - a key older than the window: nothing, it is new again.
-
+    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
     With ``writes_key`` messages carry their key in a header, so that ``producer.resolve(topic)`` finds unknown ones.
     Of unknown keys, too, it keeps the latest ``keys``, or those of the last ``seconds``; an older one is new again
     (``stats().evicted``). Every method may be called from any thread.
@@ -47,18 +79,9 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
             raise ConfigurationError("give either keys= or seconds=: WindowFilter(keys=1_000_000)")
         if not (keys or seconds or 0) > 0:
             raise ConfigurationError(f"the window must be positive, not {keys if seconds is None else seconds!r}")
-        self.max_unknown = self._limit = keys
+        self.max_unknown = keys
         self._seconds = seconds
-        self._clock = clock
-        self._began = clock() if seconds is not None else 0.0
-        self._current: set[Key] = set()
-        self._previous: set[Key] = set()
-
-    def stats(self) -> Stats:
-        """Return the figures of this moment."""
-        with self._lock:
-            self._age()
-            return self._stats(confirmed=len(self._current) + len(self._previous))
+        self._kept: Generations[Key] = Generations(keys, seconds, clock)
 
     def _checked(self, keys: Iterable[GivenKey]) -> list[Key]:
         return checked_all(keys)
@@ -66,31 +89,24 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
     def _seen(self, keys: Sequence[Key]) -> Collection[Key]:
         if self._seconds is not None:
             self._age()
-        if self._current.isdisjoint(keys) and self._previous.isdisjoint(keys):
-            return ()
-        return {key for key in keys if key in self._current or key in self._previous}
+        return self._kept.of(keys)
 
     def _keep(self, keys: Sequence[Key]) -> None:
         self._age()
-        self._current.update(keys)
-        if self._limit is not None and len(self._current) >= self._limit:
-            self._rotate()
+        self._kept.add(keys)
+
+    def _change(self, change: Change, keys: Iterable[Key], *, keeps_absent: bool = False) -> None:
+        self._age()  # or a key that is unknown from now on would be as old as the last call
+        super()._change(change, keys, keeps_absent=keeps_absent)
+
+    def _figures(self) -> dict[str, int]:
+        self._age()
+        kept = self._kept
+        return {"confirmed": len(kept.younger) + len(kept.older), "evicted": self._evicted + kept.dropped}
 
     def _age(self) -> None:
-        """Rotate the generations as often as the time that passed demands."""
-        if self._seconds is None:
-            return
-        passed = self._clock() - self._began
-        if passed >= self._seconds:
-            self._rotate()
-            if passed >= 2 * self._seconds:
-                self._rotate()
-            self._began += passed
-
-    def _rotate(self) -> None:
-        self._evicted += len(self._previous)
-        self._previous, self._current = self._current, set()
+        self._kept.age()
         if self._seconds is not None:
-            self._epoch += 1
+            self._epoch = self._kept.turns
             while self._unknown and next(iter(self._unknown.values())) < self._epoch - 1:
                 self._drop_oldest_unknown()

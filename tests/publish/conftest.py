@@ -13,7 +13,6 @@ from exactly_once.embedded.kafka import Kafka
 from exactly_once.ledger.migrate import migrate
 from exactly_once.publish import (
     Link,
-    MemcachedSlots,
     PostgresChain,
     PostgresWindow,
     PublishOwner,
@@ -111,7 +110,7 @@ def memcached_slots(memcached: Memcached) -> Iterator[Subject]:
     made: list[SharedSlotFilter] = []
 
     def make() -> SharedSlotFilter:
-        made.append(SharedSlotFilter(MemcachedSlots(memcached.address, prefix=uuid4().hex), slots=1 << 32))
+        made.append(SharedSlotFilter(memcached.address, prefix=uuid4().hex, slots=1 << 32))
         return made[-1]
 
     yield Subject(make, as_bytes, BAD_KEYS)

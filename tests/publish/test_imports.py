@@ -14,17 +14,15 @@ FOLDER = Path(publish.__file__).parent
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 LOWER = {"_failpoints", "_log", "_model", "errors", "kafka", "ledger"}
 PURE = {
-    "cache",
     "filter",
     "keys",
     "window",
     "slots",
-    "intervals",
     "chain",
     "sequence",
 }
 HARMLESS = {"__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "hashlib"}
-HARMLESS |= {"itertools", "math", "operator", "secrets", "threading", "time", "typing", "uuid"}
+HARMLESS |= {"contextlib", "itertools", "math", "operator", "secrets", "threading", "time", "typing", "uuid"}
 
 
 def imports_of(module: str) -> tuple[set[str], set[str], set[str]]:

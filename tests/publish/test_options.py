@@ -1,31 +1,32 @@
-"""Options of the producers: what type checkers are told is what the checked dataclasses take."""
+"""Options of the producers: what there is, and what cannot be."""
 
 from __future__ import annotations
-
-from dataclasses import fields
-from typing import get_type_hints
 
 import pytest
 
 from exactly_once import ConfigurationError
-from exactly_once.publish import options
+from exactly_once.publish import DedupProducer, TransactionalProducer, WindowFilter
 
-
-@pytest.mark.parametrize(
-    ("keywords", "checked"),
-    [(options.PublishKeywords, options.PublishOptions), (options.DedupKeywords, options.DedupOptions)],
-)
-def test_keywords_are_the_options(keywords: type, checked: type[options.PublishOptions]) -> None:
-    hints = get_type_hints(checked)
-    assert get_type_hints(keywords) == {option.name: hints[option.name] for option in fields(checked)}
+KAFKA = {"bootstrap.servers": "127.0.0.1:1"}
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match="recovr= is no option; there are producer_name, owner, "):
-        options.PublishOptions.of({"recovr": False})
+    for kind, last in ((TransactionalProducer, "published_since"), (DedupProducer, "commit_seconds")):
+        with pytest.raises(ConfigurationError, match=f"recovr= is no option; there are producer_name, .*{last}$"):
+            kind(KAFKA, dedup=WindowFilter(keys=1), recovr=False)  # type: ignore[call-arg]
 
 
-def test_an_empty_name_is_refused() -> None:
-    """As of an environment variable that is not set: each life would have a name of its own."""
-    with pytest.raises(ConfigurationError, match="empty"):
-        options.DedupOptions(producer_name="")
+@pytest.mark.parametrize("name", ["", 5, b"x", "caf\udce9"])
+def test_a_name_that_is_none_is_refused(name: object) -> None:
+    """An empty one as of an environment variable that is not set: each life would have a name of its own.
+
+    What is no text, or none that UTF-8 has, would fail in the header of each message.
+    """
+    with pytest.raises(ConfigurationError, match="producer_name="):
+        DedupProducer(KAFKA, dedup=WindowFilter(keys=1), producer_name=name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["snapshot_every", "commit_messages", "commit_seconds"])
+def test_a_number_that_is_too_small_is_refused(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option}=-1 must be at least"):
+        DedupProducer(KAFKA, dedup=WindowFilter(keys=1), **{option: -1})  # type: ignore[arg-type]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
 from confluent_kafka import Producer
 
+from exactly_once import ConfigurationError
 from exactly_once.publish import (
     FilterUnavailable,
     NameTaken,
     PostgresWindow,
     PublishOwner,
     State,
+    Store,
     TopicTakeOver,
     end_positions,
 )
@@ -101,3 +104,87 @@ def test_a_name_whose_owner_crashed_is_waited_for(
 def test_a_database_that_is_away_at_the_start_is_told_as_later() -> None:
     with pytest.raises(FilterUnavailable, match="cannot be asked"):
         PublishOwner("host=127.0.0.1 port=1 connect_timeout=2")
+
+
+def test_a_database_that_takes_no_writes_is_away(conninfo: str, name: str) -> None:
+    """As the old primary of a failover, and a standby: whoever asks is told as if nobody had answered."""
+    store = Store(connect=lambda: psycopg.connect(conninfo, options="-c default_transaction_read_only=on"))
+    with pytest.raises(FilterUnavailable, match="read-only"):
+        store.run("publish_scope", name=name)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", [Store, PublishOwner])
+def test_a_connection_in_an_open_transaction_is_refused(conninfo: str, kind: Callable[..., object]) -> None:
+    """Nobody would commit what is marked there: after the end of the process it would all be sent again."""
+    given: list[psycopg.Connection[Any]] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        given.append(psycopg.connect(conninfo))
+        given[-1].execute("SELECT 1")
+        return given[-1]
+
+    with pytest.raises(ConfigurationError, match="open transaction"):
+        kind(connect=connect)
+    assert [connection.closed for connection in given] == [True]
+
+
+def test_what_runs_on_a_connection_without_autocommit_lasts(
+    conninfo: str, db: psycopg.Connection[Any], name: str
+) -> None:
+    store = Store(connect=lambda: psycopg.connect(conninfo))
+    store.run("publish_scope", name=name)
+    assert db.execute("SELECT FROM exactly_once.publish_scope WHERE name = %s", [name]).rowcount == 1
+    store.close()
+
+
+def test_a_connection_that_gives_no_text_is_refused(conninfo: str) -> None:
+    """The names of chains would come back as bytes, and every number be new."""
+    with pytest.raises(ConfigurationError, match="client_encoding=UTF8"):
+        Store(connect=lambda: psycopg.connect(conninfo, client_encoding="SQL_ASCII"))
+
+
+def test_the_threads_of_an_owner_outlive_every_error(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without them a process that lives would be taken over, and its messages be sent twice."""
+    asked = [0]
+
+    def ends() -> dict[str, dict[int, int]]:
+        asked[0] += 1
+        if asked[0] in (2, 3):
+            raise RuntimeError("as of the caller's own code")
+        return {"t": {0: asked[0]}}
+
+    def told(action: str) -> int:
+        return [getattr(record, "action", "") for record in caplog.records].count(action)
+
+    owner = make_owner(positions=ends, lease_seconds=0.6, schema=own_schema)
+    table = f'ALTER TABLE "{own_schema}".publish_owner'
+    until(lambda: asked[0] > 4, 20, "a third look at the ends, after two that failed")
+    assert told("positions_stay") == 1
+    db.execute(f"{table} RENAME TO away".encode())
+    try:
+        until(lambda: told("lease_not_renewed") == 1, 20, "an error that is no lost connection")
+    finally:
+        db.execute(f'ALTER TABLE "{own_schema}".away RENAME TO publish_owner'.encode())
+    renewed = owner._renewed_at
+    until(lambda: owner._renewed_at > renewed, 20, "a renewal")
+    assert [thread.is_alive() for thread in owner._threads] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lease_seconds": float("nan")},
+        {"lease_seconds": 1e12},
+        {"name": ""},
+        {"name": "a\0b"},
+        {"name": 5},
+        {"name": b"x"},
+        {"transactional_id": ""},
+    ],
+)
+def test_an_owner_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        PublishOwner("host=127.0.0.1 port=1", **options)

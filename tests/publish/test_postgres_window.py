@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -31,7 +30,6 @@ from exactly_once.publish import (
     PublishOwner,
     State,
 )
-from exactly_once.publish.cache import ConfirmedKeys
 from exactly_once.publish.keys import encoded
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.support.roles import as_role
@@ -84,6 +82,15 @@ def test_nobody_settles_what_another_holds(two: tuple[PostgresWindow, PostgresWi
     assert other.reserve("a") is IN_FLIGHT
     other.mark_unknown("a")
     assert other.reserve("a") is IN_FLIGHT
+
+
+def test_a_second_attempt_that_failed_leaves_its_doubt_to_everybody(two: tuple[PostgresWindow, PostgresWindow]) -> None:
+    one, other = two
+    one.reserve("a")
+    one.mark_unknown("a")
+    assert one.reserve("a") is UNKNOWN
+    one.release("a")
+    assert other.reserve("a") is UNKNOWN
 
 
 def test_scopes_do_not_share_keys(make_owner: MakeOwner, name: str) -> None:
@@ -324,6 +331,8 @@ def test_reservations_do_not_leave_with_their_generation_and_unknown_keys_do(
     stats = made.stats()
     assert (stats.in_flight, stats.unknown) == (1, 0)
     assert made.reserve_many(["slow", "unsure", "of a dead one"]) == [IN_FLIGHT, NEW, NEW]
+    made.confirm("slow")
+    assert made.reserve("slow") is DUPLICATE, "in the older generation, too"
 
 
 def test_owners_leave_when_no_key_can_name_them(
@@ -411,7 +420,7 @@ def test_duplicates_of_what_was_confirmed_here_need_no_question(
         assert made.reserve_many(["c", "a", "d", "d"])[:2] == [DUPLICATE, DUPLICATE]
         pass_window(db, own_schema, 1.1)
         other._store.run("publish_rotate")
-    assert made.cache.hits == 6
+    assert made.stats().cache_hits == 6
     assert made.reserve_many(["d", "d"]) == [IN_FLIGHT] * 2
 
 
@@ -429,25 +438,28 @@ class CountingStore:
         made._store.run = counted  # type: ignore[method-assign]
 
 
-def test_the_cache_holds_few_keys_and_none_for_longer_than_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After that the database may have dropped it, and a new message of that key must not be lost."""
-    now = [0.0]
-    monkeypatch.setattr("exactly_once.publish.cache.time", SimpleNamespace(monotonic=lambda: now[0]))
-    made = ConfirmedKeys(100, seconds=10)
-    numbers = [b"%d" % n for n in range(1000)]
-    made.add(numbers)
-    assert 50 <= len(made.of(numbers)) <= 100
-    made = ConfirmedKeys(100, seconds=10)
-    made.add([b"early"])
-    now[0] = 4.9
-    made.add([b"late"])
-    now[0] = 9.9
-    assert made.of([b"early", b"late"]) == {b"early", b"late"}
-    now[0] += 0.2
-    assert made.of([b"early", b"late"]) == set()
-    off = ConfirmedKeys(0, seconds=10)
-    off.add(numbers)
-    assert off.of(numbers) == set()
+def test_the_cache_holds_few_keys(make_owner: MakeOwner, name: str) -> None:
+    made = window(make_owner(), name, cache_keys=100)
+    made.confirm_many(range(1000))
+    assert 50 <= len(made._cache.younger) + len(made._cache.older) <= 100
+    off = window(make_owner(), name)
+    off.confirm_many(range(10))
+    assert not off._cache.younger | off._cache.older
+
+
+def test_the_cache_has_no_key_for_longer_than_a_window(make_owner: MakeOwner, name: str) -> None:
+    """The database may have dropped it by then, so here it would be a duplicate of nothing, and be lost."""
+    made = window(make_owner(), name, cache_keys=100)
+    now, cache = [0.0], made._cache
+    cache._clock, cache._began = lambda: now[0], 0.0
+    for part, key in ((0.0, "early"), (0.49, "late")):
+        now[0] = part * WINDOW_SECONDS
+        made.confirm(key)
+    for part, asks in ((0.99, False), (1.01, True)):
+        now[0] = part * WINDOW_SECONDS
+        asked = CountingStore(made)
+        assert made.reserve_many(["early", "late"]) == [DUPLICATE] * 2
+        assert bool(asked.count) is asks, part
 
 
 @pytest.mark.usefixtures("own_servers")

@@ -31,11 +31,13 @@ from exactly_once.publish import (
     ProducerRecord,
     SequenceFilter,
     State,
+    TailLost,
     Undelivered,
     WindowFilter,
 )
 from exactly_once.publish.delivery import Batch
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
+from exactly_once.publish.recovery import SequenceLog
 from tests.support.topics import create_topic
 from tests.support.waiting import until
 
@@ -337,6 +339,43 @@ def test_a_message_without_the_identity_that_its_filter_knows_is_refused() -> No
     with pytest.raises(KeyRefused, match="dedup_key="):
         numbered.produce("t", b"x", dedup_key="a")
     numbered.close()
+
+
+def test_a_filter_of_numbers_serves_one_producer() -> None:
+    """The numbers of the second would count as duplicates of the first one's, and be lost."""
+    numbers = SequenceFilter()
+    first, second = (DedupProducer(NOWHERE, dedup=numbers, producer_name=n, recover=False) for n in ("a", "b"))
+    assert first.last_sequence_id("t") == -1
+    with pytest.raises(ConfigurationError, match="serves producer 'a' in 't'; give 'b' in 't' one of its own"):
+        second.produce("t", b"x", sequence=1)
+    first.close()
+    second.close()
+
+
+def test_a_filter_of_numbers_serves_one_topic() -> None:
+    """What was read from the second topic would take the place of what is known of the first."""
+    numbers = SequenceFilter()
+    producer = DedupProducer(NOWHERE, dedup=lambda _: numbers, producer_name="a", recover=False)
+    assert producer.last_sequence_id("t") == -1
+    with pytest.raises(ConfigurationError, match="serves producer 'a' in 't'; give 'a' in 'other' one of its own"):
+        producer.last_sequence_id("other")
+    producer.close()
+
+
+def test_a_filter_whose_first_topic_could_not_be_opened_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a name with a slip, where retention has removed messages."""
+
+    def recover(_: SequenceLog) -> int:
+        raise TailLost("as from retention")
+
+    monkeypatch.setattr(SequenceLog, "recover", recover)
+    numbers = SequenceFilter()
+    with DedupProducer(NOWHERE, dedup=numbers, producer_name="slip", transactions=False) as first:
+        for topic in ("t", "u"):
+            with pytest.raises(TailLost):
+                first.last_sequence_id(topic)
+    with DedupProducer(NOWHERE, dedup=numbers, producer_name="a", recover=False) as second:
+        assert second.last_sequence_id("t") == -1
 
 
 def test_nothing_stays_behind_in_memory(producer: DedupProducer, topic: str) -> None:

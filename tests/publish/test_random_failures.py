@@ -259,7 +259,8 @@ def drive(world: World, steps: int, *, crash: Callable[[World], None] | None = N
     producer.poll(10)
     world.settle()
     world.check()
-    producer._topics["t"].failed.clear()
+    for topic in producer._topics.values():  # a life that ended at once has none
+        topic.failed.clear()
     producer.close()
 
 
@@ -288,8 +289,8 @@ clock = [0.0]
 KINDS: dict[str, tuple[Callable[[], Filter[Any]], Callable[[int], Any], bool]] = {
     "window": (lambda: WindowFilter(keys=1_000_000), lambda n: b"%d" % n, True),
     "small window": (lambda: WindowFilter(keys=20), lambda n: n, False),
-    "slots": (lambda: SlotFilter(1 << 20, ways=16), lambda n: f"k{n}", True),
-    "few slots": (lambda: SlotFilter(32, ways=4, fingerprint=128), lambda n: n, False),
+    "slots": (lambda: SlotFilter(1 << 20, ways=16, seed=1), lambda n: f"k{n}", True),
+    "few slots": (lambda: SlotFilter(32, ways=4, fingerprint=128, seed=1), lambda n: n, False),
     "sequence": (SequenceFilter, lambda n: n, True),
     "dense chain": (lambda: ChainFilter(dense=True), lambda n: Link("c", n), True),
     "chain": (ChainFilter, lambda n: Link("c", 10 * n + 10, 10 * n), True),
@@ -322,7 +323,7 @@ def test_a_successor_takes_over_what_is_in_the_log(
     make_owner: MakeOwner, db: psycopg.Connection[Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Crashes, and the keys of the dead one are found in the log or are unknown."""
-    monkeypatch.setattr("exactly_once.publish.topic.MARK_SECONDS", 60.0)  # the model knows of no slow disk
+    monkeypatch.setattr("exactly_once.publish.delivery.MARK_SECONDS", 60.0)  # the model knows of no slow disk
     (seed,) = seeds([], new=1)
     owners: list[Any] = []
 

@@ -6,12 +6,14 @@ the real ones.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+from typing import Any
 
 import pytest
 
-from exactly_once.publish import Sequence, SequenceFilter, State
+from exactly_once.publish import SequenceFilter, State
 from exactly_once.publish.headers import Sent, headers_of, sequence_of
 from exactly_once.publish.recovery import Walk
 from tests.support.seeds import seeds
@@ -28,25 +30,22 @@ class World:
         self.rng = random.Random(seed)
         self.wanted = sorted(self.rng.sample(range(200), 40))
         self.logs: list[list[Sent]] = [[] for _ in range(PARTITIONS)]
-        self.snapshot: tuple[list[int], dict[str, object]] | None = None
+        self.snapshot: tuple[list[int], Any] | None = None
         self.start()
 
     def start(self) -> None:
         """Recover, and read the wanted numbers again from the last persisted one on."""
         starts, walk = [0] * PARTITIONS, Walk()
         if self.snapshot is not None:
-            starts, producers = self.snapshot
-            self.made = SequenceFilter()
-            again = SequenceFilter()
-            again.load_bytes(producers["bytes"])  # type: ignore[arg-type]
-            walk = Walk(*walked(again))
+            starts, (persisted, above) = self.snapshot
+            walk = Walk(persisted, dict(above))
         entries = [sent for log, start in zip(self.logs, starts, strict=True) for sent in log[start:]]
         self.rng.shuffle(entries)
         for sent in entries:
             walk.see(sent)
         self.made = SequenceFilter()
-        self.made.load({NAME: walk.result()})
-        last = self.made.persisted(NAME)
+        self.made.load(*walk.result())
+        last = self.made.persisted
         self.todo = [n for n in self.wanted if n >= last]
         self.flying: list[list[Sent]] = [[] for _ in range(PARTITIONS)]
         self.positions = [len(log) for log in self.logs]
@@ -55,25 +54,24 @@ class World:
         if not self.todo:
             return
         number = self.todo.pop(0)
-        key = Sequence(NAME, number)
-        state = self.made.reserve(key)
+        state = self.made.reserve(number)
         assert state in (State.NEW, State.DUPLICATE)
         if state is State.NEW:
-            sent = Sent(NAME, self.made.predecessors([key])[0], number)
+            sent = Sent(NAME, self.made.predecessors([number])[0], number)
             self.rng.choice(self.flying).append(sent)
 
     def deliver(self, flying: list[Sent], log: list[Sent]) -> None:
         if flying:
             sent = flying.pop(0)
             log.append(sent)
-            self.made.confirm(Sequence(NAME, sent.number))
+            self.made.confirm(sent.number)
             self.positions[self.logs.index(log)] = len(log)
 
     def fail(self, flying: list[Sent]) -> None:
         """The broker refuses one message for good; the application sends it again after a while."""
         if flying:
             sent = flying.pop(self.rng.randrange(len(flying)))
-            self.made.release(Sequence(NAME, sent.number))
+            self.made.release(sent.number)
             self.todo.insert(self.rng.randrange(min(4, len(self.todo) + 1)), sent.number)
 
     def crash(self) -> None:
@@ -82,7 +80,7 @@ class World:
         self.start()
 
     def save(self) -> None:
-        self.snapshot = (list(self.positions), {"bytes": self.made.to_bytes()})
+        self.snapshot = (list(self.positions), json.loads(json.dumps(self.made.dump())))
 
     def run(self) -> list[int]:
         for _ in range(600):
@@ -105,19 +103,13 @@ class World:
         return sorted(sent.number for log in self.logs for sent in log)
 
 
-def walked(made: SequenceFilter) -> tuple[int, dict[int, int]]:
-    """What a filter knows of the producer, as the walk goes on from it."""
-    persisted, above = made.dump().get(NAME, (-1, []))
-    return persisted, dict(above)
-
-
 @pytest.mark.parametrize("part", range(3))
 def test_every_number_is_in_the_log_once(part: int) -> None:
     for seed in seeds(range(SCHEDULES), new=SCHEDULES)[part::3]:
         world = World(seed)
         assert world.run() == world.wanted, f"seed {seed}"
         world.crash()
-        assert world.made.persisted(NAME) == world.wanted[-1], f"seed {seed}"
+        assert world.made.persisted == world.wanted[-1], f"seed {seed}"
 
 
 class Unreadable:

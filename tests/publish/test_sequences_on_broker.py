@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,6 @@ from exactly_once.publish import (
     OutcomeUnknown,
     ProducerFenced,
     ProducerRecord,
-    Sequence,
     SequenceFilter,
     SnapshotCorrupted,
     SnapshotFile,
@@ -31,11 +31,11 @@ from exactly_once.publish import (
     Undelivered,
     recovery,
 )
-from exactly_once.publish.headers import Sent, with_sequence
+from exactly_once.publish.delivery import Columns
+from exactly_once.publish.headers import Sent, headers_of, with_sequence
 from exactly_once.publish.recovery import SequenceLog, Walk
 from exactly_once.publish.snapshot import pack, unpack
 from exactly_once.publish.tail import describe, ends_of, read_tail
-from exactly_once.publish.topic import Columns
 from tests.support.topics import create_topic, delete_topic
 
 Make = Callable[..., DedupProducer]
@@ -89,6 +89,23 @@ def test_a_restart_goes_on_where_the_topic_ends(make: Make, bootstrap_servers: s
     assert values(bootstrap_servers, topic) == [0, 117, 1200, 1300]
 
 
+def test_headers_that_the_caller_fills_anew_are_those_of_each_message(
+    make: Make, bootstrap_servers: str, topic: str
+) -> None:
+    """The messages go out later, at the end of a transaction."""
+    headers: dict[str, bytes] = {}
+    producer = make()
+    for number in range(3):
+        headers["n"] = b"%d" % number
+        producer.produce(topic, b"%d" % number, sequence=number, headers=headers)
+    records = [ProducerRecord(b"%d" % n, sequence=n, headers=iter([("n", b"%d" % n)])) for n in range(3, 6)]
+    producer.produce_many(topic, records)
+    assert producer.flush(30) == 0
+    read = read_tail({"bootstrap.servers": bootstrap_servers}, topic, None)
+    found = {message.value(): dict(headers_of(message) or ())["n"] for message in read}
+    assert found == {b"%d" % n: b"%d" % n for n in range(6)}
+
+
 def test_a_message_that_was_lost_in_the_crash_is_new_and_those_behind_it_are_not(
     make: Make, bootstrap_servers: str, topic: str
 ) -> None:
@@ -128,7 +145,7 @@ def test_a_new_name_need_not_read_what_is_older(make: Make, bootstrap_servers: s
     filled = SequenceFilter()
     log = SequenceLog({"bootstrap.servers": bootstrap_servers}, topic, filled, producer="files", since=since)
     assert log.recover() == 2
-    assert filled.persisted("files") == 2
+    assert filled.persisted == 2
     with pytest.raises(ConfigurationError, match="time zone"):
         make(published_since=datetime(2020, 1, 1))  # noqa: DTZ001 - it is refused
 
@@ -174,9 +191,9 @@ def test_no_snapshot_is_made_while_an_outcome_is_unknown(
     send(producer, topic, 1)
     before = store.load()
     made = producer.filter_of(topic)
-    made.reserve(Sequence("files", 2))
+    made.reserve(2)
     lose(bootstrap_servers, topic, 2, before=1)
-    made.mark_unknown(Sequence("files", 2))
+    made.mark_unknown(2)
     send(producer, topic, 3, 4)
     log = producer._topics[topic].log
     assert log is not None
@@ -194,10 +211,10 @@ def test_no_snapshot_is_made_while_an_unknown_number_is_sent_again(
     producer = make(snapshots=lambda _: store, snapshot_every=1)
     send(producer, topic, 1)
     made = producer.filter_of(topic)
-    made.reserve(Sequence("files", 2))
+    made.reserve(2)
     lose(bootstrap_servers, topic, 2, before=1)
-    made.mark_unknown(Sequence("files", 2))
-    assert made.reserve(Sequence("files", 2)) is State.UNKNOWN, "it is sent again"
+    made.mark_unknown(2)
+    assert made.reserve(2) is State.UNKNOWN, "it is sent again"
     send(producer, topic, 3)
     log = producer._topics[topic].log
     assert log is not None
@@ -279,9 +296,9 @@ def test_a_compacted_topic_is_refused(make: Make, bootstrap_servers: str) -> Non
 def test_names_of_others_are_not_kept(make: Make, bootstrap_servers: str, topic: str) -> None:
     for n in range(5):
         lose(bootstrap_servers, topic, n, before=-1, name=f"other-{n}")
-    filled = SequenceFilter(max_producers=1)
+    filled = SequenceFilter()
     send(make(dedup=filled), topic, 1)
-    assert list(filled.dump()) == ["files"]
+    assert filled.dump() == (1, [])
 
 
 def test_retention_past_the_snapshot_is_refused(make: Make, bootstrap_servers: str, topic: str, tmp_path: Path) -> None:
@@ -405,15 +422,38 @@ def test_reading_ends_behind_an_aborted_transaction(bootstrap_servers: str, topi
         ([(2, 3), (-1, 1), (1, 2)], (3, {})),
         ([(-1, 1), (1, 2), (3, 4), (4, 5)], (2, {4: 3, 5: 4})),
         ([(-1, 1), (1, 2), (1, 2), (2, 3)], (3, {})),
+        ([(1, 3), (-1, 5)], (5, {})),
+        ([(1, 2), (1, 3), (-1, 1)], (3, {})),
         ([], (-1, {})),
     ],
-    ids=["in order", "partitions mixed", "one lost", "one doubled", "nothing"],
+    ids=["in order", "partitions mixed", "one lost", "one doubled", "one overtaken", "two behind one", "nothing"],
 )
 def test_the_walk_along_a_log(log: list[tuple[int, int]], expected: tuple[int, dict[int, int]]) -> None:
     walk = Walk()
     for before, number in log:
         walk.see(Sent("p", before, number))
     assert walk.result() == expected
+
+
+def test_what_a_walk_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitions are read in turns: the numbers of one wait for those of the others, and for no longer."""
+    monkeypatch.setattr(recovery, "_WALKED", 100)
+    walk = Walk()
+    turns = [range(start + part, start + 60, 3) for start in range(0, 6000, 60) for part in (2, 0, 1)]
+    for number in itertools.chain.from_iterable(turns):
+        walk.see(Sent("p", number - 1, number))
+        assert len(walk._above) <= 300
+    assert walk.result() == (5999, {})
+
+
+def test_of_many_producers_in_a_topic_few_numbers_wait() -> None:
+    """One that overtook another makes those behind it wait: of each producer some, and not the rest of the topic."""
+    walks = [Walk() for _ in range(50)]
+    for walk in walks:
+        for before, number in ((1, 2), (-1, 1), *((n - 1, n) for n in range(3, 5000))):
+            walk.see(Sent("p", before, number))
+    assert sum(len(walk._above) for walk in walks) <= 50 * 1000
+    assert [walk.result() for walk in walks] == [(4999, {})] * 50
 
 
 class Watching:
@@ -441,13 +481,46 @@ def test_the_doubts_of_a_batch_are_marked_before_its_confirmations(order: int) -
     producer = DedupProducer(nowhere, dedup=made, producer_name="n", recover=False)
     of_topic = producer._open("t")
     of_topic.log = watching = Watching(made)  # type: ignore[assignment]
-    columns = Columns([Sequence("n", 1), Sequence("n", 2)], [b"1", b"2"], [None, None], {}, {})
+    columns = Columns([1, 2], [b"1", b"2"], [None, None], {}, {})
     _, batch, places = of_topic.reserve_many(columns)
     for place in places[::order]:
         batch.report(place, None if place else KafkaError(KafkaError._MSG_TIMED_OUT), None)
     of_topic.settle()
     assert watching.unknown == [1]
     with pytest.raises(Undelivered, match="1 messages failed"):
+        producer.close()
+
+
+@pytest.mark.parametrize("interrupted", [None, "release_many", "mark_unknown_many"])
+def test_a_second_attempt_that_failed_leaves_the_doubt_of_the_first(
+    interrupted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if what is marked is marked again, because somebody interrupted behind that."""
+    made = SequenceFilter()
+    producer = DedupProducer(
+        {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}, dedup=made, producer_name="n", recover=False
+    )
+    of_topic = producer._open("t")
+    made.reserve(1)
+    made.mark_unknown(1)
+    _, batch, places = of_topic.reserve_many(Columns([1, 2], [b"1", b"2"], [None, None], {}, {}))
+    for place in places:
+        batch.report(place, KafkaError(KafkaError.MSG_SIZE_TOO_LARGE), None)
+    with monkeypatch.context() as patch:
+        if interrupted is not None:
+            mark = getattr(made, interrupted)
+
+            def interrupt(keys: list[int]) -> None:
+                mark(keys)
+                raise KeyboardInterrupt
+
+            patch.setattr(made, interrupted, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                of_topic.settle()
+    of_topic.settle()
+    assert made.has_unknown()
+    assert made.reserve_many([1, 2]) == [State.UNKNOWN, State.NEW]
+    with pytest.raises(Undelivered, match="2 messages failed"):
         producer.close()
 
 
@@ -504,7 +577,7 @@ def test_what_is_no_message_leaves_the_others_of_its_transaction(
     wrong: list[dict[str, Any]] = [{"value": 7}, {"value": "\ud800"}, {"headers": [("a", 5)]}, {"partition": 99}]
     bad = [producer.produce(topic, sequence=2 * n, **given) for n, given in enumerate(wrong)]
     good = [producer.produce(topic, b"%d" % n, sequence=2 * n + 1) for n in range(10, 13)]
-    with pytest.raises(Undelivered, match=r"4 messages failed.*number=0"):
+    with pytest.raises(Undelivered, match=r"4 messages failed.*; 0 to"):
         producer.flush(30)
     assert {delivery.outcome for delivery in bad} == {Outcome.NOT_PERSISTED}
     assert {delivery.outcome for delivery in good} == {Outcome.DELIVERED}

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from exactly_once import ConfigurationError
-from exactly_once.publish import FilterUnavailable, MemcachedSlots, SharedSlotFilter, State
+from exactly_once.publish import FilterUnavailable, SharedSlotFilter, State
 from exactly_once.publish.keys import encoded
 from exactly_once.publish.memcached import Slot
 from tests.support.memcached import Memcached, missing_memcached
@@ -20,26 +20,26 @@ from tests.support.waiting import until
 
 NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
 
-MakePlace = Callable[[], MemcachedSlots]
+MakeFilter = Callable[[int], SharedSlotFilter]
 
 
 @pytest.fixture
-def make_place(memcached: Memcached) -> Iterator[MakePlace]:
-    """Make places, each with a connection of its own, that share their slots."""
+def make_filter(memcached: Memcached) -> Iterator[MakeFilter]:
+    """Make filters, each with a connection of its own, that share their slots."""
     scope = uuid4().hex
-    made: list[MemcachedSlots] = []
+    made: list[SharedSlotFilter] = []
 
-    def make() -> MemcachedSlots:
-        made.append(MemcachedSlots(memcached.address, prefix=scope))
+    def make(slots: int) -> SharedSlotFilter:
+        made.append(SharedSlotFilter(memcached.address, prefix=scope, slots=slots))
         return made[-1]
 
     yield make
-    for place in made:
-        place.close()
+    for each in made:
+        each.close()
 
 
-def test_two_processes_share_what_they_know(make_place: MakePlace) -> None:
-    one, other = (SharedSlotFilter(make_place(), slots=1 << 20) for _ in range(2))
+def test_two_processes_share_what_they_know(make_filter: MakeFilter) -> None:
+    one, other = (make_filter(1 << 20) for _ in range(2))
     assert one.reserve("a") is NEW
     assert other.reserve("a") is IN_FLIGHT
     one.confirm("a")
@@ -49,9 +49,9 @@ def test_two_processes_share_what_they_know(make_place: MakePlace) -> None:
     assert one.reserve("b") is UNKNOWN
 
 
-def test_of_processes_that_race_for_a_key_one_gets_it(make_place: MakePlace) -> None:
+def test_of_processes_that_race_for_a_key_one_gets_it(make_filter: MakeFilter) -> None:
     """Without compare-and-set all would be told that it is new."""
-    filters = [SharedSlotFilter(make_place(), slots=1 << 20) for _ in range(4)]
+    filters = [make_filter(1 << 20) for _ in range(4)]
     keys = [uuid4().bytes for _ in range(150)]
     barrier = threading.Barrier(len(filters))
 
@@ -64,8 +64,8 @@ def test_of_processes_that_race_for_a_key_one_gets_it(make_place: MakePlace) -> 
     assert total == {NEW: len(keys), IN_FLIGHT: (len(filters) - 1) * len(keys)}
 
 
-def test_a_key_overwrites_the_one_in_its_slot(make_place: MakePlace) -> None:
-    made = SharedSlotFilter(make_place(), slots=1)
+def test_a_key_overwrites_the_one_in_its_slot(make_filter: MakeFilter) -> None:
+    made = make_filter(1)
     made.reserve("a")
     made.confirm("a")
     assert made.reserve("b") is NEW
@@ -75,24 +75,26 @@ def test_a_key_overwrites_the_one_in_its_slot(make_place: MakePlace) -> None:
     assert made.stats().evicted == 2
 
 
-def test_a_batch_whose_keys_share_a_slot_is_settled(make_place: MakePlace) -> None:
-    made = SharedSlotFilter(make_place(), slots=2)
+def test_a_batch_whose_keys_share_a_slot_is_settled(make_filter: MakeFilter) -> None:
+    made = make_filter(2)
     assert made.reserve_many(list("abcdef")) == [NEW] * 6
     made.confirm_many(list("abcdef"))
     assert made.reserve("f") is DUPLICATE
 
 
-class Forgetful(MemcachedSlots):
-    """A place that does what it is told and then loses the answer, once: real ones do so too seldom to wait for."""
+class Forgetful(SharedSlotFilter):
+    """Slots that do what they are told and then lose the answer, once: real ones do so too seldom to wait for."""
 
     def __init__(self) -> None:
+        pytest.importorskip("pymemcache")
+        super().__init__(("nowhere", 1), prefix="", slots=1 << 20)
         self.held: dict[int, tuple[Slot | None, object]] = {}
         self.loses_after: int | None = None
 
-    def read(self, slots: list[int]) -> dict[int, tuple[Slot | None, object]]:
+    def _read(self, slots: list[int]) -> dict[int, tuple[Slot | None, object]]:
         return {slot: self.held.get(slot, (None, None)) for slot in slots}
 
-    def swap(self, slot: int, proof: object, new: Slot | None) -> bool:
+    def _swap(self, slot: int, proof: object, new: Slot | None) -> bool:
         if self.held.get(slot, (None, None))[1] is not proof:
             return False
         self.held[slot] = (new, object())
@@ -103,14 +105,10 @@ class Forgetful(MemcachedSlots):
                 raise FilterUnavailable("the answer was lost")
         return True
 
-    def close(self) -> None:
-        pass
-
 
 def test_a_reservation_of_our_own_that_we_never_heard_of_is_given_again() -> None:
-    place = Forgetful()
-    made = SharedSlotFilter(place, slots=16)
-    place.loses_after = 0
+    made = Forgetful()
+    made.loses_after = 0
     with pytest.raises(FilterUnavailable):
         made.reserve("a")
     assert made.reserve("a") is NEW
@@ -118,11 +116,10 @@ def test_a_reservation_of_our_own_that_we_never_heard_of_is_given_again() -> Non
 
 
 @pytest.mark.parametrize("change", ["release", "mark_unknown"])
-def test_nobody_undoes_a_reservation_that_another_process_has_made_since(make_place: MakePlace, change: str) -> None:
-    places = [make_place() for _ in range(3)]
-    late, holder, third = (SharedSlotFilter(place, slots=1 << 20) for place in places)
+def test_nobody_undoes_a_reservation_that_another_process_has_made_since(make_filter: MakeFilter, change: str) -> None:
+    late, holder, third = (make_filter(1 << 20) for _ in range(3))
     assert late.reserve("a") is NEW
-    places[0]._client.delete(places[0]._name(late._slot_of(encoded("a"))[0]))  # as at the end of its lease
+    late._client.delete(late._name(late._slot_of(encoded("a"))[0]))  # as at the end of its lease
     assert holder.reserve("a") is NEW
     getattr(late, change)("a")
     assert third.reserve("a") is IN_FLIGHT
@@ -130,12 +127,11 @@ def test_nobody_undoes_a_reservation_that_another_process_has_made_since(make_pl
 
 
 def test_when_the_place_is_away_within_a_batch_nothing_stays_reserved() -> None:
-    place = Forgetful()
-    made = SharedSlotFilter(place, slots=1 << 20)
+    made = Forgetful()
     keys = list("abcdefghij")
     made.reserve("unsure")
     made.mark_unknown("unsure")
-    place.loses_after = 6
+    made.loses_after = 6
     with pytest.raises(FilterUnavailable):
         made.reserve_many(["unsure", *keys])
     assert made.reserve_many(["unsure", *keys]) == [UNKNOWN] + [NEW] * 10
@@ -143,9 +139,9 @@ def test_when_the_place_is_away_within_a_batch_nothing_stays_reserved() -> None:
 
 
 def test_what_a_dead_process_held_in_memcached_is_absent_after_its_lease(memcached: Memcached, name: str) -> None:
-    dead = SharedSlotFilter(MemcachedSlots(memcached.address, prefix=name, lease_seconds=1), slots=16)
+    dead = SharedSlotFilter(memcached.address, prefix=name, slots=16, lease_seconds=1)
     dead.reserve("a")
-    made = SharedSlotFilter(MemcachedSlots(memcached.address, prefix=name), slots=16)
+    made = SharedSlotFilter(memcached.address, prefix=name, slots=16)
     assert made.reserve("a") is IN_FLIGHT
     until(lambda: made.reserve("a") is NEW, 10, "the end of the lease")
     dead.close()
@@ -155,8 +151,8 @@ def test_what_a_dead_process_held_in_memcached_is_absent_after_its_lease(memcach
 def test_memcached_that_is_gone_stops_publishing_or_lets_everything_through_by_choice(name: str) -> None:
     skip_unless("memcached", missing_memcached())
     with Memcached() as server:
-        closed = SharedSlotFilter(MemcachedSlots(server.address, prefix=name), slots=16)
-        opened = SharedSlotFilter(MemcachedSlots(server.address, prefix=name), slots=16, on_unavailable="treat_as_new")
+        closed = SharedSlotFilter(server.address, prefix=name, slots=16)
+        opened = SharedSlotFilter(server.address, prefix=name, slots=16, on_unavailable="treat_as_new")
         closed.reserve("a")
         closed.confirm("a")
         server.stop()
@@ -172,7 +168,44 @@ def test_memcached_that_is_gone_stops_publishing_or_lets_everything_through_by_c
         opened.close()
 
 
+class Slow:
+    """A memcached that takes its time for every command, and is told when it may go on."""
+
+    def __init__(self) -> None:
+        self.commands = 0
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def gets_many(self, names: list[str]) -> dict[str, object]:
+        return {}
+
+    def add(self, *_: object) -> bool:
+        self.commands += 1
+        self.is_asked.set()
+        return self.may_answer.wait(30)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_to_close_waits_for_one_command_and_not_for_a_batch() -> None:
+    """A real one is slow for too short a time to meet it there."""
+    pytest.importorskip("pymemcache")
+    made, client = SharedSlotFilter(("nowhere", 1), prefix="", slots=1 << 20), Slow()
+    made._client = client
+    with ThreadPoolExecutor(2) as pool:
+        batch = pool.submit(made.reserve_many, range(100))
+        assert client.is_asked.wait(30)
+        closed = pool.submit(made.close)
+        until(lambda: made._is_closing or closed.done(), 30, "that it is being closed")
+        client.may_answer.set()
+        closed.result(30)
+        with pytest.raises(FilterUnavailable, match="being closed"):
+            batch.result(30)
+    assert client.commands == 1
+    assert made.reserve("a") is NEW, "it may be used again"
+
+
 @pytest.mark.parametrize("options", [{"slots": 0}, {"slots": 1, "on_unavailable": "hope"}])
 def test_options_that_cannot_be_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
-        SharedSlotFilter(Forgetful(), **options)  # type: ignore[arg-type]
+        SharedSlotFilter(("nowhere", 1), prefix="", **options)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 
 from exactly_once import ConfigurationError
 from exactly_once.publish import SlotFilter, State, loss_probability, messages_for, slots_for
-from exactly_once.publish.slots import Fingerprint, _DigestTable
+from exactly_once.publish.slots import Fingerprint, _DigestTable, _KeyTable
 
 
 def send(made: SlotFilter, key: bytes | bytearray) -> State:
@@ -139,13 +139,17 @@ def test_evictions_younger_than_the_window_are_counted() -> None:
     assert made.stats().evicted_young == young > 0
 
 
-def test_a_table_sized_for_its_window_evicts_nothing_young() -> None:
+def test_a_table_sized_for_its_window_evicts_next_to_nothing_young() -> None:
+    """By one in a million of 20,000 keys: 0.02 are expected, and three come once in a million runs.
+
+    Python's own hash of bytes, which each process salts, decides.
+    """
     window = 2000
     made = SlotFilter(slots_for(window, 1e-6, 16), ways=16, window=window, seed=4)
     rng = random.Random(4)  # seed 4
     for _ in range(20_000):
         send(made, rng.randbytes(16))
-    assert made.stats().evicted_young == 0
+    assert made.stats().evicted_young <= 2
     assert made.stats().evicted > 0
 
 
@@ -169,9 +173,10 @@ def test_memory_does_not_grow_with_the_keys() -> None:
     made = SlotFilter(1 << 10, ways=8)
     for n in range(20_000):
         send(made, b"%d" % n)
-    assert len(made._table._slots) == 1 << 10  # type: ignore[attr-defined]
+    assert isinstance(made._table, _KeyTable)
+    assert len(made._table._slots) == 1 << 10
     assert not made._open
-    assert Counter(type(k) for k in made._table._slots) == {bytes: 1 << 10}  # type: ignore[attr-defined]
+    assert Counter(type(k) for k in made._table._slots) == {bytes: 1 << 10}
 
 
 @pytest.mark.parametrize(

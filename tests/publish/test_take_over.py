@@ -10,6 +10,8 @@ import psycopg
 import pytest
 from confluent_kafka import KafkaException, Producer
 
+from exactly_once.errors import BrokerUnreachable
+from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.publish import (
     DedupProducer,
     NameTaken,
@@ -112,6 +114,27 @@ def test_without_a_transactional_id_what_is_not_there_is_unknown(
         assert (sent.duplicate, sent.outcome) == (True, Outcome.SKIPPED)
         assert (not_sent.duplicate, not_sent.may_repeat) == (False, True)
         assert (new.duplicate, new.may_repeat) == (False, False)
+
+
+def test_a_topic_whose_partitions_nobody_may_see_is_not_read_to_its_end(
+    make_owner: MakeOwner,
+    db: psycopg.Connection[Any],
+    kafka: dict[str, Any],
+    topic: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kafka tells a principal without DESCRIBE of no partitions; the broker of the tests has no authorizer."""
+    dead = make_owner(positions=end_positions(kafka, [topic]), transactional_id=f"{topic}-dead")
+    PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS).reserve_many(["sent"])
+    send(Producer(kafka), topic, "sent")
+    end_lease(db, dead)
+    ours = PostgresWindow(make_owner(), scope=topic, seconds=WINDOW_SECONDS, take_over=TopicTakeOver(kafka))
+    with monkeypatch.context() as patched:
+        patched.setattr("exactly_once.publish.tail._RANGES_SECONDS", 0.1)
+        patched.setattr(Cluster, "describe", lambda _, names: {name: Topic(None, 0) for name in names})
+        with pytest.raises(BrokerUnreachable, match="may this principal DESCRIBE"):
+            ours.reserve_many(["sent"])
+    assert ours.reserve_many(["sent"]) == [DUPLICATE]
 
 
 @pytest.mark.parametrize("has_positions", [True, False])

@@ -33,8 +33,9 @@ from exactly_once.publish import (
     Undelivered,
     WindowFilter,
 )
-from exactly_once.publish.delivery import Batch
-from exactly_once.publish.topic import TopicPublisher
+from exactly_once.publish.delivery import Batch, TopicPublisher
+from exactly_once.publish.headers import headers_of
+from exactly_once.publish.tail import read_tail
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
 from tests.publish.test_sequences_on_broker import values
@@ -120,6 +121,20 @@ def test_a_client_that_goes_on_commits_what_was_aborted(
     except KafkaException as error:
         print("the abort of what is committed:", error)
     assert values(proxied_broker.bootstrap_servers, topic) == [1, 2], "2 was never committed by the application"
+
+
+def test_headers_that_the_caller_fills_anew_are_those_of_each_message(
+    proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str
+) -> None:
+    """The messages go out at the end of the block."""
+    headers: dict[str, bytes] = {}
+    with make_producer().transaction() as transaction:
+        for number in range(3):
+            headers["n"] = b"%d" % number
+            transaction.produce(topic, b"%d" % number, dedup_key=number, headers=headers)
+    read = read_tail({"bootstrap.servers": proxied_broker.bootstrap_servers}, topic, None)
+    found = {message.value(): dict(headers_of(message) or ())["n"] for message in read}
+    assert found == {b"%d" % n: b"%d" % n for n in range(3)}
 
 
 @pytest.mark.fault("E7")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from uuid import UUID, uuid4
 
@@ -10,6 +11,7 @@ import pytest
 from exactly_once import ConfigurationError
 from exactly_once.publish import State, WindowFilter
 from exactly_once.publish.keys import GivenKey
+from exactly_once.publish.window import Generations
 
 
 class Clock:
@@ -66,6 +68,27 @@ def test_keys_of_the_last_seconds_are_recognised() -> None:
         for earlier in rng.sample(sorted(sent), min(5, len(sent))):
             if clock.now - sent[earlier] < 10:
                 assert made.reserve(earlier) is State.DUPLICATE
+
+
+def test_an_unknown_key_stays_as_long_as_a_confirmed_one() -> None:
+    clock = Clock()
+    made = WindowFilter(seconds=600, clock=clock)
+    clock.now += 590
+    made.reserve("a")
+    clock.now += 300
+    made.mark_unknown("a")
+    for _ in range(3):
+        clock.now += 180
+        made.reserve("b")
+    assert made.reserve("a") is State.UNKNOWN
+
+
+def test_a_window_without_an_end_keeps_all() -> None:
+    clock = Clock()
+    made = WindowFilter(seconds=math.inf, clock=clock)
+    send(made, "a")
+    clock.now += 1e9
+    assert made.reserve("a") is State.DUPLICATE
 
 
 def test_keys_leave_by_time_also_when_nothing_happens_meanwhile() -> None:
@@ -125,3 +148,18 @@ def test_a_subclass_of_str_counts_by_its_text() -> None:
 def test_a_window_that_is_none_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError):
         WindowFilter(**options)  # type: ignore[arg-type]
+
+
+def test_generations_keep_few_keys_and_none_for_longer_than_two_of_their_times() -> None:
+    """After that a database may have dropped the key, and a new message of that key must not be lost."""
+    now, added = 0.0, dict[int, float]()
+    made = Generations[int](5, 10.0, lambda: now)
+    rng = random.Random(7)
+    for key in range(2000):
+        now += rng.expovariate(0.5)
+        made.age()
+        made.add((key,))
+        added[key] = now
+        kept = made.younger | made.older
+        assert len(kept) <= 10
+        assert all(now - added[other] <= 20 for other in kept)
