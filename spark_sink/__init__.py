@@ -5,14 +5,8 @@
     sink = PostgresSink(conninfo, table="orders", group_id="orders")
     frame.writeStream.foreachBatch(sink).option("checkpointLocation", path).start()
 
-Module map: :mod:`.sink` is what Spark calls, on the driver, and :mod:`.run` what it does for each batch.
-:mod:`.stream_query` asks Spark for the query that calls, and refuses plans that cannot be exact. :mod:`.offset_log`
-reads which offsets a batch covers and :mod:`.ranges` compares them with the ledger; :mod:`.owners` acquires rows of the
-ledger, once a run; :mod:`.frame` checks columns. :mod:`.tasks` brings rows to an :mod:`.attempt`, which writes them in
-one transaction, and :mod:`.offset_filter` looks at every row's offset.
-
-:mod:`.data_source` is the other way, ``format("exactly_once_postgres")``: tasks put rows into :mod:`.staging`, and a
-:mod:`.publication` writes, by such an attempt, what Spark has counted.
+The other way is :mod:`.data_source`, ``format("exactly_once_postgres")``. Which file does what is in
+docs/architecture.md.
 """
 
 from __future__ import annotations

@@ -3,17 +3,23 @@
 An attempt can be killed at any moment, run twice at the same time, or lose the answer to its COMMIT. It changes no
 owner and resolves nothing: it reads where the ledger stands, writes what is above, and its advance matches only
 if the ledger still stands there. So of two attempts one lands, and the next one starts from what has landed.
+
+The end of a task's input proves nothing (docs/architecture.md). In one task an **end mark** comes behind all rows, in
+the same iterator; in several, what an attempt commits is a prefix of each partition.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from uuid import UUID
 
 import psycopg
@@ -21,30 +27,40 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 
-from exactly_once._model import Partition
+from exactly_once._log import about
+from exactly_once._model import Advance, Partition
 from exactly_once.errors import AlreadyApplied, HandlerCommitted
-from exactly_once.ledger import dead_letters
+from exactly_once.ledger import claims, dead_letters
 from exactly_once.ledger.outcome import SHORT_COUNT
-from exactly_once.ledger.rows import Ledger
-from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.session import Session
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.transaction import UnitOfWork
-from exactly_once.writer import BadRow, TableWriter
+from exactly_once.writer import BadRow, Table, TableWriter
 from exactly_once.writer.arrow import write_arrow
+from exactly_once.writer.errors import TableChanged
 
-from .offset_filter import OFFSET, PARTITION, TOPIC, naming
+from .errors import IncompleteInput
+from .frame import FRAME, ROW
 from .options import Options
-from .owners import BatchGrant, checked_rows, patiently, rotates_at
-from .ranges import Range
+from .owners import checked_rows, rotates_at
+from .ranges import OFFSET, PARTITION, PLACES, RESERVED, TOPIC, OffsetFilter, Range, naming
 from .report import SinkUnit
 
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+logger = logging.getLogger(__name__)
+
+# The column that is 1 in the end mark, and nowhere else.
+END = f"{RESERVED}end"
 # The schema of what a task returns.
 REPORT = "report string"
 ROWS, BYTES = 100_000, 16 * 1024 * 1024
 """The size of a COPY: ten thousand rows each, which is what Spark hands over, took a sixth longer."""
 # The header of a dead letter that is a row, as JSON, and not what the broker has; its value is the table.
 ROW_HEADER = "exactly_once.row_of"
+# The header of a dead letter with the key that its row has to claim before it is stored after all.
+CLAIM_HEADER = "exactly_once.claim"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +81,7 @@ class Work:
     options: Options
     batch_id: int
     instance: UUID
-    grants: tuple[BatchGrant, ...] = ()
+    grants: tuple[Advance, ...] = ()
     ranges: Mapping[Partition, Range] = field(default_factory=dict)
     """What the batch covers: of partitions, or of batch ids its own."""
     parts: tuple[Part, ...] = ()
@@ -80,6 +96,7 @@ class Result:
 
     rows: int = 0
     dropped: int = 0
+    repeated: int = 0
     bytes: int = 0
     transactions: int = 0
     copy_seconds: float = 0.0
@@ -88,16 +105,6 @@ class Result:
     """Topic, partition, and the offset up to which the ledger has moved, by this attempt or one before it."""
     set_aside: list[str] = field(default_factory=list)
     """What the dead letters are of, and why."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the numbers by name."""
-        numbers = asdict(self) | {"dead_letters": len(self.set_aside)}
-        del numbers["reached"], numbers["set_aside"]
-        return numbers
-
-    def as_batch(self) -> pa.RecordBatch:
-        """Pack it as the row that a task returns."""
-        return pa.RecordBatch.from_pydict({"report": [json.dumps(asdict(self))]})
 
 
 class Attempt:
@@ -117,16 +124,13 @@ class Attempt:
     ) -> None:
         # The publication learns grants and parts within its transaction, and puts them in then.
         self.work = work
-        options = work.options
-        self._own = Session(connector(options.conninfo), schema=options.schema, instance=work.instance)
+        self._own = work.options.session(work.instance)
         self.session = session or self._own
-        self.ledger = Ledger(self.session, group_id=options.group_id, owner_kind="spark")
+        self.ledger = work.options.ledger_in(self.session)
         self.unit = UnitOfWork(self.ledger)
         self.result = Result()
-        self.writers = writers or [writer_of(target) for target in [part.options for part in work.parts] or [options]]
-        self._watcher = StaleBackendTerminator(
-            self.session.connect, schema=options.schema, group_id=options.group_id, instance=kin
-        )
+        self.writers = writers or [part.options.writer() for part in work.parts]
+        self._watcher = work.options.watcher(self.session, kin)
         self._may_have_committed = False
         # Whether the ledger's rows are rotated: on the driver now and then, in tasks never.
         self.rotates = session is not None and rotates_at(work.batch_id)
@@ -147,19 +151,15 @@ class Attempt:
                         "in_transaction= ended the transaction with a COMMIT of its own: rows are stored, the ledger "
                         "was not moved"
                     )
-                    self.ledger.halt([each.advance(0, 0) for each in self.work.grants], reason=reason)
+                    self.ledger.halt([replace(each, expected=0) for each in self.work.grants], reason=reason)
                     raise HandlerCommitted(f"{reason}; nothing goes on until an operator has looked") from error
         finally:
             self._watcher.close()
             self._own.close()
 
     def standing(self) -> dict[Partition, int]:
-        """Return where the ledger stands now, after every transaction that could still move it.
-
-        :raises Fenced: when another run owns a partition.
-        :raises LedgerBehindCheckpoint: when a failover has lost what the driver had found. Token and epoch survive one.
-        """
-        rows = patiently(self.work.options)(checked_rows, self.ledger, self.work.grants)
+        """Return where the ledger stands now, after every transaction that could still move it."""
+        rows = self.work.options.patiently(checked_rows, self.ledger, self.work.grants)
         return {partition: row.next_offset or 0 for partition, row in rows.items()}
 
     def begin(self) -> None:
@@ -168,12 +168,41 @@ class Attempt:
         assert self.unit.begun is not None
         self._watcher.watch(self.unit.begun.pid)
 
-    def empty(self) -> None:
-        """Delete what is in the tables that this batch replaces."""
-        for part, writer in zip(self.work.parts, self.writers, strict=True):
+    def run(self, rows: Iterable[pa.Table], standing: Mapping[Partition, int], *, is_whole: bool) -> None:
+        """Write what the ledger has not, and move it: to the ends of the batch, or as far as the rows go."""
+        moves = {p: (standing[p], r.end) for p, r in self.work.ranges.items() if is_whole and standing[p] < r.end}
+        if is_whole and not moves:
+            self.reached(standing)  # an earlier attempt has landed, and its answer was lost
+            return
+        self.begin()
+        last = self.fill(rows, standing)
+        if not is_whole:
+            moves = {p: (standing[p], offset + 1) for p, offset in last.items() if offset >= standing[p]}
+            if not moves:
+                self.unit.roll_back()  # an earlier attempt has landed, and its answer was lost
+                self.reached({partition: standing[partition] for partition in last})
+                return
+        self.commit(moves)
+
+    def fill(self, rows: Iterable[pa.Table], standing: Mapping[Partition, int]) -> Mapping[Partition, int]:
+        """Write what the ledger has not; return the highest offset that the first table was given of each partition."""
+        work = self.work
+        # What transaction="partition" would refuse in a large batch, it refuses in a small one.
+        strictly = work.options.transaction == "partition"
+        offsets = [
+            OffsetFilter(standing, work.ranges, strictly=strictly, claim=p.options.claim) if p.has_places else None
+            for p in work.parts
+        ]
+        for part, writer in zip(work.parts, self.writers, strict=True):
             if part.options.mode == "replace":
                 table = writer.table(self.unit.connection).identifier
                 self.unit.connection.execute(query("spark_empty", "", table=table), prepare=False)
+        for together in rows:
+            for number, some in split(together, work.parts):
+                known = offsets[number]
+                self.write(some if known is None else known.keep(some), number)
+        self.result.dropped = sum(known.dropped for known in offsets if known is not None)
+        return {} if offsets[0] is None else offsets[0].last
 
     def write(self, rows: pa.Table, number: int = 0) -> None:
         """Write rows of one part; the columns that say where they come from stay behind if the table lacks them.
@@ -184,29 +213,42 @@ class Attempt:
             return
         began_at, part = time.monotonic(), self.work.parts[number]
         sets_aside = part.has_places and part.options.on_bad_row == "dead-letter"
-        todo = [rows]
+        todo, doubted = [rows], None
         while todo:
             some = todo.pop()
+            kept = some
+            numbers: Sequence[int] = range(some.num_rows)
+            savepoint = self.unit.connection.transaction() if sets_aside else contextlib.nullcontext()
             try:
-                if not sets_aside:
-                    self._store(some, number)
-                else:
-                    with self.unit.connection.transaction():  # a savepoint
-                        self._store(some, number)
+                with savepoint, naming(some):
+                    # In the savepoint: what cannot be stored has claimed nothing.
+                    if part.options.claim is not None:
+                        kept, numbers = self._first(some, part.options.claim, number)
+                    if kept.num_rows:
+                        with naming(kept):
+                            write_arrow(self.writers[number], self.unit.connection, kept.select(part.columns))
+            except TableChanged:
+                # A value that does not fit or an altered table: only a COPY, by which the writer goes now, tells which.
+                if not sets_aside or doubted is some:
+                    raise
+                doubted = some
+                todo.append(some)
             except BadRow as error:
+                bad = None if error.row is None else numbers[error.row]
                 if not sets_aside:
                     raise
                 if some.num_rows == 1:
-                    self._set_aside(part, some, rows, error)
+                    self._set_aside(number, some, rows, error)
                     continue
                 # In their order, whichever row it was: in an upsert the last one wins.
                 middle = some.num_rows // 2
-                cuts = (0, middle, some.num_rows) if error.row is None else (0, error.row, error.row + 1, some.num_rows)
+                cuts = (0, middle, some.num_rows) if bad is None else (0, bad, bad + 1, some.num_rows)
                 pieces = [some.slice(cut, end - cut) for cut, end in itertools.pairwise(cuts)]
                 todo += [piece for piece in reversed(pieces) if piece.num_rows]
             else:
-                self.result.rows += some.num_rows
-                self.result.bytes += some.nbytes
+                self.result.rows += kept.num_rows
+                self.result.repeated += some.num_rows - kept.num_rows
+                self.result.bytes += kept.nbytes
         self.result.copy_seconds += time.monotonic() - began_at
 
     def commit(self, moves: Mapping[Partition, tuple[int, int]]) -> None:
@@ -223,8 +265,11 @@ class Attempt:
             except SystemExit as error:
                 # On the driver it would end the thread whose answer Java waits for, and not the process.
                 raise RuntimeError(f"in_transaction= called sys.exit({error.code})") from error
-        grants = [each for each in self.work.grants if each.partition in moves]
-        advances = [each.advance(*moves[each.partition], rotates=self.rotates) for each in grants]
+        advances = [
+            replace(each, expected=moves[p][0], next_offset=moves[p][1], rotates=self.rotates)
+            for each in self.work.grants
+            if (p := each.partition) in moves
+        ]
         if self.work.report is not None:
             report = {**self.work.report, "row_count": self.result.rows, "dropped": self.result.dropped}
             # With the COMMIT: another attempt must not wait here for one that stands still.
@@ -241,7 +286,8 @@ class Attempt:
             if any(landed[p] < end for p, (_, end) in moves.items()):
                 told = ", ".join(f"{partition} {offset}" for partition, offset in landed.items())
                 raise AlreadyApplied(f"another attempt of this task has moved the ledger, to {told}") from error
-            self.result = Result(dropped=self.result.dropped + self.result.rows)
+            # What this one has found claimed was claimed by the one that has landed, or by an earlier batch.
+            self.result = Result(dropped=self.result.dropped + self.result.rows + self.result.repeated)
             self.reached(landed)
             return
         self.result.commit_seconds += time.monotonic() - began_at
@@ -252,16 +298,26 @@ class Attempt:
         """Tell the driver up to where the ledger has moved, which it compares with what it finds afterwards."""
         self.result.reached = [(*partition, offset) for partition, offset in offsets.items()]
 
-    def _store(self, rows: pa.Table, number: int) -> None:
-        with naming(rows):
-            columns = self.work.parts[number].columns
-            write_arrow(self.writers[number], self.unit.connection, rows.select(columns))
+    def _first(self, rows: pa.Table, claim: str, number: int) -> tuple[pa.Table, Sequence[int]]:
+        """Claim the keys of rows; return those that are the first of their event, and which of all they are."""
+        keys = rows.column(claim).to_pylist()
+        if (none := next((row for row, key in enumerate(keys) if key in (None, "")), None)) is not None:
+            raise BadRow(f"the key to claim is text or a whole number, not {keys[none]!r}", row=none, column=claim)
+        table = self.writers[number].table(self.unit.connection)
+        named = [_claimed(table, key) for key in keys]
+        where = {"schema": self.session.schema, "group_id": self.work.options.group_id}
+        answers = claims.claim(self.unit.connection, named, **where)
+        if all(answers):  # as mostly, and a filter copies all values
+            return rows, range(rows.num_rows)
+        return rows.filter(pa.array(answers)), [row for row, is_first in enumerate(answers) if is_first]
 
-    def _set_aside(self, part: Part, row: pa.Table, among: pa.Table, error: BadRow) -> None:
-        """Keep a row as a dead letter, in the transaction that skips it.
-
-        :raises TooManyDeadLetters: when it is hardly the row's fault.
-        """
+    def _set_aside(self, number: int, row: pa.Table, among: pa.Table, error: BadRow) -> None:
+        """Keep a row as a dead letter, in the transaction that skips it."""
+        part = self.work.parts[number]
+        headers: list[tuple[str, str | bytes | None]] = [(ROW_HEADER, str(part.options.table).encode())]
+        if (claim := part.options.claim) is not None and (key := row.column(claim)[0].as_py()) not in (None, ""):
+            table = self.writers[number].table(self.unit.connection, locks=False)
+            headers.append((CLAIM_HEADER, _claimed(table, key).encode()))
         topic, partition, offset = (row.column(name)[0].as_py() for name in (TOPIC, PARTITION, OFFSET))
         of_partition = pc.and_(pc.equal(among.column(TOPIC), topic), pc.equal(among.column(PARTITION), partition))
         before = among.filter(pc.and_(of_partition, pc.less(among.column(OFFSET), offset))).column(OFFSET)
@@ -270,7 +326,7 @@ class Attempt:
             partition=partition,
             offset=offset,
             value=json.dumps({name: _shown(row.column(name)[0]) for name in part.columns}, default=str).encode(),
-            headers=[(ROW_HEADER, str(part.options.table).encode())],
+            headers=headers,
             timestamp=(TIMESTAMP_NOT_AVAILABLE, 0),
         )
         (grant,) = (each for each in self.work.grants if each.partition == (topic, partition))
@@ -279,10 +335,11 @@ class Attempt:
             self.unit.connection,
             message,
             error,
-            advance=grant.advance(0, 0),
+            advance=grant,
             # Of rows the stream may have dropped nothing is known: the one before is the next lower of its COPY.
             after_offset=(pc.max(before).as_py() if len(before) else offset - 1) + 1,
             attempts=1,
+            once=False,
             **where,
         )
         limit = part.options.dead_letter_limit or dead_letters.DeadLetterLimit()
@@ -290,11 +347,15 @@ class Attempt:
         self.result.set_aside.append(str(error))
 
 
-def writer_of(options: Options) -> TableWriter:
-    """Make the writer of one table; rows that replace others are appended to the emptied table."""
-    assert options.table is not None
-    mode = "append" if options.mode == "replace" else options.mode
-    return TableWriter(options.table, mode=mode, key=options.key, add=options.add)
+def _claimed(table: Table, key: str | int) -> str:
+    """Name a key as the sink command does, so that both know each other's."""
+    return f"{table} {json.dumps(key)}"
+
+
+def log_set_aside(group_id: str, dead_letters: Iterable[str]) -> None:
+    """Name each row that was set aside, once it is."""
+    for each in dead_letters:
+        logger.error("a row was set aside: %s", each, extra=about("set_aside", group=group_id))
 
 
 def read_results(rows: Iterable[Any]) -> Result:
@@ -313,3 +374,131 @@ def _shown(value: Any) -> Any:
     except (ValueError, OverflowError, KeyError):
         return str(value.cast(pa.string()))
     return found.hex() if isinstance(found, bytes) else found
+
+
+def to_one_task(frame: DataFrame, *, order: Sequence[str]) -> DataFrame:
+    """Bring all rows to one task, in this order, the end mark behind them."""
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - executors do without
+
+    rows = frame.withColumn(END, F.lit(0)).repartition(1)
+    nothing = [F.lit(None).cast(f.dataType).alias(f.name) for f in frame.schema.fields]
+    mark = frame.sparkSession.range(0, 1, 1, 1).select(*nothing, F.lit(1).alias(END))
+    # One after the other in one task; a sort with the mark as its last row would hold up all of them.
+    return (rows.sortWithinPartitions(*order) if order else rows).union(mark).coalesce(1)
+
+
+def to_tasks(frame: DataFrame, partitions: Sequence[Partition]) -> DataFrame:
+    """Send the rows of each of these partitions to a task of its own, in the order of their offsets; others anywhere.
+
+    For each partition rows are hashed by a number that Spark's hash sends to its own task: by topic and number
+    themselves, twelve partitions would keep seven or eight of twelve tasks busy. How many tasks is said, because
+    adaptive execution leaves only such a shuffle as it is.
+    """
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - executors do without
+
+    topics: dict[str, dict[int, int]] = {}
+    for partition, key in zip(partitions, _keys(len(partitions)), strict=True):
+        topics.setdefault(partition.topic, {})[partition.number] = key
+    cases = [
+        f"WHEN {TOPIC} = '{topic}' THEN try_element_at(array("  # Kafka allows no quotes in names of topics
+        + ", ".join(str(numbers.get(n, 0)) for n in range(max(numbers) + 1))
+        + f"), {PARTITION} + 1)"
+        for topic, numbers in topics.items()
+    ]
+    task = F.expr(f"coalesce(CASE {' '.join(cases)} END, 0)")
+    return frame.repartition(len(partitions), task).sortWithinPartitions(OFFSET)
+
+
+@cache
+def _keys(count: int) -> list[int]:
+    """Return for each of so many tasks a number that Spark's shuffle sends there: by Murmur3 with seed 42."""
+    found: dict[int, int] = {}
+    mask = 0xFFFFFFFF
+    for key in itertools.count():
+        k = key * 0xCC9E2D51 & mask
+        k = ((k << 15 | k >> 17) & mask) * 0x1B873593 & mask
+        h = 42 ^ k
+        h = ((h << 13 | h >> 19) * 5 + 0xE6546B64 & mask) ^ 4
+        h = (h ^ h >> 16) * 0x85EBCA6B & mask
+        h = (h ^ h >> 13) * 0xC2B2AE35 & mask
+        h ^= h >> 16
+        found.setdefault((h - (1 << 32) if h >> 31 else h) % count, key)  # Spark's has a sign
+        if len(found) == count:
+            break
+    return [found[task] for task in range(count)]
+
+
+def write_task(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Do what a task does: the whole batch or nothing of it, or what comes of some partitions.
+
+    Return one row that tells what was done; none where no row came.
+    """
+    is_whole = work.options.transaction == "batch"
+    stream = (table for table in tables(batches, rows_a_copy=work.rows_a_copy) if is_whole or table.num_rows)
+    # No transaction stands open while rows are still read and sorted.
+    first = list(itertools.islice(stream, 1))
+    if not (first or is_whole):
+        return
+    rows = itertools.chain(first, stream)
+    with Attempt(work) as attempt:
+        attempt.run(up_to_mark(rows) if is_whole else rows, attempt.standing(), is_whole=is_whole)
+    yield pa.RecordBatch.from_pydict({"report": [json.dumps(asdict(attempt.result))]})
+
+
+def write_here(
+    work: Work, rows: pa.Table, session: Session, writers: Sequence[TableWriter], standing: Mapping[Partition, int]
+) -> Result:
+    """Write the rows of a small batch on the driver, whose action has brought all of them or raised.
+
+    ``standing`` is where the ledger stood before; an advance from anywhere else matches nothing.
+    """
+    rows = rows.sort_by(OFFSET) if OFFSET in rows.column_names else rows
+    with Attempt(work, session, writers) as attempt:
+        attempt.run([rows], standing, is_whole=True)
+    return attempt.result
+
+
+def split(rows: pa.Table, parts: Sequence[Part]) -> Iterator[tuple[int, pa.Table]]:
+    """Return the rows of each table by themselves; of one table they come as they are."""
+    if len(parts) == 1:
+        yield 0, rows
+        return
+    for number, part in enumerate(parts):
+        some = rows.filter(pc.equal(rows.column(FRAME), number))
+        if some.num_rows:
+            row = some.column(f"{ROW}{number}")
+            columns = dict(zip((field.name for field in row.type), row.flatten(), strict=True))
+            places = {name: some.column(name) for name in PLACES if part.has_places}
+            yield number, pa.table(columns | places)
+
+
+def tables(batches: Iterable[pa.RecordBatch], *, rows_a_copy: int = ROWS) -> Iterator[pa.Table]:
+    """Join record batches to tables of so many rows, or of :data:`BYTES`: each is one COPY."""
+    joined: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        joined.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows >= rows_a_copy or size >= BYTES:
+            yield pa.Table.from_batches(joined)
+            joined, rows, size = [], 0, 0
+    if joined:
+        yield pa.Table.from_batches(joined)
+
+
+def up_to_mark(stream: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the rows in front of the end mark."""
+    seen = 0
+    for table in stream:
+        marks = pc.sum(table.column(END)).as_py() or 0
+        rows = table.slice(0, table.num_rows - marks)
+        if (seen and table.num_rows) or pc.sum(rows.column(END)).as_py():
+            raise IncompleteInput("rows came behind the end mark of this batch: Spark has not kept them in order")
+        seen += marks
+        yield rows
+    if seen == 1:
+        return
+    raise IncompleteInput(
+        "the rows of this batch ended before their end mark: the attempt was killed, or what feeds it failed. "
+        "Nothing of it was kept; Spark runs it again"
+    )

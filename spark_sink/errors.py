@@ -2,14 +2,6 @@
 
 They end the query; what to do is in their text. ``Fenced``, ``OwnedByConsumer``, ``TopicRecreated`` and the like are
 those of :mod:`exactly_once.errors`.
-
-ExactlyOnceError
-├── FrameError (ConfigurationError)     the frame does not fit the table; nothing was written
-├── LedgerBehindCheckpoint              the ledger lacks rows that the checkpoint counts as written
-├── IncompleteInput                     a task was not given all its rows, so nothing of it was kept
-├── StageLost                           the data source: rows that tasks had staged are gone
-├── RowsOutOfOrder                      offsets do not rise, or are outside of what the batch covers
-└── QueryChanged                        ledger="batch-id": the group belongs to another query, or to its past
 """
 
 from __future__ import annotations
@@ -18,7 +10,7 @@ from exactly_once.errors import ConfigurationError, ExactlyOnceError
 
 
 class FrameError(ConfigurationError):
-    """The frame does not fit the table or lacks columns; refused before the first row is written."""
+    """The frame does not fit the table, lacks columns or has rows too many of a message; nothing of it is written."""
 
 
 class LedgerBehindCheckpoint(ExactlyOnceError):

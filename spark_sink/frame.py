@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Literal
 
-from exactly_once.writer import Column, Table
+from exactly_once.writer import Column, Table, TableError
 from exactly_once.writer.codecs import name_of
+from exactly_once.writer.numbers import precision_and_scale
 
 from .errors import FrameError
-from .offset_filter import PLACES, RESERVED
 from .options import Options
+from .ranges import PLACES, RESERVED
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -22,12 +24,14 @@ FRAME = f"{RESERVED}frame"
 # How the columns begin, one for each frame, that hold its rows as structs.
 ROW = f"{RESERVED}row"
 
+Form = Literal["itself", "json", "null"]
+
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
-# Spark's own forms leave out microseconds, and fields that are null.
+# Spark's own forms leave out microseconds, and fields that are null; XXX would leave out the seconds of an offset.
 _JSON_FORM = {
-    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXXXX",
     "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
     "ignoreNullFields": "false",
 }
@@ -46,19 +50,16 @@ _NOT_IN_ARROW = ("interval", "yearmonthinterval")
 _ZONED_AND_NOT = (("timestamp_ntz", "timestamptz"), ("timestamp", "timestamp"))
 
 
-def fit(frame: DataFrame, table: Table, options: Options) -> tuple[DataFrame, tuple[str, ...]]:
+def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = ()) -> tuple[DataFrame, tuple[str, ...]]:
     """Return the frame as tasks need it, and which of its columns are written.
 
     :raises FrameError: naming the column, what is wrong with it and what to do.
     """
-    fields = check_places(frame.schema, options)
+    fields, forms = match(frame.schema, table, options, key)
     places: list[str] = []
     if has_places(frame.schema, options):
         kinds = zip(options.place_columns, ("string", "int", "bigint"), PLACES, strict=True)
         places = [f"CAST({_quoted(name)} AS {kind}) AS {place}" for name, kind, place in kinds]
-    columns = _columns(fields.values(), table, options)
-    known = {c.name: c for c in table.columns}
-    forms = {name: _form(fields[name], known[name], table) for name in columns}
     if nested := {name: _as_json(fields[name]) for name, form in forms.items() if form == "json"}:
         frame = frame.withColumns(nested)
     # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
@@ -66,47 +67,58 @@ def fit(frame: DataFrame, table: Table, options: Options) -> tuple[DataFrame, tu
         f"CAST({_quoted(name)} AS string) AS {_quoted(name)}" if form == "null" else _quoted(name)
         for name, form in forms.items()
     ]
-    return frame.selectExpr(*written, *places), tuple(columns)
+    if options.claim is not None and options.claim not in forms:
+        written.append(_quoted(options.claim))
+    return frame.selectExpr(*written, *places), tuple(forms)
 
 
-def combine(frames: Sequence[tuple[DataFrame, Sequence[str]]]) -> DataFrame:
+def combine(frames: Sequence[DataFrame]) -> DataFrame:
     """Make one frame of several: a row has the number of its frame, its columns in a struct, and its places if any."""
     if len(frames) == 1:
-        return frames[0][0]
+        return frames[0]
     parts = []
-    for number, (frame, columns) in enumerate(frames):
+    for number, frame in enumerate(frames):
+        columns, places = [n for n in frame.columns if n not in PLACES], [n for n in frame.columns if n in PLACES]
         # Of rows of other frames the struct is null, which Arrow takes only where its fields may be null, too.
         fields = ", ".join(f"if(true, {name}, null) AS {name}" for name in map(_quoted, columns))
-        places = [name for name in PLACES if name in frame.columns]
         parts.append(frame.selectExpr(f"{number} AS {FRAME}", f"struct({fields}) AS {ROW}{number}", *places))
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole.unionByName(part, allowMissingColumns=True)
-    return whole
+    return reduce(lambda whole, part: whole.unionByName(part, allowMissingColumns=True), parts)
 
 
-def columns_of(schema: StructType, table: Table, options: Options) -> tuple[str, ...]:
+def columns_of(schema: StructType, table: Table, options: Options, key: Sequence[str]) -> tuple[str, ...]:
     """Return which columns are written, where the frame comes as it is and nothing in it can be cast.
 
     :raises FrameError: as :func:`fit`, and for what only a cast would make fit.
     """
+    fields, forms = match(schema, table, options, key)
+    for column in table.columns:
+        if forms.get(column.name) == "json":
+            raise FrameError(
+                f"column {column.name!r} is {fields[column.name].dataType.simpleString()}, in {table} it is "
+                f"{column.type_name}; make it text with to_json() in the frame"
+            )
+    return tuple(forms)
+
+
+def match(
+    schema: StructType, table: Table, options: Options, key: Sequence[str]
+) -> tuple[dict[str, StructField], dict[str, Form]]:
+    """Return all fields by name, and as what each column is sent that is written.
+
+    :raises FrameError: as :func:`fit`, which asks Spark for the rest.
+    """
     fields = check_places(schema, options)
     columns = _columns(fields.values(), table, options)
     known = {c.name: c for c in table.columns}
-    for name in columns:
-        if _form(fields[name], known[name], table) == "json":
-            raise FrameError(
-                f"column {name!r} is {fields[name].dataType.simpleString()}, in {table} it is "
-                f"{known[name].type_name}; make it text with to_json() in the frame"
-            )
-    return tuple(columns)
+    forms = {name: _form(fields[name], known[name], table) for name in columns}
+    if options.mode in ("upsert", "insert-ignore"):
+        check_key((*key, *options.add), columns, table)
+    return fields, forms
 
 
 def has_places(schema: StructType, options: Options) -> bool:
     """Tell whether rows say where they come from; of several tables, some may take rows that cannot."""
-    if options.ledger != "offsets":
-        return False
-    return not options.is_one_of_several or set(options.place_columns) <= set(schema.names)
+    return options.ledger == "offsets" and (options.tables is None or {*options.place_columns} <= {*schema.names})
 
 
 def check_places(schema: StructType, options: Options) -> dict[str, StructField]:
@@ -117,13 +129,14 @@ def check_places(schema: StructType, options: Options) -> dict[str, StructField]
     if ours := [name for name in names if name.lower().startswith(RESERVED)]:
         raise FrameError(f"the frame has a column {ours[0]!r}; names with {RESERVED} are the sink's own, rename it")
     fields = {f.name: f for f in schema.fields}
-    for option, name, kinds in (
-        ("topic_column", options.topic_column, ("string",)),
-        ("partition_column", options.partition_column, _WHOLE),
-        ("offset_column", options.offset_column, _WHOLE),
-    ):
-        if not has_places(schema, options):
-            break
+    if (claim := options.claim) is not None:
+        found = fields[claim].dataType.simpleString() if claim in fields else "missing"
+        if found not in ("string", *_WHOLE):
+            raise FrameError(f"column {claim!r} (claim=) is {found}: the key of an event is text or a whole number")
+    if not has_places(schema, options):
+        return fields
+    for option, kinds in (("topic_column", ("string",)), ("partition_column", _WHOLE), ("offset_column", _WHOLE)):
+        name = getattr(options, option)
         if name not in fields:
             raise FrameError(
                 f"the frame has no column {name!r} ({option}=): topic, partition and offset of Kafka's source "
@@ -155,16 +168,15 @@ def _kinds(kind: DataType) -> Iterator[str]:
 
 
 def _columns(fields: Iterable[StructField], table: Table, options: Options) -> list[str]:
-    """Choose the columns that are written: all, but for those that only tell where a row comes from."""
+    """Choose the columns that are written: all, but for those that only tell where a row comes from, or its key."""
     known = {c.name for c in table.columns}
-    optional = options.place_columns if options.ledger == "offsets" else ()
+    optional = (*(options.place_columns if options.ledger == "offsets" else ()), options.claim)
     columns = [f.name for f in fields if f.name in known or f.name not in optional]
-    if missing := [name for name in columns if name not in known]:
-        raise FrameError(
-            f"{table} has no column {', '.join(map(repr, missing))}; drop it from the frame, or add it to the table"
-        )
-    if generated := [c.name for c in table.columns if c.is_generated and c.name in columns]:
-        raise FrameError(f"{table}: {', '.join(map(repr, generated))} is generated by Postgres and takes no values")
+    try:
+        table.pick(columns)
+    except TableError as error:
+        mend = "change the table" if set(columns) <= known else 'add it to the table, or say evolve="add-columns"'
+        raise FrameError(f"{error}; drop it from the frame, or {mend}") from None
     needed = [
         c.name
         for c in table.columns
@@ -177,7 +189,7 @@ def _columns(fields: Iterable[StructField], table: Table, options: Options) -> l
     return columns
 
 
-def check_key(key: Iterable[str], columns: Iterable[str], table: Table) -> None:
+def check_key(key: Iterable[str], columns: Iterable[str], table: Table | str) -> None:
     """Refuse a frame without the columns by which rows are told from each other."""
     if missing := [name for name in key if name not in set(columns)]:
         raise FrameError(
@@ -185,17 +197,15 @@ def check_key(key: Iterable[str], columns: Iterable[str], table: Table) -> None:
         )
 
 
-def _form(field: StructField, column: Column, table: Table) -> Literal["itself", "json", "null"]:
-    """Tell as what a column must be sent.
-
-    :raises FrameError: when Postgres would refuse it, or take it for something else.
-    """
+def _form(field: StructField, column: Column, table: Table) -> Form:
+    """Tell as what a column must be sent."""
     kind, target = field.dataType.typeName(), name_of(column.type_oid)
     place = f"column {field.name!r} is {field.dataType.simpleString()}, in {table} it is {column.type_name}"
     if kind == "void":
         return "null"
     if kind in _NESTED or kind == "array":
         if target in _JSON:
+            _not_a_number(_quoted(field.name), field.dataType)  # refuses keys that JSON lacks
             return "json"
         element = getattr(field.dataType, "elementType", None)
         is_nested = element is not None and element.typeName() in (*_NESTED, "array")
@@ -212,10 +222,9 @@ def _form(field: StructField, column: Column, table: Table) -> Literal["itself",
         )
     if kind == "decimal" and target in ("int2", "int4", "int8"):
         raise FrameError(f"{place}; cast it to an integer type in the frame")
-    if kind == "decimal" and target == "numeric" and column.typmod >= 0:
+    precision, scale = precision_and_scale(column.typmod)
+    if kind == "decimal" and target == "numeric" and scale is not None:
         given: DecimalType = field.dataType  # type: ignore[assignment]
-        # As Postgres packs them: precision and scale, the latter with a sign, behind a header of four bytes.
-        precision, scale = (column.typmod - 4) >> 16, ((column.typmod - 4) & 0x7FF ^ 1024) - 1024
         if given.scale > scale or given.precision - given.scale > precision - scale:
             raise FrameError(
                 f"{place}, which has not enough digits; cast it in the frame, where you see what is cut off"
@@ -235,10 +244,7 @@ def _as_json(field: StructField) -> SparkColumn:
 
 
 def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
-    """Return SQL that tells whether NaN or infinity is within; None where none can be.
-
-    :raises FrameError: for a map whose keys Spark would write as its own numbers.
-    """
+    """Return SQL that tells whether NaN or infinity is within; None where none can be."""
     name, item = kind.typeName(), f"x{depth}"
     parts: list[tuple[str, str]] = []
     if name in ("float", "double"):

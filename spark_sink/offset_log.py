@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 # What the log says of a source that has given nothing so far.
 _NOTHING_YET = "-"
 
-# What the checkpoint calls operators that keep no row for later: each comes in its message's batch, or never.
-_KEEP_KEYS = ("dedupe", "dedupeWithinWatermark", "globalLimit")
-
 # Returns the content of a file below the checkpoint, none of a directory, or None when there is no such thing.
 Read = Callable[[str], "bytes | None"]
 # Writes a file below the checkpoint, whole or not at all.
@@ -63,10 +60,7 @@ class OffsetLog:
         self._ends: tuple[int, dict[Partition, int]] | None = None
 
     def query_id(self) -> str:
-        """Return the id of the query that the checkpoint belongs to.
-
-        :raises ConfigurationError: when there is no checkpoint at this place.
-        """
+        """Return the id of the query that the checkpoint belongs to."""
         text = self._read("metadata")
         if text is None:
             raise ConfigurationError(
@@ -76,11 +70,8 @@ class OffsetLog:
         return str(json.loads(text)["id"])
 
     def ranges(self, batch_id: int) -> list[Range]:
-        """Return what a batch covers; starts that are written nowhere are None.
-
-        :raises ConfigurationError: when the log lacks the batch, or cannot be read.
-        """
-        ends = self._ends_of(batch_id)
+        """Return what a batch covers; starts that are written nowhere are None."""
+        ends = self.ends(batch_id)
         if ends is None:
             raise ConfigurationError(
                 f"checkpoint_location={self.location!r} has no offsets of batch {batch_id}, which is being "
@@ -88,7 +79,7 @@ class OffsetLog:
             )
         starts: dict[Partition, int] = {}
         if batch_id > 0:
-            starts = self._ends_of(batch_id - 1) or {}
+            starts = self.ends(batch_id - 1) or {}
         else:
             for name in _sources(self._read("offsets/0") or b"", self.location):
                 text = self._read(f"sources/{name}/0")
@@ -96,9 +87,12 @@ class OffsetLog:
         self._ends = batch_id, ends
         return [Range(partition=p, start=starts.get(p), end=end) for p, end in sorted(ends.items())]
 
-    def ends(self, batch_id: int) -> dict[Partition, int]:
-        """Return where a batch ends."""
-        return self._ends_of(batch_id) or {}
+    def ends(self, batch_id: int) -> dict[Partition, int] | None:
+        """Return where a batch ends; None if the log lacks it."""
+        if self._ends is not None and self._ends[0] == batch_id:
+            return self._ends[1]
+        text = self._read(f"offsets/{batch_id}")
+        return None if text is None else parse_offsets(text, self.location)
 
     def fingerprint(self, batch_id: int) -> str | None:
         """Return a digest of the ends of a batch, by which a replay is told from another batch of the same number."""
@@ -129,15 +123,7 @@ class OffsetLog:
         self._write(_mark_of(group_id), json.dumps({"batch_id": batch_id, "offsets": offsets}).encode())
         self._marks[group_id] = now
 
-    def has_state(self) -> bool:
-        """Tell whether the query keeps something from batch to batch, which only running each batch brings forward."""
-        return self._read("state") is not None
-
-    def keeps_rows(self) -> list[str]:
-        """Return the query's operators that keep rows for later batches."""
-        return [name for name in self.operators() if name not in _KEEP_KEYS]
-
-    def operators(self) -> list[str]:
+    def stateful(self) -> list[str]:
         """Return the query's operators that have a state; before Spark 4.0 they are not known until it is written."""
         names = []
         for number in itertools.count():
@@ -151,19 +137,9 @@ class OffsetLog:
             )
         return names
 
-    def _ends_of(self, batch_id: int) -> dict[Partition, int] | None:
-        if self._ends is not None and self._ends[0] == batch_id:
-            return self._ends[1]
-        text = self._read(f"offsets/{batch_id}")
-        return None if text is None else parse_offsets(text, self.location)
-
 
 def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
-    """Read the ends of all Kafka sources from a file of the offset log.
-
-    :raises NotKafka: for a source that is not.
-    :raises ConfigurationError: for a format that is not known, and when two sources read one partition.
-    """
+    """Read the ends of all Kafka sources from a file of the offset log."""
     found: dict[Partition, int] = {}
     for line in _sources(text, location).values():
         offsets = _kafka_offsets(line)
@@ -227,10 +203,7 @@ def _kafka_offsets(line: str) -> dict[Partition, int]:
 
 
 def reader(location: str, spark: SparkSession) -> _Disk | _Hadoop:
-    """Return how to read, and to write, below ``location``: from this machine's disk, or through Hadoop's FileSystem.
-
-    :raises ConfigurationError: when there is no JVM and the place is not on this machine's disk.
-    """
+    """Return how to read, and to write, below ``location``: on this machine's disk, or through Hadoop's FileSystem."""
     jvm = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
     if jvm is not None:
         configuration = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001 - pyspark has no public way
@@ -240,22 +213,20 @@ def reader(location: str, spark: SparkSession) -> _Disk | _Hadoop:
             return _Hadoop(root, files, jvm)
         # Each question to the JVM is a round trip, and this is asked for every batch.
         return _Disk(Path(files.makeQualified(root).toUri().getPath()))
-    place = urlsplit(location)
-    if place.scheme not in ("", "file"):
+    if (disk := _disk(location)) is None:
         raise ConfigurationError(
             f"checkpoint_location={location!r} cannot be read over Spark Connect, which gives no access to "
-            f"{place.scheme}; leave it out, or run the query where the driver is"
+            f"{urlsplit(location).scheme}; leave it out, or run the query where the driver is"
         )
-    return _Disk(Path(place.path))
+    return disk
 
 
 def on_disk(location: str | None, query_id: str, *, warns: bool) -> OffsetLog | None:
     """Open a query's checkpoint where there is no session; None if it is not on this machine's disk."""
-    if location is not None:
-        place = urlsplit(location)
-        log = OffsetLog(location, _Disk(Path(place.path)))
+    if location is not None and (disk := _disk(location)) is not None:
+        log = OffsetLog(location, disk)
         with contextlib.suppress(ConfigurationError):
-            if place.scheme in ("", "file") and log.query_id() == query_id:
+            if log.query_id() == query_id:
                 return log
     if warns:
         logger.warning(
@@ -267,6 +238,11 @@ def on_disk(location: str | None, query_id: str, *, warns: bool) -> OffsetLog | 
             extra=about("checkpoint_unread"),
         )
     return None
+
+
+def _disk(location: str) -> _Disk | None:
+    place = urlsplit(location)
+    return _Disk(Path(place.path)) if place.scheme in ("", "file") else None
 
 
 class _Disk:

@@ -1,4 +1,4 @@
-"""Options of the sink and of the data source, checked at construction. No I/O."""
+"""Options of the sink and of the data source, checked at construction, and what is made of them. No I/O."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from uuid import UUID
 
 import psycopg
+import tenacity
 from psycopg.conninfo import make_conninfo
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.admin import Cluster
 from exactly_once.ledger.dead_letters import DeadLetterLimit
-from exactly_once.ledger.session import connector
+from exactly_once.ledger.retry import waiting
+from exactly_once.ledger.rows import Ledger, Watch
+from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
+from exactly_once.ledger.start import StartOffsets
+from exactly_once.writer import TableWriter
+from exactly_once.writer.sink import Evolve
 
 if TYPE_CHECKING:
     from .report import BatchReport, SinkUnit
@@ -23,12 +32,11 @@ LedgerKind = Literal["offsets", "batch-id"]
 OnBadRow = Literal["fail", "dead-letter"]
 
 # What each of several tables may have for itself.
-_OF_TABLE = ("mode", "key", "add")
+_OF_TABLE = ("mode", "key", "add", "claim", "create_table", "evolve")
 # What only ``foreachBatch`` can do.
 _ONLY_SINK = ("transaction", "in_transaction", "on_report", "small_batch", "tables", "dead_letter_limit")
 # What Spark itself hands on to a data source.
 _OF_SPARK = ("path", "queryname")
-_TRUTHS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +51,9 @@ class Options:
     ledger: LedgerKind = "offsets"
     key: tuple[str, ...] | None = None
     add: tuple[str, ...] = ()
+    claim: str | None = None
+    create_table: bool = False
+    evolve: Evolve | None = None
     tables: Mapping[str, Mapping[str, Any]] | None = None
     checkpoint_location: str | None = None
     bootstrap_servers: str | None = None
@@ -68,14 +79,60 @@ class Options:
     """The data source: how long staged rows are kept that nobody has published."""
 
     @property
+    def patiently(self) -> tenacity.Retrying:
+        """A retrier for whole transactions of a batch."""
+        return waiting(self.patience_seconds, group_id=self.group_id)
+
+    def session(self, instance: UUID | None = None) -> Session:
+        """Return a connection to the database that is opened when it is needed."""
+        return Session(connector(self.conninfo), schema=self.schema, instance=instance)
+
+    def ledger_in(self, session: Session, query_id: str | None = None, watch: Watch | None = None) -> Ledger:
+        """Return the ledger as a run of this query sees it."""
+        return Ledger(
+            session,
+            group_id=self.group_id,
+            owner_kind="spark",
+            owner_name=self.name or f"query {query_id}",
+            take_over=self.take_over,
+            watch=watch,
+        )
+
+    def watcher(self, session: Session, instance: UUID) -> StaleBackendTerminator:
+        """Return what ends owners that stand still, but for other backends of this instance."""
+        return StaleBackendTerminator(session.connect, schema=self.schema, group_id=self.group_id, instance=instance)
+
+    def starter(self, ledger: Ledger) -> StartOffsets | None:
+        """Return what checks ids of cluster and topics, where the cluster is known and offsets are counted."""
+        settings = dict(self.kafka or {})
+        if self.bootstrap_servers is not None:
+            settings["bootstrap.servers"] = self.bootstrap_servers
+        if not settings or self.ledger == "batch-id":
+            return None
+        # Spark chooses where to start, whatever another program of the group has committed to Kafka.
+        return StartOffsets(ledger, Cluster(settings), start="earliest", on_out_of_range="fail")
+
+    def writer(self) -> TableWriter:
+        """Return the writer of the one table; rows that replace others are appended to the emptied table."""
+        assert self.table is not None
+        return TableWriter(
+            self.table, mode="append" if self.mode == "replace" else self.mode, key=self.key, add=self.add
+        )
+
+    def report(self, query_id: str, run_id: UUID | str, batch_id: int, fingerprint: str | None) -> dict[str, Any]:
+        """Return what is written down of a batch, for `exactly-once status`, but for what it has written."""
+        named = {"group_id": self.group_id, "query_id": query_id, "run_id": str(run_id), "name": self.name}
+        return {**named, "batch_id": batch_id, "fingerprint": fingerprint}
+
+    @property
     def place_columns(self) -> tuple[str, str, str]:
         """The columns that say where a row comes from."""
         return self.topic_column, self.partition_column, self.offset_column
 
     @property
-    def is_one_of_several(self) -> bool:
-        """Whether these are the options of one of several tables."""
-        return self.tables is not None and self.table is not None
+    def minds_order(self) -> bool:
+        """Whether it matters which of two rows comes first."""
+        return self.mode != "append" or self.claim is not None
 
     @property
     def targets(self) -> tuple[Options, ...]:
@@ -86,24 +143,23 @@ class Options:
 
 
 def check_options(**given: Any) -> Options:
-    """Check options by themselves and against each other.
-
-    :raises ConfigurationError: naming the option, what was given and what is possible.
-    """
+    """Check options by themselves and against each other."""
     given = _with_names(given)
     if (tables := given.get("tables")) is not None:
         given["tables"] = _checked_tables(given, tables)
     options = Options(**given)
-    for option, kind in (
-        ("mode", Mode),
-        ("transaction", Transaction),
-        ("ledger", LedgerKind),
-        ("on_bad_row", OnBadRow),
+    for option, possible in (
+        ("mode", get_args(Mode)),
+        ("transaction", get_args(Transaction)),
+        ("ledger", get_args(LedgerKind)),
+        ("on_bad_row", get_args(OnBadRow)),
+        ("create_table", (True, False)),
+        ("evolve", (*get_args(Evolve), None)),
     ):
         for each in (options, *options.targets):
-            if (value := getattr(each, option)) not in get_args(kind):
+            if (value := getattr(each, option)) not in possible:
                 raise ConfigurationError(
-                    f"{option}={value!r} is not possible; choose one of {', '.join(get_args(kind))}"
+                    f"{option}={value!r} is not possible; choose one of {', '.join(map(str, possible))}"
                 )
     connector(options.conninfo)
     for option, value in (("table", options.tables or options.table), ("group_id", options.group_id)):
@@ -129,18 +185,23 @@ def check_options(**given: Any) -> Options:
 
 
 def _with_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Make tuples of what names columns."""
+    """Make tuples of what names several columns; see that what names one does."""
     lists = {option: given[option] for option in ("key", "add") if given.get(option) is not None}
     for option, value in lists.items():
         if isinstance(value, str):
             raise ConfigurationError(f"{option}={value!r} must be a list of columns: {option}=[{value!r}]")
+    if (claim := given.get("claim")) is not None and not (isinstance(claim, str) and claim):
+        raise ConfigurationError(f"claim={claim!r} must be the name of one column")
     return {**given, **{option: tuple(value) for option, value in lists.items()}}
 
 
 def _checked_tables(given: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Check what is said of several tables, as far as it is not said of one."""
-    if given.get("table") is not None or any(given.get(name) for name in ("key", "add")):
-        raise ConfigurationError("tables= has for each table what table=, key= and add= are for one; leave them out")
+    if given.get("table") is not None or any(given.get(name) for name in _OF_TABLE[1:]):
+        raise ConfigurationError(
+            "tables= has for each table what table=, key=, add=, claim=, create_table= and evolve= are for one; leave "
+            "them out"
+        )
     for name, each in tables.items():
         if unknown := sorted(set(each) - set(_OF_TABLE)):
             raise ConfigurationError(f"tables={{{name!r}: ...}} takes {', '.join(_OF_TABLE)}, not {unknown[0]}")
@@ -156,16 +217,32 @@ def _check_target(options: Options) -> None:
         )
     if options.key is not None and options.mode not in ("upsert", "insert-ignore"):
         raise ConfigurationError(f"key= is about rows that exist; mode={options.mode!r} does not look at them")
+    if options.claim is not None and options.mode == "replace":
+        raise ConfigurationError(
+            "claim= leaves out rows that came before, and with mode='replace' each batch has them all"
+        )
     if options.add and options.mode != "upsert":
         raise ConfigurationError(f"add= is about rows that exist: mode='upsert', not {options.mode!r}")
+
+
+def _seconds(text: str) -> float:
+    if not (number := float(text)) > 0:
+        raise ValueError
+    return number
+
+
+# The data source's options that are no text: what reads them, and what they must be.
+_READ: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    **dict.fromkeys(("take_over", "create_table"), ({"true": True, "false": False}.__getitem__, "true or false")),
+    "reap_after_seconds": (_seconds, "a positive number of seconds"),
+    "patience_seconds": (_seconds, "a positive number of seconds"),
+}
 
 
 def check_source_options(given: Mapping[str, str]) -> Options:
     """Check the options of one query of the data source: strings, under names that Spark lower-cases.
 
     Case and underscores in names do not matter: ``groupId`` is ``group_id``.
-
-    :raises ConfigurationError: naming the option, what was given and what is possible.
     """
 
     def plain(name: str) -> str:
@@ -182,32 +259,20 @@ def check_source_options(given: Mapping[str, str]) -> Options:
             raise ConfigurationError(f"{name} is an option of PostgresSink, for foreachBatch; the data source has none")
         elif not name.startswith("kafka.") and plain(name) not in _OF_SPARK:
             raise ConfigurationError(f"there is no option {name}; there are {', '.join(map(_camel, names))}")
-    for option in ("reap_after_seconds", "patience_seconds"):
-        if option in chosen:
-            chosen[option] = _number(_camel(option), chosen[option])
     for option in {"key", "add"} & chosen.keys():
         chosen[option] = [name.strip() for name in chosen[option].split(",")]
     if (password := chosen.pop("password", None)) is not None:
         # The option that Spark itself redacts, by its name, in plans, logs and its pages.
         with contextlib.suppress(psycopg.ProgrammingError):  # what is wrong is said where all options are checked
             chosen["conninfo"] = make_conninfo(chosen.get("conninfo", ""), password=password)
-    if "take_over" in chosen:
-        if (said := chosen["take_over"].lower()) not in _TRUTHS:
-            raise ConfigurationError(f"takeOver={said!r} is not possible; choose true or false")
-        chosen["take_over"] = _TRUTHS[said]
+    for option in chosen.keys() & _READ.keys():
+        try:
+            chosen[option] = _READ[option][0](chosen[option].lower())
+        except (KeyError, ValueError):
+            raise ConfigurationError(f"{_camel(option)}={chosen[option]!r} must be {_READ[option][1]}") from None
     return check_options(**chosen, kafka=settings or None, small_batch=0)
 
 
 def _camel(name: str) -> str:
     first, *rest = name.split("_")
     return first + "".join(map(str.capitalize, rest))
-
-
-def _number(name: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise ConfigurationError(f"{name}={value!r} must be a positive number of seconds")
-    return number

@@ -1,52 +1,134 @@
-"""Publication: the rows of a batch that tasks have staged, into the table, in one guarded transaction. On the driver.
+"""The data source's two phases: tasks stage rows in the database, and the driver publishes what Spark has counted.
 
-Spark makes a new writer for every batch and another one for its commit, so a run cannot remember what it owns. The
-database does, in a row of each run: that it owns the group, which rows of the ledger it has acquired, and how far it
-has written each; read and written in the transaction of the batch. So whoever publishes needs no memory, and calling it
-again, after an answer that was lost, finds everything done. The first task of a run registers it and takes the query's
-row, before anything is staged. A run that is known and has lost that row was fenced, and never comes back, whatever it
-was doing when it stood still.
+A task cannot know whether its attempt will count, so it writes nothing into the table: it stages its rows as Arrow has
+them, and returns their tag. Spark makes a new writer for every batch and for its commit, so the database remembers in
+a row of each run what it owns and how far it has written, and a second call finds everything done. A run that is known
+and has lost the query's row was fenced, and never comes back.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-from uuid import UUID
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import UUID, uuid4
 
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
+from pyspark.sql.datasource import WriterCommitMessage
 
 from exactly_once._log import about
-from exactly_once._model import Partition
+from exactly_once._model import Advance, Partition
 from exactly_once.errors import Fenced
-from exactly_once.ledger.conflict import Grant
 from exactly_once.ledger.migrate import check
-from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
-from exactly_once.ledger.session import Session, connector, cursor_on
+from exactly_once.ledger.rows import LOCK_SECONDS
+from exactly_once.ledger.session import Connection, connector, execute
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.stale_owners import StaleBackendTerminator
 
-from .attempt import Attempt, Part, Work
-from .errors import RowsOutOfOrder
-from .frame import check_key, columns_of
-from .offset_filter import PLACES, OffsetFilter
+from .attempt import Attempt, Part, Work, log_set_aside
+from .define import define, log
+from .errors import RowsOutOfOrder, StageLost
+from .frame import columns_of
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
-from .owners import BatchGrant, Claim, Owners, claim, patiently, query_row, rotates_at
-from .ranges import Range, looked_through, one_batch, refuse_older, remaining
-from .run import log_set_aside, starter_of
-from .staging import BATCH_JOB, ChunkRef, ObservedRange, RunBatch, Staged, fetch, in_order, placed
-from .stream_query import refuse_kept_rows, refuse_lost_state
+from .owners import Owners, claim, grant_of, query_row, rotates_at
+from .ranges import NO_PLACE, PLACES, ObservedRange, Range, looked_through, one_batch, refuse_older, remaining, spans
+from .stream_query import refuse_kept_rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 logger = logging.getLogger(__name__)
+
+# About how much is staged at a time, and held in memory where it is published.
+CHUNK_BYTES = 8 << 20
+# What stands for the id of a query where there is none.
+BATCH_JOB = "batch job"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBatch:
+    """Which run of which query writes which batch. A batch job is a run of one batch."""
+
+    run_id: UUID
+    query_id: str
+    batch_id: int
+
+
+class Chunk(NamedTuple):
+    """What the driver must know of staged rows without reading them."""
+
+    attempt: UUID
+    number: int
+    row_count: int
+    spans: tuple[ObservedRange, ...]
+
+
+@dataclass(frozen=True)
+class Staged(WriterCommitMessage):
+    """What an attempt returns to Spark, for the commit."""
+
+    batch: RunBatch
+    chunks: tuple[Chunk, ...]
+
+
+def stage(options: Options, batch: RunBatch, batches: Iterable[pa.RecordBatch]) -> Staged:
+    """Stage the rows of one attempt; no transaction holds them together."""
+    attempt = uuid4()
+    chunks = []
+    with ExitStack() as stack:
+        connection: Connection | None = None
+        for number, rows in enumerate(_in_chunks(options, batches)):
+            if connection is None:  # most tasks behind a shuffle have nothing to stage
+                connection = stack.enter_context(connector(options.conninfo)())
+            out = pa.BufferOutputStream()
+            with pa.ipc.new_stream(out, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+                writer.write_table(rows)
+            execute(
+                connection,
+                options.schema,
+                "spark_put",
+                attempt=attempt,
+                number=number,
+                group_id=options.group_id,
+                run_id=batch.run_id,
+                batch_id=batch.batch_id,
+                chunk=bytes(out.getvalue()),
+            )
+            found = spans(placed(options, rows)) if options.ledger == "offsets" else ()
+            chunks.append(Chunk(attempt, number, rows.num_rows, tuple(found)))
+    return Staged(batch, tuple(chunks))
+
+
+def _in_chunks(options: Options, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    for batch in batches:
+        rows = pa.Table.from_batches([batch])
+        if options.ledger == "offsets" and options.minds_order:
+            sortable = placed(options, rows).sort_by([(place, "ascending") for place in PLACES])
+            rows = sortable.drop_columns(list(PLACES))
+        size = max(1, rows.num_rows * CHUNK_BYTES // max(rows.nbytes, CHUNK_BYTES))
+        yield from (rows.slice(start, size) for start in range(0, rows.num_rows, size))
+
+
+def placed(options: Options, rows: pa.Table) -> pa.Table:
+    """Add the columns that say where rows come from, under the names that the filter of offsets knows."""
+    for name, place, kind in zip(options.place_columns, PLACES, (pa.string(), pa.int32(), pa.int64()), strict=True):
+        rows = rows.append_column(place, rows.column(name).cast(kind))
+    return rows
+
+
+def reap(options: Options) -> None:
+    """Delete what was staged so long ago that nobody will publish it, of any group; best effort."""
+    with (
+        closing(options.session()) as session,
+        suppress(psycopg.Error),  # somebody else will
+        session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _),
+    ):
+        execute(connection, options.schema, "spark_reap", seconds=options.reap_after_seconds)
 
 
 def register(options: Options, batch: RunBatch) -> None:
@@ -56,35 +138,28 @@ def register(options: Options, batch: RunBatch) -> None:
     :raises LedgerBehindCheckpoint: when the query has published a batch that is not the one before this.
     :raises SchemaTooOld: when the database lacks what this needs.
     """
-    patiently(options)(_register, options, batch)
-
-
-def _register(options: Options, batch: RunBatch) -> None:
-    # A run is one owner in all its processes.
-    session = Session(connector(options.conninfo), schema=options.schema, instance=batch.run_id)
-    watcher = StaleBackendTerminator(
-        session.connect, schema=options.schema, group_id=options.group_id, instance=batch.run_id
-    )
-    owners = Owners(_ledger_of(options, batch, session), starter=None, counts=options.ledger == "batch-id")
-    parameters = {"group_id": options.group_id, "run_id": batch.run_id}
-    row = query_row(batch.query_id)
-    try:
-        with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
-            cursor = cursor_on(connection)
-            if cursor.execute(query("spark_register", options.schema), parameters, prepare=False).rowcount:
-                # With offsets a query may have written elsewhere before: they tell what is missing.
-                first = 0 if options.ledger == "batch-id" else batch.batch_id
-                found = owners.take_query(connection, pid, batch.query_id, watcher, first=first)
-                remaining(one_batch(row, batch.batch_id), {row: found}, group_id=options.group_id)
-                held = json.dumps(to_json(owners.held, {}))
-                cursor.execute(query("spark_hold", options.schema), {**parameters, "held": held}, prepare=False)
-                cursor.execute(query("spark_forget", options.schema), parameters, prepare=False)
-    except psycopg.errors.UndefinedTable:
-        check(session.connection, options.schema)
-        raise
-    finally:
-        watcher.close()
-        session.close()
+    for trial in options.patiently:
+        with (
+            trial,
+            # A run is one owner in all its processes.
+            closing(options.session(batch.run_id)) as session,
+            closing(options.watcher(session, batch.run_id)) as watcher,
+        ):
+            ledger, row = options.ledger_in(session, batch.query_id), query_row(batch.query_id)
+            owners = Owners(ledger, starter=None, counts=options.ledger == "batch-id")
+            run: dict[str, Any] = {"group_id": options.group_id, "run_id": batch.run_id}
+            try:
+                with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
+                    if execute(connection, options.schema, "spark_register", **run).rowcount:
+                        # With offsets a query may have written elsewhere before: they tell what is missing.
+                        first = 0 if options.ledger == "batch-id" else batch.batch_id
+                        found = owners.take_query(connection, pid, batch.query_id, watcher, first=first)
+                        remaining(one_batch(row, batch.batch_id), {row: found}, group_id=options.group_id)
+                        execute(connection, options.schema, "spark_hold", **run, held=to_json(owners.held, {}))
+                        execute(connection, options.schema, "spark_forget", **run)
+            except psycopg.errors.UndefinedTable:
+                check(session.connection, options.schema)
+                raise
 
 
 def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool = False) -> None:
@@ -96,36 +171,26 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
     :raises FrameError: when the frame does not fit the table.
     :raises StageLost: when staged rows are gone.
     """
-    patiently(options)(_publish, options, schema, staged, releases=releases)
-
-
-def _publish(options: Options, schema: StructType, staged: Sequence[Staged], *, releases: bool) -> None:
     batch = staged[0].batch
     work = Work(options=options, batch_id=batch.batch_id, instance=batch.run_id)
-    with Attempt(work, kin=batch.run_id) as attempt, contextlib.ExitStack() as stack:
-        attempt.rotates = rotates_at(batch.batch_id)
-        ledger = _ledger_of(options, batch, attempt.session)
-        attempt.begin()
-        inside = ledger.inside(attempt.unit.connection)
-        starter = starter_of(options, inside) if options.ledger == "offsets" else None
-        if starter is not None:
-            stack.callback(starter.close)
-        owners = Owners(inside, starter=starter)
-        attempt.commit(StagedCommit(attempt, batch, owners).write(schema, staged))
-        log_set_aside(options.group_id, attempt.result.set_aside)
-        if releases:
-            owners.release(ledger)
-
-
-def _ledger_of(options: Options, batch: RunBatch, session: Session) -> Ledger:
-    """Make the ledger as a run sees it."""
-    return Ledger(
-        session,
-        group_id=options.group_id,
-        owner_kind="spark",
-        owner_name=options.name or f"query {batch.query_id}",
-        take_over=options.take_over,
-    )
+    for trial in options.patiently:
+        with (
+            trial,
+            ExitStack() as stack,
+            Attempt(work, writers=[options.writer()], kin=batch.run_id) as attempt,
+        ):
+            attempt.rotates = rotates_at(batch.batch_id)
+            ledger = options.ledger_in(attempt.session, batch.query_id)
+            attempt.begin()
+            inside = ledger.inside(attempt.unit.connection)
+            starter = options.starter(inside)
+            if starter is not None:
+                stack.callback(starter.close)
+            owners = Owners(inside, starter=starter)
+            attempt.commit(StagedCommit(attempt, batch, owners).write(schema, staged))
+            log_set_aside(options.group_id, attempt.result.set_aside)
+            if releases:
+                owners.release(ledger)
 
 
 class StagedCommit:
@@ -152,12 +217,11 @@ class StagedCommit:
         batch_id = found if is_job else batch.batch_id
         if published is not None and (is_job or batch_id < published):
             return {}  # done by a call whose answer was lost
-        is_new = bool(remaining(one_batch(self._query, batch_id), {self._query: found}, group_id=options.group_id))
+        todo = counted = remaining(one_batch(self._query, batch_id), {self._query: found}, group_id=options.group_id)
         if not is_job:
             self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
-        part, known = self._fit(schema, is_first=published is None)
-        attempt.work = replace(attempt.work, parts=(part,))
-        if known.is_known_query and options.job_id is not None and options.mode != "replace":
+        part, is_known = self._fit(schema, is_first=published is None)
+        if is_known and options.job_id is not None and options.mode != "replace":
             self._run("spark_unstage", batch_id=batch.batch_id)
             logger.warning(
                 "job %r of group %r had been written before, so nothing of it is written now; another jobId, or none, "
@@ -168,80 +232,85 @@ class StagedCommit:
             )
             return {}
         fingerprint = None if self._log is None else self._log.fingerprint(batch_id)
-        moves: dict[Partition, tuple[int, int]] = {}
+        ranges: list[Range] = []
+        next_offsets: dict[Partition, int] = {}
         if options.ledger == "offsets":
-            moves = self._write_offsets(staged)
-        elif is_new:
-            attempt.empty()
-            for s in staged:
-                for number, chunk in enumerate(s.chunks):
-                    attempt.write(self._fetch(ChunkRef(s.attempt, number, chunk)))
-        else:
-            counted = self._run("spark_fingerprint", query_id=self._name, batch_id=found - 1)
-            prints = counted[0][0] if counted else None, fingerprint
-            refuse_older(found, batch_id, prints, group_id=options.group_id)
-        # Where offsets tell what was written, an older copy of the checkpoint takes the batch ids back.
-        self._ended[self._query] = batch_id + 1
-        self._run("spark_hold", held=json.dumps(to_json(owners.held, self._ended)))
-        self._run("spark_unstage", batch_id=batch.batch_id)
-        self._run(
-            "spark_report",
-            query_id=self._name,
-            batch_id=batch_id,
-            name=options.name,
-            row_count=attempt.result.rows,
-            dropped=attempt.result.dropped,
-            fingerprint=fingerprint,
+            ranges = self._ranges(staged)
+            next_offsets = owners.take(ranges, batch_id=batch.batch_id)
+            todo = remaining(ranges, next_offsets, group_id=options.group_id)
+        elif not counted:
+            told = self._run("spark_fingerprint", query_id=self._name, batch_id=found - 1)
+            refuse_older(found, batch_id, told, fingerprint, group_id=options.group_id)
+        attempt.work = replace(
+            attempt.work,
+            grants=tuple(owners.held.values()),
+            ranges={r.partition: r for r in ranges},
+            parts=(part,),
         )
-        attempt.work = replace(attempt.work, grants=tuple(owners.held.values()))
+        if todo:
+            attempt.fill(self._rows(staged), next_offsets)
+        # Where offsets tell what was written, an older copy of the checkpoint takes the batch ids back.
+        self._ended |= {r.partition: r.end for r in ranges} | {self._query: batch_id + 1}
+        self._run("spark_hold", held=to_json(owners.held, self._ended))
+        self._run("spark_unstage", batch_id=batch.batch_id)
+        done = {"row_count": attempt.result.rows, "dropped": attempt.result.dropped}
+        report = options.report(self._name, batch.run_id, batch_id, fingerprint)
+        execute(attempt.unit.connection, options.schema, "spark_report", **report, **done)
+        moves = {r.partition: (r.first, r.end) for r in todo if r.partition != self._query}
         return {self._query: (found, batch_id + 1), **moves}
 
-    def _fit(self, schema: StructType, *, is_first: bool) -> tuple[Part, Claim]:
+    def _fit(self, schema: StructType, *, is_first: bool) -> tuple[Part, bool]:
+        """Compare the frame with its table; tell as well whether this query, or job, has written before."""
         connection, options, (writer,) = self._attempt.unit.connection, self._options, self._attempt.writers
+        defined = define(connection, options, schema) if options.create_table or options.evolve else []
         table = writer.table(connection)
-        known = Claim(is_known_query=not is_first, has_others=False)
-        if is_first:
-            known = claim(connection, options, [table], self._name)
-        if self._log is not None:
-            refuse_lost_state(known, self._log.operators(), options)
-        columns = columns_of(schema, table, options)
-        if options.mode in ("upsert", "insert-ignore"):
-            check_key((*writer.key(connection), *options.add), columns, table)
-        return Part(options=options, columns=columns, has_places=options.ledger == "offsets"), known
-
-    def _write_offsets(self, staged: Sequence[Staged]) -> dict[Partition, tuple[int, int]]:
-        ranges = self._ranges(staged)
-        next_offsets = self._owners.take(ranges, batch_id=self._batch.batch_id)
-        self._attempt.work = replace(self._attempt.work, grants=tuple(self._owners.held.values()))
-        todo = remaining(ranges, next_offsets, group_id=self._options.group_id)
-        if todo:
-            offsets = OffsetFilter(next_offsets, {r.partition: r for r in ranges})
-            places, is_sorted = in_order(staged)
-            tables: Iterator[pa.Table] = (placed(self._options, self._fetch(place)) for place in places)
-            if self._options.mode != "append" and not is_sorted:  # it matters who comes last
-                tables = iter([pa.concat_tables(tables).sort_by([(place, "ascending") for place in PLACES])])
-            for table in tables:
-                self._attempt.write(offsets.keep(table))
-            self._attempt.result.dropped = offsets.dropped
-        self._ended |= {r.partition: r.end for r in ranges}
-        return {share.partition: (share.write_from, share.end) for share in todo}
+        stateful = [] if self._log is None else self._log.stateful()
+        refuse_kept_rows(stateful, options)
+        is_known = not is_first or claim(connection, options, [table], self._name, stateful).is_known_query
+        columns = columns_of(schema, table, options, writer.key(connection))
+        log(options, defined, has_written=is_known)
+        return Part(options=options, columns=columns, has_places=options.ledger == "offsets"), is_known
 
     def _ranges(self, staged: Sequence[Staged]) -> list[Range]:
         """Return what the batch covers, from the checkpoint where it can be had."""
         if self._log is not None:
-            refuse_kept_rows(self._log.keeps_rows())
-            with contextlib.suppress(NotKafka):
+            with suppress(NotKafka):
                 return self._log.ranges(self._batch.batch_id)
-        spans = (span for s in staged for chunk in s.chunks for span in chunk.spans)
-        return looked_through(_merged(spans, self._ended), self._ended)
+        return looked_through((span for s in staged for chunk in s.chunks for span in chunk.spans), self._ended)
+
+    def _rows(self, staged: Sequence[Staged]) -> Iterable[pa.Table]:
+        """Read what was staged, in the order of offsets where that matters: in memory only where chunks overlap."""
+        chunks = [chunk for s in staged for chunk in s.chunks]
+        if any(None in (*partition, *ends) for chunk in chunks for partition, *ends in chunk.spans):
+            raise RowsOutOfOrder(NO_PLACE)
+        chunks.sort(key=lambda chunk: chunk.spans)
+        if self._options.ledger != "offsets":
+            return map(self._fetch, chunks)
+        tables = (placed(self._options, self._fetch(chunk)) for chunk in chunks)
+        # Rows within a chunk are sorted; of one with rows of several partitions that says nothing.
+        spans = [span for chunk in chunks for span in chunk.spans]
+        overlap = any(a[0] == b[0] and a[2] >= b[1] for a, b in itertools.pairwise(spans))  # type: ignore[operator]
+        if not self._options.minds_order or not (overlap or any(len(chunk.spans) != 1 for chunk in chunks)):
+            return tables
+        return [pa.concat_tables(tables).sort_by([(place, "ascending") for place in PLACES])]
+
+    def _fetch(self, chunk: Chunk) -> pa.Table:
+        """Read staged rows."""
+        cursor: psycopg.Cursor[Any] = self._attempt.unit.connection.cursor(binary=True)
+        parameters = {"attempt": chunk.attempt, "number": chunk.number}
+        row = cursor.execute(query("spark_get", self._options.schema), parameters, prepare=False).fetchone()
+        rows = None if row is None else pa.ipc.open_stream(row[0]).read_all()
+        if rows is None or rows.num_rows != chunk.row_count:
+            raise StageLost(
+                f"{chunk.row_count} rows that a task staged are gone: the server has crashed or failed over since, "
+                "or the batch took longer than reapAfterSeconds. Nothing of it was written; start the query again"
+            )
+        return rows
 
     def _recall(self) -> tuple[int, int | None]:
-        """Read what this run has acquired; return the query's next batch id, and the one that this run has left there.
-
-        :raises Fenced: when another run has taken the query's row, or nothing is known of this one.
-        """
-        (found,) = self._run("spark_held") or ([None],)
-        self._owners.held, self._ended = from_json(found[0] or [])
+        """Read what this run has acquired; return the query's next batch id, and the one this run has left there."""
+        (held,) = self._run("spark_held").fetchone() or ([],)
+        self._owners.held, self._ended = from_json(held)
         if self._query not in self._owners.held:
             raise Fenced(
                 f"the database of group {self._options.group_id!r} does not know this run any more: it was set back, "
@@ -250,68 +319,24 @@ class StagedCommit:
         next_batch = self._owners.find([self._query])[self._query]
         published = self._ended.get(self._query)
         if published is None:
-            for topic, number, ended in self._run(
-                "spark_ended_before", query_id=self._name, batch_id=self._batch.batch_id
-            ):
-                self._ended[Partition(topic, number)] = ended
+            before = self._run("spark_ended_before", query_id=self._name, batch_id=self._batch.batch_id)
+            self._ended |= {Partition(topic, number): ended for topic, number, ended in before}
         return next_batch, published
 
-    def _fetch(self, place: ChunkRef) -> pa.Table:
-        return fetch(self._attempt.unit.connection, self._options.schema, place)
-
-    def _run(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
-        values: Mapping[str, Any] = {
-            "group_id": self._options.group_id,
-            "run_id": self._batch.run_id,
-            **parameters,
-        }
-        cursor = cursor_on(self._attempt.unit.connection)
-        cursor.execute(query(name, self._options.schema), values, prepare=False)
-        return cursor.fetchall() if cursor.description is not None else []
+    def _run(self, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
+        own = {"group_id": self._options.group_id, "run_id": self._batch.run_id}
+        return execute(self._attempt.unit.connection, self._options.schema, name, **own, **parameters)
 
 
-def _merged(spans: Iterable[ObservedRange], ended: Mapping[Partition, int]) -> list[ObservedRange]:
-    """Make one span of all that are of one partition; those that lack something stay as they are.
-
-    :raises RowsOutOfOrder: for rows from in front of where this run's earlier batch has ended.
-    """
-    merged: dict[tuple[str | None, int | None], ObservedRange] = {}
-    for topic, number, lowest, highest in spans:
-        if topic is None or number is None or lowest is None or highest is None:
-            return [(topic, number, lowest, highest)]
-        if lowest < ended.get(Partition(topic, number), 0):
-            raise RowsOutOfOrder(
-                f"a row of {topic}[{number}] has offset {lowest}, an earlier batch of this run has ended at "
-                f"{ended[Partition(topic, number)]}: something has kept it since (a join of streams, a window, a "
-                "state), and the ledger would take it for written. Say ledger='batch-id'"
-            )
-        _, _, low, high = merged.get((topic, number), (topic, number, lowest, highest))
-        merged[topic, number] = topic, number, min(low or 0, lowest), max(high or 0, highest)
-    return list(merged.values())
-
-
-def to_json(held: Mapping[Partition, BatchGrant], ended: Mapping[Partition, int]) -> list[dict[str, Any]]:
+def to_json(held: Mapping[Partition, Advance], ended: Mapping[Partition, int]) -> str:
     """Write down what a run has acquired, and how far it has written each row."""
-    return [
-        {
-            "topic": partition.topic,
-            "partition": partition.number,
-            "token": str(each.grant.token),
-            "epoch": each.grant.epoch,
-            "topic_id": each.topic_id,
-            "ended": ended.get(partition),
-        }
-        for partition, each in held.items()
-    ]
+    return json.dumps([(*p, str(each.token), each.epoch, each.topic_id, ended.get(p)) for p, each in held.items()])
 
 
-def from_json(found: list[dict[str, Any]]) -> tuple[dict[Partition, BatchGrant], dict[Partition, int]]:
+def from_json(found: list[list[Any]]) -> tuple[dict[Partition, Advance], dict[Partition, int]]:
     """Read it again."""
-    held, ended = {}, {}
-    for each in found:
-        partition = Partition(each["topic"], each["partition"])
-        grant = Grant(UUID(each["token"]), each["epoch"])
-        held[partition] = BatchGrant(partition=partition, grant=grant, topic_id=each["topic_id"])
-        if each["ended"] is not None:
-            ended[partition] = each["ended"]
-    return held, ended
+    rows = [(Partition(topic, number), *rest) for topic, number, *rest in found]
+    held = {
+        partition: grant_of(partition, UUID(token), epoch, topic_id) for partition, token, epoch, topic_id, _ in rows
+    }
+    return held, {partition: ended for partition, *_, ended in rows if ended is not None}

@@ -1,14 +1,29 @@
-"""Ranges: what a batch covers against what the ledger says; which rows are written. Pure, no I/O."""
+"""Ranges: what a batch covers against what the ledger says, and which of its rows are written. Pure, no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from exactly_once._model import Partition
 from exactly_once.errors import TopicRecreated
+from exactly_once.writer import BadRow
 
-from .errors import LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder
+from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder
+
+# How the names of columns begin that travel with a batch and are never written.
+RESERVED = "__exactly_once_"
+TOPIC, PARTITION, OFFSET = f"{RESERVED}topic", f"{RESERVED}partition", f"{RESERVED}offset"
+"""Copies of the three columns under names and types that are known."""
+PLACES = (TOPIC, PARTITION, OFFSET)
+
+# A partition, lowest and highest offset; None where a row lacks one, or topic or partition.
+ObservedRange = tuple[Partition, int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +40,11 @@ class Range:
         return 0 if self.start is None else self.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemainingRange:
-    """A part of a batch that is still to be written: of one partition, from ``write_from`` up to ``end``."""
-
-    partition: Partition
-    write_from: int
-    end: int
+NO_PLACE = "a row has no topic, partition or offset, so nobody can tell whether it was written"
+KEPT = (
+    "something has kept it since an earlier batch (a join of streams, a window, a state), and the ledger would take it "
+    "for written. Say ledger='batch-id'"
+)
 
 
 def one_batch(row: Partition, batch_id: int) -> list[Range]:
@@ -39,12 +52,8 @@ def one_batch(row: Partition, batch_id: int) -> list[Range]:
     return [Range(partition=row, start=batch_id, end=batch_id + 1)]
 
 
-def remaining(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str) -> list[RemainingRange]:
-    """Return what is still to be written; partitions that the ledger has at or above their end are left out.
-
-    :raises LedgerBehindCheckpoint: when the ledger stands below the start of a range.
-    :raises TopicRecreated: when a range goes backwards.
-    """
+def remaining(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str) -> list[Range]:
+    """Return what is still to be written, from where the ledger stands; what it has up to the end is left out."""
     todo = []
     for given in sorted(ranges, key=lambda r: r.partition):
         next_offset = next_offsets[given.partition]
@@ -55,26 +64,10 @@ def remaining(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *,
                 f"exactly-once adopt --topic {given.partition.topic}"
             )
         if given.start is not None and next_offset < given.start:
-            way = way_out(given.partition, given.start, group_id)
-            raise behind(given.partition, next_offset, given.start, group_id=group_id, mend=way)
+            raise behind(given.partition, next_offset, given.start, group_id=group_id, at_start=True)
         if next_offset < given.end:
-            todo.append(RemainingRange(partition=given.partition, write_from=next_offset, end=given.end))
+            todo.append(replace(given, start=next_offset))
     return todo
-
-
-def way_out(partition: Partition, start: int, group_id: str) -> str:
-    """Tell what to do about what is missing in front of a batch."""
-    if partition.counts_batches:
-        return (
-            "Where nothing of the batches between is missing in the table: "
-            f"exactly-once reset --group-id {group_id} --to-batch {start - 1}. Else start with a new checkpoint: with "
-            "startingOffsets from the ledger; or, where it counts only batches, with another group_id and an empty "
-            "table"
-        )
-    return (
-        "To read them again start the query with a new checkpoint and startingOffsets from the ledger; to leave them "
-        f"out: exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset {start}"
-    )
 
 
 START_AGAIN = (
@@ -84,28 +77,38 @@ START_AGAIN = (
 
 
 def behind(
-    partition: Partition, next_offset: int | None, known: int, *, group_id: str, mend: str = START_AGAIN
+    partition: Partition, next_offset: int | None, known: int, *, group_id: str, at_start: bool = False
 ) -> LedgerBehindCheckpoint:
-    """Describe a row that is below where it is known to have stood."""
+    """Describe a row that is below where it is known to have stood; ``at_start`` of a batch with the ways out."""
+    way = START_AGAIN
     if partition.counts_batches:
+        if at_start:
+            way = (
+                "Where nothing of the batches between is missing in the table: exactly-once reset --group-id "
+                f"{group_id} --to-batch {known - 1}. Else start with a new checkpoint: with startingOffsets from the "
+                "ledger; or, where it counts only batches, with another group_id and an empty table"
+            )
         return LedgerBehindCheckpoint(
             f"group {group_id!r}: the ledger has counted batch {(next_offset or 0) - 1}, Spark goes on with batch "
-            f"{known}: the database was set back, or the query has not written through this sink before. {mend}"
+            f"{known}: the database was set back, or the query has not written through this sink before. {way}"
+        )
+    if at_start:
+        way = (
+            "To read them again start the query with a new checkpoint and startingOffsets from the ledger; to leave "
+            f"them out: exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset {known}"
         )
     return LedgerBehindCheckpoint(
         f"{partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the query goes on at {known}, "
         f"so {known - (next_offset or 0)} offsets would be lost. The database was set back (a failover that lost "
-        f"commits, a restore) or the ledger was reset. {mend}"
+        f"commits, a restore) or the ledger was reset. {way}"
     )
 
 
-def refuse_older(next_batch: int, batch_id: int, fingerprints: tuple[str | None, str | None], *, group_id: str) -> None:
-    """See that a batch below the next one is a replay of the last, by digests of what was counted and of what is now.
-
-    :raises QueryChanged: when the checkpoint is an older copy, so that old numbers mean new rows.
-    """
-    counted, now = fingerprints
-    if batch_id < next_batch - 1 or (None not in fingerprints and counted != now):
+def refuse_older(
+    next_batch: int, batch_id: int, counted: Iterable[tuple[str | None]], now: str | None, *, group_id: str
+) -> None:
+    """See that a batch below the next one is a replay of the last, by digests of what was counted and is now."""
+    if batch_id < next_batch - 1 or (now is not None and any(before not in (None, now) for (before,) in counted)):
         raise QueryChanged(
             f"group {group_id!r}: the ledger has counted batch {next_batch - 1}, Spark comes with another batch "
             f"{batch_id}: the checkpoint is an older copy. Restore the newest one; or empty the table and start with a "
@@ -128,19 +131,158 @@ def over_skipped(
     ]
 
 
-def looked_through(
-    spans: Iterable[tuple[str | None, int | None, int | None, int | None]], ended: Mapping[Partition, int]
-) -> list[Range]:
-    """Return ranges as the rows themselves show them: topic, partition, lowest and highest offset.
+def looked_through(spans: Iterable[ObservedRange], ended: Mapping[Partition, int]) -> list[Range]:
+    """Return ranges as the rows themselves show them.
 
     Where rows begin says nothing of where the batch began; only behind a batch of the same run, which has
     ``ended`` there, the start is known.
     """
-    found = []
-    for topic, number, lowest, highest in spans:
-        if topic is None or number is None or lowest is None or highest is None:
-            raise RowsOutOfOrder("a row has no topic, partition or offset, so nobody can tell whether it was written")
-        partition = Partition(topic, number)
-        start = ended.get(partition)
-        found.append(Range(partition=partition, start=start, end=max(highest + 1, start or 0)))
-    return found
+    ends: dict[Partition, int] = {}
+    for partition, lowest, highest in spans:
+        if lowest is None or highest is None or None in partition:
+            raise RowsOutOfOrder(NO_PLACE)
+        start = ended.get(partition, 0)
+        if lowest < start:
+            raise RowsOutOfOrder(
+                f"a row of {partition} has offset {lowest}, an earlier batch of this run has ended at {start}: {KEPT}"
+            )
+        ends[partition] = max(highest + 1, ends.get(partition, 0))
+    return [Range(partition=partition, start=ended.get(partition), end=end) for partition, end in ends.items()]
+
+
+class OffsetFilter:
+    """Lets rows from the ledger's offsets on pass.
+
+    ``strictly`` demands that offsets rise within each partition: only then is what was written up to
+    any moment a prefix of the partition, and only then may an offset be moved up to the last row.
+
+    ``claim`` is the column of a key that rows claim; it demands that rows of one message differ in it.
+    """
+
+    def __init__(
+        self,
+        next_offsets: Mapping[Partition, int],
+        ranges: Mapping[Partition, Range],
+        *,
+        strictly: bool = False,
+        claim: str | None = None,
+    ) -> None:
+        self._from = next_offsets
+        self._ranges = ranges
+        self._strictly = strictly
+        self._claim = claim
+        # Places and keys of the last message so far, which goes on where the edge of a COPY cuts it.
+        self._edge: list[pa.Table] = []
+        # The highest offset that was seen of each partition.
+        self.last: dict[Partition, int] = {}
+        self.dropped = 0
+
+    def keep(self, rows: pa.Table) -> pa.Table:
+        """Return the rows that are to be written."""
+        if rows.num_rows == 0:
+            return rows
+        if any(rows.column(name).null_count for name in PLACES):
+            raise RowsOutOfOrder(NO_PLACE)
+        found = list(spans(rows))
+        for partition, first, last in found:
+            self._check_range(partition, first, last)
+        if self._strictly:
+            self._check_order(rows.select(PLACES))
+        for partition, _, last in found:
+            self.last[partition] = max(last, self.last.get(partition, -1))
+        kept = rows
+        if any(first < self._from[partition] for partition, first, _ in found):
+            topics, numbers, offsets = (rows.column(name) for name in PLACES)
+            is_new = [
+                pc.and_(
+                    pc.and_(pc.equal(topics, partition.topic), pc.equal(numbers, partition.number)),
+                    pc.greater_equal(offsets, self._from[partition]),
+                )
+                for partition, _, _ in found
+            ]
+            kept = rows.filter(reduce(pc.or_, is_new))
+        self.dropped += rows.num_rows - kept.num_rows
+        if self._claim is not None and kept.num_rows:
+            self._check_keys(kept.select([*PLACES, self._claim]), self._claim)
+        return kept
+
+    def _check_keys(self, rows: pa.Table, claim: str) -> None:
+        """Refuse rows of one message that claim one key: all but the first would pass for events that came before.
+
+        Rows of one message follow each other, as what claims is sorted by offsets.
+        """
+        rows = pa.concat_tables([*self._edge, rows])
+        self._edge = [rows.filter(pc.equal(rows.column(OFFSET), rows.column(OFFSET)[-1]))]
+        if _count(rows, PLACES).num_rows == rows.num_rows:
+            return  # one row of each message, as mostly
+        counts = _count(rows, [*PLACES, claim])
+        for each in counts.filter(pc.greater(counts.column(f"{OFFSET}_count"), 1)).to_pylist():
+            if each[claim] not in (None, ""):
+                raise FrameError(
+                    f"several rows of {Partition(each[TOPIC], each[PARTITION])} offset {each[OFFSET]} have one key to "
+                    f"claim, {claim} {each[claim]!r}: all but the first would be left out, as an event that came "
+                    "before. Rows that an explode or a join makes of one message need a key each, such as "
+                    f"concat({claim}, '-', pos) behind a posexplode"
+                )
+
+    def _check_range(self, partition: Partition, first: int, last: int) -> None:
+        covered = self._ranges.get(partition)
+        if covered is None:
+            raise RowsOutOfOrder(
+                f"a row says that it comes from {partition}, which this batch does not cover: the columns of topic, "
+                "partition and offset are not those of the query's Kafka source, or checkpoint_location= is of "
+                "another query"
+            )
+        if last >= covered.end:
+            raise RowsOutOfOrder(
+                f"a row of {partition} has offset {last}, the batch ends before {covered.end}: the offset column is "
+                "not Kafka's, or checkpoint_location= is of another query"
+            )
+        if first < covered.first:
+            raise RowsOutOfOrder(
+                f"a row of {partition} has offset {first}, the batch begins at {covered.first}: {KEPT}"
+            )
+
+    def _check_order(self, rows: pa.Table) -> None:
+        """Look at places in the order of rows: offsets must rise within a partition, here and since the last rows."""
+        # A stable sort: within a partition the order of rows stays.
+        places = rows.take(pc.sort_indices(rows, [(TOPIC, "ascending"), (PARTITION, "ascending")]))
+        topics, numbers, offsets = (places.column(name).combine_chunks() for name in PLACES)
+        is_next = pc.or_(pc.not_equal(topics[1:], topics[:-1]), pc.not_equal(numbers[1:], numbers[:-1]))
+        rises = pc.or_(is_next, pc.greater(offsets[1:], offsets[:-1]))
+        starts = [0, *(index + 1 for index in pc.indices_nonzero(is_next).to_pylist())]
+        firsts = [(Partition(topics[i].as_py(), numbers[i].as_py()), offsets[i].as_py()) for i in starts]
+        goes_on = all(offset > self.last.get(partition, -1) for partition, offset in firsts)
+        if not (goes_on and pc.all(rises, min_count=0).as_py()):
+            raise RowsOutOfOrder(
+                "offsets do not rise strictly within a partition: several rows have come of one message (explode, a "
+                "join, a union of a stream with itself). transaction='partition' cannot tell which of them were "
+                "written; use transaction='batch'"
+            )
+
+
+@contextlib.contextmanager
+def naming(rows: pa.Table) -> Iterator[None]:
+    """Let an error about one of the rows say which message it came from."""
+    try:
+        yield
+    except BadRow as error:
+        row = 0 if rows.num_rows == 1 else error.row
+        if row is None or error.topic is not None or OFFSET not in rows.column_names:
+            raise
+        topic, number, offset = (rows.column(name)[row].as_py() for name in PLACES)
+        raise BadRow(error.reason, at=(topic, number, offset), row=row, column=error.column) from error
+
+
+def spans(rows: pa.Table) -> Iterator[tuple[Partition, int, int]]:
+    """Return the lowest and the highest offset of each partition."""
+    grouped = rows.select(PLACES).group_by([TOPIC, PARTITION], use_threads=False)
+    found = grouped.aggregate([(OFFSET, "min"), (OFFSET, "max")])
+    names = (TOPIC, PARTITION, f"{OFFSET}_min", f"{OFFSET}_max")
+    for topic, number, first, last in zip(*(found.column(name).to_pylist() for name in names), strict=True):
+        yield Partition(topic, number), first, last
+
+
+def _count(rows: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Count the rows that are alike in these columns."""
+    return rows.group_by(list(columns), use_threads=False).aggregate([(OFFSET, "count")])

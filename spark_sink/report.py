@@ -24,6 +24,8 @@ class BatchReport:
     """Rows that were written by this call."""
     dropped: int = 0
     """Rows below the ledger that reached the sink again; a batch that was written whole is not read at all."""
+    repeated: int = 0
+    """Rows that were left out because their event was claimed before."""
     dead_letters: int = 0
     """Rows that could not be stored and were set aside."""
     bytes: int = 0
@@ -38,9 +40,10 @@ class BatchReport:
     def __str__(self) -> str:
         if self.is_replay:
             return f"batch {self.batch_id} of {self.group_id!r} had been written before"
+        repeated = f"{self.repeated} claimed before, " if self.repeated else ""
         aside = f"{self.dead_letters} set aside as dead letters, " if self.dead_letters else ""
         return (
-            f"batch {self.batch_id} of {self.group_id!r}: {self.rows} rows, {self.dropped} dropped, {aside}"
+            f"batch {self.batch_id} of {self.group_id!r}: {self.rows} rows, {self.dropped} dropped, {repeated}{aside}"
             f"{self.bytes} bytes, {self.transactions} transactions, copy {self.copy_seconds:.3f} s, "
             f"commit {self.commit_seconds:.3f} s, all {self.batch_seconds:.3f} s"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.dead_letters import DeadLetterLimit
+from exactly_once.writer.sink import Evolve
 
 from .options import LedgerKind, Mode, OnBadRow, Options, Transaction, check_options
 from .report import BatchReport, SinkUnit
@@ -43,8 +44,14 @@ class PostgresSink:
     where it runs, after the rows were written.
 
     In ``mode="upsert"`` the last row of each ``key`` wins, but for the columns in ``add``, whose values are added to
-    what is stored. ``tables`` says of several tables, by name, the ``mode``, ``key`` and ``add`` of each; :meth:`write`
-    takes a frame for each then, and writes them in one transaction.
+    what is stored. ``claim`` names the column with the id of an event: of all rows with one id the first is stored, as
+    ``exactly-once sink --claim`` does; the table may have the column or not.
+
+    ``create_table`` makes a table that is not there, of the columns of the first batch, with ``key`` as its primary
+    key; ``evolve="add-columns"`` adds columns that a batch has and the table lacks. Neither drops or changes anything.
+
+    ``tables`` says of several tables, by name, the ``mode``, ``key``, ``add``, ``claim``, ``create_table`` and
+    ``evolve`` of each; :meth:`write` takes a frame for each then, and writes them in one transaction.
 
     ``ledger="batch-id"`` is for aggregations, whose rows have no offsets: output mode update goes with
     ``mode="upsert"``, complete with ``"replace"``.
@@ -76,6 +83,9 @@ class PostgresSink:
         ledger: LedgerKind = "offsets",
         key: Sequence[str] | None = None,
         add: Sequence[str] = (),
+        claim: str | None = None,
+        create_table: bool = False,
+        evolve: Evolve | None = None,
         checkpoint_location: str | None = None,
         bootstrap_servers: str | None = None,
         kafka: Mapping[str, str] | None = None,
@@ -153,27 +163,15 @@ class PostgresSink:
         """
         from pyspark.sql.streaming.listener import StreamingQueryListener  # noqa: PLC0415 - not needed to make a sink
 
-        ended = self.ended
+        def ended(_: StreamingQueryListener, event: Any) -> None:
+            if self._run is not None and self._run.run_id == str(event.runId):
+                self.release()
 
-        class Listener(StreamingQueryListener):
-            """Rows are acquired by the first batch, and the sink reports by itself."""
+        def nothing(_: StreamingQueryListener, event: Any) -> None:
+            pass
 
-            def onQueryStarted(self, event: Any) -> None:  # noqa: N802 - Spark's name
-                """Nothing."""
-
-            def onQueryProgress(self, event: Any) -> None:  # noqa: N802 - Spark's name
-                """Nothing."""
-
-            def onQueryTerminated(self, event: Any) -> None:  # noqa: N802 - Spark's name
-                """Release what the ended run owned."""
-                ended(str(event.runId))
-
-        return Listener()
-
-    def ended(self, run_id: str) -> None:
-        """Release if the run that has ended is the one that this sink has written for."""
-        if self._run is not None and self._run.run_id == run_id:
-            self.release()
+        names = {"onQueryStarted": nothing, "onQueryProgress": nothing, "onQueryTerminated": ended}
+        return type("Listener", (StreamingQueryListener,), names)()  # type: ignore[no-any-return]
 
     def _run_of(self, session: SparkSession) -> Run:
         """Return the run that calls; each start of a query is a new owner."""

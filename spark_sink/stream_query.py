@@ -6,13 +6,13 @@ pyspark has no public way to any of this; over Spark Connect there is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .errors import FrameError
 from .options import Options
-from .owners import Claim
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -22,8 +22,8 @@ _STATEFUL = (
     "org.apache.spark.sql.execution.streaming.operators.stateful.StatefulOperator",
     "org.apache.spark.sql.execution.streaming.StatefulOperator",
 )
-# How operators are called that keep no row for later: each comes in its message's batch, or never.
-_KEEP_KEYS = ("StreamingDeduplicate", "StreamingGlobalLimit")
+# What operators that keep no row for later are called, also in the checkpoint: each comes in its message's batch.
+_KEEP_KEYS = ("StreamingDeduplicate", "StreamingGlobalLimit", "dedupe", "globalLimit")
 # How logical operators are called that pick rows by looking at others.
 _CHOOSING = ("Aggregate", "Deduplicate", "Distinct", "GlobalLimit", "LocalLimit", "Offset", "Sample", "Tail")
 
@@ -32,32 +32,21 @@ _CHOOSING = ("Aggregate", "Deduplicate", "Distinct", "GlobalLimit", "LocalLimit"
 class StreamQuery:
     """A query that runs: Spark's own object of it."""
 
+    query_id: str
+    """The id that the checkpoint keeps."""
+    run_id: str
+    """The id of this start of the query."""
     _execution: Any
     _gateway: Any
 
     @property
-    def query_id(self) -> str:
-        """The id that the checkpoint keeps."""
-        return str(self._execution.id())
-
-    @property
-    def run_id(self) -> str:
-        """The id of this start of the query."""
-        return str(self._execution.runId())
-
-    @property
     def is_active(self) -> bool:
-        """Whether it still runs."""
-        return bool(self._execution.isActive())
+        """Whether it still runs; one of a JVM that is gone does not."""
+        return _answered(self._execution.isActive) is True
 
     def is_of(self, session: Any) -> bool:
         """Tell whether it is this session's own query; Spark 3.5 does not say."""
-        from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415 - pyspark brings it
-
-        try:
-            return bool(self._execution.sparkSessionForStream().equals(session))
-        except Py4JError:
-            return False
+        return _answered(lambda: self._execution.sparkSessionForStream().equals(session)) is True
 
     def checkpoint(self) -> str:
         """Return where its checkpoint is."""
@@ -87,14 +76,9 @@ class StreamQuery:
 
     def _is_stateful(self, node: Any) -> bool:
         from py4j.java_gateway import is_instance_of  # type: ignore[import-untyped]  # noqa: PLC0415 - pyspark brings it
-        from py4j.protocol import Py4JError  # noqa: PLC0415
 
-        for name in _STATEFUL:
-            try:
-                return bool(is_instance_of(self._gateway, node, name))
-            except Py4JError:  # no such class in this Spark
-                continue
-        return True
+        answers = (_answered(partial(is_instance_of, self._gateway, node, name)) for name in _STATEFUL)
+        return next((bool(answer) for answer in answers if answer is not None), True)
 
 
 def find(spark: SparkSession) -> StreamQuery | None:
@@ -106,55 +90,41 @@ def find(spark: SparkSession) -> StreamQuery | None:
         return None
     session, context = spark._jsparkSession, spark.sparkContext  # noqa: SLF001 - see above
     gateway = context._gateway  # noqa: SLF001
-    running = [StreamQuery(each, gateway) for each in session.sharedState().activeStreamingQueries().values()]
+    active = session.sharedState().activeStreamingQueries().values()
+    running = (StreamQuery(str(each.id()), str(each.runId()), each, gateway) for each in active)
     name = context.getLocalProperty("sql.streaming.queryId")
     return next((query for query in running if query.query_id == name or query.is_of(session)), None)
 
 
-def check_plan(query: StreamQuery, frame: DataFrame, options: Options) -> list[str]:
-    """Return the query's operators with a state; refuse those under which offsets do not tell what was written.
-
-    :raises FrameError: naming the operators and what to do.
-    """
-    stateful = query.stateful()
-    if options.ledger != "offsets":
-        return stateful
-    refuse_kept_rows([name for name in stateful if not name.startswith(_KEEP_KEYS)])
-    if options.transaction == "partition" and (choosing := stateful or query.choosing(frame)):
+def refuse_choosing(query: StreamQuery, frame: DataFrame, stateful: list[str]) -> None:
+    """Refuse, for ``transaction="partition"``, what may pick other rows when a batch comes again."""
+    if choosing := stateful or query.choosing(frame):
         raise FrameError(
             f"transaction='partition' needs rows that depend on their own message alone, and {', '.join(choosing)} "
             "looks at others: an attempt that is run again could pick other rows, when some are written already. Say "
             "transaction='batch'"
         )
-    return stateful
 
 
-def refuse_kept_rows(operators: list[str]) -> None:
-    """Refuse operators that keep rows for a later batch.
-
-    :raises FrameError: naming them and what to do.
-    """
-    if operators:
+def refuse_kept_rows(stateful: list[str], options: Options) -> None:
+    """Refuse operators that keep rows for a later batch, under which offsets do not tell what was written."""
+    kept = [name for name in stateful if not name.startswith(_KEEP_KEYS)]
+    if kept and options.ledger == "offsets":
         raise FrameError(
-            f"the query keeps rows in a state ({', '.join(operators)}: a join of streams, a window, an aggregation or "
+            f"the query keeps rows in a state ({', '.join(kept)}: a join of streams, a window, an aggregation or "
             "the like): they come in a later batch than their message, when the ledger has its offset as written, and "
             "would be dropped. Say ledger='batch-id'"
         )
 
 
-def refuse_lost_state(known: Claim, operators: list[str], options: Options) -> None:
-    """Refuse a new checkpoint behind operators with a state: what they knew of earlier rows is gone.
+def _answered(ask: Callable[[], Any]) -> Any:
+    """Return what the JVM answers; None where it is gone, or this Spark lacks what is asked for."""
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415 - pyspark brings it
 
-    :raises FrameError: naming them and what to do.
-    """
-    doubles = any(each.mode == "append" or each.add for each in options.targets)
-    if operators and known.has_others and not known.is_known_query and doubles:
-        raise FrameError(
-            f"the query has a new checkpoint, and another query has written for group {options.group_id!r}: the state "
-            f"of {', '.join(operators)} is gone, so rows that it would have dropped would be written again. Restore "
-            "the checkpoint; or say mode='insert-ignore' or 'upsert' with a key, without add=; or empty the table and "
-            "choose another group_id"
-        )
+    try:
+        return ask()
+    except Py4JError:
+        return None
 
 
 def _nodes(plan: Any) -> Iterator[Any]:

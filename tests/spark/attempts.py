@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import psycopg
@@ -13,14 +14,10 @@ from exactly_once._model import Partition
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
-from spark_sink.attempt import Part, Work
-from spark_sink.offset_filter import OFFSET, PARTITION, TOPIC
+from spark_sink.attempt import END, Part, Work, write_task
 from spark_sink.options import check_options
 from spark_sink.owners import Owners, query_row
-from spark_sink.ranges import Range
-from spark_sink.tasks import END, BatchTask, PartitionTask
-
-TASKS: dict[str, type[BatchTask] | type[PartitionTask]] = {"batch": BatchTask, "partition": PartitionTask}
+from spark_sink.ranges import OFFSET, PARTITION, TOPIC, Range
 
 
 class Place:
@@ -140,9 +137,10 @@ class CountingPlace(NamedTuple):
         )
 
 
-def run(transaction: str, work: Work, batches: Iterable[pa.RecordBatch]) -> dict[str, Any]:
+def run(transaction: Any, work: Work, batches: Iterable[pa.RecordBatch]) -> dict[str, Any]:
     """Run one attempt to its end and return what it reports."""
-    results = [json.loads(batch.column(0)[0].as_py()) for batch in TASKS[transaction](work).run(batches)]
+    work = replace(work, options=replace(work.options, transaction=transaction))
+    results = [json.loads(batch.column(0)[0].as_py()) for batch in write_task(work, batches)]
     return results[0] if results else {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,14 +57,16 @@ def spark(needs_spark: None) -> Iterator[SparkSession]:
     """A session in this process, with two task threads; a task that fails is tried again, as on a cluster."""
     from exactly_once.embedded import spark as embedded_spark  # noqa: PLC0415  (not before it is asked for)
 
+    before = signal.getsignal(signal.SIGINT)
     with embedded_spark.session("tests", master="local[2,4]") as session:
+        signal.signal(signal.SIGINT, before)  # PySpark's handler asks the JVM, in forked children of other tests, too
         yield session
 
 
 @pytest.fixture(scope="session")
 def journaled(conninfo: str) -> str:
     """A Postgres with our schema and an empty journal."""
-    from exactly_once.demo import journal  # noqa: PLC0415
+    from tests.support import journal  # noqa: PLC0415
 
     journal.create(conninfo)
     return conninfo

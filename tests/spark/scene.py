@@ -13,8 +13,8 @@ from confluent_kafka.admin import AdminClient
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from exactly_once.demo import journal
 from spark_sink import BatchReport, PostgresSink
+from tests.support import journal
 from tests.support.spark import drain, read_topic
 from tests.support.topics import add_partitions, create_topic, produce
 

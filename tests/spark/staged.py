@@ -11,8 +11,7 @@ from psycopg import sql
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType
 
 from spark_sink.options import Options, check_source_options
-from spark_sink.publication import publish, register
-from spark_sink.staging import RunBatch, Staged, stage
+from spark_sink.publication import RunBatch, Staged, publish, register, stage
 
 SCHEMA = (
     StructType()
@@ -101,9 +100,9 @@ class Run:
         self.register(batch_id)
         return stage(self.options, self.origin(batch_id), batches)
 
-    def publish(self, *staged: Staged) -> None:
+    def publish(self, *staged: Staged, schema: StructType = SCHEMA) -> None:
         """Do what the driver does when all tasks have succeeded."""
-        publish(self.options, SCHEMA, staged)
+        publish(self.options, schema, staged)
 
     def write(self, *batches: pa.RecordBatch, batch_id: int = 0) -> None:
         """Do both, with a task for each batch of rows."""

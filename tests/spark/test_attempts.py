@@ -354,7 +354,7 @@ def test_a_batch_is_new_or_a_replay_of_the_last_or_refused(
     def judge() -> str:
         if remaining([Range(partition=row, start=batch_id, end=batch_id + 1)], {row: next_batch}, group_id="g"):
             return "new"
-        refuse_older(next_batch, batch_id, ("a", fingerprint), group_id="g")
+        refuse_older(next_batch, batch_id, [("a",)], fingerprint, group_id="g")
         return "replay"
 
     if isinstance(answer, str):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import psycopg
+import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 
 from exactly_once import Unit, _failpoints
@@ -60,6 +62,39 @@ def test_the_rest_of_its_batch_is_stored_and_the_ledger_moves_on(
     assert f"{place.name}[0] offset {BAD}" in found[0].error
     assert main(["dead-letters", "list", "--json", "--group-id", place.name, "--conninfo", place.conninfo]) == 0
     assert len(json.loads(capsys.readouterr().out)["dead_letters"]) == 3
+
+
+def test_each_row_of_a_message_is_a_dead_letter(place: Place, db: psycopg.Connection[Any]) -> None:
+    """Also where they are alike, as after an explode."""
+    work = place.work(place.owners(), place.ranges(5), on_bad_row="dead-letter")
+    result = run("batch", work, [place.rows([0, 1, 2, BAD, BAD, BAD, 4]), place.mark()])
+    assert place.written() == [(0, n) for n in (0, 1, 2, 4)]
+    assert [letter.message_offset for letter in letters(db, place.name)] == [BAD, BAD, BAD]
+    assert (result["rows"], len(result["set_aside"])) == (4, 3)
+
+
+@pytest.mark.parametrize("claim", [None, "offset"])
+@pytest.mark.parametrize("count", [10, 900])
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_a_value_that_its_type_refuses_as_a_statement_is_the_rows_fault(
+    place: Place, db: psycopg.Connection[Any], mode: str, count: int, claim: str | None
+) -> None:
+    """Postgres says the same of an altered table; attempts have new writers, so the next one would not know better."""
+    db.execute(f"ALTER TABLE {place.name} ADD COLUMN q jsonpath")
+    work = place.work(place.owners(), place.ranges(count), mode=mode, claim=claim, on_bad_row="dead-letter")
+    (part,) = work.parts
+    work = replace(work, parts=(replace(part, columns=(*part.columns, "q")),))
+    bad = {BAD, 7, 8, 2}
+    paths = pa.array(["$.a[" if n in (2, count - 1) else "$.a" for n in range(count)], pa.string())
+    batches = [
+        pa.RecordBatch.from_arrays([column, *rows.columns], ["q", *rows.schema.names])
+        for rows, column in ((place.rows(range(count)), paths), (place.mark(), pa.nulls(1, pa.string())))
+    ]
+    run("batch", work, batches)
+    assert place.written() == [(0, n) for n in range(count - 1) if n not in bad]
+    found = letters(db, place.name)
+    assert [letter.message_offset for letter in found] == [*sorted(bad), *([count - 1] if count - 1 not in bad else [])]
+    assert "jsonpath" in found[0].error
 
 
 @both

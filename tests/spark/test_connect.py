@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 
-from exactly_once.demo import journal
 from exactly_once.embedded.ports import free_port
+from tests.support import journal
 from tests.support.require import lacking, skip_unless
 from tests.support.spark import Driver
 from tests.support.topics import create_topic, produce
@@ -53,6 +55,14 @@ def test_the_sink_writes_each_message_once(
     verdict = journal.check(journaled, bootstrap_servers, name, counts=False)
     assert verdict.messages == 1000
     assert verdict.exact, str(verdict)
+
+
+def test_the_sink_makes_its_table(client: Client, name: str, db: psycopg.Connection[Any]) -> None:
+    with client(f"table={name}_made", "create_table=1", "evolve=add-columns") as running:
+        assert running.wait_ended() == 0, running.story()
+    counted = f"SELECT count(*), count(DISTINCT value), count(DISTINCT worker) FROM {name}_made"
+    assert db.execute(counted).fetchone() == (1000, 1000, 1)
+    db.execute(f"DROP TABLE {name}_made")
 
 
 def test_a_sink_that_cannot_find_the_checkpoint_is_refused_with_what_mends_it(client: Client) -> None:

@@ -74,7 +74,7 @@ def test_input_that_breaks_off_inside_the_writing_stage_is_not_taken_for_its_end
     from pyspark.sql import functions as F  # noqa: N812, PLC0415
 
     import spark_sink.run  # noqa: PLC0415
-    from spark_sink.offset_filter import OFFSET  # noqa: PLC0415
+    from spark_sink.ranges import OFFSET  # noqa: PLC0415
 
     def breaking(name: str, patch: pytest.MonkeyPatch) -> None:
         original: Callable[..., DataFrame] = getattr(spark_sink.run, name)

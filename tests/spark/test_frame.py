@@ -12,7 +12,7 @@ import pytest
 from exactly_once.writer.table import Table, read_table
 from spark_sink import FrameError
 from spark_sink.frame import check_key, fit
-from spark_sink.offset_filter import PLACES
+from spark_sink.ranges import PLACES
 from tests.spark.attempts import Place
 
 if TYPE_CHECKING:
@@ -65,14 +65,19 @@ def test_nested_columns_go_into_json_as_json(case: Case) -> None:
 @pytest.mark.parametrize(
     ("table", "frame", "said"),
     [
-        ("id int", "id int, extra int", "no column 'extra'"),
+        ("id int", "id int, extra int", "no column 'extra'.*add it to the table, or say evolve=\"add-columns\""),
         ("id int, needed int NOT NULL", "id int", "needs values for 'needed'"),
-        ("id int, twice int GENERATED ALWAYS AS (id * 2) STORED", "id int, twice int", "'twice' is generated"),
+        (
+            "id int, twice int GENERATED ALWAYS AS (id * 2) STORED",
+            "id int, twice int",
+            "'twice' is generated.*or change the table",
+        ),
         ("note text", "", "no column of the frame"),
         ("m text", "m map<string,int>", "'m' is map<string,int>.*make that column jsonb"),
         ("s text", "s struct<a:int>", "'s' is struct<a:int>"),
         ("v text", "v variant", "'v' is variant"),
         ("l text", "l array<int>", "'l' is array<int>"),
+        ("m jsonb", "m map<date,int>", "keys of type date"),
         ("l text[]", "l array<struct<a:int>>", "'l' is array<struct<a:int>>"),
         ("at timestamptz", "at timestamp_ntz", "'at' is timestamp_ntz.*time zone"),
         ("at timestamp", "at timestamp", "'at' is timestamp.*time zone"),
@@ -150,9 +155,10 @@ def test_a_key_that_the_frame_lacks_is_refused(case: Case) -> None:
 
 
 def test_what_goes_into_json_keeps_all_that_it_holds(case: Case, spark: SparkSession) -> None:
-    """Microseconds, fields that are null; NaN and infinity, which JSON lacks, are refused however deep."""
+    """Microseconds, seconds of offsets, nulls; NaN and infinity, which JSON lacks, are refused however deep."""
     at = (
-        "named_struct('t', TIMESTAMP'2026-03-08 12:30:00.123456', 'n', timestamp_ntz'2026-03-08 02:30:00.1', 'z', null)"
+        "named_struct('t', TIMESTAMP'2026-03-08 12:30:00.123456', 'n', timestamp_ntz'2026-03-08 02:30:00.1', 'z', null,"
+        "'lmt', TIMESTAMP'1883-11-18 11:00:00')"
     )
     numbers = "map('a', array(named_struct('x', cast('{}' AS {}))))"
     table, options = case.table("at jsonb, more jsonb"), case.options(ledger="batch-id")
@@ -169,6 +175,7 @@ def test_what_goes_into_json_keeps_all_that_it_holds(case: Case, spark: SparkSes
             "t": "2026-03-08T12:30:00.123456-05:00",
             "n": "2026-03-08T02:30:00.100000",
             "z": None,
+            "lmt": "1883-11-18T11:00:00.000000-05:50:36",
         }
         assert json.loads(row.more) == {"a": [{"x": 1.5}]}
         for number, kind in (("NaN", "float"), ("Infinity", "double"), ("-Infinity", "double")):

@@ -68,7 +68,7 @@ class Driver:
 
     def finish(self) -> None:
         """Do what follows behind the tasks."""
-        found = {p: held.found for p, held in self.owners.held.items()}
+        found = {p: held.expected for p, held in self.owners.held.items()}
         reached = {Partition(topic, number): offset for topic, number, offset in self.result["reached"]}
         self.owners.finish(remaining(self.ranges, found, group_id=self.place.name), reached)
 

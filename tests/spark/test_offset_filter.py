@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exactly_once._model import Partition
-from spark_sink import RowsOutOfOrder
-from spark_sink.offset_filter import OFFSET, PARTITION, TOPIC, OffsetFilter
-from spark_sink.ranges import Range
+from spark_sink import FrameError, RowsOutOfOrder
+from spark_sink.ranges import OFFSET, PARTITION, TOPIC, OffsetFilter, Range
 
 Places = list[tuple[str, int, int]]
 places = st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 9))
@@ -41,6 +42,9 @@ def test_rows_at_or_above_the_ledger_pass_in_any_order(batches: list[Places], le
 
 @settings(deadline=None)
 @given(st.lists(st.lists(places, max_size=12), max_size=4), ledgers)
+@example([[("a", 0, 3), ("a", 0, 3)]], dict.fromkeys(ENDS, 0))
+@example([[("a", 0, 3)], [("a", 0, 3)]], dict.fromkeys(ENDS, 0))
+@example([[("a", 0, 3)], [("a", 0, 2), ("a", 0, 4)]], dict.fromkeys(ENDS, 0))
 def test_strictly_every_row_must_rise_within_its_partition(batches: list[Places], ledger: dict[Partition, int]) -> None:
     last: dict[tuple[str, int], int] = {}
     rises = True
@@ -55,6 +59,31 @@ def test_strictly_every_row_must_rise_within_its_partition(batches: list[Places]
     kept = [row for rows in batches for row in back(screen.keep(table(rows)))]
     assert kept == [(t, n, o) for rows in batches for t, n, o in rows if o >= ledger[Partition(t, n)]]
     assert screen.last == {Partition(*key): offset for key, offset in last.items()}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(places, st.sampled_from(["x", "y", "", None])), max_size=12),
+    st.lists(st.integers(0, 12), max_size=4),
+    ledgers,
+)
+@example([(("a", 0, 1), "x")] * 2, [1], dict.fromkeys(ENDS, 0))
+def test_rows_of_one_message_must_not_claim_one_key(
+    rows: list[tuple[tuple[str, int, int], str | None]], cuts: list[int], ledger: dict[Partition, int]
+) -> None:
+    """Wherever COPYs are cut; a row without a key is nobody's twin, and what the ledger has is not looked at."""
+    rows = sorted(rows, key=lambda row: row[0][2])
+    claiming = [(place, key) for place, key in rows if key and place[2] >= ledger[Partition(*place[:2])]]
+    screen = OffsetFilter(ledger, ENDS, claim="event")
+    whole = table([place for place, _ in rows]).append_column("event", pa.array([key for _, key in rows], pa.string()))
+    edges = sorted({0, len(rows), *(min(cut, len(rows)) for cut in cuts)})
+    copies = [whole.slice(start, end - start) for start, end in pairwise(edges)]
+    if len(set(claiming)) < len(claiming):
+        with pytest.raises(FrameError, match="have one key to claim"):
+            _ = [screen.keep(copy) for copy in copies]
+        return
+    kept = sum(screen.keep(copy).num_rows for copy in copies)
+    assert kept == len([place for place, _ in rows if place[2] >= ledger[Partition(*place[:2])]])
 
 
 @pytest.mark.parametrize("row", [("a", 5, 0), ("c", 0, 0), ("a", 0, 10), ("a", 0, -1)])

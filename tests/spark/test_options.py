@@ -32,6 +32,10 @@ NEEDED: dict[str, Any] = {"conninfo": "dbname=x", "table": "t", "group_id": "g"}
         ({"mode": "replace"}, "ledger='batch-id'"),
         ({"key": ["id"]}, "key= is about rows that exist"),
         ({"mode": "upsert", "key": "id"}, r"key=\['id'\]"),
+        ({"create_table": "yes"}, "create_table='yes'.*True, False"),
+        ({"evolve": "drop-columns"}, "evolve='drop-columns'.*add-columns, None"),
+        ({"table": None, "tables": {"t": {"evolve": True}}}, "evolve=True.*add-columns, None"),
+        ({"table": None, "tables": {"t": {}}, "create_table": True}, "tables= has for each table.*create_table="),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_can(options: dict[str, Any], said: str) -> None:

@@ -13,7 +13,6 @@ from psycopg.conninfo import make_conninfo
 
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
-from spark_sink.owners import patiently
 from spark_sink.publication import register
 from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target, rows
@@ -60,8 +59,8 @@ def test_a_server_that_is_away_ends_no_path_of_a_batch(
             places["batch"].name: lambda: run("batch", works["batch"], whole(places["batch"])),
             places["partition"].name: lambda: run("partition", works["partition"], whole(places["partition"])[:1]),
             places["ids"].name: lambda: run("batch", works["ids"], whole(places["ids"])),
-            places["next"].name: lambda: patiently(places["next"].options())(
-                following.take, places["next"].ranges(5), batch_id=0
+            places["next"].name: lambda: (
+                places["next"].options().patiently(following.take, places["next"].ranges(5), batch_id=0)
             ),
             source.target.name: lambda: source.publish(staged),
             late.target.name: lambda: register(late.options, late.origin()),

@@ -15,12 +15,13 @@ from exactly_once.errors import (
     LedgerRowMissing,
     OwnedByConsumer,
     OwnedBySpark,
+    PartitionHalted,
     TopicRecreated,
 )
 from exactly_once.kafka.admin import Cluster
 from exactly_once.ledger.start import StartOffsets
 from spark_sink import LedgerBehindCheckpoint
-from spark_sink.owners import Owners, patiently
+from spark_sink.owners import Owners
 from spark_sink.ranges import Range, remaining
 from tests.conftest import MakeConsumer
 from tests.spark.attempts import Place
@@ -95,6 +96,19 @@ def test_a_row_that_somebody_deleted_is_missed(place: Place, db: psycopg.Connect
     for someone in (owners, place.owners()):
         with pytest.raises(LedgerRowMissing):
             someone.take(place.ranges(5), batch_id=0)
+
+
+def test_a_row_that_is_halted_is_found_before_another_one_is_started(place: Place, db: psycopg.Connection[Any]) -> None:
+    """The next run may begin the other one elsewhere, and who asks again is told of the halt again."""
+    place.owners().take([Range(partition=Partition(place.name, 1), start=0, end=5)], batch_id=0)
+    db.execute("UPDATE exactly_once.ledger SET halted = 'by a test' WHERE group_id = %s", (place.name,))
+    owners = place.owners()
+    for _ in range(2):
+        with pytest.raises(PartitionHalted, match="by a test"):
+            owners.take(place.ranges(5, 5), batch_id=0)
+    assert place.ledger() == [None, 0]
+    db.execute("UPDATE exactly_once.ledger SET halted = NULL WHERE group_id = %s", (place.name,))
+    assert next_offsets(owners, place.ranges(5, 5)) == [0, 0]
 
 
 def test_a_database_that_went_back_while_tasks_wrote_is_told(place: Place, db: psycopg.Connection[Any]) -> None:
@@ -197,6 +211,6 @@ def test_a_broker_that_has_just_started_is_waited_for(
     monkeypatch.setattr(Cluster, "committed", loading)
     ledger, cluster = place.owners()._ledger, Cluster({"bootstrap.servers": bootstrap_servers})
     owners = Owners(ledger, starter=StartOffsets(ledger, cluster, start=None, on_out_of_range="fail"))
-    rows = patiently(place.options())(owners.take, place.ranges(5, 5, start=1), batch_id=0)
+    rows = place.options().patiently(owners.take, place.ranges(5, 5, start=1), batch_id=0)
     assert list(rows.values()) == [1, 1]
     assert refused

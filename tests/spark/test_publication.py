@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -17,7 +19,7 @@ from exactly_once.errors import Fenced, OwnedByConsumer, SchemaTooOld
 from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.session import tag_of
 from exactly_once.writer import TableError
-from spark_sink import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost, staging
+from spark_sink import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, StageLost, publication
 from tests.spark.attempts import Place
 from tests.spark.staged import Run, Target, rows
 
@@ -246,7 +248,7 @@ def test_what_is_staged_for_a_later_batch_or_by_another_group_stays(target: Targ
 def test_leftovers_are_no_reason_to_fail(target: Target) -> None:
     with PostgresProxy(target.conninfo) as proxy:
         proxy.refuse()
-        staging.reap(target.options(conninfo=proxy.conninfo))
+        publication.reap(target.options(conninfo=proxy.conninfo))
 
 
 def test_leftovers_go_by_age_and_those_of_an_attempt_at_work_stay(target: Target, db: Looking) -> None:
@@ -257,8 +259,8 @@ def test_leftovers_go_by_age_and_those_of_an_attempt_at_work_stay(target: Target
         UPDATE exactly_once.spark_stage SET staged_at = staged_at - interval '2 hours'
         WHERE attempt = %s OR attempt = %s AND number = 0
     """
-    db.execute(make_old, (dead.attempt, working.attempt))
-    staging.reap(run.options)
+    db.execute(make_old, (dead.chunks[0].attempt, working.chunks[0].attempt))
+    publication.reap(run.options)
     assert target.staged() == 2
     run.publish(working)
     assert target.offsets() == [(0, n) for n in range(9)]
@@ -289,7 +291,7 @@ def test_rows_are_staged_in_portions(
     target: Target, monkeypatch: pytest.MonkeyPatch, portion: int, count: int, portions: int
 ) -> None:
     """A row that is larger than a portion is one by itself."""
-    monkeypatch.setattr(staging, "CHUNK_BYTES", portion)
+    monkeypatch.setattr(publication, "CHUNK_BYTES", portion)
     run = Run(target)
     staged = run.stage(run.rows(0, range(count)))
     assert len(staged.chunks) >= portions
@@ -358,6 +360,34 @@ def test_rows_that_something_has_kept_since_an_earlier_batch_are_refused(target:
         run.write(run.rows(0, [5, 10]), batch_id=1)
     with pytest.raises(RowsOutOfOrder, match="no topic"):
         run.write(run.rows(0, [10]).set_column(0, "topic", pa.array([None], pa.string())), batch_id=1)
+
+
+def test_a_row_without_its_place_is_told_where_the_checkpoint_says_what_the_batch_covers(
+    target: Target, tmp_path: Path
+) -> None:
+    """Beside a row of another partition in its chunk, and another chunk."""
+    (tmp_path / "offsets").mkdir()
+    (tmp_path / "metadata").write_text('{"id": "query"}')
+    (tmp_path / "offsets" / "0").write_text("v1\n{}\n" + json.dumps({target.name: {"0": 5, "1": 5}}))
+    run = Run(target, checkpointLocation=str(tmp_path))
+    nowhere = run.rows(1, [0]).set_column(0, "topic", pa.array([None], pa.string()))
+    with pytest.raises(RowsOutOfOrder, match="no topic"):
+        run.write(run.rows(0, range(5)), pa.concat_batches([nowhere, run.rows(1, [1])]))
+    assert (target.written(), target.ledger()) == ([], [])
+
+
+def test_a_later_run_knows_where_the_batch_before_its_own_has_ended(target: Target) -> None:
+    """It may bring the last batch again, which did not begin where that has ended."""
+    first = Run(target)
+    first.write(first.rows(0, range(5)))
+    first.write(first.rows(0, range(5, 9)), batch_id=1)
+    again = Run(target)
+    again.write(again.rows(0, range(5, 9)), batch_id=1)
+    again.write(again.rows(0, range(9, 12)), batch_id=2)
+    assert target.offsets() == [(0, n) for n in range(12)]
+    later = Run(target)
+    with pytest.raises(RowsOutOfOrder, match=r"offset 4.*ended at 12"):
+        later.write(later.rows(0, [4, 12]), batch_id=3)
 
 
 def test_a_replacing_batch_takes_the_place_of_all_rows(target: Target) -> None:

@@ -44,8 +44,9 @@ def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
     todo = {share.partition: share for share in remaining(ranges, ledger, group_id="g")}
     for given_range in ranges:
         share = todo.get(given_range.partition)
-        written = set(range(share.write_from, share.end)) if share else set()
+        written = set(range(share.first, share.end)) if share else set()
         assert written == set(range(ledger[given_range.partition], given_range.end))
+        assert written or share is None, "rows without offsets would be written for a range that has none left"
 
 
 def test_a_ledger_behind_the_checkpoint_is_told_with_what_mends_it() -> None:
@@ -60,11 +61,14 @@ def test_offsets_that_go_back_are_another_topic() -> None:
 
 
 def test_rows_themselves_tell_ends_but_no_starts() -> None:
-    assert looked_through([("orders", 0, 5, 9)], {}) == [Range(partition=P, start=None, end=10)]
-    assert looked_through([("orders", 0, 5, 9)], {P: 4}) == [Range(partition=P, start=4, end=10)]
-    assert looked_through([("orders", 0, 2, 3)], {P: 7}) == [Range(partition=P, start=7, end=7)]
-    with pytest.raises(RowsOutOfOrder):
-        looked_through([("orders", None, 5, 9)], {})
+    assert looked_through([(P, 5, 9)], {}) == [Range(partition=P, start=None, end=10)]
+    assert looked_through([(P, 5, 9)], {P: 4}) == [Range(partition=P, start=4, end=10)]
+    assert looked_through([(P, 5, 9), (P, 2, 3)], {}) == [Range(partition=P, start=None, end=10)]
+    with pytest.raises(RowsOutOfOrder, match="ended at 7"):
+        looked_through([(P, 2, 3)], {P: 7})
+    nowhere: Any = Partition("orders", None)  # type: ignore[arg-type]
+    with pytest.raises(RowsOutOfOrder, match="no topic"):
+        looked_through([(nowhere, 5, 9)], {})
 
 
 def test_what_was_left_out_is_in_the_range_only_where_the_ledger_has_all_that_was_written() -> None:

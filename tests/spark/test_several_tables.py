@@ -85,7 +85,7 @@ def test_rows_and_their_sums_are_written_together_or_not_at_all(
     ("options", "said"),
     [
         ({"table": "t", "tables": {"a": {}}}, "tables= has for each table"),
-        ({"tables": {"a": {"small_batch": 1}}}, "takes mode, key, add, not small_batch"),
+        ({"tables": {"a": {"small_batch": 1}}}, "takes mode, key, add, claim, create_table, evolve, not small_batch"),
         ({"tables": {"a": {"mode": "merge"}}}, "mode='merge' is not possible"),
         ({"tables": {"a": {"add": ["n"]}}}, "add= is about rows that exist"),
         ({"tables": {"a": {}, "b": {}}, "transaction": "partition"}, "tables= need transaction='batch'"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from tests.spark.scene import Scene
 from tests.support.spark import drain
@@ -30,6 +31,27 @@ def test_every_message_is_written_once(scene: Scene, transaction: Transaction) -
     assert scene.ledger() == scene.ends()
     assert [r.batch_id for r in scene.reports] == list(range(len(scene.reports)))
     assert sum(r.rows for r in scene.reports) == 1000
+
+
+def test_a_query_that_has_ended_keeps_no_connection_when_others_come(scene: Scene) -> None:
+    """Py4J holds every function that Spark has called, so that no sink ever becomes garbage."""
+    conninfo, scene.conninfo = scene.conninfo, make_conninfo(scene.conninfo, application_name=scene.topic)
+    sinks = []
+    for number in range(4):
+        sinks.append(scene.sink(small_batch=1000))
+        scene.produce(10)
+        if number % 2:
+            scene.run(sinks[-1])
+            continue
+        with pytest.raises(Exception, match="nowhere"):
+            scene.run(scene.sink(table="nowhere"))
+    scene.conninfo = conninfo
+    with psycopg.connect(conninfo, autocommit=True) as looking:
+        look = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
+        until(lambda: looking.execute(look, (scene.topic,)).fetchone() == (1,), 60, "one connection, of the last query")
+        sinks[-1].release()
+        until(lambda: looking.execute(look, (scene.topic,)).fetchone() == (0,), 60, "no connection")
+    scene.check()
 
 
 @both

@@ -122,8 +122,8 @@ def test_each_partition_has_a_task_of_its_own(scene: Scene) -> None:
     from pyspark.sql import functions as F  # noqa: N812, PLC0415
 
     from exactly_once._model import Partition  # noqa: PLC0415
-    from spark_sink.offset_filter import OFFSET, PARTITION, TOPIC  # noqa: PLC0415
-    from spark_sink.tasks import to_tasks  # noqa: PLC0415
+    from spark_sink.attempt import to_tasks  # noqa: PLC0415
+    from spark_sink.ranges import OFFSET, PARTITION, TOPIC  # noqa: PLC0415
 
     partitions = [Partition(topic, n) for topic in ("a.b", "c-d") for n in (0, 1, 2, 3, 5, 8, 13)]
     rows = [(p.topic, p.number, offset) for p in partitions for offset in range(3)]

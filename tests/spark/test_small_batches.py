@@ -44,24 +44,39 @@ def test_rows_that_are_too_large_for_the_driver_are_written_by_a_task(
     db.execute(f"DROP TABLE {name}")
 
 
-def test_what_was_large_in_the_batch_before_is_left_to_a_task(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit of a byte stands in for sixteen million of them."""
+@pytest.fixture
+def by_driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batches that the driver has written; a limit of a byte stands in for sixteen million of them."""
     import spark_sink.run as driver_side  # noqa: PLC0415
-    from spark_sink.tasks import BatchTask  # noqa: PLC0415
 
     monkeypatch.setattr(driver_side, "SMALL_BYTES", 1)
-    here = BatchTask.write_here
+    here = getattr(driver_side, "write_here")  # noqa: B009 - a name that it imports
     by_driver: list[int] = []
 
-    def noted(task: Any, *arguments: Any) -> Any:
-        by_driver.append(task.work.batch_id)
-        return here(task, *arguments)
+    def noted(work: Any, *arguments: Any) -> Any:
+        by_driver.append(work.batch_id)
+        return here(work, *arguments)
 
-    monkeypatch.setattr(BatchTask, "write_here", noted)
+    monkeypatch.setattr(driver_side, "write_here", noted)
+    return by_driver
+
+
+def test_what_was_large_in_the_batch_before_is_left_to_a_task(scene: Scene, by_driver: list[int]) -> None:
     scene.produce(30)
     scene.run(scene.sink(small_batch=1000), per_trigger=10)
     assert by_driver == [0]
     scene.check()
+
+
+def test_a_batch_of_events_that_came_before_says_nothing_of_how_large_rows_are(
+    scene: Scene, by_driver: list[int]
+) -> None:
+    """It writes none; what the batch before it has shown still holds."""
+    sink = scene.sink(small_batch=1000, claim="event")
+    scene.produce(30)
+    scene.run(lambda frame, batch_id: sink(frame.selectExpr("*", "offset % 5 AS event"), batch_id), per_trigger=10)
+    assert [report.rows for report in scene.reports] == [5, 0, 0]
+    assert by_driver == [0]
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -11,11 +11,11 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from exactly_once.demo import journal
 from exactly_once.embedded.ports import free_port
 from exactly_once.embedded.proxy import PostgresProxy
 from tests.spark.standalone import HOSTS
 from tests.spark.twins import ATTEMPTS, GO
+from tests.support import journal
 from tests.support.require import skip_unless
 from tests.support.spark import Driver
 from tests.support.topics import create_topic, produce
