@@ -19,7 +19,6 @@ live owner is fenced."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "adopt",
         help="take a recreated topic or another cluster for the ledger's",
@@ -35,7 +34,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show what would be adopted, or adopt it."""
     settings = options.settings(args)
     settings.opener()
     for key in ("group_id", "bootstrap_servers"):

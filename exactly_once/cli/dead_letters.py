@@ -9,14 +9,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_LOG_APPEND_TIME
 
+from exactly_once._log import named
 from exactly_once._model import Partition
+from exactly_once.consumer.options import Isolation
 from exactly_once.consumer.replay import Replay
 from exactly_once.consumer.unit import Unit
-from exactly_once.errors import ExactlyOnceError
+from exactly_once.errors import (
+    ConfigurationError,
+    HandlerCommitted,
+    TransactionOutcomeUnknown,
+    Unreachable,
+    WrongThreadOrProcess,
+)
 from exactly_once.ledger import dead_letters
 from exactly_once.ledger.dead_letters import DeadLetter
 from exactly_once.ledger.session import Session
@@ -38,11 +46,13 @@ _GIVE = tuple(map(_HEADER.index, ("ERROR", "GROUP", "PARTITION", "KEY")))
 _SHOWN_CHARACTERS = 60  # of an error or a key: the table is for finding a letter, `show` for reading it
 _LIST_LIMIT = 1000  # letters hold whole messages, and nobody reads more lines of a table
 _TIMESTAMPS = {TIMESTAMP_CREATE_TIME: "CreateTime", TIMESTAMP_LOG_APPEND_TIME: "LogAppendTime"}
+# No letter behind would fare better, or somebody must look first: the rest of a replay is not begun. All else is one
+# letter's, be it a handler that asks for another try (Redelivered) or that broke its transaction.
+_ENDS = (ConfigurationError, HandlerCommitted, TransactionOutcomeUnknown, Unreachable, WrongThreadOrProcess)
 _REPLAYED, _SETTLED = "replayed", "was settled by somebody else meanwhile"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the command's options and its own commands."""
     parser = subparsers.add_parser(
         "dead-letters", help="list, show, replay or drop messages that could not be applied", description=_DESCRIPTION
     )
@@ -65,6 +75,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         elif action == "replay":
             what = "what is called with a unit, as by run()"
             one.add_argument("--handler", required=True, metavar="MODULE:FUNCTION", help=what)
+            isolation = "of the transactions, as the consumer's isolation= (%(default)s)"
+            one.add_argument("--isolation", choices=get_args(Isolation), default="READ COMMITTED", help=isolation)
         if action in ("replay", "drop"):
             options.add_execute(one)
 
@@ -146,17 +158,20 @@ def _show(args: argparse.Namespace, found: list[DeadLetter]) -> None:
 def _replay(
     args: argparse.Namespace, session: Session, found: list[DeadLetter], handler: Callable[[Unit], object]
 ) -> int:
-    replaying = Replay(session.connect, schema=session.schema)
+    replaying = Replay(session.connect, schema=session.schema, isolation=args.isolation)
     outcomes: list[dict[str, object]] = []
     try:
         for letter in found:
             outcome: dict[str, object] = {"id": letter.id, "place": letter.place}
             try:
                 outcome["outcome"] = _REPLAYED if replaying.replay(letter, handler) else _SETTLED
-            except ExactlyOnceError:
+            except _ENDS:
                 raise
-            except Exception as error:  # noqa: BLE001 - it is the handler's, and the letter is as dead as before
-                text = " ".join(f"{type(error).__name__}: {error}".split())
+            # It is the handler's, and the letter is as dead as before. Whoever leaves by another status means that.
+            except (Exception, SystemExit) as error:
+                if isinstance(error, SystemExit) and error.code:
+                    raise
+                text = " ".join(named(error).split())
                 outcome |= {"outcome": "failed again", "error": text}
             outcomes.append(outcome)
             if not args.json:  # at once: a replay takes as long as its handler

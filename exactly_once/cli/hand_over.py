@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from exactly_once._model import Partition
-from exactly_once.ledger.rows import LOCK_SECONDS
-from exactly_once.ledger.session import Session, cursor_on
-from exactly_once.ledger.sql import query
 
 from . import options, output
+from .plan import changed
 from .problems import CommandError
 from .servers import Stored, open_cluster, open_database, stored_rows
 from .status import beside_logs
@@ -32,7 +30,6 @@ prints where its Kafka source must start."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
     parser = subparsers.add_parser(
         "hand-over",
         help="let Spark take over from the consumer, or the other way round",
@@ -77,7 +74,16 @@ def run(args: argparse.Namespace) -> int:
                 raise CommandError(f"{line.stored.place} of group {group_id!r}: {line.problem}")
         owned = [row for row in rows if row.owned and row.owner_kind != args.to]
         if owned and args.execute:
-            rows = _release(session, rows, args)
+            keys = {
+                "group_id": group_id,
+                "topics": [row.topic for row in rows],
+                "partitions": [row.partition for row in rows],
+                "owner_kind": args.to,
+                "reason": args.reason,
+            }
+            with changed(session, ("read_locked", "hand_over"), keys) as (_, found):
+                # The offsets at which the owners were fenced.
+                rows = [replace(row, next_offset=found[row.place][0]) for row in rows]
     starts = None
     if cluster is not None and args.to == "spark" and (not owned or args.execute):
         stored = {row.place: EARLIEST if row.next_offset is None else row.next_offset for row in rows}
@@ -88,25 +94,6 @@ def run(args: argparse.Namespace) -> int:
         }
     _show(rows, owned, starts, args)
     return 0
-
-
-def _release(session: Session, rows: Sequence[Stored], args: argparse.Namespace) -> list[Stored]:
-    """Release rows; return them with the offsets at which they were fenced."""
-    parameters = {
-        "group_id": rows[0].group_id,
-        "topics": [row.topic for row in rows],
-        "partitions": [row.partition for row in rows],
-        "owner_kind": args.to,
-        "reason": args.reason,
-    }
-    with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
-        cursor = cursor_on(connection)
-        for name in ("read_locked", "hand_over"):
-            cursor.execute(query(name, session.schema), parameters, prepare=False)
-        offsets = {Partition(topic, number): next_offset for topic, number, next_offset in cursor}
-        if len(offsets) < len(rows):
-            raise CommandError("rows of the ledger were deleted at this very moment; nothing was changed, try again")
-    return [replace(row, next_offset=offsets[row.place]) for row in rows]
 
 
 def _show(

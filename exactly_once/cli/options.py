@@ -110,7 +110,7 @@ def number(complaint: str, *, least: int = 0, most: int = sys.maxsize) -> Callab
     """Return a type of argparse: a whole number within bounds. ``complaint`` follows a text that is none."""
 
     def read(text: str) -> int:
-        if not (text.isdecimal() and least <= int(text) <= most):
+        if not (text.removeprefix("-").isdecimal() and least <= int(text) <= most):
             raise argparse.ArgumentTypeError(f"{text} {complaint}")
         return int(text)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -15,14 +16,14 @@ from exactly_once.errors import DatabaseUnreachable
 from exactly_once.kafka.admin import Topic
 from exactly_once.ledger import dead_letters
 from exactly_once.ledger.dead_letters import DeadLetter
-from exactly_once.ledger.rows import LOCK_SECONDS
+from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
 from exactly_once.ledger.session import Connection, Session, cursor_on
 from exactly_once.ledger.sql import query
 
 from . import output
 from .options import Settings, add_execute, number
 from .problems import CommandError
-from .servers import CommandCluster, Log, Stored, open_cluster, stored_rows
+from .servers import CommandCluster, Log, Stored, forget_command, open_cluster, stored_rows
 
 _HEADER = ("PARTITION", "OLD OFFSET", "", "NEW OFFSET", "LOG START", "LOG END", "NOTE")
 _NAMED = 5  # dead letters; `dead-letters list` has all
@@ -81,10 +82,11 @@ class Move:
         return max(0, end - start)
 
     def brings_again(self, letter: DeadLetter) -> bool:
-        """Tell whether a dead letter's message is in the log, and is applied again."""
-        if self.log is None or self.result is None or self.old_offset is None:
+        """Tell whether a dead letter's message is applied again: it is in the log, as far as that is known."""
+        if self.result is None or self.old_offset is None:
             return False
-        return max(self.result, self.log.start) <= letter.message_offset < min(self.old_offset, self.log.end)
+        is_there = self.log is None or self.log.start <= letter.message_offset < self.log.end
+        return is_there and self.result <= letter.message_offset < self.old_offset
 
     @property
     def is_outside(self) -> bool:
@@ -153,12 +155,15 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
     group_id, topic, target = settings.required("group_id"), args.topic, args.target
     stored = {row.place: row for row in stored_rows(session, group_id=group_id, topic=topic)}
     cluster = open_cluster(settings) if ask_kafka else None
-    found = cluster.topics([topic]).get(topic) if cluster else None
+    found = cluster.topic(topic) if cluster else None
     if cluster and found is None:
         raise CommandError(
             f"there is no topic {topic!r} on {settings.bootstrap_servers}: look at --topic and the servers"
+            + (f"; if it is gone for good: {forget_command(topic)}" if stored else "")
         )
-    partitions = _partitions(group_id, topic, args.partition, stored, found)
+    # Which were there before all rows of the topic were deleted: each may be made again by itself.
+    _, had = (set(), set()) if stored else Ledger(session, group_id=group_id, owner_kind="consumer").known([topic])
+    partitions = _partitions(group_id, topic, args.partition, stored.keys() | had, found)
     new = [p for p in partitions if p not in stored]
     if new and target.kind == "current":
         # Whoever is assigned to a partition that was added later starts it at its beginning.
@@ -170,6 +175,14 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
     chosen: Mapping[Partition, int] = {}
     if target.kind == "committed" and cluster and found:
         chosen = _committed(cluster, group_id, topic, found)
+        left = [p for p in partitions if p not in chosen]
+        if left and not stored:
+            # Rows of a part of a topic would make a worker take the others for added, or for deleted by somebody.
+            raise CommandError(
+                f"the ledger has no rows of topic {topic!r} for group {group_id!r}, and Kafka no offset of "
+                f"{', '.join(map(str, left))} that another consumer has committed: make the rows with --to-earliest, "
+                "--to-latest or --to-time first"
+            )
         partitions = [p for p in partitions if p in chosen]
     logs = cluster.logs(partitions) if cluster else {}
     if target.kind == "offset" and target.offset is not None:
@@ -218,27 +231,42 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str) -> Pla
         "partitions": [m.partition.number for m in plan.moves],
         "next_offsets": [m.new_offset for m in plan.moves],
         "topic_ids": [plan.topic_id] * len(plan.moves),
+        "owner_epochs": [m.stored.owner_epoch if m.stored else None for m in plan.moves],
         "reason": reason,
     }
+    statements = ("register_lock", "register_for_operator", "read_locked", statement)
+    with changed(session, statements, keys) as (connection, before):
+        moves = []
+        for move in plan.moves:
+            old, new = before[move.partition]
+            stored = replace(move.stored, next_offset=old) if move.stored else None
+            moves.append(replace(move, stored=stored, new_offset=new))
+        plan = replace(plan, moves=moves)
+        plan = replace(plan, letters=_letters(connection, session.schema, plan))
+        for letter in plan.letters:
+            dead_letters.settle(connection, letter.id, "dropped", schema=session.schema)
+    return plan
+
+
+@contextlib.contextmanager
+def changed(
+    session: Session, statements: Sequence[str], keys: Mapping[str, Any]
+) -> Iterator[tuple[Connection, dict[Partition, list[Any]]]]:
+    """Execute statements in one transaction; yield it, and for each partition what the last of them returned.
+
+    :raises CommandError: when that lacks some of the partitions of ``keys``; nothing is changed then.
+    """
     try:
         with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
             cursor = cursor_on(connection)
-            for name in ("register_lock", "register_for_operator", "read_locked", statement):
+            for name in statements:
                 cursor.execute(query(name, session.schema), keys, prepare=False)
-            before = {Partition(topic, number): (old, new) for topic, number, old, new in cursor}
-            if len(before) < len(plan.moves):
+            found = {Partition(topic, number): rest for topic, number, *rest in cursor}
+            if len(found) < len(keys["topics"]):
                 raise CommandError(
-                    "rows of the ledger were deleted at this very moment; nothing was changed, try again"
+                    "rows of the ledger were deleted or taken at this very moment; nothing was changed, try again"
                 )
-            moves = []
-            for move in plan.moves:
-                old, new = before[move.partition]
-                stored = replace(move.stored, next_offset=old) if move.stored else None
-                moves.append(replace(move, stored=stored, new_offset=new))
-            plan = replace(plan, moves=moves)
-            plan = replace(plan, letters=_letters(connection, session.schema, plan))
-            for letter in plan.letters:
-                dead_letters.settle(connection, letter.id, "dropped", schema=session.schema)
+            yield connection, found
     except psycopg.OperationalError as error:
         # With a state the server has answered, and has rolled back; without, COMMIT may be on its way.
         if error.sqlstate is not None:
@@ -246,7 +274,6 @@ def execute(session: Session, plan: Plan, statement: str, *, reason: str) -> Pla
         raise DatabaseUnreachable(
             f"the connection to Postgres was lost on the way: {error}; `exactly-once status` shows whether it was done"
         ) from error
-    return plan
 
 
 def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None:
@@ -275,11 +302,7 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
                 "old_cluster_id": row.cluster_id if row else None,
             }
         )
-        note = "new row" if row is None else None
-        if row is not None:
-            fences = f"fences {row.owner_kind} {row.owner}" if row.owned else None
-            goes_on = f"no longer halted: {row.halted}" if row.halted else None
-            note = "; ".join(filter(None, (fences, goes_on))) or None
+        note = "new row" if row is None else row.note
         cells.append([m.partition.number, m.old_offset, "->", m.result, *(m.log or (None, None)), note])
     # An owner that lives goes on meanwhile, so a dry run counts for this moment.
     again, left_out = sum(m.again for m in plan.moves), sum(m.left_out for m in plan.moves)
@@ -316,26 +339,27 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
 
 
 def _letters(connection: Connection, schema: str, plan: Plan) -> list[DeadLetter]:
-    """Find the dead letters that come again; those of a topic of that name that was deleted do not."""
+    """Find the dead letters that come again; those of a topic of that name that is known to be another one do not."""
     found = dead_letters.find(connection, schema=schema, group_id=plan.group_id, topic=plan.topic)
     moves = {move.partition.number: move for move in plan.moves}
-    return [
-        letter
-        for letter in found
-        if letter.topic_id == plan.topic_id
-        and letter.partition in moves
-        and moves[letter.partition].brings_again(letter)
-    ]
+    letters = []
+    for letter in found:
+        move = moves.get(letter.partition)
+        if move is not None and move.brings_again(letter):
+            topic_id = plan.topic_id or (move.stored.topic_id if move.stored else None)
+            if letter.topic_id == topic_id or None in (letter.topic_id, topic_id):
+                letters.append(letter)
+    return letters
 
 
 def _partitions(
     group_id: str,
     topic: str,
     numbers: Iterable[int] | None,
-    stored: dict[Partition, Stored],
+    stored: Set[Partition],
     found: Topic | None,
 ) -> list[Partition]:
-    """Return the partitions that are meant, in locking order."""
+    """Return the partitions that are meant, in locking order; ``stored`` has, or had, rows."""
     count = found.partitions if found else None
     if not stored and (numbers or found is None):
         raise CommandError(

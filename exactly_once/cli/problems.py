@@ -13,14 +13,15 @@ exit codes:
   1    not done: stderr has one line about why and what mends it; status --check: something needs an operator
   2    the command line, an environment variable or the configuration file is wrong
   130  interrupted
-  143  sink: the transaction in hand was given up, after --stop-seconds or a second SIGTERM; it comes again"""
+  143  sink: SIGTERM, and the end that --until-end asked for was not reached, or the transaction in hand was given
+       up, after --stop-seconds or a second SIGTERM; it comes again"""
 
 # By the name of the class: psycopg, which defines them, must not be imported here.
 _HINTS = {
     "InsufficientPrivilege": (
         "`exactly-once migrate --sql --role NAME` prints the grants on the ledger; tables of your own need "
-        "GRANT INSERT, those that are changed by key SELECT, UPDATE and DELETE too, and making one USAGE and CREATE "
-        "ON SCHEMA"
+        "GRANT INSERT, those that are changed by key SELECT, UPDATE and DELETE, too, and TEMPORARY ON DATABASE, and "
+        "making one USAGE and CREATE ON SCHEMA"
     ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
     "InvalidSchemaName": "run `exactly-once migrate`, or pass --schema",

@@ -7,6 +7,7 @@ from typing import Any
 
 from psycopg.rows import dict_row
 
+from exactly_once.ledger.session import cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.publish.recovery import sequences_in
 
@@ -28,7 +29,6 @@ _QUERIES = {
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the command's options and its own commands."""
     parser = subparsers.add_parser("publish", help="look at the filters of producers", description=_STATUS)
     actions = parser.add_subparsers(dest="action", metavar="action", required=True, parser_class=CommandParser)
     status = actions.add_parser(
@@ -39,12 +39,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the status."""
     settings = options.settings(args)
     settings.opener()
-    with open_database(settings) as session, session.connection.cursor(row_factory=dict_row) as cursor:
+    with open_database(settings) as session, cursor_on(session.connection, dict_row) as cursor:
         found: dict[str, Any] = {
-            part: cursor.execute(query(name, session.schema), prepare=False).fetchall()
+            part: cursor.execute(query(name, session.schema), prepare=False, binary=True).fetchall()
             for part, name in _QUERIES.items()
         }
     found["sequences"] = [

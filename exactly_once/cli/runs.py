@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ def add_seed(parser: argparse.ArgumentParser, repeats: str) -> None:
     """Add the options of a run that is drawn from a seed and ends in a verdict."""
     parser.add_argument("--seed", type=int, metavar="N", help=repeats)
     parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
+
+
+def drawn(args: argparse.Namespace, below: int) -> int:
+    """Return the seed that was given, or one that is short enough to be typed again."""
+    return random.SystemRandom().randrange(below) if args.seed is None else int(args.seed)
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, DatabaseUnreachable, UnknownTopic
 from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.ledger import migrate as schemas
-from exactly_once.ledger.session import Session, server_of
+from exactly_once.ledger.session import Session, cursor_on, server_of
 from exactly_once.ledger.sql import query
 
 from .options import Settings
-from .problems import UsageError
+from .problems import CommandError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,18 @@ class Stored:
         """Who owns the row now, by name if it has one."""
         return (self.owner_name or self.owner_instance) if self.owned else None
 
+    @property
+    def note(self) -> str | None:
+        """What else a change of the row does."""
+        fences = f"fences {self.owner_kind} {self.owner}" if self.owned else None
+        goes_on = f"no longer halted: {self.halted}" if self.halted else None
+        return "; ".join(filter(None, (fences, goes_on))) or None
+
+
+def forget_command(topic: str) -> str:
+    """Return what ends the trouble with partitions that are gone for good."""
+    return f"exactly-once reset --topic {topic} --forget"
+
 
 class Log(NamedTuple):
     """The first offset of a partition's log and the one after its last."""
@@ -69,6 +81,18 @@ class CommandCluster(Cluster):
         for name, future in self.ask(names).items():
             with contextlib.suppress(UnknownTopic):
                 found[name] = self.described(name, future)
+        return found
+
+    def topic(self, name: str) -> Topic | None:
+        """Return a topic that is about to be changed; None where the cluster has none.
+
+        :raises CommandError: for one whose partitions this principal may not see.
+        """
+        found = self.topics([name]).get(name)
+        if found is not None and not found.partitions:
+            raise CommandError(
+                f"Kafka does not say how many partitions {name!r} has: may this principal DESCRIBE the topic?"
+            )
         return found
 
     def logs(self, partitions: Iterable[Partition]) -> dict[Partition, Log]:
@@ -115,8 +139,9 @@ def stored_rows(
     session: Session, *, group_id: str | None, topic: str | None = None, counts_batches: bool = False
 ) -> list[Stored]:
     """Read rows of the ledger, a snapshot for looking: those of offsets, or those of batch ids, which Kafka ignores."""
-    with session.connection.cursor(row_factory=class_row(Stored)) as cursor:
-        # Not prepared, as behind a pooler the next statement may run on another connection.
-        cursor.execute(query("status", session.schema), {"group_id": group_id}, prepare=False)
+    with cursor_on(session.connection, class_row(Stored)) as cursor:
+        # Not prepared, as behind a pooler the next statement may run on another connection. Binary, as psycopg reads
+        # times that are text in the usual DateStyle only.
+        cursor.execute(query("status", session.schema), {"group_id": group_id}, prepare=False, binary=True)
         rows = [row for row in cursor if topic in (None, row.topic)]
     return [row for row in rows if row.place.counts_batches == counts_batches]

@@ -51,7 +51,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "--format", choices=_FORMATS, help="what messages are: JSON (default), or raw: columns key and value"
     )
     what.add_argument("--schema-registry", metavar="URL", help="where the schemas of Avro, Protobuf, JSON Schema are")
-    what.add_argument("--csv-columns", type=_names, metavar="A,B", help="names of the fields (the table's columns)")
+    what.add_argument(
+        "--csv-columns",
+        type=lambda text: [name.strip() for name in text.split(",")],
+        metavar="A,B",
+        help="names of the fields (the table's columns)",
+    )
     what.add_argument("--csv-delimiter", metavar="C", help="between fields (,)")
     what.add_argument(
         "--create-table", action="store_true", help="make a table that is not there, from a sample, with a column rest"
@@ -139,10 +144,6 @@ def _pair(text: str) -> tuple[str, str]:
 def _scale(text: str) -> tuple[str, int]:
     name, value = _pair(text)
     return name, int(value)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from psycopg import sql
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection, connector
+from exactly_once.writer.ddl import parts_of
 from exactly_once.writer.decoding import Decoder, Envelope, Source
 from exactly_once.writer.errors import NAME_BYTES
 from exactly_once.writer.sink import Evolve, TableSink
@@ -39,7 +40,6 @@ FORMATS = ("json", *get_args(FormatName), "raw")
 LINGER_SECONDS = 0.05
 
 T = TypeVar("T")
-_NAME = re.compile(r'"(?:[^"]|"")*"|[^."]+')
 # What Python and the clients of Kafka read in different ways.
 _NOT_POSIX = re.compile(r"\(\?|\\[A-Za-z0-9]")
 _Scalar = str | bool | int | float
@@ -98,8 +98,7 @@ class Flow:
     @property
     def table_name(self) -> list[str]:
         """The parts of the table's name, read as SQL does."""
-        parts = _NAME.findall(self.table)
-        return [p[1:-1].replace('""', '"') if p.startswith('"') else p.lower() for p in parts]
+        return parts_of(self.table)
 
     def of_topic(self, topic: str) -> Flow | None:
         """Return the flow of one topic that the pattern may have found; None for another one.
@@ -112,6 +111,8 @@ class Flow:
         names = [part.format(found[0], *found.groups(""), topic=topic) for part in self.table_name]
         if long := [name for name in names if len(name.encode()) > NAME_BYTES]:
             raise CommandError(f"topic {topic}: Postgres cuts the name of its table {long[0]}: say another table")
+        if not all(names):
+            raise CommandError(f"topic {topic}: its table {self.table} would have an empty name: say another table")
         return replace(self, topics=(topic,), topics_regex=None, table=sql.Identifier(*names).as_string(None))
 
     def decoder(self) -> Decoder:
@@ -120,19 +121,12 @@ class Flow:
             from exactly_once.writer.raw import RawDecoder  # noqa: PLC0415
 
             return RawDecoder(metadata=self.metadata)
-        options: dict[str, Any] = {
-            "rest": self.rest or None,
-            "epoch": self.epoch,
-            "lax": self.lax or self.format in ("csv", "canal"),  # all of whose values are texts
-            "naive_timestamps": self.naive_timestamps,
-            "on_tombstone": self.on_tombstone,
-            "decimal": self.decimal,
-            "json_text": self.json_text,
-            "nul": self.nul,
-        }
+        options = {name: getattr(self, name) for name in _OF_DECODER}
         options |= {"missing": "null" if self.missing == "null" else "apart"} if self.missing else {}
-        options |= {name: getattr(self, name) for name in ("rename", "drop", "metadata", "constants")}
-        decoder = JsonDecoder(self.fields, **options)
+        if self.flatten:  # what is within objects is dropped before there are none
+            options["drop"] = [path for path in self.drop if "." not in path]
+        lax = self.lax or self.format in ("csv", "canal")  # all of whose values are texts
+        decoder = JsonDecoder(self.fields, rest=self.rest or None, lax=lax, **options)
         last = self.unwrapping(decoder) or decoder
         return PlainDecoder(last, self.fields) if self.format is None and self.schema_registry is None else last
 
@@ -158,8 +152,11 @@ class Flow:
             where, where_not = ({f: _texts(v) for f, v in w.items()} for w in (self.where, self.where_not))
             flatten = "_" if self.flatten is True else self.flatten or None
             form = Shaped(form, where=where, where_not=where_not, flatten=flatten, drop=self.drop)
-        names = {name: getattr(self, name) for name in ("fields", "rename", "metadata", "constants")}
-        return FormatDecoder(decoder, form, binary=binary, **names)
+        names = {name: getattr(self, name) for name in ("fields", "rename", "metadata")}
+        # A line of CSV has no field for the rest, either.
+        names["constants"] = {*self.constants, *filter(None, [self.rest])}
+        opens_keys = str(self.claim).startswith("key:")
+        return FormatDecoder(decoder, form, binary=binary, opens_keys=opens_keys, **names)
 
     def _named(self, name: FormatName) -> Format:
         return format_of(
@@ -169,23 +166,12 @@ class Flow:
             missing=self.missing or "null",
             on_tombstone=self.on_tombstone,
             on_truncate=self.on_truncate,
+            decimal=self.decimal,
         )
 
     def sink(self) -> TableSink:
         """Make the sink."""
-        return TableSink(
-            self.table,
-            decoder=self.decoder(),
-            mode=self.mode,
-            key=self.key,
-            update=self.update,
-            newest_by=self.newest_by,
-            naive_timestamps=self.naive_timestamps,
-            evolve=self.evolve,
-            types=self.types,
-            claim=self.claim,
-            **({"missing": self.missing} if self.missing else {}),
-        )
+        return TableSink(self.table, decoder=self.decoder(), **{name: getattr(self, name) for name in _OF_SINK})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +215,10 @@ class Task:
     is_live: bool = False
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
 
+    def found_by_pattern(self, topic: str) -> Flow | None:
+        """Return the flow of a topic by the first pattern that finds it; None where none does."""
+        return next(filter(None, (flow.of_topic(topic) for flow in self.patterns)), None)
+
     def open(self) -> Connection:
         """Connect to Postgres."""
         return (self.connect or connector(self.conninfo or ""))()
@@ -250,9 +240,22 @@ def read_flows(args: argparse.Namespace, stored: object, registry: object = None
 
     :raises UsageError: for a key that nobody knows, and where topic or table are missing.
     """
-    given = {f.name: _joined(value) for f in fields(Flow) if (value := getattr(args, f.name, None)) is not None}
+    given = {f.name: value for f in fields(Flow) if (value := getattr(args, f.name, None)) is not None}
+    for name, value in given.items():
+        if isinstance(value, list) and value and isinstance(value[0], tuple):
+            # A table of pairs, in which a name that comes twice has several values.
+            several: dict[str, list[Any]] = {}
+            for key, each in value:
+                several.setdefault(key, []).append(each)
+            given[name] = {key: found[0] if len(found) == 1 else found for key, found in several.items()}
     if isinstance(stored, Mapping) or not isinstance(stored, Sequence) or isinstance(stored, str):
         raise UsageError("the file has [sink]; write [[sink]] with two brackets, once for each table")
+    if "schema_registry" in given and given.get("format") not in _OF_REGISTRY:
+        raise UsageError(
+            f"messages of format {given['format']} name no schema of a registry: leave --schema-registry out"
+        )
+    if twice := [key for key, value in (given.get("constants") or {}).items() if isinstance(value, list)]:
+        raise UsageError(f"--constant names {', '.join(twice)} twice")
     registry = given.pop("schema_registry", registry)
     if stored and given:
         named = ", ".join(f"--{'topic' if n == 'topics' else n.replace('_', '-')}" for n in given)
@@ -264,18 +267,6 @@ def read_flows(args: argparse.Namespace, stored: object, registry: object = None
     return flows
 
 
-def _joined(value: Any) -> Any:
-    """Make a table of pairs, in which a name that comes twice has several values."""
-    if not (isinstance(value, list) and value and isinstance(value[0], tuple)):
-        return value
-    table: dict[str, Any] = {}
-    for name, each in value:
-        table[name] = (
-            [*([table[name]] if not isinstance(table[name], list) else table[name]), each] if name in table else each
-        )
-    return table
-
-
 def with_rest(flow: Flow, column: str | None) -> Flow:
     """Let a column take the fields without one, unless the flow says which one does."""
     return flow if flow.rest is not None or flow.format == "raw" or column is None else replace(flow, rest=column)
@@ -284,7 +275,7 @@ def with_rest(flow: Flow, column: str | None) -> Flow:
 def _flow(given: object, registry: object) -> Flow:
     if not isinstance(given, Mapping):
         raise UsageError("[[sink]] in the file must be tables")
-    if registry is not None and given.get("format") in (None, "json", *get_args(EnvelopeName)):
+    if registry is not None and given.get("format") in _OF_REGISTRY:
         given = {"schema_registry": registry, **given}
     if not ((given.get("topics") or given.get("topics_regex")) and given.get("table")) and set(given) <= _KEYS:
         raise UsageError("say --topic and --table, or topics and table in a [[sink]] of the file of --config")
@@ -311,7 +302,11 @@ def _flow(given: object, registry: object) -> Flow:
             'csv_columns and csv_delimiter are about format = "csv"',
         ),
         (
-            flow.schema_registry is not None and flow.format not in (None, "json", *get_args(EnvelopeName)),
+            flow.format == "csv" and flow.fields is not None and flow.csv_columns is None,
+            "fields is of names, and only csv_columns says in which order a line of CSV has them",
+        ),
+        (
+            flow.schema_registry is not None and flow.format not in _OF_REGISTRY,
             f"messages of format {flow.format} name no schema of a registry",
         ),
     ):
@@ -355,7 +350,11 @@ def _checked(kind: type[T], given: Mapping[str, Any], where: str) -> T:
         path = place.rstrip("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
         (key,) = re.findall(r"^\w*", path)[:1]
         option = f" (--{key.replace('_', '-')})" if kind is Run and key else ""
-        choices = f"; choose one of {', '.join(_choices(kind, key))}" if "Invalid enum value" in said else ""
+        choices = ""
+        if "Invalid enum value" in said:
+            (one,) = [f.type for f in msgspec.inspect.type_info(kind).fields if f.name == key]  # type: ignore[attr-defined]
+            values = (value for each in (one, *getattr(one, "types", ())) for value in getattr(each, "values", ()))
+            choices = f"; choose one of {', '.join(sorted(map(str, values)))}"
         raise UsageError(f"{where}: {path or 'it'}{option}: {said.replace('`', '')}{choices}") from None
 
 
@@ -365,15 +364,14 @@ def _texts(given: _Scalar | tuple[_Scalar, ...]) -> list[str]:
     return [value if isinstance(value, str) else msgspec.json.encode(value).decode() for value in values]
 
 
-def _choices(kind: type[Any], name: str) -> list[str]:
-    """Return the texts that a key can be."""
-    annotation = msgspec.inspect.type_info(kind)
-    (one,) = [f.type for f in annotation.fields if f.name == name]  # type: ignore[attr-defined]
-    literals = [one, *getattr(one, "types", ())]
-    values = (value for each in literals for value in getattr(each, "values", ()))
-    return sorted(str(value) for value in values)
-
-
 # What can be said of messages that are stored as they are.
 _RAW = {"topics", "topics_regex", "table", "mode", "key", "format", "update", "metadata", "missing", "types", "claim"}
+# The formats whose messages may be in the wire format of a Schema Registry.
+_OF_REGISTRY = (None, "json", *get_args(EnvelopeName))
 _KEYS = {f.name for f in fields(Flow)}
+# Those that the decoder and the sink take under the same names.
+_OF_DECODER = (
+    *("rename", "drop", "metadata", "constants", "epoch", "decimal"),
+    *("json_text", "nul", "naive_timestamps", "on_tombstone"),
+)
+_OF_SINK = ("mode", "key", "update", "newest_by", "missing", "naive_timestamps", "evolve", "types", "claim")

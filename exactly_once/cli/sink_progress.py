@@ -7,10 +7,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
 
 from exactly_once.metrics import table as m
 from exactly_once.writer import TableSink
@@ -50,32 +50,38 @@ class Counts:
 
 
 class Measurements:
-    """Takes what one consumer measures."""
+    """Takes what one consumer measures, and hands it on where somebody else wants it, too."""
 
-    def __init__(self, rows: Callable[[], int]) -> None:
+    def __init__(self, rows: Callable[[], int], also: m.Metrics | None = None) -> None:
         self._rows = rows
+        self._takers = [] if also is None else [also]
         self._total: dict[m.Metric, float] = dict.fromkeys((m.MESSAGES, m.UNITS, m.COMMIT_SECONDS), 0.0)
+        # Reads the lag; none before the consumer is there, and once it is closed.
         self._read: m.Read | None = None
 
     def add(self, metric: m.Metric, amount: float, labels: tuple[str, ...]) -> None:
-        """Count."""
         if metric in self._total:
             self._total[metric] += amount
+        for taker in self._takers:
+            taker.add(metric, amount, labels)
 
     def observe(self, metric: m.Metric, value: float, labels: tuple[str, ...]) -> None:
-        """Sum up."""
-        self.add(metric, value, labels)
+        if metric in self._total:
+            self._total[metric] += value
+        for taker in self._takers:
+            taker.observe(metric, value, labels)
 
     def attach(self, read: m.Read) -> None:
-        """Learn where lag is read."""
         self._read = read
+        for taker in self._takers:
+            taker.attach(read)
 
     def detach(self, read: m.Read) -> None:
-        """Forget it again."""
         self._read = None
+        for taker in self._takers:
+            taker.detach(read)
 
     def counts(self) -> Counts:
-        """Return what there is now."""
         read = self._read
         samples = list(read()) if read is not None else []
         return Counts(
@@ -88,29 +94,23 @@ class Measurements:
         )
 
 
-class Every:
-    """Calls a function again and again from a thread of its own, and once more when it is left."""
+@contextmanager
+def every(seconds: float, function: Callable[[], object]) -> Iterator[None]:
+    """Call a function again and again from a thread of its own, and once more at the end."""
+    ended = threading.Event()
 
-    def __init__(self, seconds: float, function: Callable[[], object]) -> None:
-        self._seconds = seconds
-        self._function = function
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sink-progress", daemon=True)
+    def run() -> None:
+        while not ended.wait(seconds):
+            function()
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._function()
-
-    def _run(self) -> None:
-        while not self._ended.wait(self._seconds):
-            self._function()
+    thread = threading.Thread(target=run, name="sink-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        function()
 
 
 class Progress:
@@ -140,62 +140,44 @@ class Progress:
         before, self._told, self._told_at = self._told, counts, now
         if counts.owned or counts.units > before.units:
             self._idle_since = now
+        # At the end and in between there may be no partition.
+        idle = now - self._idle_since
+        waiting = f"waiting for the group: {idle:,.0f} s" if not counts.owned and idle >= 1 else None
+        messages, rows = counts.messages - before.messages, (counts.rows - before.rows) / seconds
+        units = counts.units - before.units
+        commit = 1000 * (counts.commit_seconds - before.commit_seconds) / max(units, 1e-9)
+        lag, total = counts.lag, sum(counts.lag.values())
+        worst = max(lag, key=lag.__getitem__, default="")
         if self._is_live:
+            # Each number has its place, so that nothing moves but the numbers.
+            parts = [
+                f"{messages / seconds:>9,.0f}/s",
+                f"lag {total:>11,}",
+                f"{rows:>9,.0f} rows/s",
+                f"{messages / max(units, 1e-9):>9,.0f} a unit",
+                f"commit {min(commit, 99999.9):>8,.1f} ms",
+                *([f"most: {worst} {lag[worst]:,}"] if lag else []),
+            ]
             width = shutil.get_terminal_size().columns - 1
-            print(f"{CLEAR}{self._line(counts, before, seconds, width)}", end="", file=self._out, flush=True)
+            line = f"{counts.messages:>13,.0f} messages"
+            for part in parts if waiting is None else [waiting]:
+                if len(line) + 2 + len(part) > width:
+                    break
+                line += f"  {part}"
+            print(f"{CLEAR}{line[:width]}", end="", file=self._out, flush=True)
             return
-        fields = {"messages": int(counts.messages), "rows": counts.rows, "lag": dict(counts.lag)}
-        logger.info("%s", self._text(counts, before, seconds), extra={"action": "progress", **fields})
+        text = waiting or f"{messages / seconds:,.0f} messages/s, {rows:,.0f} rows/s"
+        if units and waiting is None:
+            text += f", {messages / units:,.0f} a unit, commit {commit:,.1f} ms"
+        if lag and waiting is None:
+            text += f", lag {total:,} (most: {worst} {lag[worst]:,})" if lag[worst] else ", lag 0"
+        fields = {"messages": int(counts.messages), "rows": counts.rows, "lag": dict(lag)}
+        logger.info("%s messages; %s", f"{counts.messages:,.0f}", text, extra={"action": "progress", **fields})
 
     def end(self) -> None:
         """Leave the line that moves."""
         if self._is_live:
             print(file=self._out)
-
-    def _waiting(self, counts: Counts) -> str | None:
-        """Say for how long no partition was had; at the end and in between there may be none."""
-        seconds = self._clock() - self._idle_since
-        return f"waiting for the group: {seconds:,.0f} s" if not counts.owned and seconds >= 1 else None
-
-    def _text(self, counts: Counts, before: Counts, seconds: float) -> str:
-        text = f"{counts.messages:,.0f} messages; "
-        if (waiting := self._waiting(counts)) is not None:
-            return text + waiting
-        text += f"{(counts.messages - before.messages) / seconds:,.0f} messages/s, "
-        text += f"{(counts.rows - before.rows) / seconds:,.0f} rows/s"
-        if done := counts.units - before.units:
-            size = (counts.messages - before.messages) / done
-            commit = (counts.commit_seconds - before.commit_seconds) / done
-            text += f", {size:,.0f} a unit, commit {1000 * commit:,.1f} ms"
-        if lag := counts.lag:
-            worst = max(lag, key=lag.__getitem__)
-            text += f", lag {sum(lag.values()):,} (most: {worst} {lag[worst]:,})" if lag[worst] else ", lag 0"
-        return text
-
-    def _line(self, counts: Counts, before: Counts, seconds: float, width: int) -> str:
-        """Put together what fits into a line; each number has its place, so that nothing moves but the numbers."""
-        parts = [f"{counts.messages:>13,.0f} messages"]
-        if (waiting := self._waiting(counts)) is not None:
-            parts.append(waiting)
-        else:
-            done = max(counts.units - before.units, 1e-9)
-            messages = counts.messages - before.messages
-            parts += [
-                f"{messages / seconds:>9,.0f}/s",
-                f"lag {sum(counts.lag.values()):>11,}",
-                f"{(counts.rows - before.rows) / seconds:>9,.0f} rows/s",
-                f"{messages / done:>9,.0f} a unit",
-                f"commit {min(1000 * (counts.commit_seconds - before.commit_seconds) / done, 99999.9):>8,.1f} ms",
-            ]
-            if counts.lag:
-                worst = max(counts.lag, key=counts.lag.__getitem__)
-                parts.append(f"most: {worst} {counts.lag[worst]:,}")
-        line = parts[0]
-        for part in parts[1:]:
-            if len(line) + 2 + len(part) > width:
-                break
-            line += f"  {part}"
-        return line[:width]
 
 
 class LeftOut:
@@ -209,16 +191,18 @@ class LeftOut:
         """Write a record for each table of which there is something new to say."""
         for table, sink in self._sinks:
             unused, unfilled = dict(sink.unused_fields), frozenset(sink.unfilled_columns)
-            left_out = sink.filtered_messages + sink.repeated_rows
+            left_out = sink.filtered_messages + sink.repeated_rows + sink.missed_deletes
             state = sum(unused.values()) + left_out, unfilled
             if (sink.rows == 0 and not left_out) or state == self._told.get(sink, (0, frozenset())):
                 continue
             self._told[sink] = state
-            said = []
+            said: list[str] = []
             if sink.filtered_messages:
                 said.append(f"messages that where and where_not leave out: {sink.filtered_messages:,}")
             if sink.repeated_rows:
                 said.append(f"rows of events that came before, left out by claim: {sink.repeated_rows:,}")
+            if sink.missed_deletes:
+                said.append(f"deletes that found no row: {sink.missed_deletes:,}")
             if unused:
                 most = sorted(unused.items(), key=lambda pair: (-pair[1], pair[0]))
                 said.append(f"fields without a column: {_some([f'{name} ({count:,})' for name, count in most])}")
@@ -231,41 +215,16 @@ class LeftOut:
                 "unfilled_columns": sorted(unfilled),
             }
             said += [
-                f'column {column} is not field {name}: say fields = {{{column} = "{name}", ...}}'
+                f'column {column} is not field {name}: say rename = {{{column} = "{name}", ...}}'
                 for name in unused
                 if (column := alike(name, unfilled)) is not None
             ]
             if said:
-                logger.warning("table %s: %s", table, "; ".join(said), extra=extra)
+                # Rows that are inserted and deleted within one unit are no fault, as those of an outbox.
+                level = logging.INFO if len(said) == 1 and sink.missed_deletes else logging.WARNING
+                logger.log(level, "table %s: %s", table, "; ".join(said), extra=extra)
 
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     return ", ".join(names[:_NAMES]) + more
-
-
-class Both:
-    """Hands one consumer's measurements to two that want them."""
-
-    def __init__(self, *takers: m.Metrics) -> None:
-        self._takers = takers
-
-    def add(self, metric: m.Metric, amount: float, labels: tuple[str, ...]) -> None:
-        """Hand on."""
-        for taker in self._takers:
-            taker.add(metric, amount, labels)
-
-    def observe(self, metric: m.Metric, value: float, labels: tuple[str, ...]) -> None:
-        """Hand on."""
-        for taker in self._takers:
-            taker.observe(metric, value, labels)
-
-    def attach(self, read: m.Read) -> None:
-        """Hand on."""
-        for taker in self._takers:
-            taker.attach(read)
-
-    def detach(self, read: m.Read) -> None:
-        """Hand on."""
-        for taker in self._takers:
-            taker.detach(read)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import multiprocessing
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
@@ -19,17 +23,20 @@ from exactly_once.errors import ConfigurationError
 from . import options, output
 from .problems import CommandError, UsageError
 from .servers import open_cluster
-from .sink_crew import Crew
 from .sink_flows import Flow, Run, Task, read_flows, read_run
-from .sink_sample import SAMPLE
-from .sink_tables import made_ready, prepare
-from .sink_worker import fail, set_up_logs, work
+from .sink_progress import Counts, Progress, every
+from .sink_tables import SAMPLE, made_ready, prepare
+from .sink_worker import fail, set_up_logs, work, work_alone
 
 logger = logging.getLogger(__name__)
 
 _STARTS = ("earliest", "latest", "committed")
 # With patterns: new topics are found within ten seconds, not five minutes, and Kafka's own are none of them.
 _PATTERN_SETTINGS = {"topic.metadata.refresh.interval.ms": 10_000, "topic.blacklist": "^__"}
+_PAUSE_SECONDS = 1.0
+# How long workers may take to stop, besides what the unit in hand is given: to close their clients and connections.
+_CLOSE_SECONDS = 15.0
+_KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     task = _task(args, settings, flows, read_run(args, settings.more.get("run", {})))
     set_up_logs(as_json=args.json, is_live=task.is_live and not args.dry_run)
     try:
-        with _ending_on_signals():
+        with _ending_on_signals(task):
             found = _found(settings, task)
             if args.dry_run:
                 return _dry_run(args, task, [*task.flows, *found.values()])
@@ -66,23 +73,22 @@ def _found(settings: options.Settings, task: Task) -> dict[str, Flow]:
     named = {topic for flow in task.flows for topic in flow.topics}
     found: dict[str, Flow] = {}
     for topic in sorted(open_cluster(settings).topic_names()):
-        of_topic = (flow.of_topic(topic) for flow in task.patterns)
-        if not topic.startswith("__") and topic not in named and (flow := next(filter(None, of_topic), None)):
+        if not topic.startswith("__") and topic not in named and (flow := task.found_by_pattern(topic)) is not None:
             found[topic] = flow
     logger.info("topics that patterns find now: %s", ", ".join(found) or "none", extra={"action": "topics_found"})
     return found
 
 
 @contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """End with exit code 0 on a SIGTERM that comes before there is a unit, when nothing has happened yet."""
+def _ending_on_signals(task: Task) -> Iterator[None]:
+    """End on a SIGTERM that comes before there is a unit: in order, unless an end was to be reached."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
         logger.info("SIGTERM: stopping; nothing was begun", extra={"action": "stopping"})
-        raise SystemExit(0)
+        raise SystemExit(_TERMINATED if task.run.until_end else 0)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
@@ -94,6 +100,14 @@ def _ending_on_signals() -> Iterator[None]:
 def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[Flow], run_: Run) -> Task:
     if run_.workers > 1 and run_.metrics_port is not None:
         raise UsageError("--metrics-port serves one process; run the workers as processes of their own")
+    start: Any = run_.start
+    if start is not None and start not in _STARTS:
+        try:
+            start = datetime.fromisoformat(start)
+        except ValueError:
+            raise UsageError(f"--start {start!r}: say {', '.join(_STARTS)} or a time in ISO 8601") from None
+        if start.tzinfo is None:
+            raise UsageError(f"--start {run_.start!r} has no time zone: say {run_.start}Z, or another one than UTC")
     settings.opener()
     return Task(
         flows=[flow for flow in flows if flow.topics_regex is None],
@@ -110,23 +124,11 @@ def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[
         conninfo=settings.conninfo,
         connect=settings.connect,
         schema=settings.schema,
-        start=_start(run_.start),
+        start=start,
         log_json=args.json,
         is_live=sys.stderr.isatty() and not args.json,
         secrets=settings.secrets,
     )
-
-
-def _start(given: str | None) -> Any:
-    if given is None or given in _STARTS:
-        return given
-    try:
-        start = datetime.fromisoformat(given)
-    except ValueError:
-        raise UsageError(f"--start {given!r}: say {', '.join(_STARTS)} or a time in ISO 8601") from None
-    if start.tzinfo is None:
-        raise UsageError(f"--start {given!r} has no time zone: say {given}Z, or another one than UTC")
-    return start
 
 
 def _dry_run(args: argparse.Namespace, task: Task, flows: Sequence[Flow]) -> int:
@@ -147,21 +149,101 @@ def _dry_run(args: argparse.Namespace, task: Task, flows: Sequence[Flow]) -> int
             decoded = sink.decoder.decode(messages)
             rows = [list(row) for row in decoded]
             connection.rollback()
-        shown.append(
-            {
-                "table": flow.table,
-                "ddl": "; ".join(ddl) or None,
-                "columns": decoded.columns,
-                "rows": rows,
-                "written": written,
-            }
-        )
+        one = {"table": flow.table, "ddl": "; ".join(ddl) or None, "columns": decoded.columns, "rows": rows}
+        shown.append({**one, "written": written})
     if args.json:
         output.print_json({"sinks": shown})
         return 0
-    for one in shown:
-        if one["ddl"]:
-            print(f"{one['ddl']};")
-        output.print_table(list(one["columns"]), one["rows"])
-        print(f"{len(one['rows'])} rows for {one['table']}; nothing was stored")
+    for each in shown:
+        if each["ddl"]:
+            print(f"{each['ddl']};")
+        output.print_table(list(each["columns"]), each["rows"])
+        print(f"{len(each['rows'])} rows for {each['table']}; nothing was stored")
     return 0
+
+
+class Crew:
+    """Keeps the workers running until they are done, one fails, or a signal comes; says how all of them do."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._context = multiprocessing.get_context("spawn")
+        # The last that each worker has sent; of those that are gone, too.
+        self._counts: dict[Connection, Counts] = {}
+        self._workers: list[SpawnProcess] = []
+        self._kill_at: float | None = None
+
+    def run(self) -> int:
+        """Watch until all are gone; return the exit code."""
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        progress = Progress(lambda: sum(list(self._counts.values()), Counts()), is_live=self._task.is_live)
+        code = 0
+        try:
+            with every(progress.seconds, progress.tell):
+                self._workers = [self._start() for _ in range(self._task.run.workers)]
+                while self._workers:
+                    wait([*(w.sentinel for w in self._workers), *self._open()], timeout=_PAUSE_SECONDS)
+                    self._receive()
+                    for worker in [w for w in self._workers if not w.is_alive()]:
+                        self._workers.remove(worker)
+                        code = max(code, self._gone(worker))
+                    if self._kill_at is not None and time.monotonic() > self._kill_at:
+                        logger.warning("workers do not stop; ending them, which loses nothing")
+                        for worker in self._workers:
+                            worker.kill()
+                            worker.join()
+                self._receive()  # what the last ones have sent before they ended
+            progress.end()
+        finally:
+            for worker in self._workers:
+                worker.terminate()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return code
+
+    def _open(self) -> list[Connection]:
+        return [each for each in self._counts if not each.closed]
+
+    def _receive(self) -> None:
+        """Take in what workers have sent; what one has done stays counted when it is gone."""
+        for connection in self._open():
+            try:
+                while connection.poll():
+                    self._counts[connection] = connection.recv()
+            except (EOFError, OSError):
+                connection.close()
+                self._counts[connection] = replace(self._counts[connection], owned=0, lag={})
+
+    def _gone(self, worker: SpawnProcess) -> int:
+        """Replace a worker that was killed; end the others when one failed by itself; return the crew's exit code."""
+        code = worker.exitcode or 0
+        if self._kill_at is not None:
+            # One that has no handler of signals yet dies of SIGTERM, and has not begun.
+            unbegun = _TERMINATED if self._task.run.until_end else 0
+            return {-signal.SIGKILL: _KILLED, -signal.SIGTERM: unbegun}.get(code, max(code, 0))
+        if code == 0:
+            return 0
+        if code < 0:
+            logger.warning("worker %s died of signal %s; another takes its place", worker.pid, -code)
+            time.sleep(_PAUSE_SECONDS)
+            if self._kill_at is None:  # no signal came meanwhile
+                self._workers.append(self._start())
+            return 0
+        logger.error("worker %s failed; stopping the others", worker.pid)
+        self._stop(signal.SIGTERM, None)
+        return code
+
+    def _start(self) -> SpawnProcess:
+        ours, theirs = self._context.Pipe(duplex=False)
+        worker = self._context.Process(target=work_alone, args=(self._task, theirs))
+        worker.start()
+        theirs.close()  # or its end would not be noticed
+        self._counts[ours] = Counts()
+        return worker
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._kill_at = self._kill_at or time.monotonic() + self._task.run.stop_seconds + _CLOSE_SECONDS
+        for worker in self._workers:
+            with contextlib.suppress(ValueError):  # one that was not started yet
+                if worker.is_alive():
+                    worker.terminate()

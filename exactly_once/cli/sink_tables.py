@@ -1,35 +1,59 @@
-"""Tables of the sink command: made, extended and looked at before they are filled, at the start or for a new topic."""
+"""Tables of the sink command: made and extended by a sample of a topic, and looked at before they are filled."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import psycopg
-from confluent_kafka import Message
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 from psycopg import sql
 from psycopg.rows import class_row
 
+from exactly_once.errors import UnknownTopic
+from exactly_once.kafka.log import kafka_logger
 from exactly_once.ledger.outcome import PATIENCE_SECONDS
 from exactly_once.ledger.retry import waiting
-from exactly_once.ledger.session import Connection
+from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
-from exactly_once.writer import TableError
-from exactly_once.writer.evolving import add_columns
+from exactly_once.writer import BadRow, TableError, ddl
+from exactly_once.writer.decoding import key_field
+from exactly_once.writer.errors import NAME_BYTES, cut
+from exactly_once.writer.evolving import type_of, wider
+from exactly_once.writer.formats import hint_for
+from exactly_once.writer.from_json import JsonDecoder, path_of
+from exactly_once.writer.json_shape import UNAVAILABLE
 from exactly_once.writer.table import read_table
 
 from .problems import CommandError
 from .servers import Stored
 from .sink_flows import Flow, Task, with_rest
-from .sink_sample import REST_COMMENT, Positions, columns_of, create_table, sample
 
 logger = logging.getLogger(__name__)
 
 # Seconds between looks at a topic that is empty: at first, and at most.
 _WAITS = (1.0, 30.0)
+# Messages of each end of each partition: enough to meet what most messages have, and read in a second.
+SAMPLE = 100
+# Tells later runs which column it is.
+REST_COMMENT = "exactly-once sink: the fields that have no column of their own"
+# Offsets by topic and partition.
+Positions = Mapping[tuple[str, int], int]
+
+_WAIT_SECONDS = 10.0
+_METADATA_TYPES = {
+    "topic": "text",
+    "partition": "int",
+    "offset": "bigint",
+    "timestamp": "timestamptz",
+    "key": "bytea",
+    "headers": "jsonb",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +104,28 @@ def made_ready(
         connection.rollback()
         if not (task.creates_tables or is_dry):
             raise TableError(f"{error}; --create-table makes one") from None
-        messages = sample(task.kafka, flow.topics) or sent or _first_sample(task, flow, waits=not is_dry)
+        messages = sample(task.kafka, flow.topics) or sent
+        waited, pause = 0.0, _WAITS[0]
+        # A service may begin before its producer.
+        while not messages and flow.format != "raw":
+            topics = ", ".join(flow.topics)
+            if is_dry or task.run.until_end:
+                what = f"{topics} holds no messages to learn columns from; make the table {flow.table} yourself"
+                raise CommandError(what) from None
+            logger.info("waiting for a first message of %s, to learn columns from: %.0f s", topics, waited)
+            time.sleep(pause)
+            waited, pause = waited + pause, min(2 * pause, _WAITS[1])
+            messages = sample(task.kafka, flow.topics)
         columns = asking(columns_of, flow, messages, for_new_table=True)
         return Ready(flow=with_rest(flow, columns.rest), statements=create_table(flow, columns), messages=messages)
     parameters = {"name": flow.table, "comment": REST_COMMENT}
-    found = connection.execute(query("find_rest_column", ""), parameters, prepare=False).fetchone()
+    found = cursor_on(connection).execute(query("find_rest_column", ""), parameters, prepare=False).fetchone()
     flow = with_rest(flow, found[0] if found else None)
     if not (task.adds_columns or is_dry):
         return Ready(flow=flow)
     messages = sample(task.kafka, flow.topics, _positions(task, connection) if task.adds_columns else None)
     wanted = asking(columns_of, flow, messages, for_new_table=False).types if task.adds_columns else {}
-    return Ready(flow=flow, statements=add_columns(table, wanted), messages=messages)
+    return Ready(flow=flow, statements=ddl.add_columns(table, wanted), messages=messages)
 
 
 def _warn_of_what_is_applied(task: Task, flow: Flow, connection: Connection) -> None:
@@ -98,7 +133,7 @@ def _warn_of_what_is_applied(task: Task, flow: Flow, connection: Connection) -> 
     # A ledger that is not there, or is of another version, is what the consumer tells of.
     with contextlib.suppress(psycopg.ProgrammingError), connection.transaction():
         applied = [(p, at) for p, at in _positions(task, connection).items() if p[0] in flow.topics and at > 0]
-        found = connection.execute(query("is_unwritten", ""), {"name": flow.table}, prepare=False).fetchone()
+        found = cursor_on(connection).execute(query("is_unwritten", ""), {"name": flow.table}, prepare=False).fetchone()
         if applied and found is not None and found[0]:
             logger.warning(
                 "%s is empty, and group %s goes on behind what it applied before, whatever --start says: %s; earlier "
@@ -112,26 +147,207 @@ def _warn_of_what_is_applied(task: Task, flow: Flow, connection: Connection) -> 
 
 def _positions(task: Task, connection: Connection) -> Positions:
     """Return where the group stands."""
-    with connection.cursor(row_factory=class_row(Stored)) as cursor:
-        cursor.execute(query("status", task.schema), {"group_id": task.kafka["group.id"]}, prepare=False)
+    with cursor_on(connection, class_row(Stored)) as cursor:
+        # Binary, as no style of dates of the database is to be minded then.
+        cursor.execute(query("status", task.schema), {"group_id": task.kafka["group.id"]}, prepare=False, binary=True)
         return {(row.topic, row.partition): row.next_offset or 0 for row in cursor}
 
 
-def _first_sample(task: Task, flow: Flow, *, waits: bool) -> Sequence[Message]:
-    """Wait for a first message of topics that are to become a table; a service may begin before its producer.
+def sample(kafka: Mapping[str, Any], topics: Sequence[str], positions: Positions | None = None) -> list[Message]:
+    """Read the first and the last messages of each partition, without being a member of any group.
 
-    :raises CommandError: when it is not to be waited for.
+    With ``positions`` the first ones are those from there on.
+
+    :raises UnknownTopic: for a topic that is not there.
     """
-    waited, pause = 0.0, _WAITS[0]
-    messages: Sequence[Message] = ()
-    while not messages and flow.format != "raw":
-        topics = ", ".join(flow.topics)
-        if not waits or task.run.until_end:
-            raise CommandError(
-                f"{topics} holds no messages to learn columns from; make the table {flow.table} yourself"
-            )
-        logger.info("waiting for a first message of %s, to learn columns from: %.0f s", topics, waited)
-        time.sleep(pause)
-        waited, pause = waited + pause, min(2 * pause, _WAITS[1])
-        messages = sample(task.kafka, flow.topics)
-    return messages
+    settings = {key: value for key, value in kafka.items() if key != "group.instance.id"}
+    settings |= {"enable.auto.commit": False, "enable.partition.eof": True, "auto.offset.reset": "earliest"}
+    client = Consumer({**settings, "logger": kafka_logger()})
+    try:
+        logs: dict[tuple[str, int], tuple[int, int]] = {}
+        for topic in topics:
+            found = client.list_topics(topic, timeout=_WAIT_SECONDS).topics[topic]
+            if found.error is not None:
+                raise UnknownTopic(f"the cluster has no topic {topic}")
+            for number in found.partitions:
+                start, end = client.get_watermark_offsets(TopicPartition(topic, number), timeout=_WAIT_SECONDS)
+                logs[topic, number] = start, end
+        starts = {place: max(start, (positions or {}).get(place, 0)) for place, (start, end) in logs.items()}
+        head = _read(client, {place: start for place, start in starts.items() if start < logs[place][1]}, logs)
+        known = {(m.topic(), m.partition(), m.offset()) for m in head}
+        tails = {place: max(start, end - SAMPLE) for place, (start, end) in logs.items() if start < end}
+        tail = _read(client, tails, logs)
+        return head + [m for m in tail if (m.topic(), m.partition(), m.offset()) not in known]
+    finally:
+        client.close()
+
+
+def _read(
+    client: Consumer, starts: Mapping[tuple[str, int], int], logs: Mapping[tuple[str, int], tuple[int, int]]
+) -> list[Message]:
+    """Read at most so many messages from each place."""
+    if not starts:
+        return []
+    client.assign([TopicPartition(topic, number, start) for (topic, number), start in starts.items()])
+    found: dict[tuple[str, int], list[Message]] = {place: [] for place in starts}
+    left = set(starts)
+    heard_at = time.monotonic()
+    while left and time.monotonic() - heard_at < _WAIT_SECONDS:
+        for message in client.consume(1000, 0.2):
+            heard_at, place = time.monotonic(), (str(message.topic()), message.partition() or 0)
+            if message.error() is None and place in left:
+                found[place].append(message)
+            error, offset = message.error(), message.offset() or 0
+            ends = error is not None and error.code() == KafkaError._PARTITION_EOF
+            if ends or len(found.get(place, ())) >= SAMPLE or offset >= logs[place][1] - 1:
+                left.discard(place)
+    if left:
+        names = ", ".join(f"{topic}[{number}]" for topic, number in sorted(left))
+        logger.warning("the sample lacks messages of %s: Kafka sent none for %g s", names, _WAIT_SECONDS)
+    return [message for place in sorted(found) for message in found[place]]
+
+
+@dataclass(slots=True)
+class Columns:
+    """The columns that a sample asks for."""
+
+    types: dict[str, str] = field(default_factory=dict)
+    key: tuple[str, ...] = ()
+    """The fields of the messages' keys, where an envelope tells them."""
+    rest: str | None = None
+    """The column that was not asked for by name, and takes what has no column."""
+
+
+def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) -> Columns:
+    """Find the columns and types that messages ask for; a field that was null everywhere is jsonb.
+
+    A new table gets a column for what has none, unless ``rest`` or ``fields`` say otherwise.
+
+    :raises CommandError: when no message of the sample is of the format, or one is in an envelope that was not named.
+    """
+    result = Columns()
+    # Fields that can be no columns.
+    left_out: list[str] = []
+    if flow.format == "raw":
+        result.types = {"key": "bytea", "value": "bytea"}
+    elif messages:
+        objects, types, result.key = _objects(flow, messages)
+        result.types = _types(flow, objects, types)
+        left_out = [name for name in result.types if not ddl.can_be_column(name)]
+        result.types = {name: kind for name, kind in result.types.items() if name not in left_out}
+    for column, source in flow.metadata.items():
+        kind = _METADATA_TYPES.get(source)
+        for message in messages if source.startswith("key:") else ():
+            with contextlib.suppress(ValueError):  # the worker tells which one
+                kind = wider(kind, type_of(key_field(path_of(source.removeprefix("key:")), message)))
+        result.types[column] = kind or "text"
+    result.types |= {column: type_of(value) or "text" for column, value in flow.constants.items()}
+    result.types |= flow.types
+    if flow.rest:
+        result.types[flow.rest] = "jsonb"
+    elif for_new_table and flow.rest is None and flow.format not in ("raw", "csv") and flow.fields is None:
+        result.rest = next(name for name in ("rest", "rest_", "other_fields") if name not in result.types)
+        result.types[result.rest] = "jsonb"
+    if left_out:
+        where = f"they go to {flow.rest or result.rest}" if flow.rest or result.rest else "they are lost"
+        names = ", ".join(map(cut, left_out))
+        told = f"no column can have the name of {names} (over {NAME_BYTES} bytes, a quote, or Postgres's own); {where}"
+        if for_new_table and not (flow.rest or result.rest):
+            raise CommandError(f"{told}: say rename = {{column = path}} in a [[sink]], or rest")
+        logger.warning("%s", told, extra={"action": "fields_left_out"})
+    return result
+
+
+def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, str], tuple[str, ...]]:
+    """Return the rows in messages, and the types and the key that their schemas tell."""
+    objects: list[dict[str, Any]] = []
+    types: dict[str, str] = {}
+    key: tuple[str, ...] = ()
+    bad: list[tuple[Message, str]] = []
+    looks = replace(flow, missing="keep", on_tombstone="skip", on_truncate="skip").unwrapping(JsonDecoder())
+    for message in messages:
+        if flow.format is None and flow.schema_registry is None and (hint := hint_for(message.value())) is not None:
+            raise CommandError(f"{_place(message)}: {hint}")
+        try:
+            found, told, names = ([message], {}, ()) if looks is None else looks.read(message, tells=True)
+            rows = [_object(m.value()) for m in found if m.value() is not None]
+            objects += rows
+            types |= told if rows else {}
+            key = key or names
+        except (ValueError, BadRow) as error:
+            bad.append((message, error.reason if isinstance(error, BadRow) else str(error)))
+    if bad:
+        message, reason = bad[0]
+        what = "JSON objects" if flow.format in (None, "json") else f"messages of format {flow.format}"
+        told_ = f"{len(bad)} of {len(messages)} messages of the sample are no {what}; {_place(message)}: {reason}"
+        if not objects:
+            raise CommandError(told_)
+        logger.warning("%s", told_, extra={"action": "sample_skipped"})
+    return objects, types, key
+
+
+def _place(message: Message) -> str:
+    return f"{message.topic()}[{message.partition()}] offset {message.offset()}"
+
+
+def _object(value: bytes | None) -> dict[str, Any]:
+    """Read an object as the decoder does, which knows no NaN and no encoding but UTF-8.
+
+    :raises ValueError: showing what it is instead.
+    """
+
+    def no_constant(text: str) -> None:
+        raise ValueError(f"JSON has no {text}")
+
+    try:
+        found = json.loads((value or b"").decode(), parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{cut(value)} ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(cut(value))
+    nothing = json.loads(UNAVAILABLE)
+    return {name: each for name, each in found.items() if each != nothing}
+
+
+def _types(flow: Flow, objects: Sequence[dict[str, Any]], types: Mapping[str, str]) -> dict[str, str]:
+    """Find the type of each column."""
+    if flow.fields is None:
+        paths: dict[str, tuple[str, ...]] = {name: (name,) for one in [types, *objects] for name in one}
+        renamed = {column: path_of(path) for column, path in flow.rename.items()}
+        taken = {*flow.metadata, *flow.constants, flow.rest, *flow.drop, *(path[0] for path in renamed.values())}
+        paths = {name: path for name, path in paths.items() if name not in taken} | renamed
+    else:
+        paths = {column: path_of(path) for column, path in flow.fields.items()}
+    found: dict[str, str] = {}
+    for column, path in paths.items():
+        kind: str | None = types.get(path[0]) if len(path) == 1 else None
+        if kind is None:
+            for one in objects:
+                value: Any = one
+                for name in path:
+                    value = value.get(name) if isinstance(value, dict) else None
+                kind = wider(kind, type_of(value))
+        found[column] = kind or "jsonb"
+    found |= {column: "date" if unit == "days" else "timestamptz" for column, unit in flow.epoch.items()}
+    found |= dict.fromkeys(flow.decimal, "numeric") | dict.fromkeys(flow.json_text, "jsonb")
+    return found
+
+
+def create_table(flow: Flow, columns: Columns) -> list[sql.Composed]:
+    """Write the CREATE TABLE; the key becomes the primary key.
+
+    :raises CommandError: for a column of the key that the sample does not have.
+    """
+    key = flow.key or (columns.key if flow.mode == "upsert" else ())
+    if flow.mode == "upsert" and not key:
+        raise CommandError("an upsert needs a key: say --key COLUMN")
+    if unknown := [name for name in key if name not in columns.types]:
+        raise CommandError(
+            f"no message of the sample has {', '.join(unknown)}, which --key names; "
+            f"there are {', '.join(columns.types)}"
+        )
+    made = [ddl.create_table(flow.table_name, columns.types, key)]
+    if columns.rest is not None:
+        column = sql.Identifier(*flow.table_name, columns.rest)
+        made.append(query("comment_on_rest_column", "", column=column, comment=sql.Literal(REST_COMMENT)))
+    return made

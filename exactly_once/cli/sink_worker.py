@@ -39,7 +39,7 @@ from exactly_once.writer.sink import Bad, Router, TableSink
 
 from .problems import one_line
 from .sink_flows import Task
-from .sink_progress import CLEAR, LEFT_OUT_SECONDS, LIVE_SECONDS, Both, Counts, Every, LeftOut, Measurements, Progress
+from .sink_progress import CLEAR, LEFT_OUT_SECONDS, LIVE_SECONDS, Counts, LeftOut, Measurements, Progress, every
 from .sink_tables import prepare
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
 
     def find(topic: str, messages: Sequence[Message]) -> TableSink | None:
         """Make a sink for a topic that a pattern has found meanwhile."""
-        flow = next(filter(None, (pattern.of_topic(topic) for pattern in task.patterns)), None)
-        if flow is None:
+        if (flow := task.found_by_pattern(topic)) is None:
             return None
         flow = prepare(task, flow, messages)
         logger.info("topic %s is new, and goes to %s", topic, flow.table, extra={"action": "topic_found"})
@@ -85,16 +84,20 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
 
     given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
     limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
-    measured = Measurements(rows=lambda: sum(sink.rows for _, sink in filled))
+    served = None
+    if task.run.metrics_port is not None:
+        from exactly_once.metrics.prometheus import PrometheusMetrics  # noqa: PLC0415 - an extra
+
+        served = PrometheusMetrics()
+    measured = Measurements(rows=lambda: sum(sink.rows for _, sink in filled), also=served)
     progress = Progress(measured.counts, is_live=task.is_live)
-    served = _metrics() if task.run.metrics_port is not None else None
     with ExitStack() as stack:
-        stack.enter_context(Every(LEFT_OUT_SECONDS, LeftOut(filled).tell))
+        stack.enter_context(every(LEFT_OUT_SECONDS, LeftOut(filled).tell))
         if report is None:
             stack.callback(progress.end)
-            stack.enter_context(Every(progress.seconds, progress.tell))
+            stack.enter_context(every(progress.seconds, progress.tell))
         else:
-            stack.enter_context(Every(LIVE_SECONDS, lambda: report(measured.counts())))
+            stack.enter_context(every(LIVE_SECONDS, lambda: report(measured.counts())))
         kafka = stack.enter_context(_named(task))
         kind = ExactlyOnceConsumer if "group.instance.id" in task.kafka else _Member
         consumer = stack.enter_context(
@@ -107,7 +110,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
                 max_messages=task.run.max_messages,
                 linger_seconds=task.run.linger_seconds,
                 claims_window=task.run.claims_window,
-                metrics=measured if served is None else Both(measured, served),
+                metrics=measured,
             )
         )
         if served is not None:
@@ -175,7 +178,7 @@ class _Member(ExactlyOnceConsumer):
     """
 
     def _leave(self) -> None:
-        self._leave_group()
+        self._client.unsubscribe()
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._client.assignment() and time.monotonic() < deadline:
             self._client.poll(0.05)
@@ -194,46 +197,40 @@ def _named(task: Task) -> Iterator[dict[str, Any]]:
         del kafka["group.instance.id"]
         yield kafka
         return
-    if not is_classic or (given is not None and task.run.workers == 1):
+    if (not is_classic and given is None) or (given is not None and task.run.workers == 1):
         yield kafka
         return
     group = f"{kafka['bootstrap.servers']} {kafka['group.id']} {given or ''}"
     name = f"exactly-once-{os.getuid()}-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
     for number in count():
-        path = Path(tempfile.gettempdir(), f"{name}-{number}.lock")
-        try:
-            place = _lock(path)
-        except BlockingIOError:
-            continue
-        except OSError as error:
-            logger.warning("%s; a restart after a crash will wait for the group's session time-out", error)
+        with ExitStack() as stack:
+            try:
+                path = Path(tempfile.gettempdir(), f"{name}-{number}.lock")
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, file)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                kafka["group.instance.id"] = f"{given or socket.gethostname()}-{number}"
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                logger.warning("%s; a restart after a crash will wait for the group's session time-out", error)
             yield kafka
             return
-        try:
-            yield {**kafka, "group.instance.id": f"{given or socket.gethostname()}-{number}"}
-        finally:
-            os.close(place)
-        return
-
-
-def _lock(path: Path) -> int:
-    """Open and lock a file of ours.
-
-    :raises BlockingIOError: when another process has it.
-    """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise
-    return file
 
 
 def work_alone(task: Task, counts: Connection) -> None:
     """Be one of several workers: the whole life of a process."""
     set_up_logs(as_json=task.log_json, is_live=task.is_live)
-    threading.Thread(target=_stop_with_parent, name="sink-parent", daemon=True).start()
+
+    def stop_with_parent() -> None:
+        """Stop as a signal does when the process that started this one is gone, however it died."""
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        logger.warning("the process that started this worker has died; stopping", extra={"action": "parent_died"})
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_with_parent, name="sink-parent", daemon=True).start()
 
     def report(so_far: Counts) -> None:
         with contextlib.suppress(OSError):  # of a parent that has died
@@ -262,15 +259,6 @@ def in_options(text: str) -> str:
     return text
 
 
-def _stop_with_parent() -> None:
-    """Stop as a signal does when the process that started this one is gone, however it died."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    logger.warning("the process that started this worker has died; stopping", extra={"action": "parent_died"})
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def set_up_logs(*, as_json: bool, is_live: bool) -> None:
     """Send the library's records to stderr, as lines for people or for a collector."""
     handler = logging.StreamHandler()
@@ -291,9 +279,3 @@ class JsonLines(logging.Formatter):
         more = {key: value for key, value in vars(record).items() if key not in _STANDARD}
         at = datetime.fromtimestamp(record.created, UTC).isoformat()
         return json.dumps({"at": at, "level": record.levelname, "text": record.getMessage(), **more}, default=str)
-
-
-def _metrics() -> Any:
-    from exactly_once.metrics.prometheus import PrometheusMetrics  # noqa: PLC0415 - an extra
-
-    return PrometheusMetrics()

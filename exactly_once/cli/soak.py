@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 
 from exactly_once import embedded
@@ -13,7 +12,7 @@ from exactly_once.embedded.errors import StartError
 from exactly_once.soak.run import Soak
 from exactly_once.soak.verdict import KINDS
 
-from .runs import CUT_SHORT, add_seed, ending_on_sigterm, positive
+from .runs import CUT_SHORT, add_seed, drawn, ending_on_sigterm, positive
 
 _MINUTES = 2.0  # every kind of fault strikes at least once
 _DESCRIPTION = """\
@@ -38,8 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the soak on servers of its own, and print the verdict."""
-    seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
+    seed = drawn(args, 1_000_000)
     with ending_on_sigterm(), Display(sys.stderr if args.json else sys.stdout) as display:
         display.log(f"starting Kafka and Postgres; --seed {seed} draws the same faults")
         seconds = args.minutes * 60

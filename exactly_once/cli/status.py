@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
@@ -15,12 +16,12 @@ import psycopg
 from psycopg.rows import dict_row
 
 from exactly_once.errors import BrokerUnreachable, DatabaseUnreachable
-from exactly_once.ledger.session import Session
+from exactly_once.ledger.session import Session, cursor_on
 from exactly_once.ledger.sql import query
 
 from . import options, output
 from .problems import UsageError, one_line
-from .servers import CommandCluster, Log, Stored, open_cluster, open_database, stored_rows
+from .servers import CommandCluster, Log, Stored, forget_command, open_cluster, open_database, stored_rows
 
 _DESCRIPTION = """\
 Show each group, and each of its partitions in the ledger: the next offset to be applied, how far that is
@@ -116,8 +117,11 @@ class Report:
 
     @property
     def nothing(self) -> str | None:
-        """The message where the database has no rows of what was asked for."""
-        if self.groups or self.queries:
+        """The message where the database has no rows of what was asked for.
+
+        Dead letters and claims, which outlive the rows, are none: without rows a group would start anew.
+        """
+        if self.lines or self.queries:
             return None
         return f"the ledger has no rows{f' of group {self.group_id}' if self.group_id else ''}"
 
@@ -162,10 +166,10 @@ def run(args: argparse.Namespace) -> int:
     if args.max_lag is not None:
         settings.required("bootstrap_servers")
     with open_database(settings) as session:
-        kafka = _Kafka(settings)
+        connect = functools.cache(lambda: open_cluster(settings))  # asked again, but connected to once
         while args.watch is not None:  # until somebody interrupts; an error is printed, and the server waited for
             try:
-                report = look(session, settings, kafka)
+                report = look(session, settings, connect)
                 print(_CLEAR if sys.stdout.isatty() else "", end="")
                 _print(report)
                 if report.unreachable is not None:
@@ -174,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
                 output.print_lines(one_line(error, settings.secrets))
             print(flush=True)
             time.sleep(args.watch)
-        report = look(session, settings, kafka)
+        report = look(session, settings, connect)
     troubles = _troubles(report, args) if args.check else None
     if args.json:
         output.print_json(_document(report, troubles))
@@ -191,35 +195,24 @@ def run(args: argparse.Namespace) -> int:
     return 1 if troubles else 0
 
 
-class _Kafka:
-    """The cluster, connected to when it is first asked."""
-
-    def __init__(self, settings: options.Settings) -> None:
-        self._settings = settings
-        self._cluster: CommandCluster | None = None
-
-    def beside(self, rows: list[Stored]) -> list[Line]:
-        """Put rows beside their logs, if there are brokers to ask."""
-        if not self._settings.bootstrap_servers:
-            return [Line(row) for row in rows]
-        self._cluster = self._cluster or open_cluster(self._settings)
-        return beside_logs(rows, self._cluster)
-
-
-def look(session: Session, settings: options.Settings, kafka: _Kafka) -> Report:
+def look(session: Session, settings: options.Settings, connect: Callable[[], CommandCluster]) -> Report:
     """Find out what the database and, if they answer, the brokers know."""
     rows = stored_rows(session, group_id=settings.group_id)
     wanted = {"group_id": settings.group_id, "schema": session.schema}
-    with session.connection.cursor(row_factory=dict_row) as cursor:
-        queries = cursor.execute(query("spark_queries", session.schema), wanted, prepare=False).fetchall()
+    with cursor_on(session.connection, dict_row) as cursor:
+        queries = cursor.execute(query("spark_queries", session.schema), wanted, prepare=False, binary=True).fetchall()
         health = cursor.execute(query("ledger_health", session.schema), wanted, prepare=False).fetchone()
         windows = cursor.execute(query("claim_windows", session.schema), wanted, prepare=False).fetchall()
     claims = {window.pop("group_id"): window for window in windows}
-    dead = dict(session.connection.execute(query("dead_letters_by_group", session.schema), wanted, prepare=False))
+    per_group = cursor_on(session.connection).execute(
+        query("dead_letters_by_group", session.schema), wanted, prepare=False
+    )
+    dead: dict[str, int] = dict(per_group.fetchall())
     unreachable = None
     lines = [Line(row) for row in rows]
     try:
-        lines = kafka.beside(rows)
+        if settings.bootstrap_servers:
+            lines = beside_logs(rows, connect())
     except BrokerUnreachable as error:
         unreachable = error  # what the database knows is shown all the same
     of_group = {name: list(found) for name, found in groupby(lines, lambda line: line.stored.group_id)}
@@ -315,16 +308,18 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
     lines = []
     for row in rows:
         topic, log = topics.get(row.topic), logs.get(row.place)
-        problem = None
+        problem, mend = None, f"; if it is for good: {forget_command(row.topic)}"
         if row.cluster_id not in (None, cluster.cluster_id):
             # A topic of that name may be here as well: its log is another one.
             log, problem = None, f"belongs to cluster {row.cluster_id}"
         elif topic is None:
-            problem = "the topic is gone"
-        elif None not in (row.topic_id, topic.topic_id) and row.topic_id != topic.topic_id:
-            log, problem = None, "the topic was deleted and made again"
+            problem = f"the topic is gone{mend}"
+        elif not topic.partitions:
+            problem = "Kafka does not say which partitions the topic has: may this principal DESCRIBE it?"
         elif log is None:
-            problem = "the topic has no such partition"
+            problem = f"the topic has no such partition{mend}"
+        elif None not in (row.topic_id, topic.topic_id) and row.topic_id != topic.topic_id:
+            log, problem = None, f"the topic was deleted and made again: exactly-once adopt --topic {row.topic}"
         elif row.next_offset is not None and row.next_offset < log.start:
             problem = f"below the log start {log.start}"
         elif row.next_offset is not None and row.next_offset > log.end:

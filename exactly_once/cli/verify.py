@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import random
 import shlex
 import sys
 import tempfile
 from pathlib import Path
 
 import psycopg
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import embedded
 from exactly_once.demo.display import Display
+from exactly_once.demo.payments import create_topic
 from exactly_once.soak.pipeline import FAULTS, Plan, verify
 
-from .runs import add_seed, ending_on_sigterm, positive
+from .runs import add_seed, drawn, ending_on_sigterm, positive
 
+# The options that a plan has by the same name.
+_OPTIONS = ("topic", "start", "effects", "value", "processes", "messages", "seconds", "patience_seconds")
 _DESCRIPTION = """\
 Publish numbered messages, start the pipeline, kill and pause its processes and cut its connections at
 COMMIT, let it catch up, and count by the query how often each message took effect.
@@ -71,8 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Injure the pipeline and print the verdict."""
-    seed = random.SystemRandom().randrange(10_000) if args.seed is None else args.seed
+    seed = drawn(args, 10_000)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending_on_sigterm())
         display = stack.enter_context(Display(sys.stderr if args.json else sys.stdout))
@@ -83,22 +82,14 @@ def run(args: argparse.Namespace) -> int:
         plan = Plan(
             bootstrap_servers=args.bootstrap_servers or servers.bootstrap_servers,  # type: ignore[union-attr]
             conninfo=args.conninfo or servers.conninfo,  # type: ignore[union-attr]
-            topic=args.topic,
-            start=args.start,
-            effects=args.effects,
-            value=args.value,
-            processes=args.processes,
-            messages=args.messages,
-            seconds=args.seconds,
-            patience_seconds=args.patience_seconds,
             faults=args.faults or FAULTS,
             seed=seed,
+            **{name: getattr(args, name) for name in _OPTIONS},
         )
         if args.setup is not None:
             with psycopg.connect(plan.conninfo, autocommit=True) as connection:
                 connection.execute(args.setup.encode())
-        with AdminClient({"bootstrap.servers": plan.bootstrap_servers}) as admin:
-            admin.create_topics([NewTopic(plan.topic, 6)])[plan.topic].result(30)
+        create_topic(plan.bootstrap_servers, plan.topic)
         path = args.log or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-")), "log")
         log = stack.enter_context(path.open("w+b"))
         verdict = verify(plan, display, log)

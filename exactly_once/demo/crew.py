@@ -72,7 +72,6 @@ class Worker:
         return self._process.poll()
 
     def receive(self, event: Event) -> None:
-        """Record what it reports."""
         self.reports.append(event["event"])
         for partition in event.get("partitions", ()):
             self.partitions.pop(partition, None)
@@ -88,7 +87,6 @@ class Worker:
         self._write(order.to_line())
 
     def arm(self, kind: str, at: str, after: int) -> None:
-        """Have it killed or frozen at a failpoint."""
         self._write(json.dumps({"kind": kind, "at": at, "after": after}))
 
     def disarm(self) -> None:
@@ -107,10 +105,10 @@ class Worker:
                 self._process.stdin.close()
         self._log.close()
 
-    def last_words(self) -> str:
+    def last_words(self, lines: int = _LAST_WORDS) -> str:
         """Return the end of what it wrote on standard error."""
         self._log.seek(0)
-        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-_LAST_WORDS:])
+        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-lines:])
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -26,7 +26,7 @@ class Order(worker.Order):
     bootstrap_servers: str
     conninfo: str
     topic: str
-    group_id: str
+    """Also the name of the group."""
     schema: str
     max_messages: int
     session_ms: int
@@ -40,7 +40,7 @@ class Order(worker.Order):
     def kafka(self) -> dict[str, Any]:
         return {
             "bootstrap.servers": self.bootstrap_servers,
-            "group.id": self.group_id,
+            "group.id": self.topic,
             # A process started in place of a killed one goes on at once, without a rebalance.
             "group.instance.id": self.name,
             "partition.assignment.strategy": "range",

@@ -23,6 +23,7 @@ BRANCHES = 6
 ACCOUNTS = 100
 OPENING_BALANCE = 1_000
 _REGRETTED = 5  # payments of a transaction that is aborted: they are in the log and must take no effect
+_NETWORKS = ("visa", "mastercard", "amex")
 _SECONDS = 30  # longer than a broker on a busy machine takes to answer
 
 _CREATE = """
@@ -55,7 +56,6 @@ _MOVE = """
 
 
 def create_tables(connection: psycopg.Connection[Any], schema: str) -> None:
-    """Make the accounts and the empty journal of one side."""
     statement = sql.SQL(_CREATE).format(
         schema=sql.Identifier(schema),
         opening=sql.Literal(OPENING_BALANCE),
@@ -127,7 +127,9 @@ class Publisher:
         for _ in range(count):
             branch = self._random.randrange(BRANCHES)
             payer, payee = self._random.sample(range(ACCOUNTS), 2)
-            value = json.dumps({"from": payer, "to": payee, "amount": self._random.randint(1, 50)})
+            payment = {"from": payer, "to": payee, "amount": self._random.randint(1, 50)}
+            card = {"network": _NETWORKS[payer % len(_NETWORKS)], "last_digits": f"{payer:04}"}
+            value = json.dumps({**payment, "card": card})
             self._producer.produce(self._topic, value, str(payer), partition=branch, on_delivery=delivered)
             self._producer.poll(0)
         # In the log before the transaction ends, also if it ends by an abort.

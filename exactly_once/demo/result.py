@@ -1,16 +1,89 @@
-"""Result: the two sides next to each other, as a table, as JSON and in a sentence."""
+"""Result: what took effect against what is in the topic, and the two sides next to each other.
+
+The check shares nothing with the library: the topic is read anew, from its beginning, by a consumer of its own, and the
+ledger is never looked at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .checker import TOTAL, Verdict
-from .display import Row, row
-from .trial import Tally
+import psycopg
+from psycopg import sql
 
+from exactly_once.embedded import Servers
+from exactly_once.ledger.migrate import migrate
+
+from . import journal
+from .display import Display, Row, row
+from .journal import Entry, Record
+from .payments import ACCOUNTS, BRANCHES, OPENING_BALANCE, changes
+from .trial import Setting, Tally, Trial, plan
+
+TITLES = {
+    "exactly_once": "With the library: offsets and effects in one transaction, behind a fence",
+    "at_least_once": "An ordinary loop, the same faults: poll, write, commit the database, commit Kafka",
+}
 HEAD: Row = ("", "exactly once", "ordinary loop")
+# So many that there is work for each fault; a laptop applies them in less time than it is injured.
+MESSAGES, QUICK_MESSAGES = 100_000, 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The comparison of a topic with the tables of one side."""
+
+    messages: int
+    """How many the scan found."""
+    lost: int
+    """Messages without an effect."""
+    duplicated: int
+    """Messages with more than one effect."""
+    foreign: int
+    """Effects of no message: it was taken back by its publisher."""
+    wrong_balances: int
+    """Accounts that do not have what the messages in the topic amount to."""
+    balance: int
+    """The sum over all accounts."""
+
+
+# The money that there is.
+TOTAL = BRANCHES * ACCOUNTS * OPENING_BALANCE
+
+
+def check(bootstrap_servers: str, conninfo: str, topic: str, schema: str) -> Verdict:
+    records = journal.scan(bootstrap_servers, topic)
+    name = sql.Identifier(schema)
+    with psycopg.connect(conninfo) as connection:
+        entries = sql.SQL('SELECT partition, "offset", worker, xid::text::bigint FROM {}.journal').format(name)
+        effects = [Entry(topic, n, offset, None, who, xid) for n, offset, who, xid in connection.execute(entries)]
+        accounts = connection.execute(sql.SQL("SELECT branch, id, balance FROM {}.account").format(name))
+        balances = {(branch, number): balance for branch, number, balance in accounts}
+    return compare(records, effects, balances)
+
+
+def compare(records: Sequence[Record], effects: Sequence[Entry], balances: Mapping[tuple[int, int], int]) -> Verdict:
+    """Compare messages with their effects, and with the balances by branch and number of the account.
+
+    The journal of the demo has no values: what a payment was is seen in the balances.
+    """
+    expected: defaultdict[tuple[int, int], int] = defaultdict(lambda: OPENING_BALANCE)
+    # From the messages alone: nothing that a worker wrote is trusted.
+    for record in records:
+        for account, amount in changes(record.value):
+            expected[record.partition, account] += amount
+    found = journal.compare(records, effects)
+    return Verdict(
+        messages=found.messages,
+        lost=len(found.lost),
+        duplicated=len(found.duplicated),
+        foreign=len({effect.identity for effect in found.foreign}),
+        wrong_balances=sum(balance != expected[account] for account, balance in balances.items()),
+        balance=sum(balances.values()),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +123,25 @@ class Result:
     def is_exact(self) -> bool:
         """Whether every message took effect once, in a run that came to its end."""
         return not self.failures and not self.is_cut_short
+
+
+def run(side: str, servers: Servers, display: Display, *, seed: int, messages: int | None, quick: bool) -> Result:
+    setting = Setting(
+        bootstrap_servers=servers.bootstrap_servers,
+        conninfo=servers.conninfo,
+        seed=seed,
+        messages=messages or (QUICK_MESSAGES if quick else MESSAGES),
+        faults=plan(seed, quick=quick),
+        # How long a frozen worker's partitions stay with it: what a viewer waits for.
+        session_ms=1_500 if quick else 3_000,
+    )
+    with psycopg.connect(setting.conninfo, autocommit=True) as connection:
+        migrate(connection)
+    trial = Trial(side, setting, display)
+    tally = trial.run()
+    display.log("checking it against the topic, read anew from its beginning")
+    verdict = check(setting.bootstrap_servers, setting.conninfo, trial.topic, trial.schema)
+    return Result(tally, verdict, setting.messages)
 
 
 def as_json(results: Mapping[str, Result], *, seed: int) -> dict[str, Any]:

@@ -67,7 +67,6 @@ def orders(session: SparkSession, order: Order) -> DataFrame:
 
 
 def by_sink(order: Order) -> Callable[[DataFrame, int], None]:
-    """Return what writes by the sink of this library."""
     from spark_sink import PostgresSink  # noqa: PLC0415
 
     statement = _COUNT.format(sql.Identifier(order.schema)).as_string(None)
@@ -99,7 +98,6 @@ def reached(progress: Any) -> int:
 
 
 def main() -> None:
-    """Run the job until somebody ends it."""
     order = Order.from_line(sys.argv[1])
     settings = {
         "spark.jars": ",".join(map(str, [*spark.kafka_source(), *jdbc()])),

@@ -22,15 +22,23 @@ import psycopg
 from confluent_kafka import Producer
 from psycopg import sql
 
+from exactly_once.embedded import Servers, spark
+from exactly_once.ledger.migrate import migrate
+
 from .display import Display, Row, row
 from .journal import scan
 from .payments import create_topic
-from .spark_driver import Order
+from .spark_driver import Order, jdbc
 from .trial import PATIENCE_SECONDS, Stuck
 
 PARTITIONS = 3
 FAULTS = ("driver", "worker", "checkpoint")
+TITLES = {
+    "exactly_once": "With the sink of this library: foreachBatch(PostgresSink(...))",
+    "jdbc": "The usual foreachBatch, the same faults: write.jdbc(mode='append'), and a count beside it",
+}
 HEAD: Row = ("", "with the sink", "foreachBatch, JDBC")
+_ORDERS, _QUICK_ORDERS = 60_000, 20_000
 _TABLES = """
     CREATE SCHEMA {schema};
     CREATE TABLE {schema}.orders (id bigint, customer text, gross bigint, partition int, "offset" bigint);
@@ -59,9 +67,18 @@ class Result:
     """What it was cut short waiting for, if it was; then no figure means anything."""
 
     @property
+    def is_cut_short(self) -> bool:
+        return bool(self.cut_short)
+
+    @property
+    def failures(self) -> list[str]:
+        """What went wrong, if it was not cut short: each order is to be one row, and counted once."""
+        wrong = [] if self.cut_short else ["lost", "doubled", "counted_wrong", "errors"]
+        return [what for what in wrong if getattr(self, what)]
+
+    @property
     def is_exact(self) -> bool:
-        """Whether each order is one row, and counted once."""
-        return not (self.cut_short or self.lost or self.doubled or self.counted_wrong or self.errors)
+        return not (self.cut_short or self.failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +112,16 @@ class Driver:
             stderr=log,
             text=True,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+
+        def read() -> None:
+            for line in self._process.stdout:
+                self.reached, self.heard_at = int(line), time.monotonic()
+
+        self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
 
     @property
     def has_ended(self) -> bool:
-        """Whether it ended."""
         return self._process.poll() is not None
 
     def workers(self) -> list[psutil.Process]:
@@ -128,10 +149,6 @@ class Driver:
             return list(self._process.children(recursive=True))
         except psutil.NoSuchProcess:
             return []
-
-    def _read(self) -> None:
-        for line in self._process.stdout:
-            self.reached, self.heard_at = int(line), time.monotonic()
 
 
 class SparkTrial:
@@ -183,8 +200,20 @@ class SparkTrial:
                 self._driver.kill()
             shutil.rmtree(self._directory)
         self.result.seconds = round(time.monotonic() - began_at, 1)
-        if not self.result.cut_short:
-            self._compare()
+        if self.result.cut_short:
+            return self.result
+        self._display.no_progress()
+        self._display.log("checking it against the topic, read anew from its beginning")
+        messages = {(r.partition, r.offset) for r in scan(setting.bootstrap_servers, self._topic)}
+        with psycopg.connect(setting.conninfo) as connection:  # the ledger is not looked at
+            name = sql.Identifier(self._schema)
+            found = connection.execute(sql.SQL('SELECT partition, "offset" FROM {}.orders').format(name)).fetchall()
+            ((total,),) = connection.execute(sql.SQL("SELECT orders FROM {}.total").format(name)).fetchall()
+        times = Counter(found)
+        self.result.orders = len(messages)
+        self.result.lost = len(messages - times.keys())
+        self.result.doubled = len(found) - len(times)
+        self.result.counted_wrong = abs(total - len(messages))
         return self.result
 
     def _publish(self, until: int) -> None:
@@ -239,20 +268,20 @@ class SparkTrial:
                 self._driver.kill()
                 self._driver = None
 
-    def _compare(self) -> None:
-        """Compare the table with the topic, read anew; the ledger is not looked at."""
-        self._display.no_progress()
-        self._display.log("checking it against the topic, read anew from its beginning")
-        messages = {(r.partition, r.offset) for r in scan(self._setting.bootstrap_servers, self._topic)}
-        with psycopg.connect(self._setting.conninfo) as connection:
-            name = sql.Identifier(self._schema)
-            found = connection.execute(sql.SQL('SELECT partition, "offset" FROM {}.orders').format(name)).fetchall()
-            ((total,),) = connection.execute(sql.SQL("SELECT orders FROM {}.total").format(name)).fetchall()
-        times = Counter(found)
-        self.result.orders = len(messages)
-        self.result.lost = len(messages - times.keys())
-        self.result.doubled = len(found) - len(times)
-        self.result.counted_wrong = abs(total - len(messages))
+
+def run(side: str, servers: Servers, display: Display, *, seed: int, messages: int | None, quick: bool) -> Result:
+    spark.java_home(), spark.kafka_source(), jdbc()  # fetched before anything waits for it
+    with psycopg.connect(servers.conninfo, autocommit=True) as connection:
+        migrate(connection)
+    setting = Setting(
+        bootstrap_servers=servers.bootstrap_servers,
+        conninfo=servers.conninfo,
+        jdbc_url=servers.postgres.jdbc_url,
+        seed=seed,
+        orders=messages or (_QUICK_ORDERS if quick else _ORDERS),
+        faults=plan(seed, quick=quick),
+    )
+    return SparkTrial(side, setting, display).run()
 
 
 def rows(results: Mapping[str, Result]) -> list[Row]:
@@ -268,7 +297,6 @@ def rows(results: Mapping[str, Result]) -> list[Row]:
         "seconds": "seconds",
     }
     sides = [results["exactly_once"], results["jdbc"]]
-
     return [
         row(title, [f"{getattr(side, name):,}" for side in sides], [side.cut_short for side in sides])
         for name, title in titles.items()
@@ -276,17 +304,16 @@ def rows(results: Mapping[str, Result]) -> list[Row]:
 
 
 def as_json(results: Mapping[str, Result], *, seed: int) -> dict[str, Any]:
-    """Return everything, for programs."""
     return {**{side: asdict(r) for side, r in results.items()}, "seed": seed, "ok": results["exactly_once"].is_exact}
 
 
 def conclusion(results: Mapping[str, Result], *, seed: int) -> str:
-    """Say what was shown."""
-    exact, plain = results["exactly_once"], results["jdbc"]
+    exact = results["exactly_once"]
     if exact.cut_short:
         return f"Nothing is shown: the run with the sink was cut short, waiting for {exact.cut_short}; --seed {seed}."
     if not exact.is_exact:
         return f"FAILED: {asdict(exact)}. That must not happen; please report it with --seed {seed}."
+    plain = results["jdbc"]
     shown = f"Shown with --seed {seed}: {exact.orders:,} orders are one row each"
     if plain.cut_short:
         return f"{shown}. The other side was cut short, waiting for {plain.cut_short}: nothing is said of it."

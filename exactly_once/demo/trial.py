@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import psycopg
 from psycopg import sql
 
+from exactly_once._failpoints import OF_A_UNIT
+
 from . import payments
-from .crew import Crew, Event, Worker
+from .crew import Crew
 from .display import Display
 from .loops import Order
-from .nemesis import BETWEEN_COMMITS, MOMENTS, Fault
 
 WORKERS = (1, 2)
 _LOOK_SECONDS = 0.25  # the bar moves to the eye, and counting the journal costs a few milliseconds
@@ -23,9 +25,53 @@ PATIENCE_SECONDS = 180.0  # nothing may happen for so long: a busy machine takes
 _IDLE_SECONDS = 1.5  # longer than any failpoint stays unpassed while there is work
 _MOST_ERRORS = 5  # workers that may end by themselves before there is no point in going on
 
+# What a failpoint means, for people.
+_MOMENTS = {
+    "polled": "with a batch in hand",
+    "begun": "in an open transaction",
+    "handled": "with effects written",
+    "guarded": "with effects checked",
+    "advanced": "one step before COMMIT",
+    "committed": "right after COMMIT",
+    "positioned": "between two batches",
+    "mirrored": "after committing to Kafka",
+}
+# What ``committed`` means for the ordinary loop.
+_BETWEEN_COMMITS = "between its two commits"
+
+# Where a frozen worker has something to do as a zombie.
+_WITH_BATCH = ("polled", "begun", "handled", "guarded", "advanced")
+# Passed about once a second: waiting for a later pass would only take time.
+_ONCE_IN_A_WHILE = ("positioned", "mirrored")
+
 
 class Stuck(Exception):
     """What should have happened did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One injury: who, how, and at which pass of which failpoint."""
+
+    kind: Literal["kill", "freeze"]
+    at: str
+    victim: int
+    after: int
+
+
+def plan(seed: int, *, quick: bool) -> list[Fault]:
+    """Draw the faults: each failpoint kills, once or twice, and some freeze a worker with a batch in hand."""
+    rounds, freezes = (1, 2) if quick else (2, 3)
+    # Frozen after its advance, a worker holds the ledger's rows until its backend is ended: two seconds more.
+    moments = _WITH_BATCH[:-1] if quick else _WITH_BATCH
+    dice = random.Random(f"faults {seed}")  # noqa: S311  (to be repeated, not to be secret)
+    kinds: list[tuple[Literal["kill", "freeze"], str]] = [("kill", at) for at in OF_A_UNIT * rounds]
+    kinds += [("freeze", at) for at in dice.sample(moments, freezes)]
+    dice.shuffle(kinds)
+    return [
+        Fault(kind, at, victim=dice.randint(1, 2), after=0 if at in _ONCE_IN_A_WHILE else dice.randrange(4))
+        for kind, at in kinds
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +126,6 @@ class Trial:
                 bootstrap_servers=setting.bootstrap_servers,
                 conninfo=setting.conninfo,
                 topic=self.topic,
-                group_id=self.topic,
                 schema=self.schema,
                 max_messages=setting.max_messages,
                 session_ms=setting.session_ms,
@@ -157,7 +202,7 @@ class Trial:
         struck_at = time.monotonic()
         if fault.kind == "kill":
             is_between = (fault.at, self._loop) == ("committed", "at_least_once")
-            moment = BETWEEN_COMMITS if is_between else MOMENTS[fault.at]
+            moment = _BETWEEN_COMMITS if is_between else _MOMENTS[fault.at]
             self._until(lambda: crew.workers[number] is not victim, f"the end of {victim}")
             self._until(lambda: bool(crew.workers[number].partitions), f"a successor of {victim}")
             seconds = time.monotonic() - struck_at
@@ -165,7 +210,7 @@ class Trial:
             return
         # The other worker takes a frozen one's partitions; then it is woken up, and its batch shows what it does.
         self.tally.frozen += 1
-        log(f"worker {number} frozen (SIGSTOP) {MOMENTS[fault.at]} ({fault.at})", style="cyan")
+        log(f"worker {number} frozen (SIGSTOP) {_MOMENTS[fault.at]} ({fault.at})", style="cyan")
         self._until(lambda: victim.is_frozen, f"{victim} to stand still")
         held, other = list(victim.partitions), crew.other(victim)
         self._until(lambda: crew.other(victim).has_since(held, struck_at), f"a successor of frozen {victim}")
@@ -217,9 +262,22 @@ class Trial:
             raise Stuck(what)
 
     def _listen(self) -> None:
-        """Take in what workers report, waiting for a moment; look how far they are."""
+        """Take in what workers report, waiting for a moment; replace who ended, look how far they are."""
         for worker, event in self._crew.received(_LOOK_SECONDS / 5):
-            self._take(worker, event)
+            self._alive_at = time.monotonic()
+            worker.receive(event)
+            if event["event"] != "ended":
+                continue
+            if "dying" in worker.reports:
+                self.tally.crashes += 1
+            elif worker.status or not self._stopping:
+                self.tally.errors += 1
+                self._display.log(f"worker {worker.number} ended by itself ({worker.status}):", style="bold red")
+                self._display.line(worker.last_words())
+                if self.tally.errors > _MOST_ERRORS:
+                    raise Stuck("workers to stay alive")
+            if not self._stopping:
+                self._crew.start(worker.number)
         if time.monotonic() - self._looked_at <= _LOOK_SECONDS:
             return
         statement = 'SELECT partition, count(*), max("offset") FROM {}.journal GROUP BY partition'
@@ -232,20 +290,3 @@ class Trial:
         # A payment that took effect twice counts twice in the journal, and the bar has an end.
         self._display.progress(min(applied, self._setting.messages), self._setting.messages)
         self._looked_at = time.monotonic()
-
-    def _take(self, worker: Worker, event: Event) -> None:
-        """Note what a worker reports; count one that ended, and replace it."""
-        self._alive_at = time.monotonic()
-        worker.receive(event)
-        if event["event"] != "ended":
-            return
-        if "dying" in worker.reports:
-            self.tally.crashes += 1
-        elif worker.status or not self._stopping:
-            self.tally.errors += 1
-            self._display.log(f"worker {worker.number} ended by itself ({worker.status}):", style="bold red")
-            self._display.line(worker.last_words())
-            if self.tally.errors > _MOST_ERRORS:
-                raise Stuck("workers to stay alive")
-        if not self._stopping:
-            self._crew.start(worker.number)

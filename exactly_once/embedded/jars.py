@@ -40,6 +40,9 @@ def fetched(coordinates: str, name: str, title: str) -> Path:
         if home.is_dir():  # by another process, meanwhile
             return home
         package_directory("jgo")
+        # Of the jars that the tests ran with.
+        lines = Path(__file__).with_name("jars.sha256").read_text().splitlines()
+        known = {name: digest for digest, name in map(str.split, lines)}
         with Progress(f"{title}: fetching its jars, once") as progress:
             try:
                 for attempt in tenacity.Retrying(
@@ -52,7 +55,12 @@ def fetched(coordinates: str, name: str, title: str) -> Path:
                         complete = Path(temporary, "complete")
                         complete.mkdir()
                         for jar in _resolve(coordinates, Path(temporary), progress):
-                            _check(jar)
+                            if jar.name not in known:
+                                _log.warning("no digest of %s is known: it is what the repository has there", jar.name)
+                            elif hashlib.sha256(jar.read_bytes()).hexdigest() != known[jar.name]:
+                                raise DownloadError(
+                                    f"{jar.name} is not what it was when this was released: its SHA-256 is another one"
+                                )
                             shutil.move(jar.resolve(), complete / jar.name)
                         complete.rename(home)
             except Exception as error:
@@ -80,16 +88,6 @@ def locked(path: Path) -> Iterator[None]:
     with path.with_name(path.name + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _check(jar: Path) -> None:
-    """Raise `DownloadError` for a jar that is not the one that the tests ran with; say of which that is not known."""
-    lines = Path(__file__).with_name("jars.sha256").read_text().splitlines()
-    known = {name: digest for digest, name in map(str.split, lines)}
-    if jar.name not in known:
-        _log.warning("no digest of %s is known here: it is what the repository has under that name", jar.name)
-    elif hashlib.sha256(jar.read_bytes()).hexdigest() != known[jar.name]:
-        raise DownloadError(f"{jar.name} is not what it was when this was released: its SHA-256 is another one")
 
 
 def _resolve(coordinates: str, directory: Path, progress: Progress) -> list[Path]:

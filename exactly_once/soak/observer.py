@@ -160,7 +160,6 @@ class Observer(threading.Thread):
         self.join()
 
     def _look(self, connection: psycopg.Connection[Any]) -> None:
-        """Take one snapshot of everything, then judge."""
         places = self._tail.places
         effects: dict[tuple[str, Place], list[int]] = {}
         with connection.transaction():

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import IO, Any
 
@@ -71,11 +71,9 @@ class Verdict:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every message took effect once."""
         return not (self.lost or self.doubled or self.foreign)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for programs."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"ok": self.is_exact}
 
 
@@ -183,11 +181,11 @@ def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
         while time.monotonic() - still_since < plan.patience_seconds:
             time.sleep(_LOOK_SECONDS)
             pipeline.replace()
-            counted = effects(plan)
-            if counted != found:
-                found, still_since = counted, time.monotonic()
-            display.progress(len(counted), plan.messages)
-            if len(counted) >= plan.messages and time.monotonic() - still_since > plan.patience_seconds / 4:
+            now = effects(plan)
+            if now != found:
+                found, still_since = now, time.monotonic()
+            display.progress(len(now), plan.messages)
+            if len(now) >= plan.messages and time.monotonic() - still_since > plan.patience_seconds / 4:
                 break  # what might still be doubled has had its time
         display.no_progress()
     compare(verdict, effects(plan))
@@ -195,13 +193,21 @@ def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
     return verdict
 
 
-def effects(plan: Plan) -> dict[str, int]:
-    """Ask how often each number took effect."""
+def effects(plan: Plan) -> Counter[str]:
     with psycopg.connect(plan.conninfo) as connection:
-        return {str(number): int(times) for number, times in connection.execute(plan.effects.encode()).fetchall()}
+        return counted(connection.execute(plan.effects.encode()).fetchall())
 
 
-def compare(verdict: Verdict, found: dict[str, int]) -> None:
+def counted(rows: Iterable[tuple[Any, ...]]) -> Counter[str]:
+    """Add up how often each number took effect: a query may list it as often, or with 0 or null where it never did."""
+    found = Counter[str]()
+    for number, times in rows:
+        if times:
+            found[str(number)] += int(times)
+    return found
+
+
+def compare(verdict: Verdict, found: Mapping[str, int]) -> None:
     """Count what is wrong, and name the first of each kind."""
     published = {str(number) for number in range(verdict.messages)}
     wrong = {

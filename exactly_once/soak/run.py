@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections import Counter
@@ -21,16 +22,32 @@ from exactly_once.embedded.proxy import Fault, PostgresProxy
 from exactly_once.ledger.migrate import migrate
 
 from . import verdict
-from .nemesis import Nemesis
 from .observer import Anomaly, Observer, Place, Tail
-from .order import GROUPS, MEMBERS, PLACES, TOPICS, Order, draw
 from .source import Source
-from .worker import create_tables
+from .worker import GROUPS, MEMBERS, PLACES, TOPICS, Order, create_tables, draw
 
+# How often each kind comes in one round.
+DECK = {
+    "kill -9": 4,
+    "kill -9 at a failpoint": 4,
+    "freeze": 2,
+    "freeze at a failpoint": 2,
+    "join": 2,
+    "leave": 2,
+    "cut before COMMIT": 3,
+    "cut after COMMIT": 3,
+    "COMMIT delayed and its client gone": 2,
+    "answer of COMMIT delayed": 1,
+    "backend terminated": 2,
+    "all connections cut": 1,
+    "immediate restart of Postgres": 1,
+    "broker killed": 1,
+}
 # After so long without progress of a partition that has messages, nothing new goes wrong until it moves again.
 CALM_SECONDS = 30.0
 # After so long, with 90 seconds of calm, it is wedged. Only time in which both servers are up counts.
 WEDGED_SECONDS = 120.0
+_EVIDENCE_LINES = 100  # of a member: what it logged, and where its threads are
 _END_SECONDS = 90.0  # for a worker that is asked to end: more than any wait of the library without servers
 _TURN_SECONDS = 0.05  # what is due happens about then
 _LOOK_SECONDS = 0.5  # the observer's snapshots come once a second
@@ -52,6 +69,24 @@ _BACKENDS = """
     SELECT pid, application_name, state, wait_event, xact_start, query FROM pg_stat_activity
     WHERE backend_type = 'client backend'
 """
+
+
+class Nemesis:
+    """Draws the kinds: all of the deck in random order, and again, with random pauses."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(f"faults {seed}")  # noqa: S311  (to be repeated, not to be secret)
+        self._left: list[str] = []
+
+    def next_kind(self) -> str:
+        if not self._left:
+            self._left = [kind for kind, times in sorted(DECK.items()) for _ in range(times)]
+            self.chance.shuffle(self._left)
+        return self._left.pop()
+
+    def pause(self) -> float:
+        """Draw for how many seconds nothing new goes wrong."""
+        return self.chance.uniform(0.2, 2.5)
 
 
 class Wedged(Exception):
@@ -401,14 +436,18 @@ class Soak:
 
     def _evidence(self, group: str) -> str:
         """Collect what everybody in a group logged last, what its rows are and what the database does."""
-        parts = []
-        for worker in self._crew.workers.values():
-            order = self._orders[worker.number]
-            if order.group == group:
-                parts.append(f"--- {worker!r} frozen={worker.is_frozen} {order}\n{worker.last_words()}")
+        members = [worker for worker in self._crew.workers.values() if self._orders[worker.number].group == group]
+        for worker in members:
+            worker.send(signal.SIGUSR1)
+        parts = [
+            f"{name} {place} at {at} for {self._up - since:.0f} s" for (name, place), (at, since) in self._moved.items()
+        ]
         with psycopg.connect(self._servers.conninfo) as connection:
             parts += ["---", *map(str, connection.execute(_LEDGER, (group,)))]
             parts += ["---", *map(str, connection.execute(_BACKENDS))]
+        for worker in members:
+            order = self._orders[worker.number]
+            parts.append(f"--- {worker!r} frozen={worker.is_frozen} {order}\n{worker.last_words(_EVIDENCE_LINES)}")
         return "\n".join(parts)
 
     def _verdict(self, *, is_drained: bool) -> dict[str, Any]:

@@ -47,7 +47,6 @@ class Source(threading.Thread):
             self._settings |= {"enable.idempotence": True}
 
     def stop(self) -> None:
-        """End it; it need not wait for what it does now."""
         self._stopping.set()
 
     def run(self) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import confluent_kafka
 import psycopg
 from psycopg import sql
 
 from exactly_once import __version__
-from exactly_once.demo.journal import Entry, Record, compare, scan
+from exactly_once.demo.journal import Entry, compare, scan
 
 from .observer import Anomaly, Place
 from .worker import table
@@ -58,7 +57,24 @@ def check(
             records = [record._replace(value=number) for record, number in zip(found, numbers, strict=True)]
             messages += len(records)
             for group in groups:
-                anomalies += _compare(connection, group, topic, records, is_drained=is_drained)
+                rows = connection.execute(sql.SQL(_ENTRIES).format(table=table(group)), (topic,))
+                effects = [
+                    Entry(name, n, offset, str(value).encode(), who, xid) for name, n, offset, value, who, xid in rows
+                ]
+                wrong = compare(records, effects)
+                ends: dict[Place, int] = {
+                    (name, number): end for name, number, end in connection.execute(_LEDGER, (group,))
+                }
+                for kind, places in (
+                    ("lost", [i for i in wrong.lost if is_drained or i.offset < ends.get((i.topic, i.partition), 0)]),
+                    ("doubled", list(wrong.duplicated)),
+                    ("foreign", [effect.identity for effect in wrong.foreign]),
+                    ("altered", wrong.altered),
+                    ("offset_behind", [e.identity for e in effects if e.offset >= ends.get((e.topic, e.partition), 0)]),
+                ):
+                    for place in places:
+                        where = f"group {group}, {topic} [{place.partition}]"
+                        anomalies.append(Anomaly(kind, where, f"offset {place.offset}"))
         for group in groups:
             for name, partition, offset, before in connection.execute(sql.SQL(_BACKWARD).format(table=table(group))):
                 what = f"offset {offset} took effect after {before}"
@@ -66,30 +82,11 @@ def check(
     return messages, anomalies
 
 
-def _compare(
-    connection: psycopg.Connection[Any], group: str, topic: str, records: Sequence[Record], *, is_drained: bool
-) -> Iterator[Anomaly]:
-    rows = connection.execute(sql.SQL(_ENTRIES).format(table=table(group)), (topic,))
-    effects = [Entry(name, n, offset, str(number).encode(), who, xid) for name, n, offset, number, who, xid in rows]
-    found = compare(records, effects, None)
-    ends: dict[Place, int] = {(name, number): end for name, number, end in connection.execute(_LEDGER, (group,))}
-    for kind, places in (
-        ("lost", [i for i in found.lost if is_drained or i.offset < ends.get((i.topic, i.partition), 0)]),
-        ("doubled", list(found.duplicated)),
-        ("foreign", [effect.identity for effect in found.foreign]),
-        ("altered", found.altered),
-        ("offset_behind", [e.identity for e in effects if e.offset >= ends.get((e.topic, e.partition), 0)]),
-    ):
-        for place in places:
-            yield Anomaly(kind, f"group {group}, {place.topic} [{place.partition}]", f"offset {place.offset}")
-
-
 def counts(anomalies: Sequence[Anomaly]) -> dict[str, int]:
     return {kind: sum(anomaly.kind == kind for anomaly in anomalies) for kind in KINDS}
 
 
 def shown(anomalies: Sequence[Anomaly]) -> list[str]:
-    """Write out the first ones of each kind and place."""
     written: dict[tuple[str, str], int] = {}
     texts = []
     for anomaly in sorted(anomalies):

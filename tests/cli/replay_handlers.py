@@ -9,7 +9,7 @@ import os
 
 import psycopg
 
-from exactly_once import Unit
+from exactly_once import Redelivered, Unit
 from exactly_once.testing import crash_at
 
 NO_HANDLER = "a text"
@@ -27,11 +27,53 @@ def apply(unit: Unit) -> None:
         )
 
 
+def tell_isolation(unit: Unit) -> None:
+    """Write down at which isolation this runs, in place of the identity."""
+    for message in unit.messages:
+        unit.execute(
+            "INSERT INTO replayed VALUES (%s, %s, %s, current_setting('transaction_isolation'))",
+            (message.topic(), message.partition(), message.offset()),
+        )
+
+
 def refuse_odd(unit: Unit) -> None:
     """Have the effect, then fail for odd offsets."""
     apply(unit)
     if (unit.messages[0].offset() or 0) % 2:
         raise ValueError("odd \x1b[31m\nstill")
+
+
+def ask_for_another_try_of_odd(unit: Unit) -> None:
+    """Have the effect, then say for odd offsets that an API is away."""
+    apply(unit)
+    if (unit.messages[0].offset() or 0) % 2:
+        raise Redelivered("the API is away")
+
+
+def swallow_for_odd(unit: Unit) -> None:
+    """Leave an aborted transaction behind, for odd offsets."""
+    apply(unit)
+    if (unit.messages[0].offset() or 0) % 2:
+        swallow(unit)
+
+
+def roll_back_for_odd(unit: Unit) -> None:
+    """End the transaction, for odd offsets."""
+    apply(unit)
+    if (unit.messages[0].offset() or 0) % 2:
+        unit.execute("ROLLBACK")
+
+
+class _Unsayable(Exception):
+    def __str__(self) -> str:
+        return self.args[0]  # type: ignore[no-any-return]  # which is no text
+
+
+def refuse_odd_without_words(unit: Unit) -> None:
+    """Have the effect, then fail for odd offsets with an error that has no text."""
+    apply(unit)
+    if (unit.messages[0].offset() or 0) % 2:
+        raise _Unsayable(5)
 
 
 def commit_and_fail(unit: Unit) -> None:
@@ -43,7 +85,6 @@ def commit_and_fail(unit: Unit) -> None:
 
 def swallow(unit: Unit) -> None:
     """Leave an aborted transaction behind."""
-    apply(unit)
     try:
         unit.execute("SELECT 1/0")
     except psycopg.Error:
@@ -54,6 +95,12 @@ def leave(unit: Unit) -> None:
     """Have the effect and end the process."""
     apply(unit)
     raise SystemExit(7)
+
+
+def leave_well(unit: Unit) -> None:
+    """Have the effect and end the process as if all was done."""
+    apply(unit)
+    raise SystemExit(0)
 
 
 def drop_the_others(unit: Unit) -> None:

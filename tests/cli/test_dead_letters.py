@@ -10,13 +10,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from confluent_kafka import Producer
+from psycopg.conninfo import make_conninfo
 
 from exactly_once import Unit
 from tests.cli.conftest import Command, ledger
@@ -242,11 +243,15 @@ def test_dropped_letter_is_not_dropped_or_replayed_again(letters: Command, dead:
         assert "list --all" in refused.err
 
 
+@pytest.mark.parametrize("what", ["all is known", "brokers are away", "ids of letters are unknown"])
 def test_reset_drops_the_letters_whose_messages_come_again(
-    command: Command, dead: Dead, bootstrap_servers: str, conninfo: str
+    what: str, command: Command, dead: Dead, bootstrap_servers: str, conninfo: str
 ) -> None:
     """Else the log brings a message once, and a replay of its letter a second time."""
-    where = ["--group-id", dead.topic, "--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo]
+    where = ["--group-id", dead.topic, "--conninfo", conninfo]
+    where += ["--force"] if what == "brokers are away" else ["--bootstrap-servers", bootstrap_servers]
+    if what == "ids of letters are unknown":
+        dead.db.execute("UPDATE exactly_once.dead_letter SET topic_id = NULL WHERE topic = %s", [dead.topic])
     reset = ["reset", "--topic", dead.topic, "--to-offset", 4, *where]
     planned = command(*reset)
     assert f"would be dropped for that: 2 ({dead.topic}[0] offset 4, {dead.topic}[1] offset 4)" in planned.out
@@ -255,6 +260,13 @@ def test_reset_drops_the_letters_whose_messages_come_again(
     assert done.json["dead_letters"] == [dead[0, 4], dead[1, 4]]
     assert dead.statuses() == ["dead", "dropped"] * 2
     assert "dead letters" not in command("reset", "--topic", dead.topic, "--to-current", *where).out
+
+
+def test_reset_leaves_the_letters_of_another_topic_of_the_name(command: Command, dead: Dead, conninfo: str) -> None:
+    dead.db.execute("UPDATE exactly_once.dead_letter SET topic_id = 'former' WHERE topic = %s", [dead.topic])
+    reset = ["reset", "--topic", dead.topic, "--to-offset", 0, "--group-id", dead.topic, "--conninfo", conninfo]
+    assert command(*reset, "--force", "--execute", "--json").json["dead_letters"] == []
+    assert dead.statuses() == ["dead"] * 4
 
 
 def test_drop_as_json(letters: Command, dead: Dead) -> None:
@@ -282,10 +294,30 @@ def test_replay_applies_each_letter_once_and_leaves_the_ledger(letters: Command,
     assert letters("replay", "--handler", f"{HANDLERS}:apply", "--execute").out == "0 of 0 replayed\n"
 
 
-def test_replay_that_fails_again_leaves_the_letter_dead_and_goes_on(letters: Command, dead: Dead) -> None:
-    done = letters("replay", "--handler", f"{HANDLERS}:refuse_odd", "--execute")
+@pytest.mark.parametrize("isolation", [None, "REPEATABLE READ", "SERIALIZABLE"])
+def test_replay_runs_at_the_isolation_of_the_consumer(isolation: str | None, letters: Command, dead: Dead) -> None:
+    given = () if isolation is None else ("--isolation", isolation)
+    assert letters("replay", "--handler", f"{HANDLERS}:tell_isolation", *given, "--execute").code == 0
+    found = dead.db.execute("SELECT DISTINCT identity FROM replayed").fetchall()
+    assert found == [((isolation or "READ COMMITTED").lower(),)]
+
+
+@pytest.mark.parametrize(
+    ("handler", "why"),
+    [
+        ("refuse_odd", "ValueError: odd  [31m still"),
+        ("refuse_odd_without_words", "_Unsayable"),
+        ("ask_for_another_try_of_odd", "Redelivered: the API is away"),
+        ("swallow_for_odd", "TransactionAborted: a SQL error was swallowed"),
+        ("roll_back_for_odd", "TransactionEnded: the handler ended the transaction"),
+    ],
+)
+def test_replay_that_fails_again_leaves_the_letter_dead_and_goes_on(
+    handler: str, why: str, letters: Command, dead: Dead
+) -> None:
+    done = letters("replay", "--handler", f"{HANDLERS}:{handler}", "--execute")
     assert done.code == 1
-    assert f"{dead[0, 3]}  {dead.topic}[0] offset 3  failed again  ValueError: odd  [31m still" in done.out
+    assert f"{dead[0, 3]}  {dead.topic}[0] offset 3  failed again  {why}" in done.out
     assert done.out.splitlines()[-1] == "2 of 4 replayed"
     assert dead.replayed() == [(0, 4), (1, 4)]
     assert dead.statuses() == ["dead", "replayed"] * 2
@@ -342,16 +374,41 @@ def test_handler_that_commits_is_told_and_its_letter_is_marked(letters: Command,
     assert dead.statuses() == ["replayed", "dead", "dead", "dead"]
 
 
-def test_swallowed_sql_error_undoes_the_replay(letters: Command, dead: Dead) -> None:
-    refused = letters("replay", "--handler", f"{HANDLERS}:swallow", "--execute")
-    assert refused.code == 1
-    assert "a SQL error was swallowed" in refused.err
-    assert (dead.replayed(), dead.statuses()) == ([], ["dead"] * 4)
-
-
 def test_handler_that_leaves_the_process_undoes_its_replay(letters: Command, dead: Dead) -> None:
     assert letters("replay", "--handler", f"{HANDLERS}:leave", "--execute").code == 7
     assert (dead.replayed(), dead.statuses()) == ([], ["dead"] * 4)
+
+
+def test_handler_that_leaves_as_if_all_was_done_has_failed_again(letters: Command, dead: Dead) -> None:
+    done = letters("replay", "--handler", f"{HANDLERS}:leave_well", "--execute")
+    assert (done.code, done.out.splitlines()[-1]) == (1, "0 of 4 replayed")
+    assert done.out.count("failed again  SystemExit: 0") == 4
+    assert (dead.replayed(), dead.statuses()) == ([], ["dead"] * 4)
+
+
+@pytest.mark.parametrize("style", ["German", "SQL,DMY", "Postgres"])
+def test_no_date_style_of_a_database_stops_a_command(
+    command: Command, dead: Dead, bootstrap_servers: str, style: str
+) -> None:
+    replayed, dropped, *_ = dead.ids.values()
+    there = make_conninfo(dead.conninfo, options=f"-c datestyle={style}")
+    where = ("--conninfo", there, "--bootstrap-servers", bootstrap_servers, "--group-id", dead.topic)
+    for words in (
+        ("status",),
+        ("status", "--check"),
+        ("publish", "status"),
+        ("reset", "--topic", dead.topic, "--to-current", "--execute"),
+        ("hand-over", "--to", "spark", "--execute"),
+        ("dead-letters", "list"),
+        ("dead-letters", "show", dropped),
+        ("dead-letters", "replay", replayed, "--handler", f"{HANDLERS}:apply", "--execute"),
+        ("dead-letters", "drop", dropped, "--execute"),
+    ):
+        done = command(*words, *where)
+        assert done.code == 0, (words, done)
+    assert sorted(dead.statuses()) == ["dead", "dead", "dropped", "replayed"]
+    (letter,) = command("dead-letters", "show", dropped, *where, "--json").json["dead_letters"]
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(letter["settled_at"])).total_seconds()) < 300
 
 
 def test_letters_settled_by_somebody_else_meanwhile_are_left_alone(letters: Command, dead: Dead) -> None:

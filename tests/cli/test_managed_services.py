@@ -101,12 +101,13 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conninfo: str, na
     (tmp_path / f"{name}.py").write_text(
         dedent(f"""\
         import psycopg
+        from psycopg.rows import dict_row
         from tests.cli.test_managed_services import token
 
         def connect():
             with open("asked", "a") as file:
                 file.write(".")
-            return psycopg.connect({conninfo!r})
+            return psycopg.connect({conninfo!r}, row_factory=dict_row)
 
         def nothing():
             return "a pool, perhaps"
@@ -158,6 +159,16 @@ def test_the_sink_and_what_looks_at_its_group_need_no_password(
     assert "there is nothing to adopt" in command("adopt", "--config", file, "--topic", "letters", "--to-latest").err
     assert command("hand-over", "--config", file, "--to", "spark").code == 0
     assert [p["lag"] for p in command("status", "--config", file, "--json").partitions] == [15, 15]
+    db.execute(
+        "INSERT INTO exactly_once.dead_letter (group_id, topic, partition, message_offset, timestamp_type, "
+        "timestamp_ms, error_class, error, attempts) VALUES (%s, 'letters', 0, 3, 0, 0, 'E', 'e', 1)",
+        (name,),
+    )
+    (group,) = command("status", "--config", file, "--json").json["groups"]
+    assert (group["group_id"], group["dead_letters"]) == (name, 1)
+    again = command(*sink, "--until-end")
+    assert again.code == 0, again.err
+    assert db.execute(f"SELECT count(*), count(DISTINCT id) FROM {name}").fetchone() == (60, 30)
 
 
 def test_a_consumer_outlives_its_tokens(oauth_servers: str, make_consumer: MakeConsumer, name: str) -> None:

@@ -297,6 +297,20 @@ def test_a_deleted_row_is_made_again_by_the_command_that_the_error_names(
     assert read_to_end(make_consumer, consumed) == [(0, 7), (0, 8), (0, 9)]
 
 
+def test_rows_of_a_whole_topic_are_made_again_one_by_one(
+    operate: Command, consumed: str, db: Db, name: str, make_consumer: MakeConsumer
+) -> None:
+    """What the error says about one must not move another."""
+    db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s", (name,))
+    with pytest.raises(LedgerRowMissing) as refused:
+        read_to_end(make_consumer, consumed)
+    mend = suggested(str(refused.value))
+    for number, offset in ((0, 7), (1, 9)):
+        mend[mend.index("--partition") + 1], mend[mend.index("--to-offset") + 1] = str(number), str(offset)
+        assert operate(*mend, "--execute").code == 0
+    assert offsets(db, name) == [7, 9]
+
+
 def test_a_row_of_a_spark_job_is_released_by_the_command_that_the_error_names(
     operate: Command, consumed: str, db: Db, name: str, make_consumer: MakeConsumer
 ) -> None:
@@ -356,6 +370,19 @@ def test_what_is_not_there_is_named(operate: Command, consumed: str, args: list[
     assert complaint in result.err
     assert result.err.startswith("exactly-once: error: ")
     assert result.err.count("\n") == 1
+
+
+def test_to_committed_makes_no_rows_for_half_a_topic(
+    operate: Command, topic: str, db: Db, name: str, bootstrap_servers: str
+) -> None:
+    """A worker would read the other half from its start, or take its rows for deleted."""
+    old = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": name, "enable.auto.commit": False})
+    old.commit(offsets=[TopicPartition(topic, 1, 7)], asynchronous=False)
+    old.close()
+    result = operate("reset", "--topic", topic, "--to-committed", "--execute")
+    assert result.code == 1
+    assert f"no offset of {topic}[0]" in result.err
+    assert offsets(db, name) == []
 
 
 def test_to_committed_goes_on_from_what_another_consumer_has_committed(

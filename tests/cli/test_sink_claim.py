@@ -110,6 +110,26 @@ def test_keys_and_headers_can_name_an_event(claim: str, work: Connection, make_t
         sink.write(work, sent)
 
 
+@pytest.mark.parametrize("claim", ["key:event", "header:event"])
+def test_all_rows_of_a_message_are_one_event_of_its_key_or_header(
+    claim: str, work: Connection, make_table: MakeTable
+) -> None:
+    lines, changes = make_table("(n int)"), make_table("(id int PRIMARY KEY)")
+
+    def sent(offset: int, event: int, value: bytes) -> Message:
+        key = b'{"event": %d}' % event
+        return Message(topic="t", partition=0, offset=offset, key=key, headers=[("event", b"%d" % event)], value=value)
+
+    sink, claimed = TableSink(lines, decoder=FormatDecoder(JsonDecoder(), format_of("csv")), claim=claim), Claimed()
+    sink.write(work, [sent(0, 1, b"1\n2\n3"), sent(1, 1, b"1\n2\n3"), sent(2, 2, b"4")], claim=claimed)
+    assert rows_of(work, lines) == [(1,), (2,), (3,), (4,)]
+    decoder = FormatDecoder(JsonDecoder(), format_of("debezium"))
+    sink = TableSink(changes, decoder=decoder, mode="upsert", claim=claim)
+    moved = b'{"op": "u", "before": {"id": 1}, "after": {"id": 2}}'
+    sink.write(work, [sent(3, 3, b'{"op": "c", "after": {"id": 1}}'), sent(4, 4, moved)], claim=claimed)
+    assert rows_of(work, changes) == [(2,)]
+
+
 @pytest.mark.parametrize("value", [b'{"n": 1}', b'{"n": 1, "id": null}', b'{"n": 1, "id": 1.5}', b'{"n": 1, "id": ""}'])
 def test_an_event_without_an_id_is_no_repeat_of_another(value: bytes, work: Connection, make_table: MakeTable) -> None:
     sink, claimed = TableSink(make_table("(n int)"), decoder=JsonDecoder(), claim="id"), Claimed()

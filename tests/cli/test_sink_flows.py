@@ -6,12 +6,14 @@ import argparse
 import tomllib
 from dataclasses import fields
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from exactly_once.cli.problems import UsageError
 from exactly_once.cli.sink import add_parser
-from exactly_once.cli.sink_flows import FORMATS, Flow, Run, read_flows, read_run
+from exactly_once.cli.sink_flows import FORMATS, Flow, Run, Task, read_flows, read_run
+from exactly_once.cli.sink_worker import _named
 
 
 def parsed(*given: str) -> argparse.Namespace:
@@ -90,6 +92,37 @@ def test_the_command_line_goes_before_the_file() -> None:
     assert read_run(parsed(), {}) == Run()
 
 
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_each_of_several_workers_has_a_name_of_its_own(protocol: str) -> None:
+    kafka = {"bootstrap.servers": "a:1", "group.id": uuid4().hex, "group.protocol": protocol, "group.instance.id": "x"}
+    for workers, expected in ((2, ["x-0", "x-1"]), (1, ["x", "x"])):
+        task = Task(flows=(), kafka=kafka, conninfo=None, schema="s", run=Run(workers=workers))
+        with _named(task) as one, _named(task) as other:
+            assert [one["group.instance.id"], other["group.instance.id"]] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--schema-registry", "http://x", "--format", "csv"), "messages of format csv name no schema"),
+        (("--schema-registry", "http://x", "--format", "raw"), "messages of format raw name no schema"),
+        (("--constant", "a=1", "--constant", "a=2"), "--constant names a twice"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(given: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_flows(parsed("--topic", "t", "--table", "t", *given), ())
+    assert said in str(caught.value)
+
+
+def test_fields_of_lines_need_an_order() -> None:
+    stored = [{"topics": ["t"], "table": "t", "format": "csv", "fields": {"b": "b", "a": "a"}}]
+    with pytest.raises(UsageError, match="only csv_columns says in which order"):
+        read_flows(parsed(), stored)
+    (flow,) = read_flows(parsed(), [{**stored[0], "csv_columns": ["a", "b"]}])
+    assert flow.csv_columns == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("given", "stored", "said"),
     [
@@ -139,7 +172,7 @@ def test_what_the_file_says_can_be_said_on_the_command_line() -> None:
         epoch = { at = "ms" }
         decimal = { price = 2 }
         json_text = ["doc"]
-        update = ["city"]
+        update = ["city", "at"]
         newest_by = "at"
         nul = "strip"
         naive_timestamps = "utc"
@@ -152,8 +185,8 @@ def test_what_the_file_says_can_be_said_on_the_command_line() -> None:
         --rename city=address.city=x --metadata trace=header:trace-id --metadata own=key:id --constant tenant=x
         --type amount=numeric(12,2) --where type=paid --where type=refunded --where meta.test=false
         --where-not kind=heartbeat --drop secret --drop meta.junk --flatten __ --epoch at=ms --decimal price=2
-        --json-text doc --update city --newest-by at --nul strip --naive-timestamps utc --on-tombstone delete
-        --on-truncate skip --missing keep --lax"""
+        --json-text doc --update city --update at --newest-by at --nul strip --naive-timestamps utc
+        --on-tombstone delete --on-truncate skip --missing keep --lax"""
     (given,) = read_flows(parsed(*text.split()), ())
     assert given == stored
 

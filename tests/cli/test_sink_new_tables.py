@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from confluent_kafka import Message
 
+from exactly_once.cli.problems import CommandError
 from exactly_once.cli.sink_flows import Flow, Run, Task
 from exactly_once.cli.sink_tables import prepare
 from exactly_once.writer import TableChanged, TableSink
@@ -43,6 +44,11 @@ def test_a_table_takes_its_name_from_the_topics(table: str, found: str) -> None:
     assert made is not None
     assert (made.table, made.topics, made.topics_regex) == (found, ("shop.eu-1.Orders",), None)
     assert flow(r"shop\.([^.]*)\.(.*)", table).of_topic("myshop.eu-1.Orders") is None
+
+
+def test_a_topic_whose_table_would_have_no_name_is_told() -> None:
+    with pytest.raises(CommandError, match=r"topic shop\.: its table s\.\{1\} would have an empty name"):
+        flow(r"shop\.(.*)", "s.{1}").of_topic("shop.")
 
 
 @pytest.mark.parametrize(

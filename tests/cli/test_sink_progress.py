@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from exactly_once.cli.sink_progress import CLEAR, Both, Counts, LeftOut, Measurements, Progress
+from exactly_once.cli.sink_progress import CLEAR, Counts, LeftOut, Measurements, Progress
 from exactly_once.cli.sink_worker import in_options
 from exactly_once.metrics import table as m
 from exactly_once.writer import RawDecoder, TableSink
@@ -35,9 +35,9 @@ class Sink:
         return [m.Sample(m.OWNED, LABELS, self.owned), *lag]
 
     def unit(self, messages: int, *, commit_seconds: float) -> None:
-        Both(self.measured).add(m.MESSAGES, messages, LABELS)
-        Both(self.measured).add(m.UNITS, 1, LABELS)
-        Both(self.measured).observe(m.COMMIT_SECONDS, commit_seconds, LABELS)
+        self.measured.add(m.MESSAGES, messages, LABELS)
+        self.measured.add(m.UNITS, 1, LABELS)
+        self.measured.observe(m.COMMIT_SECONDS, commit_seconds, LABELS)
         self.rows += 2 * messages
 
     def line(self) -> str:
@@ -142,13 +142,24 @@ def test_what_is_left_out_is_reported_when_it_grows(caplog: pytest.LogCaptureFix
     assert vars(caplog.records[0])["unused_fields"]["late"] == 3999
 
 
+def test_deletes_that_found_no_row_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """They may show that keys are read otherwise than those of the rows were; a row of one unit's life is none, too."""
+    caplog.set_level(logging.INFO)
+    sink = TableSink("payment", decoder=RawDecoder(), mode="upsert")
+    left_out = LeftOut([("payment", sink)])
+    sink.writer.missed_deletes = 1234
+    left_out.tell()
+    left_out.tell()
+    assert [r.getMessage() for r in caplog.records] == ["table payment: deletes that found no row: 1,234"]
+
+
 def test_a_name_that_differs_in_case_and_underscores_only_is_pointed_at(caplog: pytest.LogCaptureFixture) -> None:
     sink = TableSink("segment", decoder=RawDecoder())
     sink.rows, sink.unfilled_columns = 1, {"messageid", "user_id", "other"}
     sink.unused_fields = Counter({"messageId": 5, "userId": 5, "more": 5})
     LeftOut([("segment", sink)]).tell()
     (record,) = caplog.records
-    assert 'column messageid is not field messageId: say fields = {messageid = "messageId", ...}' in record.getMessage()
+    assert 'column messageid is not field messageId: say rename = {messageid = "messageId", ...}' in record.getMessage()
     assert "column user_id is not field userId" in record.getMessage()
 
 

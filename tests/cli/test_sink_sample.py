@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from confluent_kafka import Producer
 
-from exactly_once.cli.sink_sample import SAMPLE
+from exactly_once.cli.sink_tables import SAMPLE
 from tests.cli.conftest import Command
 from tests.cli.test_sink import rows, send
 from tests.support.topics import create_topic
@@ -119,7 +119,7 @@ def test_names_that_no_column_can_have_are_kept_in_the_rest(
     assert db.execute(f'SELECT rest, "{"ok" * 31 + "k"}" FROM {source}').fetchall() == [(kept, 7)] * 3
     refused = operate(*created(source), "--table", f"{source}b", "--rest", "")
     assert refused.code == 1
-    assert "they are lost: say fields" in refused.err
+    assert "they are lost: say rename" in refused.err
 
 
 def test_half_of_a_surrogate_pair_in_a_name_makes_no_column_and_its_message_is_named(

@@ -169,17 +169,28 @@ def test_progress_is_the_sum_of_all_workers(
     assert "10 messages; " in sink.said.splitlines()[-1]
 
 
-def test_a_stop_before_anything_has_begun_is_orderly(start: Start) -> None:
+@pytest.mark.parametrize(("more", "code"), [((), 0), (("--until-end",), 143)])
+def test_a_stop_before_anything_has_begun_is_orderly(more: tuple[str, ...], code: int, start: Start) -> None:
+    """With --until-end it is no success: the end was not reached."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        start("--conninfo", f"postgresql://127.0.0.1:{silent.getsockname()[1]}/x") as sink,
+        start("--conninfo", f"postgresql://127.0.0.1:{silent.getsockname()[1]}/x", *more) as sink,
     ):
         silent.settimeout(30)
         connection, _ = silent.accept()
         sink.signal(signal.SIGTERM)
-        assert sink.ended(30) == 0, sink.said
+        assert sink.ended(30) == code, sink.said
         connection.close()
     assert "SIGTERM" in sink.said
+
+
+@pytest.mark.parametrize(("more", "code"), [((), 0), (("--until-end",), 143)])
+def test_a_stop_of_workers_that_have_not_begun(more: tuple[str, ...], code: int, start: Start) -> None:
+    """They die of the signal, as Python takes longer to start than it takes to come."""
+    with start("--workers", "2", *more) as sink:
+        until(lambda: len(workers_of(sink.process)) == 2, 60, "the workers")
+        sink.signal(signal.SIGTERM)
+        assert sink.ended(30) == code, sink.said
 
 
 def test_records_are_one_stream_of_json_to_the_end(start: Start, source: str, db: Database) -> None:

@@ -132,7 +132,8 @@ def test_one_topic_that_is_gone_does_not_hide_the_others(
     result = operate("status", "--json")
     assert result.code == 0
     found = [(p["topic"], p["problem"], p["lag"]) for p in result.partitions]
-    assert found == [(doomed, "the topic is gone", None), (consumed, None, 0), (consumed, None, 0)]
+    problem = f"the topic is gone; if it is for good: exactly-once reset --topic {doomed} --forget"
+    assert found == [(doomed, problem, None), (consumed, None, 0), (consumed, None, 0)]
 
 
 def test_an_offset_beyond_the_log_and_a_partition_that_is_not_there_are_problems(
@@ -141,7 +142,8 @@ def test_an_offset_beyond_the_log_and_a_partition_that_is_not_there_are_problems
     db.execute("UPDATE exactly_once.ledger SET next_offset = 99 WHERE group_id = %s AND partition = 0", (name,))
     db.execute("INSERT INTO exactly_once.ledger (group_id, topic, partition) VALUES (%s, %s, 5)", (name, consumed))
     found = {p["partition"]: p["problem"] for p in operate("status", "--json").partitions}
-    assert found == {0: "beyond the log end", 1: None, 5: "the topic has no such partition"}
+    problem = f"the topic has no such partition; if it is for good: exactly-once reset --topic {consumed} --forget"
+    assert found == {0: "beyond the log end", 1: None, 5: problem}
 
 
 def test_brokers_that_do_not_answer_are_an_error_behind_what_the_database_knows(
@@ -291,7 +293,14 @@ def test_a_check_finds_offsets_that_no_consumer_would_take_and_groups_that_are_n
     result = operate("status", "--check")
     assert (result.code, result.out) == (1, f"group {name}, {consumed}[0]: beyond the log end\n")
     db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s", (name,))
-    assert operate("status", "--check").out == f"the ledger has no rows of group {name}\n"
+    gone = f"the ledger has no rows of group {name}\n"
+    assert operate("status", "--check").out == gone
+    # What outlives the rows does not stand for them.
+    dead_letter(db, name, consumed)
+    db.execute("SELECT exactly_once.claim_keep(%s, 60)", (name,))
+    result = operate("status", "--check")
+    assert (result.code, result.out) == (1, gone)
+    assert operate("status").out.startswith(f"{gone}group {name}: 0 partitions, 1 dead letter\n")
 
 
 def test_a_check_without_its_servers_is_not_passed(command: Command, consumed: str, conninfo: str, name: str) -> None:

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from exactly_once.cli import main
-from exactly_once.soak.pipeline import Verdict, compare
+from exactly_once.soak.pipeline import Verdict, compare, counted
 
 OURS = """
 import json, sys
@@ -121,3 +121,10 @@ def test_effects_are_compared_with_what_was_published() -> None:
     assert verdict.examples == {"lost": ["3"], "doubled": ["1"], "foreign": ["9"]}
     assert not verdict.is_exact
     assert verdict.as_dict()["ok"] is False
+
+
+def test_a_number_without_an_effect_is_lost_and_rows_of_one_number_are_added_up() -> None:
+    """As a LEFT JOIN over all numbers, a column of counts, and a list of the rows themselves give them."""
+    verdict = Verdict(messages=4)
+    compare(verdict, counted([(0, 1), (1, 0), (2, None), (3, 1), (3, 1), (9, 0)]))
+    assert verdict.examples == {"lost": ["1", "2"], "doubled": ["3"]}

@@ -165,7 +165,8 @@ def test_servers_stay_with_keep_for_what_the_readme_shows_then() -> None:
             assert [sink] == _sinks_of_the_readme()
             _exactly_once(where, *sink)
             with psycopg.connect(where["EXACTLY_ONCE_CONNINFO"]) as connection:
-                assert connection.execute('SELECT count(*), min("from") >= 0 FROM payment').fetchone() == (3000, True)
+                found = """SELECT count(*), min("from") >= 0, min(card ->> 'network') FROM payment"""
+                assert connection.execute(found).fetchone() == (3000, True, "amex")
             process.send_signal(signal.SIGINT)
             rest = process.stdout.read()
             assert json.loads(rest.splitlines()[-1])["ok"]

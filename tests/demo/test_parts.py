@@ -1,4 +1,4 @@
-"""The demo's parts that judge and draw: the checker, the nemesis, the result and the display."""
+"""The demo's parts that judge and draw: the plan of faults, the result and the display."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ import pytest
 
 from exactly_once._failpoints import OF_A_UNIT
 from exactly_once.cli import main
-from exactly_once.demo import nemesis, payments
-from exactly_once.demo.checker import TOTAL, Verdict, check, compare
+from exactly_once.demo import payments
 from exactly_once.demo.display import Display
 from exactly_once.demo.journal import Entry, Record
-from exactly_once.demo.result import HEAD, Result, as_json, conclusion, rows
-from exactly_once.demo.trial import Setting, Stuck, Tally, Trial
+from exactly_once.demo.result import HEAD, TOTAL, Result, Verdict, as_json, check, compare, conclusion, rows
+from exactly_once.demo.trial import Setting, Stuck, Tally, Trial, plan
 
 PAYMENT = b'{"from": 1, "to": 2, "amount": 30}'
 SENT = [Record("payments", 0, 7, b"1", PAYMENT)]
@@ -108,17 +107,17 @@ def _read(bootstrap_servers: str, topic: str, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_plan_kills_at_every_failpoint_and_freezes_only_with_a_batch_in_hand(*, quick: bool) -> None:
-    plan = nemesis.plan(11, quick=quick)
-    kills = Counter(fault.at for fault in plan if fault.kind == "kill")
+    faults = plan(11, quick=quick)
+    kills = Counter(fault.at for fault in faults if fault.kind == "kill")
     assert kills == dict.fromkeys(OF_A_UNIT, 1 if quick else 2)
-    frozen = {fault.at for fault in plan if fault.kind == "freeze"}
+    frozen = {fault.at for fault in faults if fault.kind == "freeze"}
     assert len(frozen) == (2 if quick else 3)
     assert not frozen & {"committed", "positioned", "mirrored"}
 
 
 def test_plan_is_repeated_by_its_seed_and_no_other() -> None:
-    assert nemesis.plan(3, quick=False) == nemesis.plan(3, quick=False)
-    assert nemesis.plan(3, quick=False) != nemesis.plan(4, quick=False)
+    assert plan(3, quick=False) == plan(3, quick=False)
+    assert plan(3, quick=False) != plan(4, quick=False)
 
 
 @pytest.mark.parametrize("wrong", ["lost", "duplicated", "foreign", "wrong_balances", "balance", "messages"])
@@ -164,7 +163,7 @@ class Demo:
     capsys: pytest.CaptureFixture[str]
 
     def __call__(self, **sides: Result) -> tuple[int, str]:
-        self.monkeypatch.setattr("exactly_once.cli.demo._side", lambda loop, *_: sides[loop])
+        self.monkeypatch.setattr("exactly_once.demo.result.run", lambda loop, *_, **__: sides[loop])
         servers = SimpleNamespace(bootstrap_servers="", conninfo="")
         self.monkeypatch.setattr("exactly_once.embedded.start", lambda: contextlib.nullcontext(servers))
         code = main(["demo", "--json", "--seed", "7"])
