@@ -39,7 +39,6 @@ from exactly_once.publish import (
     WindowFilter,
     slots_for,
 )
-from exactly_once.publish import Sequence as Numbered
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.publish.reference import PlainSet, ReferenceFilter
@@ -103,8 +102,7 @@ def filters(count: int, rounds: int) -> Iterator[str]:
     for bits in (64, 128):
         make = lambda bits=bits: SlotFilter(slots, ways=8, fingerprint=bits)  # noqa: E731
         yield compare(f"SlotFilter, 8 ways, {bits} bits", make, ReferenceFilter, keys, rounds)  # type: ignore[arg-type]
-    numbered = [Numbered("producer", n) for n in range(count)]
-    yield compare("SequenceFilter, in order", SequenceFilter, PlainSet, numbered, rounds)
+    yield compare("SequenceFilter, in order", SequenceFilter, PlainSet, list(range(count)), rounds)
     links = [Link("chain", n) for n in range(count)]
     plain = [("chain", n) for n in range(count)]
     yield against_tuples("ChainFilter, dense, in order", lambda: ChainFilter(dense=True), links, plain, rounds)

@@ -36,7 +36,7 @@ from exactly_once.ledger.migrate import migrate
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
 from spark_sink import PostgresSink
-from spark_sink.tasks import tables
+from spark_sink.attempt import tables
 
 PARTITIONS = 4
 COLUMNS = ("id", "name", "value", "at")

@@ -22,9 +22,8 @@ from confluent_kafka import Message
 
 from exactly_once import embedded
 from exactly_once.writer import TableWriter
-from exactly_once.writer.encoding import encode_binary
 from exactly_once.writer.from_json import JsonDecoder
-from exactly_once.writer.plan import Plan
+from exactly_once.writer.plan import Plan, encode_binary
 
 PARTITIONS = 6
 COLUMNS = "id bigint, name text, amount double precision, ts timestamptz"

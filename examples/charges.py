@@ -5,6 +5,7 @@ Orders are JSON: {"card": "c1", "amount": 5}. The API is at CHARGES_URL.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -14,6 +15,8 @@ from typing import Any
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit
 
 URL = os.environ["CHARGES_URL"]
+# What passes: an expired key, a limit, a first try that is still at work. Others of its class refuse an order for good.
+PASSES = {401, 403, 407, 408, 409, 421, 423, 425, 429}
 
 
 def charge(order: dict[str, Any], key: str) -> str:
@@ -24,11 +27,11 @@ def charge(order: dict[str, Any], key: str) -> str:
         with urllib.request.urlopen(request, timeout=5) as answer:
             return json.load(answer)["charge"]
     except urllib.error.HTTPError as error:
-        if error.code < 500:
+        if 400 <= error.code < 500 and error.code not in PASSES:
             raise  # this order will never be charged: the message's fault
         raise Redelivered(f"the payment API answered {error.code}") from error
-    except OSError as error:
-        raise Redelivered("the payment API did not answer, and may have charged") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Redelivered("the payment API did not answer in full, and may have charged") from error
 
 
 def apply(unit: Unit) -> None:

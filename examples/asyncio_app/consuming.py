@@ -24,9 +24,11 @@ async def consuming(
             consumer.run(handler)
 
     working = asyncio.create_task(asyncio.to_thread(work))
-    working.add_done_callback(lambda _: on_end())
+    is_leaving = False
+    working.add_done_callback(lambda _: None if is_leaving else on_end())
     try:
         yield
     finally:
+        is_leaving = True
         consumer.stop()
         await working

@@ -21,8 +21,8 @@ def connect() -> psycopg.Connection[Any]:
     connection = engine.connect()
     driver = connection.connection.driver_connection
     connection.detach()
-    for lost in [each for each in _shared if each.closed]:
-        del _shared[lost]
+    for lost in [each for each in list(_shared) if each.closed]:  # another thread of the library's may do so just now
+        _shared.pop(lost, None)
     _shared[driver] = connection
     return driver
 

@@ -14,8 +14,8 @@ import psycopg
 import pytest
 
 from exactly_once import PoisonMessage, Unit
-from exactly_once.demo import journal
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import create_topic, produce
 from tests.support.worker import ensure_journal, record
 
@@ -77,6 +77,8 @@ def test_handler_calls_coroutines_and_leaving_the_block_ends_in_order(
             assert consumer.health().is_ready
             assert not ended.is_set()
         assert "ended" in consumer.health().reasons[0]
+        await asyncio.sleep(0)  # callbacks of what has ended run now
+        assert not ended.is_set(), "it was ended, and did not end by itself"
 
     asyncio.run(serve())
     assert threads == {threading.main_thread()}

@@ -221,7 +221,11 @@ def test_wrapping_a_consumer_needs_five_lines_at_most(block: str) -> None:
 
 @pytest.fixture
 def letter(db: psycopg.Connection[Any]) -> Iterator[int]:
-    """A dead letter, and its id."""
+    """A dead letter of a group that has a row in the ledger; its id."""
+    db.execute(
+        "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset) "
+        "VALUES ('accounts', 'payments', 0, 8)"
+    )
     row = db.execute(
         "INSERT INTO exactly_once.dead_letter (group_id, topic, partition, message_offset, timestamp_type, "
         "timestamp_ms, error_class, error, attempts) VALUES ('accounts', 'payments', 0, 7, 0, -1, 'x', 'x', 1) "
@@ -230,6 +234,7 @@ def letter(db: psycopg.Connection[Any]) -> Iterator[int]:
     assert row is not None
     yield row[0]
     db.execute("DELETE FROM exactly_once.dead_letter WHERE id = %s", [row[0]])
+    db.execute("DELETE FROM exactly_once.ledger WHERE group_id = 'accounts' AND topic = 'payments'")
 
 
 @pytest.mark.parametrize("command", list(commands()))
@@ -265,3 +270,22 @@ def test_command_works(
             assert subprocess.run(text, cwd=ROOT, capture_output=True, check=False).returncode == 0
         case _:
             pytest.fail(f"nobody runs this command: {command}")
+
+
+def test_sequences_are_set_beyond_rows_that_a_replication_has_copied(db: psycopg.Connection[Any], name: str) -> None:
+    migrate(db, name)
+    copied = (
+        "(id, action, reason, group_id, topic, partition) OVERRIDING SYSTEM VALUE VALUES (500, 'a', 'r', 'g', 't', 0)"
+    )
+    db.execute(f"INSERT INTO {name}.audit {copied}")
+    (text,) = (block for block in code("docs/how-to/deploy.md", "sql") if "gexec" in block)
+    statements = db.execute(text.replace("'exactly_once'", f"'{name}'").replace("\\gexec", "")).fetchall()
+    assert len(statements) == 5, "as many as there are identity columns"
+    for (statement,) in statements:
+        db.execute(statement)
+    row = db.execute(
+        f"INSERT INTO {name}.audit (action, reason, group_id, topic, partition) VALUES ('a', 'r', 'g', 't', 0) "
+        "RETURNING id"
+    ).fetchone()
+    assert row == (501,)
+    db.execute(f"DROP SCHEMA {name} CASCADE")

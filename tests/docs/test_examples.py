@@ -101,12 +101,15 @@ class _PaymentRequest(BaseHTTPRequestHandler):
             return self.send_error(503)  # and has charged
         if self.server.asked[key] == 1 and number % 10 == 6:
             return self.close_connection_early()
+        if self.server.asked[key] == 1 and number % 10 == 9:
+            return self.send_error(409)  # as where a first try is at work
         answer = json.dumps({"charge": key}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(answer)
-        return None
+        is_cut = self.server.asked[key] == 1 and number % 10 == 1
+        self.wfile.write(answer[:5] if is_cut else answer)
+        return self.close_connection_early() if is_cut else None
 
     def close_connection_early(self) -> None:
         self.close_connection = True
