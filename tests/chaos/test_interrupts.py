@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 import pytest
 
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, UnitNotFinished
-from exactly_once.demo import journal
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.interrupts import Interrupt, Interrupter
 from tests.support.seeds import seeds
 from tests.support.topics import create_topic, produce

@@ -123,15 +123,15 @@ def test_of_two_processes_under_one_instance_id_one_is_told_and_the_other_works(
 def test_new_protocol_refuses_the_successor_of_a_killed_worker_until_its_session_has_ended(
     make_crew: MakeCrew, bootstrap_servers: str
 ) -> None:
-    """Then it goes on by itself; the broker of these tests ends sessions after 6 seconds."""
+    """Then it goes on by itself; the broker of these tests ends sessions after 6 seconds, in which none may start."""
     topic = create_topic(bootstrap_servers, 2)
     crew = make_crew(topic, kafka={"group.protocol": "consumer"})
     victim = start(crew, "a")
     until_owned(crew, victim)
+    heir = start(crew, "a")
+    until(lambda: "joining again" in heir.log(), 30, "the heir to be refused")
     victim.kill()
     produce(bootstrap_servers, topic, MESSAGES, 2)
-    heir = start(crew, "a")
-    until(lambda: "joining again" in heir.log(), 20, "the heir to be refused")
     crew.until_applied(MESSAGES)
     crew.end_well(heir)
     again = start(crew, "a")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from exactly_once.demo import journal
-from exactly_once.publish import DedupProducer, FilterUnavailable, MemcachedSlots, SharedSlotFilter, Undelivered
+from exactly_once.publish import DedupProducer, FilterUnavailable, SharedSlotFilter, Undelivered
+from tests.support import journal
 from tests.support.docker import Stack
 from tests.support.topics import create_topic
 
@@ -24,9 +24,9 @@ def make_producer(cluster: Stack, bootstrap_servers: str, name: str) -> Iterator
     made: list[DedupProducer] = []
 
     def make() -> DedupProducer:
-        place = MemcachedSlots(("127.0.0.1", cluster.ports["MEMCACHED_PORT"]), prefix=name, timeout_seconds=1)
-        settings = {"bootstrap.servers": bootstrap_servers}
-        made.append(DedupProducer(settings, dedup=SharedSlotFilter(place, slots=1 << 32)))
+        server = "127.0.0.1", cluster.ports["MEMCACHED_PORT"]
+        dedup = SharedSlotFilter(server, prefix=name, slots=1 << 32, timeout_seconds=1)
+        made.append(DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=dedup))
         return made[-1]
 
     yield make

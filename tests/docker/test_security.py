@@ -25,10 +25,10 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
 from exactly_once.cli import main
-from exactly_once.demo import journal
 from exactly_once.ledger import migrate
 from exactly_once.ledger.sql import grants
 from tests.docker import certificates
+from tests.support import journal
 from tests.support.docker import ROOT, Stack, local_image, stack
 from tests.support.topics import create_topic, produce
 from tests.support.worker import Crew
@@ -52,9 +52,9 @@ EFFECTS = f"""
 
 
 def documented_sql() -> list[str]:
-    """The statements of the how-to: an administrator's, and what a worker is granted."""
+    """The statements of the how-to: an administrator's, what a worker is granted, and those behind a replication."""
     found = re.findall(r"^```sql\n(.*?)^```", DOCUMENT.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(found) == 2
+    assert len(found) == 3
     return found
 
 

@@ -9,10 +9,10 @@ from typing import Any, LiteralString
 import psycopg
 import pytest
 
-from exactly_once.demo import journal
 from exactly_once.embedded import EmbeddedError
 from exactly_once.embedded import spark as embedded_spark
 from exactly_once.ledger.migrate import migrate
+from tests.support import journal
 from tests.support.docker import Container, Stack, docker, stack
 from tests.support.require import skip_unless
 from tests.support.topics import create_topic, produce

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.mutants.patches import MUTANTS, Mutant
+from tests.mutants.mutant import Mutant
+from tests.mutants.patches import MUTANTS
 from tests.support.seeds import VARIABLE, first_seed
 
 ROOT = Path(__file__).resolve().parents[2]

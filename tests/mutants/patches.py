@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from .consuming import CONSUMING
+from .mutant import Mutant, each
+from .operating import OPERATING
+from .publishing import PUBLISHING
+from .spark import SPARK
+from .writing import WRITING
 
 LEDGER = "exactly_once/ledger/sql/migrations/0001_ledger.sql"
 QUERIES = "exactly_once/ledger/sql/queries.sql"
@@ -21,31 +26,11 @@ CLAIMS = "tests/integration/test_claims.py"
 WINDOW = "tests/publish/test_postgres_window.py"
 
 
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """One patch: `old` occurs in the file, and its occurrence number `nth` becomes `new`."""
-
-    name: str
-    what: str
-    """What is wrong then, for the table."""
-    file: str
-    old: str
-    new: str
-    killers: tuple[str, ...]
-    """What pytest is given: files, or tests of them; together they must fail."""
-    nth: int = 1
-
-
 def _advance(name: str, what: str, condition: str, *, nth: int, new: str = "true") -> Mutant:
     """One of the conditions of a fence, which is written for one partition and for several."""
     return Mutant(
         name, what, LEDGER, condition, new, (f"{ROWS}::test_one_wrong_partition_refuses_the_whole_advance",), nth
     )
-
-
-def _each(file: str, killers: tuple[str, ...], *patches: tuple[str, str, str, str]) -> tuple[Mutant, ...]:
-    """Patches of one file that the same tests notice: name, what is wrong, old, new."""
-    return tuple(Mutant(name, what, file, old, new, killers) for name, what, old, new in patches)
 
 
 MUTANTS = (
@@ -224,6 +209,14 @@ MUTANTS = (
         (f"{FROZEN}::test_a_marked_backend_of_another_role_is_left_alone",),
     ),
     Mutant(
+        "blockers-standby",
+        "a backend that waits for its synchronous standby is ended: what no other server has is seen",
+        QUERIES,
+        "        AND a.wait_event IS DISTINCT FROM 'SyncRep'\n",
+        "",
+        ("tests/integration/test_held_up.py::test_a_backend_that_waits_for_its_standby_is_not_ended",),
+    ),
+    Mutant(
         "blockers-marker",
         "backends without our marker are ended",
         QUERIES,
@@ -334,7 +327,7 @@ MUTANTS = (
         (OWNERSHIP,),
     ),
     # What a member knows of its partitions.
-    *_each(
+    *each(
         "exactly_once/consumer/partitions.py",
         (OWNERSHIP, DELIVERY),
         (
@@ -352,14 +345,14 @@ MUTANTS = (
         (
             "unit-later",
             "the outcome of a unit moves a later acquisition",
-            "return state if state is not None and state.token == advance.token else None",
-            "return state",
+            "if state is not None and state.token == advance.token:",
+            "if state is not None:",
         ),
         (
             "unit-aborted",
             "what an aborted unit was given is not taken back",
-            "                state.in_flight_until = state.next_offset\n\n    def resolved",
-            "                pass\n\n    def resolved",
+            "            state.in_flight_until = state.next_offset\n\n    def resolved",
+            "            pass\n\n    def resolved",
         ),
         (
             "resolved-later",
@@ -407,16 +400,16 @@ MUTANTS = (
             "never-released",
             "rows of partitions that are gone are not released",
             (
-                "                self.last_ends.append(_to_end(partition, state))\n"
+                "                self.last_ends.append(_advance(partition, state, state.applied, None))\n"
                 "            self.releases.append((partition, state.token))"
             ),
-            "                self.last_ends.append(_to_end(partition, state))",
+            "                self.last_ends.append(_advance(partition, state, state.applied, None))",
         ),
         (
             "never-rotates",
             "rows are never rotated: dead versions make each advance slower",
-            "rotates=state.advances >= ROTATE_EVERY,\n                    after",
-            "rotates=False,\n                    after",
+            "rotates=state.advances >= ROTATE_EVERY,\n        after",
+            "rotates=False,\n        after",
         ),
         (
             # The offset alone would do no harm: positions are set again when the client is told where to read.
@@ -427,7 +420,7 @@ MUTANTS = (
         ),
     ),
     # What was fetched, and becomes batches.
-    *_each(
+    *each(
         "exactly_once/consumer/buffer.py",
         (DELIVERY,),
         (
@@ -474,7 +467,7 @@ MUTANTS = (
         ),
     ),
     # What becomes of a unit.
-    *_each(
+    *each(
         "exactly_once/consumer/outcomes.py",
         ("tests/unit/test_outcomes.py",),
         (
@@ -496,7 +489,7 @@ MUTANTS = (
             '(Sent.ADVANCE, "committed", "stayed"): Decision.RESOLVE',
         ),
     ),
-    *_each(
+    *each(
         "exactly_once/ledger/outcome.py",
         ("tests/unit/test_outcome.py",),
         (
@@ -513,14 +506,14 @@ MUTANTS = (
         ),
     ),
     # Whether Kafka still counts us.
-    *_each(
+    *each(
         "exactly_once/consumer/kafka_offsets.py",
         ("tests/unit/test_mirror.py", "tests/integration/test_membership_proof.py"),
         (
             "proof-refused",
             "a refused commit proves membership",
-            "return set() if check.error else set(check.partitions)",
-            "return set(check.partitions)",
+            "return set() if check.error else check.partitions",
+            "return check.partitions",
         ),
         (
             "proof-partial",
@@ -536,7 +529,7 @@ MUTANTS = (
         ),
     ),
     # Keys that were published.
-    *_each(
+    *each(
         PUBLISH,
         (WINDOW,),
         (
@@ -570,7 +563,7 @@ MUTANTS = (
             "",
         ),
     ),
-    *_each(
+    *each(
         "exactly_once/ledger/sql/publish.sql",
         (WINDOW,),
         (
@@ -587,7 +580,7 @@ MUTANTS = (
         ),
     ),
     # Keys that were claimed.
-    *_each(
+    *each(
         "exactly_once/ledger/sql/migrations/0006_claims.sql",
         (
             f"{CLAIMS}::test_key_is_held_for_one_to_two_windows_and_leaves_with_its_table",
@@ -614,7 +607,7 @@ MUTANTS = (
         ),
     ),
     # Changes of one key, and numbers of one producer.
-    *_each(
+    *each(
         "exactly_once/writer/changes.py",
         ("tests/writer/test_changes.py",),
         (
@@ -630,20 +623,25 @@ MUTANTS = (
             "fate.row = None",
         ),
     ),
-    *_each(
+    *each(
         "exactly_once/publish/sequence.py",
         ("tests/publish/test_sequence.py", "tests/publish/test_sequence_crashes.py"),
         (
             "sequence-gap",
             "the persisted number rises over one that a crash lost: loses",
-            "if self.states.get(first) is not _CONFIRMED or self.predecessors.get(first, -1) > self.persisted:",
-            "if self.states.get(first) is not _CONFIRMED:",
+            "if first not in self._confirmed or self._predecessors.get(first, -1) > self._persisted:",
+            "if first not in self._confirmed:",
         ),
         (
             "sequence-failed",
             "the persisted number rises over one that failed: loses",
-            "if self.states.get(first) is not _CONFIRMED or self.predecessors.get(first, -1) > self.persisted:",
-            "if self.predecessors.get(first, -1) > self.persisted:",
+            "if first not in self._confirmed or self._predecessors.get(first, -1) > self._persisted:",
+            "if self._predecessors.get(first, -1) > self._persisted:",
         ),
     ),
+    *CONSUMING,
+    *OPERATING,
+    *WRITING,
+    *PUBLISHING,
+    *SPARK,
 )

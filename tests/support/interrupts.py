@@ -11,7 +11,7 @@ from typing import Any
 
 import exactly_once
 
-CALLBACKS = ("callback", "contained", "_hold_back", "_let_go", "_either")
+CALLBACKS = ("callback", "contained", "_hold_back", "_let_go")
 """What is called by librdkafka, and contains whatever is raised in it."""
 LIBRARY = str(Path(exactly_once.__file__).parent)
 

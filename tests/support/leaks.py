@@ -23,6 +23,8 @@ _TASKS = Path("/proc/self/task")
 _POOLED = ("simulation", "proxy-", "kafka-proxy")
 """Threads that tests share, by the beginning of their names: the simulator's, and those of proxies, which end with them
 and not with each connection that a fault has left half open."""
+_FOREIGN = ("py4j", "pyspark")
+"""Whose threads come and go as the JVM of a session calls, in whatever test that happens."""
 
 _connections: weakref.WeakSet[psycopg.Connection[Any]] = weakref.WeakSet()
 
@@ -58,7 +60,7 @@ def census() -> Census:
     return Census(
         kafka_clients=_kafka_clients() if _TASKS.exists() else 0,
         connections=sum(not connection.closed for connection in _connections),
-        threads=sum(not thread.name.startswith(_POOLED) for thread in threading.enumerate()),
+        threads=len(_threads()),
     )
 
 
@@ -74,7 +76,17 @@ def left_since(before: Census, let_go: Callable[[], None] = lambda: None) -> str
     deadline = time.monotonic() + _GRACE_SECONDS
     while (left := census().exceeds(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return left
+    return f"{left}; threads now: {', '.join(_threads())}" if "threads" in left else left
+
+
+def _threads() -> list[str]:
+    """Name the threads that a test may have started."""
+    found = []
+    for thread in threading.enumerate():
+        modules = {type(thread).__module__, getattr(getattr(thread, "_target", None), "__module__", "")}
+        if not (thread.name.startswith(_POOLED) or any((name or "").startswith(_FOREIGN) for name in modules)):
+            found.append(thread.name)
+    return found
 
 
 def _kafka_clients() -> int:

@@ -30,8 +30,8 @@ import psycopg
 from confluent_kafka import Message, TopicPartition
 
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, _failpoints
-from exactly_once.demo import journal
 from exactly_once.embedded.process import freeze, is_frozen
+from tests.support import journal
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,311 @@
+"""Patches of the consumer: what a member knows of its partitions, what was fetched, whose fault an error is."""
+
+from __future__ import annotations
+
+from .mutant import each
+
+OWNERSHIP = "tests/unit/test_ownership.py"
+DELIVERY = "tests/unit/test_delivery.py"
+OUTCOME = "tests/unit/test_outcome.py"
+
+UNKNOWN = "tests/integration/test_commit_outcome.py"
+CONTRACT = "tests/integration/test_handler_breaks_contract.py"
+DEFER = "tests/integration/test_defer.py"
+JOIN = "tests/integration/test_join.py"
+
+CONSUMING = (
+    *each(
+        "exactly_once/consumer/partitions.py",
+        (OWNERSHIP,),
+        (
+            "acquired-late",
+            "a row that is acquired behind the revocation is never given back",
+            "self.releases.append((row.partition, row.owner_token))\n                continue\n            state.p",
+            "continue\n            state.p",
+        ),
+        (
+            "started-later",
+            "a start of an earlier acquisition is believed",
+            "if state is None or state.token != row.owner_token or row.next_offset is None:",
+            "if state is None or row.next_offset is None:",
+        ),
+        (
+            "end-of-before",
+            "the end of a log outlives the position it was met at: loses",
+            "self.positioned, self.log_end, self.suspect = False, -1, None",
+            "self.positioned, self.suspect = False, None",
+        ),
+        (
+            "end-fetched",
+            "a move to the end jumps over what was fetched meanwhile",
+            "            if state.position == advance.expected:\n                state.next_offset =",
+            "            if True:\n                state.next_offset =",
+        ),
+        (
+            "end-lost",
+            "a partition that is given back forgets its move to the end",
+            "            if state.is_at_end:\n                self.last_ends",
+            "            if False:\n                self.last_ends",
+        ),
+        (
+            "end-damaged",
+            "the ledger moves to the end of a log that cannot be read",
+            "            and self.unreadable is None\n            and self.applied > self.next_offset",
+            "            and self.applied > self.next_offset",
+        ),
+        (
+            "halt-unseen",
+            "a partition that was halted, or let go on, is not tried again",
+            "row.topic_id, row.halted is not None)",
+            "row.topic_id, False)",
+        ),
+        (
+            "mirrors-lost",
+            "offsets of rows that are lost are told to Kafka",
+            "state.phase, state.token, state.is_to_mirror = Phase.FENCED, None, False",
+            "state.phase, state.token = Phase.FENCED, None",
+        ),
+        (
+            "resolved-elsewhere",
+            "a row in doubt that moved elsewhere is not followed",
+            "            elif row.next_offset == advance.expected:\n                state.in_flight_until",
+            "            elif True:\n                state.in_flight_until",
+        ),
+        (
+            "rotated-unknown",
+            "who rotates its rows fences itself",
+            "return {advance.partition: advance.generation + rotates for advance in advances}",
+            "return {advance.partition: advance.generation for advance in advances}",
+        ),
+        (
+            "rotated-alone",
+            "of a unit's rows only some are known to be rotated",
+            "return {advance.partition: advance.generation + rotates for advance in advances}",
+            "return {advance.partition: advance.generation + advance.rotates for advance in advances}",
+        ),
+        (
+            "owned-nowhere",
+            "an interrupt leaves a partition owned without an offset: read from its end",
+            "        self._go_to(state, row)\n        # Last:",
+            "        state.phase = Phase.OWNED\n        self._go_to(state, row)\n        # Last:",
+        ),
+        (
+            "left-starting",
+            "a start that was cut short is never made again",
+            "        self.not_started(list(self.states))\n",
+            "",
+        ),
+        (
+            "classify-follows",
+            "a reset under a unit fences in place of being followed",
+            "elif conflict in (Conflict.AHEAD, Conflict.REWOUND) and row is not None:",
+            "elif conflict is Conflict.AHEAD and row is not None:",
+        ),
+        (
+            "own-move",
+            "our own move to the end is taken for somebody's reset",
+            "elif state.is_at_end and row.next_offset == state.applied:",
+            "elif False:",
+        ),
+    ),
+    *each(
+        "exactly_once/consumer/buffer.py",
+        (DELIVERY,),
+        (
+            "kept-stale",
+            "what was kept of partitions that are gone is applied",
+            "        if self._kept:\n            kept = {",
+            "        if False:\n            kept = {",
+        ),
+        (
+            "waiting-stale",
+            "what waits of partitions that are gone is applied",
+            "self._waiting, self._spans = self._current(self._waiting), None",
+            "self._spans = None",
+        ),
+        (
+            "attempts-forgotten",
+            "a handler is told that each attempt is the first",
+            "self._tried = [times + 1 for _, times",
+            "self._tried = [times for _, times",
+        ),
+        (
+            "gap-unknown",
+            "a gap of the log wedges the partition",
+            "                state.gaps[offset] = state.position\n",
+            "",
+        ),
+        (
+            "gap-inside",
+            "a gap within a fetch is not seen",
+            "if first == state.position and last - first == len(run) - 1:",
+            "if first == state.position:",
+        ),
+        (
+            "span-shrinks",
+            "a partition's second run of a batch narrows its span",
+            "begin = min(begin, known.begin)",
+            "begin = max(begin, known.begin)",
+        ),
+        (
+            "kept-order",
+            "what is kept comes out from its end",
+            "batch += run[: max_messages - len(batch)]",
+            "batch += run[-(max_messages - len(batch)) :]",
+        ),
+        (
+            "cut-first",
+            "a message larger than the bound never comes",
+            "if total > size and end:",
+            "if total > size:",
+        ),
+    ),
+    *each(
+        "exactly_once/consumer/kafka_offsets.py",
+        ("tests/unit/test_mirror.py",),
+        (
+            "mirrors-others",
+            "offsets of partitions that are not ours are told to Kafka",
+            "mine = {p: h for p, h in states.items() if h.phase is Phase.OWNED}",
+            "mine = dict(states)",
+        ),
+        (
+            "mirrors-nobody",
+            "a client without a session commits as another process",
+            "if not client.memberid():",
+            "if False:",
+        ),
+        (
+            "mirror-refused",
+            "what Kafka has refused is told with the next message, or never",
+            "self._refused |= {Partition(tp.topic, tp.partition) for tp in offsets if error or tp.error}",
+            "pass",
+        ),
+    ),
+    # Whose fault an error is.
+    *each(
+        "exactly_once/ledger/outcome.py",
+        (OUTCOME,),
+        (
+            "conflict-is-poison",
+            "a serialization failure becomes the fault of a message: dead letter",
+            '_CONFLICTS = ("40", "55P03")',
+            '_CONFLICTS = ("55P03",)',
+        ),
+        (
+            "full-is-poison",
+            "a full disk becomes the fault of a message: dead letter",
+            '_ENVIRONMENT = ("08", "53", "57", "58", "25006", "26000")',
+            '_ENVIRONMENT = ("08", "57", "58", "25006", "26000", "53400")',
+        ),
+        (
+            "ours-is-poison",
+            "an error of the protocol becomes the fault of a message",
+            "if state[:2] in _STANDARD or state.startswith(_OURS) else Fault.HANDLER",
+            "if state[:2] in _STANDARD else Fault.HANDLER",
+        ),
+        (
+            "patience-shared",
+            "failures of one batch count against the next",
+            "        if batch != self._batch:\n            self.tries = self.by_statement = 0\n",
+            "",
+        ),
+        (
+            "patience-away",
+            "the hours that a server was away end the patience",
+            "min(now - self._last, _GAP_SECONDS)",
+            "now - self._last",
+        ),
+        (
+            "orig-unseen",
+            "an error that a framework wraps is the handler's",
+            "            orig if isinstance(orig, BaseException) else None,\n",
+            "",
+        ),
+    ),
+    *each(
+        "exactly_once/consumer/outcomes.py",
+        ("tests/unit/test_outcomes.py",),
+        (
+            "lost-is-aborted",
+            "a transaction of which nobody knows counts as aborted: doubles",
+            "(Sent.NOTHING, LOST, None): Decision.HALT_UNKNOWN",
+            "(Sent.NOTHING, LOST, None): Decision.GIVE_BACK",
+        ),
+        (
+            "prepared-resolved",
+            "a prepared transaction is not waited for",
+            '(Sent.ADVANCE, "prepared", None): Decision.WAIT',
+            '(Sent.ADVANCE, "prepared", None): Decision.RESOLVE',
+        ),
+        (
+            "joined-without",
+            "a joined transaction that committed without its offsets goes on: doubles",
+            '(Sent.JOINED, "committed", None): Decision.HALT_COMMITTED',
+            '(Sent.JOINED, "committed", None): Decision.RESOLVE',
+        ),
+    ),
+    # Which database told Kafka an offset.
+    *each(
+        "exactly_once/kafka/origin.py",
+        ("tests/unit/test_origin.py",),
+        (
+            "origin-other",
+            "another database of the group is not noticed",
+            "if found.ledger_id != own.ledger_id:",
+            "if False:",
+        ),
+        (
+            "origin-copy",
+            "a copy that has fallen behind its original goes on",
+            "return Relation.COPY if is_behind else Relation.OURS",
+            "return Relation.OURS",
+        ),
+        (
+            "origin-primary",
+            "an old primary goes on beside the new one",
+            "found.timeline > own.timeline:",
+            "found.timeline < own.timeline:",
+        ),
+        (
+            "origin-edge",
+            "the offset that the ledger has itself counts as lost",
+            "is_behind = mirrored > (stored or 0)",
+            "is_behind = mirrored >= (stored or 0)",
+        ),
+    ),
+    # COMMIT, and what is known of it.
+    *each(
+        "exactly_once/ledger/transaction.py",
+        (
+            f"{UNKNOWN}::test_a_commit_whose_answer_was_lost_has_landed_and_nothing_is_raised",
+            f"{CONTRACT}::test_a_swallowed_sql_error_is_told",
+            f"{DEFER}::test_effects_offsets_and_commit_are_one_round_trip",
+            f"{JOIN}::test_lost_commit_is_found_out",
+        ),
+        (
+            "commit-unsent",
+            "a COMMIT whose answer is lost counts as never sent",
+            "        self.sent = Sent.COMMIT\n        is_refused",
+            "        is_refused",
+        ),
+        (
+            "commit-broken",
+            "an error that the handler has swallowed is not told",
+            "        if status is TransactionStatus.INERROR:\n            raise TransactionAborted(",
+            "        if False:\n            raise TransactionAborted(",
+        ),
+        (
+            "deferred-lost",
+            "what was deferred is not sent with COMMIT: loses",
+            "results = send_together(self.connection, [*deferred, *own])",
+            "results = send_together(self.connection, own)",
+        ),
+        (
+            "joined-unsent",
+            "offsets that were moved in a joined transaction count as not moved",
+            "        self.sent = Sent.ADVANCE\n",
+            "",
+        ),
+    ),
+)

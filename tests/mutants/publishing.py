@@ -1,0 +1,365 @@
+"""Patches of the publish side: filters, sequences, chains, snapshots, recovery."""
+
+from __future__ import annotations
+
+from .mutant import each
+
+PROPERTIES = "tests/publish/test_properties.py::test_any_series_of_changes_equals_the_model"
+SEQUENCE = "tests/publish/test_sequence.py"
+CRASHES = "tests/publish/test_sequence_crashes.py"
+WINDOW = "tests/publish/test_postgres_window.py"
+SHARDS = "tests/publish/test_shards.py"
+CLAIMS = "tests/integration/test_claims.py"
+
+PUBLISHING = (
+    # The states of a key.
+    *each(
+        "exactly_once/publish/filter.py",
+        (PROPERTIES,),
+        (
+            "forgets-doubt",
+            "a second attempt that failed makes the key absent, which the first may have sent: doubles",
+            "_RESENT: _UNKNOWN, _UNKNOWN: _ABSENT, _CONFIRMED: _CONFIRMED},",
+            "_RESENT: _ABSENT, _UNKNOWN: _ABSENT, _CONFIRMED: _CONFIRMED},",
+        ),
+        (
+            "doubt-is-absence",
+            "a key that nobody knows anything of counts as absent: doubles",
+            "        _SENT: _UNKNOWN,\n",
+            "        _SENT: _ABSENT,\n",
+        ),
+        (
+            "unknown-handed-twice",
+            "an unknown key is handed to two callers",
+            "_RESENT: _RESENT, _UNKNOWN: _RESENT, _CONFIRMED: _CONFIRMED},",
+            "_RESENT: _RESENT, _UNKNOWN: _UNKNOWN, _CONFIRMED: _CONFIRMED},",
+        ),
+        (
+            "failed-confirmed",
+            "a failure behind the confirmation makes a key absent: doubles",
+            "_RESENT: _UNKNOWN, _UNKNOWN: _ABSENT, _CONFIRMED: _CONFIRMED},",
+            "_RESENT: _UNKNOWN, _UNKNOWN: _ABSENT, _CONFIRMED: _ABSENT},",
+        ),
+        (
+            "open-disjoint",
+            "a batch reserves keys that are in flight",
+            "and (not self._open or self._open.keys().isdisjoint(fresh)):",
+            "and True:",
+        ),
+    ),
+    # Windows in memory.
+    *each(
+        "exactly_once/publish/window.py",
+        ("tests/publish/test_window.py",),
+        (
+            "window-halved",
+            "a turn drops the younger keys, too: doubles",
+            "self.older, self.younger = self.younger, set()",
+            "self.older, self.younger = set(), set()",
+        ),
+        (
+            "window-stays",
+            "keys stay when two windows have gone by: loses",
+            "for _ in range(min(2, due)):",
+            "for _ in range(min(1, due)):",
+        ),
+        (
+            "window-early",
+            "the window turns at half of its keys: doubles",
+            "len(self.younger) >= self._full:",
+            "2 * len(self.younger) >= self._full:",
+        ),
+        (
+            "unknown-young",
+            "an unknown key leaves with the first turn: doubles",
+            "< self._epoch - 1:",
+            "< self._epoch:",
+        ),
+    ),
+    # The number up to which everything is in the log.
+    *each(
+        "exactly_once/publish/sequence.py",
+        (SEQUENCE, CRASHES, f"{PROPERTIES}[sequence]"),
+        (
+            "sequence-again",
+            "the last persisted number is new again: doubles",
+            "{number for number in keys if number <= self._persisted",
+            "{number for number in keys if number < self._persisted",
+        ),
+        (
+            "sequence-flying",
+            "a snapshot takes what is in flight for acknowledged: loses",
+            "for number in sorted(self._confirmed)]",
+            "for number in self._numbers[self._head :]]",
+        ),
+        (
+            "sequence-run",
+            "a run is confirmed without those behind it that are in the log: persisted lags",
+            "is_run = bool(keys) and not self._confirmed and",
+            "is_run = bool(keys) and",
+        ),
+        (
+            "sequence-order",
+            "a number behind a higher one counts as a run",
+            "numbers[0] > last and all(map(lt, numbers, numbers[1:]))",
+            "all(map(lt, numbers, numbers[1:]))",
+        ),
+        (
+            "sequence-before",
+            "a message names the wrong number as the one before it",
+            "return self._numbers[place - 1] if place > self._head else self._persisted",
+            "return self._persisted",
+        ),
+        (
+            "sequence-bound",
+            "outstanding numbers have no bound",
+            "if fresh and fresh > self._max_outstanding - outstanding:",
+            "if False:",
+        ),
+        (
+            "give-up-unborn",
+            "numbers that are still to come can be given up: loses",
+            "if self._checked((number,))[0] > last:",
+            "if False:",
+        ),
+        (
+            "sequence-doubt",
+            "a doubtful number is none while it is sent again, and snapshots pass it: doubles",
+            "self._resent.update(number for number in numbers if self._open.get(number) is KeyState.UNKNOWN)",
+            "pass",
+        ),
+        (
+            "sequence-anybody",
+            "a second producer uses the numbers of the first: loses",
+            "if before not in (None, (producer, topic)):",
+            "if False:",
+        ),
+        (
+            "sequence-falls",
+            "persisted falls back when a confirmation is repeated behind an interruption: wedges",
+            "and not self._confirmed and keys[0] > self._persisted",
+            "and not self._confirmed",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/recovery.py",
+        ("tests/publish/test_sequences_on_broker.py::test_the_walk_along_a_log", CRASHES),
+        (
+            "walk-gap",
+            "recovery rises over a number that is not in the log: loses",
+            "if sent.before <= self.persisted:",
+            "if True:",
+        ),
+        (
+            "walk-back",
+            "recovery falls back to an older message: doubles",
+            "self.persisted = max(self.persisted, number)",
+            "self.persisted = number",
+        ),
+        (
+            "walk-passed",
+            "what recovery has risen over is told as missing a number before it",
+            "if number > self.persisted}",
+            "}",
+        ),
+    ),
+    # Chains.
+    *each(
+        "exactly_once/publish/chain.py",
+        ("tests/publish/test_chain.py",),
+        (
+            "chain-upper",
+            "the message that a later one named counts as seen: loses",
+            "number <= self.uppers[place] else -1",
+            "number < self.uppers[place] else -1",
+        ),
+        (
+            "chain-jumps",
+            "a reference across something seen is believed",
+            'return f"{self.lowers[place]} was seen in between" if previous < self.lowers[place] else None',
+            "return None",
+        ),
+        (
+            "chain-closes",
+            "beyond the cap the lowest gap is closed: loses",
+            'if self._on_full == "treat_as_seen":',
+            "if True:",
+        ),
+        (
+            "chain-flying",
+            "what was in flight is no part of a snapshot: doubles",
+            '["failed" if state is KeyState.ABSENT else "unknown"].append(number)',
+            '["failed"].append(number)',
+        ),
+    ),
+    # Keys, slots and snapshots.
+    *each(
+        "exactly_once/publish/keys.py",
+        ("tests/publish/test_keys.py", "tests/publish/test_window.py"),
+        (
+            "key-types",
+            "a text and its bytes are one key: loses",
+            'return b"s" + key.encode(',
+            'return b"b" + key.encode(',
+        ),
+        (
+            "key-changes",
+            "a key changes with the caller's bytearray",
+            "key: object = bytes(given) if isinstance(given, (bytearray, memoryview)) else given",
+            "key: object = given",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/slots.py",
+        ("tests/publish/test_slots.py",),
+        (
+            "slot-across",
+            "a digest across two slots counts as seen: loses",
+            "while at >= 0 and (at - start) % self._bytes:",
+            "while False:",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/snapshot.py",
+        ("tests/publish/test_snapshot.py",),
+        (
+            "snapshot-altered",
+            "a snapshot that was altered is loaded",
+            "if _digest(body) != digest:",
+            "if False:",
+        ),
+        (
+            "snapshot-kind",
+            "a snapshot of another filter is loaded",
+            'if document["kind"] != kind:',
+            "if False:",
+        ),
+        (
+            "snapshot-torn",
+            "a write that fails leaves the snapshot torn",
+            'handle, name = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)',
+            "name = str(self._path)\n        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)",
+        ),
+    ),
+    # Keys in Postgres.
+    *each(
+        "exactly_once/ledger/sql/migrations/0003_publish.sql",
+        (
+            f"{WINDOW}::test_two_processes_share_what_they_know",
+            f"{WINDOW}::test_a_second_attempt_that_failed_leaves_its_doubt_to_everybody",
+            f"{WINDOW}::test_a_second_attempt_that_died_stays_unknown_even_if_it_is_not_in_the_log",
+            f"{WINDOW}::test_reservations_do_not_leave_with_their_generation_and_unknown_keys_do",
+        ),
+        (
+            "confirm-older",
+            "a key of the older generation stays in flight for ever",
+            "WHERE k.slot = (1 - young)::smallint AND k.scope = my_scope",
+            "WHERE false AND k.scope = my_scope",
+        ),
+        (
+            "reserve-flying",
+            "a key that another holds is taken from him: doubles",
+            "AND k.key = known.key AND k.state = 'u'\n",
+            "AND k.key = known.key AND k.state IN ('u', 'f')\n",
+        ),
+        (
+            "reserve-twice",
+            "a key that another holds is new: doubles",
+            "\n              AND mine.xmin = pg_current_xact_id()::xid)),",
+            ")),",
+        ),
+        (
+            "release-doubt",
+            "a second attempt that failed leaves its key in flight for ever",
+            "AND k.state = 't' AND k.owner = me AND is_held;",
+            "AND false;",
+        ),
+        (
+            "take-over-resent",
+            "a second attempt that died makes its key absent: doubles",
+            "AND k.owner = dead AND k.state = 'f';",
+            "AND k.owner = dead AND k.state IN ('f', 't');",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/sql/publish.sql",
+        (f"{WINDOW}::test_another_length_of_the_window_is_refused",),
+        (
+            "window-anybody",
+            "whoever comes changes the length of the window",
+            "ELSE coalesce(seconds, %(seconds)s::float8) END",
+            "ELSE %(seconds)s::float8 END",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/sql/publish.sql",
+        ("tests/publish/test_postgres_chain.py",),
+        (
+            "chain-forgets",
+            "what a chain had seen is forgotten: doubles",
+            "SET seen = c.seen + excluded.seen",
+            "SET seen = excluded.seen",
+        ),
+        (
+            "chain-order",
+            "two batches with the same chains wait for each other",
+            "GROUP BY chain ORDER BY chain\nON CONFLICT",
+            "GROUP BY chain\nON CONFLICT",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/postgres.py",
+        (f"{WINDOW}::test_the_cache_has_no_key_for_longer_than_a_window",),
+        (
+            "cache-long",
+            "a key is a duplicate here for longer than in the database: loses",
+            "Generations((cache_keys + 1) // 2, seconds / 2)",
+            "Generations((cache_keys + 1) // 2, seconds)",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/store.py",
+        ("tests/publish/test_owners.py::test_a_connection_in_an_open_transaction_is_refused",),
+        (
+            "store-open",
+            "marks are made in a transaction that nobody commits: doubles",
+            "if connection.info.transaction_status is not TransactionStatus.IDLE:",
+            "if False:",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/shards.py",
+        (SHARDS,),
+        (
+            "shard-moved",
+            "keys that a new map moves are new again: doubles",
+            "        if not self._previous:\n            return\n",
+            "        return\n",
+        ),
+        (
+            "shard-undone",
+            "a batch that one shard refuses stays reserved in the others",
+            "            for window, key in done:\n                window.release(key)\n",
+            "",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/sql/migrations/0006_claims.sql",
+        (
+            f"{CLAIMS}::test_key_is_held_for_one_to_two_windows_and_leaves_with_its_table",
+            f"{CLAIMS}::test_of_two_members_that_turn_at_once_one_does",
+        ),
+        (
+            "claim-swaps",
+            "a turn empties the table that it goes on with",
+            "SET younger = held.older, older = held.younger, turns",
+            "SET turns",
+        ),
+        (
+            "claim-turns-twice",
+            "of two members that turn at once both do: doubles",
+            "    IF to_go > 0 THEN\n        RETURN to_go;\n    END IF;\n    EXECUTE",
+            "    EXECUTE",
+        ),
+    ),
+)

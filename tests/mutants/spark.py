@@ -1,0 +1,430 @@
+"""Patches of the Spark sink."""
+
+from __future__ import annotations
+
+from .mutant import each
+
+RANGES = "tests/spark/test_ranges.py"
+FILTER = "tests/spark/test_offset_filter.py"
+ATTEMPTS = "tests/spark/test_attempts.py"
+OWNERS = "tests/spark/test_owners.py"
+LOST = "tests/spark/test_lost_commits.py"
+PUBLICATION = "tests/spark/test_publication.py"
+DEFINE = "tests/spark/test_define.py"
+MADE = "tests/spark/test_made_tables.py"
+CLAIMS = "tests/spark/test_claims.py"
+
+SPARK = (
+    # What a batch covers against what the ledger says.
+    *each(
+        "spark_sink/ranges.py",
+        (RANGES,),
+        (
+            "range-lost",
+            "a batch goes on behind a ledger that was set back: loses",
+            "if given.start is not None and next_offset < given.start:",
+            "if False:",
+        ),
+        (
+            "range-twice",
+            "what the ledger has of a batch is written again: doubles",
+            "todo.append(replace(given, start=next_offset))",
+            "todo.append(given)",
+        ),
+        (
+            "range-written",
+            "a batch that the ledger has whole is written again",
+            "if next_offset < given.end:",
+            "if True:",
+        ),
+        (
+            "range-back",
+            "offsets of a topic that was made again count as written: loses",
+            "if given.end < given.first:",
+            "if False:",
+        ),
+        (
+            "range-skipped",
+            "what was lost below the mark passes for batches that were left out: loses",
+            "written.get(r.partition, r.start) <= next_offsets[r.partition] < r.start",
+            "next_offsets[r.partition] < r.start",
+        ),
+        (
+            "rows-end",
+            "the last row of a batch comes again: doubles",
+            "ends[partition] = max(highest + 1, ends.get(partition, 0))",
+            "ends[partition] = max(highest, ends.get(partition, 0))",
+        ),
+        (
+            "rows-kept",
+            "rows that a state has kept count as written: loses",
+            "        if lowest < start:\n",
+            "        if False:\n",
+        ),
+    ),
+    *each(
+        "spark_sink/ranges.py",
+        (FILTER,),
+        (
+            "row-at-offset",
+            "the first row above the ledger is dropped: loses",
+            "pc.greater_equal(offsets, self._from[partition])",
+            "pc.greater(offsets, self._from[partition])",
+        ),
+        (
+            "row-at-end",
+            "a row at the end of the batch passes",
+            "if last >= covered.end:",
+            "if last > covered.end:",
+        ),
+        (
+            "row-before",
+            "a row of an earlier batch is dropped in silence: loses",
+            "if first < covered.first:",
+            "if False:",
+        ),
+        (
+            "rows-equal",
+            "two rows of one message pass where a prefix is demanded",
+            "pc.greater(offsets[1:], offsets[:-1])",
+            "pc.greater_equal(offsets[1:], offsets[:-1])",
+        ),
+        (
+            "rows-since",
+            "a row again from before the last ones passes where a prefix is demanded",
+            "offset > self.last.get(partition, -1)",
+            "offset >= self.last.get(partition, -1)",
+        ),
+        (
+            "row-nowhere",
+            "a row without an offset passes",
+            "if any(rows.column(name).null_count for name in PLACES):",
+            "if False:",
+        ),
+        (
+            "keys-alike",
+            "rows of one message pass for an event that came before: loses",
+            'if each[claim] not in (None, ""):',
+            "if False:",
+        ),
+        (
+            "keys-cut",
+            "the same, where the edge of a COPY cuts the message: loses",
+            "rows = pa.concat_tables([*self._edge, rows])",
+            "rows = pa.concat_tables([rows])",
+        ),
+    ),
+    # One try to write the rows of a batch.
+    *each(
+        "spark_sink/attempt.py",
+        (ATTEMPTS,),
+        (
+            "mark-lacks",
+            "input that ends early is taken for all of it: loses",
+            "    if seen == 1:\n        return\n",
+            "    return\n",
+        ),
+        (
+            "mark-passed",
+            "rows behind the end mark are written in disorder",
+            "if (seen and table.num_rows) or pc.sum(rows.column(END)).as_py():",
+            "if False:",
+        ),
+        (
+            "twin-prefix",
+            "a twin that landed a part passes for the whole: loses",
+            "if any(landed[p] < end for p, (_, end) in moves.items()):",
+            "if False:",
+        ),
+        (
+            "commits-itself",
+            "a function that commits by itself is not told of: doubles",
+            'if self._may_have_committed and self.unit.outcome() == "committed":',
+            "if False:",
+        ),
+        (
+            "replace-adds",
+            "a batch that replaces all rows is added to them",
+            'if part.options.mode == "replace":',
+            "if False:",
+        ),
+        (
+            "prefix-end",
+            "the last row of a prefix comes again: doubles",
+            "(standing[p], offset + 1) for p, offset",
+            "(standing[p], offset) for p, offset",
+        ),
+        (
+            "prefix-disorder",
+            "rows in disorder are committed part by part: loses",
+            'strictly = work.options.transaction == "partition"',
+            "strictly = False",
+        ),
+    ),
+    # Rows of events that came before.
+    *each(
+        "spark_sink/attempt.py",
+        (
+            f"{CLAIMS}::test_a_dead_letter_has_claimed_nothing",
+            f"{CLAIMS}::test_a_dead_letter_names_what_its_row_has_to_claim",
+        ),
+        (
+            "claim-stays",
+            "a row that is set aside has claimed its event: loses the next one of it",
+            """\
+                with savepoint, naming(some):
+                    # In the savepoint: what cannot be stored has claimed nothing.
+                    if part.options.claim is not None:
+                        kept, numbers = self._first(some, part.options.claim, number)
+""",
+            """\
+                if part.options.claim is not None:
+                    kept, numbers = self._first(some, part.options.claim, number)
+                with savepoint, naming(some):
+""",
+        ),
+        (
+            "claim-letter",
+            "a dead letter does not name its event",
+            "headers.append((CLAIM_HEADER, _claimed(table, key).encode()))",
+            "pass",
+        ),
+    ),
+    *each(
+        "spark_sink/attempt.py",
+        (
+            f"{CLAIMS}::test_keys_are_those_of_the_sink_command",
+            f"{CLAIMS}::test_text_is_text_and_a_number_a_number_for_both",
+            f"{CLAIMS}::test_a_row_without_a_key_is_named",
+            f"{CLAIMS}::test_what_an_attempt_finds_claimed_by_its_twin_is_dropped",
+        ),
+        (
+            "claim-anywhere",
+            "an event of one table is one of all: loses",
+            'return f"{table} {json.dumps(key)}"',
+            "return json.dumps(key)",
+        ),
+        (
+            "claim-text",
+            "a number is the text of it: loses",
+            'return f"{table} {json.dumps(key)}"',
+            'return f"{table} {key}"',
+        ),
+        (
+            "claim-empty",
+            "an empty id is one of all rows without: loses",
+            'if key in (None, "")), None)',
+            "if key is None), None)",
+        ),
+        (
+            "claim-twin",
+            "an attempt that was outrun does not count what it has found claimed",
+            "self.result.dropped + self.result.rows + self.result.repeated",
+            "self.result.dropped + self.result.rows",
+        ),
+    ),
+    *each(
+        "spark_sink/options.py",
+        (f"{CLAIMS}::test_the_data_source_claims_in_the_order_of_offsets",),
+        (
+            "claim-order",
+            "which row of an event is the first is left to a shuffle",
+            'return self.mode != "append" or self.claim is not None',
+            'return self.mode != "append"',
+        ),
+    ),
+    *each(
+        "spark_sink/owners.py",
+        (OWNERS, LOST),
+        (
+            "row-behind",
+            "a row below where its driver found it is written on: loses",
+            "        if verdict is Conflict.REWOUND:\n",
+            "        if False:\n",
+        ),
+        (
+            "row-found",
+            "a driver forgets where it has found a row: loses",
+            "replace(self.held[partition], expected=found, generation=row.generation)",
+            "replace(self.held[partition], generation=row.generation)",
+        ),
+        (
+            "row-new",
+            "a checkpoint goes on where the ledger knows nothing: loses",
+            "if batch_id > 0 and given.start is not None:",
+            "if False:",
+        ),
+        (
+            "row-deleted",
+            "a row that somebody deleted begins anew",
+            "                if partition in ever_existed:\n",
+            "                if False:\n",
+        ),
+        (
+            "row-halted",
+            "a row is begun beside one that is halted",
+            "                    _refuse_halted(group_id, row)\n",
+            "                    pass\n",
+        ),
+        (
+            "finish-left",
+            "a row that a failover has set back behind its tasks goes unnoticed: loses",
+            "left = [each for each in wanted.values() if each.partition not in moved]",
+            "left: list[Advance] = []",
+        ),
+    ),
+    *each(
+        "spark_sink/owners.py",
+        (f"{ATTEMPTS}::test_another_query_may_have_a_group_until_a_batch_was_counted",),
+        (
+            "query-another",
+            "another query goes on with the batch ids of a group: loses",
+            "if self._counts and taken[other].next_offset:",
+            "if False:",
+        ),
+    ),
+    # What tasks have staged, and the driver publishes.
+    *each(
+        "spark_sink/publication.py",
+        (PUBLICATION,),
+        (
+            "published-again",
+            "a publication whose answer was lost is made again",
+            "if published is not None and (is_job or batch_id < published):",
+            "if False:",
+        ),
+        (
+            "chunk-nowhere",
+            "rows without a place are put in order",
+            "if any(None in (*partition, *ends) for chunk in chunks for partition, *ends in chunk.spans):",
+            "if False:",
+        ),
+        (
+            "run-unknown",
+            "a run that the database has forgotten goes on",
+            "        if self._query not in self._owners.held:\n",
+            "        if False:\n",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/sql/spark_stage.sql",
+        (
+            f"{PUBLICATION}::test_of_a_thousand_runs_the_latest_are_remembered",
+            f"{PUBLICATION}::test_what_is_staged_for_a_later_batch_or_by_another_group_stays",
+            f"{PUBLICATION}::test_leftovers_go_by_age_and_those_of_an_attempt_at_work_stay",
+            f"{PUBLICATION}::test_a_later_run_knows_where_the_batch_before_its_own_has_ended",
+        ),
+        (
+            "unstage-later",
+            "what is staged for a later batch is deleted",
+            " AND batch_id <= %(batch_id)s",
+            "",
+        ),
+        (
+            "reap-at-work",
+            "what an attempt at work has staged long ago is deleted",
+            "WHERE young.attempt = s.attempt AND young.staged_at",
+            "WHERE young.attempt = s.attempt AND young.number = s.number AND young.staged_at",
+        ),
+        (
+            "runs-oldest",
+            "of a thousand runs the latest are forgotten",
+            "ORDER BY registered_at DESC OFFSET 1000",
+            "ORDER BY registered_at OFFSET 1000",
+        ),
+        (
+            "ended-nowhere",
+            "a run does not know where the one before it has ended: loses",
+            " AND q.batch_id = %(batch_id)s - 1\n",
+            " AND false\n",
+        ),
+        (
+            "ended-any",
+            "how far any earlier run has written counts as the batch before",
+            " AND q.batch_id = %(batch_id)s - 1\n",
+            "\n",
+        ),
+    ),
+    # Tables that are made, and columns that are added.
+    *each(
+        "spark_sink/define.py",
+        (DEFINE,),
+        (
+            "define-race",
+            "of two drivers that make a table at once one fails",
+            "contextlib.suppress(psycopg.errors.UniqueViolation, psycopg.errors.DuplicateTable)",
+            "contextlib.nullcontext()",
+        ),
+        (
+            "define-unasked",
+            "columns are added though nobody has asked for it",
+            "if table is not None and options.evolve is None:",
+            "if False:",
+        ),
+        (
+            "define-places",
+            "columns that only tell where a row comes from are made",
+            "not in known | left_out",
+            "not in known",
+        ),
+        (
+            "define-key",
+            "the columns of the key are left out with those that tell where a row comes from",
+            " - {*(options.key or ())}",
+            "",
+        ),
+        (
+            "define-case",
+            "Amount is added beside amount",
+            "other.lower() == name.lower()",
+            "False",
+        ),
+        (
+            "define-nested",
+            "what is nested gets an array of what Postgres cannot nest",
+            'element.endswith(("jsonb", "[]"))',
+            "False",
+        ),
+        (
+            "define-view",
+            "a name that is none of a table is made one",
+            "except TableMissing as error:",
+            "except TableError as error:",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/ddl.py",
+        (DEFINE,),
+        (
+            "define-unique",
+            "a table is made without its key: an upsert finds none",
+            "    if key:\n",
+            "    if False:\n",
+        ),
+    ),
+    *each(
+        "spark_sink/run.py",
+        (
+            f"{MADE}::test_what_is_refused_leaves_no_table_behind",
+            f"{MADE}::test_an_attempt_that_stands_still_does_not_keep_the_table_from_its_columns",
+        ),
+        (
+            "define-refused",
+            "a frame that is refused leaves its table behind",
+            "match(schema, table, target, key)",
+            "pass",
+        ),
+        (
+            "define-frozen",
+            "an attempt that stands still keeps the table from its columns",
+            "as (connection, pid), self._watcher.acquiring(pid, ()):",
+            "as (connection, pid):",
+        ),
+        (
+            "define-later",
+            "a column that comes within a query is not added",
+            "any(new_columns(each, *self._tables[name][::2])",
+            "any({}",
+        ),
+    ),
+)
