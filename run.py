@@ -10,12 +10,14 @@ python3 run.py test [arguments]     just what pytest selects by these arguments
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,7 +47,8 @@ def main(arguments: list[str]) -> None:
     if command == "demo":
         become("-m", "exactly_once.cli", "demo", *rest)
     if command == "check":
-        lint()
+        for linter in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
+            call(str(PYTHON), "-m", *linter)
         become("-m", "pytest", "--tier=pure", *beside_each_other(PURE), *rest)
     if not rest:
         become("-m", "pytest", "--tier=short", *beside_each_other(WITH_SERVERS))
@@ -59,12 +62,6 @@ def beside_each_other(per_core: int) -> list[str]:
     """Return pytest's arguments for running files of tests in several processes, in the order of their collection."""
     processes = min(MOST, per_core * (os.cpu_count() or 1))
     return [f"--numprocesses={processes}", "--dist=loadfile", "--no-loadscope-reorder"]
-
-
-def lint() -> None:
-    """Exit with the status of the first of the linters that finds something."""
-    for arguments in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
-        call(str(PYTHON), "-m", *arguments)
 
 
 def become(*arguments: str) -> NoReturn:
@@ -89,13 +86,13 @@ def is_installed(kind: str) -> bool:
 def install(kind: str) -> None:
     """Make the environment, if there is none, and install what is to be run."""
     if not can_run(PYTHON):
-        with Step("making .venv"):
+        with step("making .venv"):
             call(sys.executable, "-m", "venv", "--clear", str(VENV))
     # Older ones know no dependency groups; an installation without them keeps its pip.
     if pip_version() < (25, 1):
-        with Step("updating pip"):
+        with step("updating pip"):
             pip("--upgrade", "pip")
-    with Step("installing the packages, once"):
+    with step("installing the packages, once"):
         pip("--constraint", "constraints.txt", *INSTALL[kind])
     stamp(kind).touch()
 
@@ -136,19 +133,13 @@ def call(*command: str) -> None:
         sys.exit(f"\nfailed with status {status}: {' '.join(command)}")
 
 
-class Step:
+@contextlib.contextmanager
+def step(title: str) -> Iterator[None]:
     """Say what takes long, and then how long it took."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._start = time.monotonic()
-
-    def __enter__(self) -> None:
-        print(f"{self._title} ...", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:
-            print(f" {time.monotonic() - self._start:.0f} s", file=sys.stderr)
+    start = time.monotonic()
+    print(f"{title} ...", end="", file=sys.stderr, flush=True)
+    yield
+    print(f" {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":
