@@ -243,19 +243,21 @@ def read_flows(args: argparse.Namespace, stored: object, registry: object = None
     given = {f.name: value for f in fields(Flow) if (value := getattr(args, f.name, None)) is not None}
     for name, value in given.items():
         if isinstance(value, list) and value and isinstance(value[0], tuple):
-            # A table of pairs, in which a name that comes twice has several values.
+            # A table of pairs, in which a name that comes twice has several values: a filter takes any of them.
             several: dict[str, list[Any]] = {}
             for key, each in value:
                 several.setdefault(key, []).append(each)
-            given[name] = {key: found[0] if len(found) == 1 else found for key, found in several.items()}
+            twice = [key for key, found in several.items() if len(found) > 1]
+            if twice and name not in ("where", "where_not"):
+                option = {"fields": "field", "constants": "constant", "types": "type"}.get(name, name)
+                raise UsageError(f"--{option} names {', '.join(twice)} twice")
+            given[name] = {key: found if len(found) > 1 else found[0] for key, found in several.items()}
     if isinstance(stored, Mapping) or not isinstance(stored, Sequence) or isinstance(stored, str):
         raise UsageError("the file has [sink]; write [[sink]] with two brackets, once for each table")
     if "schema_registry" in given and given.get("format") not in _OF_REGISTRY:
         raise UsageError(
             f"messages of format {given['format']} name no schema of a registry: leave --schema-registry out"
         )
-    if twice := [key for key, value in (given.get("constants") or {}).items() if isinstance(value, list)]:
-        raise UsageError(f"--constant names {', '.join(twice)} twice")
     registry = given.pop("schema_registry", registry)
     if stored and given:
         named = ", ".join(f"--{'topic' if n == 'topics' else n.replace('_', '-')}" for n in given)
@@ -305,6 +307,7 @@ def _flow(given: object, registry: object) -> Flow:
             flow.format == "csv" and flow.fields is not None and flow.csv_columns is None,
             "fields is of names, and only csv_columns says in which order a line of CSV has them",
         ),
+        (flow.flatten == "", 'flatten has no text between names, which could not be told apart; "_" is the default'),
         (
             flow.schema_registry is not None and flow.format not in _OF_REGISTRY,
             f"messages of format {flow.format} name no schema of a registry",

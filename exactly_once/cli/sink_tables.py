@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -246,7 +247,8 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     if flow.rest:
         result.types[flow.rest] = "jsonb"
     elif for_new_table and flow.rest is None and flow.format not in ("raw", "csv") and flow.fields is None:
-        result.rest = next(name for name in ("rest", "rest_", "other_fields") if name not in result.types)
+        free = itertools.chain(["rest"], (f"rest_{number}" for number in itertools.count(2)))
+        result.rest = next(name for name in free if name not in result.types)
         result.types[result.rest] = "jsonb"
     if left_out:
         where = f"they go to {flow.rest or result.rest}" if flow.rest or result.rest else "they are lost"

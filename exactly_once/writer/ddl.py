@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Mapping, Sequence
 
 from psycopg import sql
@@ -13,6 +14,8 @@ from .errors import NAME_BYTES
 from .table import Table
 
 _SYSTEM_COLUMNS = {"tableoid", "xmin", "cmin", "xmax", "cmax", "ctid"}
+# Of a name without quotes a database in UTF-8 folds these letters only: Ü stays what it is.
+_FOLDED = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 _NAME = re.compile(r'"(?:[^"]|"")*"|[^."]+')
 
 
@@ -28,7 +31,7 @@ def can_be_column(name: str) -> bool:
 def parts_of(name: str) -> list[str]:
     """Return the parts of a table's name, read as SQL does."""
     parts = _NAME.findall(name)
-    return [p[1:-1].replace('""', '"') if p.startswith('"') else p.lower() for p in parts]
+    return [p[1:-1].replace('""', '"') if p.startswith('"') else p.translate(_FOLDED) for p in parts]
 
 
 def create_table(name: Sequence[str], columns: Mapping[str, str], key: Sequence[str] = ()) -> sql.Composed:

@@ -308,12 +308,12 @@ class Shaped(Format):
         drop: Collection[str] = (),
     ) -> None:
         self._inner = inner
-        self._drop = {path_of(path) for path in drop}
+        self._drop = frozenset(drop)
         self._tests = [(path_of(path), frozenset(values), True) for path, values in (where or {}).items()]
         self._tests += [(path_of(path), frozenset(values), False) for path, values in (where_not or {}).items()]
         self._flatten = flatten
         # The beginnings of names that fields which are dropped would have.
-        self._dropped = [f"{flatten}".join([*path, ""]) for path in self._drop]
+        self._dropped = [f"{flatten}".join([*path_of(path), ""]) for path in drop]
         self._names: Collection[str] = ()
         self._never_objects: Collection[str] = ()
 
@@ -364,7 +364,7 @@ class Shaped(Format):
     def _flat(self, row: Mapping[str, Raw], prefix: str, path: tuple[str, ...]) -> dict[str, Raw]:
         flat: dict[str, Raw] = {}
         for name, value in row.items():
-            if (*path, name) in self._drop:
+            if ".".join((*path, name)) in self._drop:  # a name may have dots of its own
                 continue
             below = {prefix + name: value}
             if bytes(value).startswith(b"{") and (inner := fields_in(bytes(value))):
@@ -376,14 +376,23 @@ class Shaped(Format):
 
 
 def _text_at(row: Mapping[str, Raw], path: Sequence[str]) -> str | None:
-    """Return a value as JSON writes it, without the quotes; None where there is none."""
-    *above, last = path
-    for name in above:
-        value = bytes(row.get(name, b"null"))
-        row = fields_in(value) if value.startswith(b"{") else {}
-    raw = bytes(row[last]) if last in row else None
-    raw = NULL if raw == NULL_DOCUMENT else raw
-    return None if raw is None else msgspec.json.decode(raw) if raw.startswith(b'"') else raw.decode()
+    """Return a value as JSON writes it, without the quotes; None where there is none.
+
+    A field whose own name has the dots, such as ``service.name``, comes before one in an object.
+
+    :raises ValueError: for a value that the source left out.
+    """
+    raw: bytes | None = None
+    for name in path if (whole := ".".join(path)) not in row else [whole]:
+        raw = bytes(row[name]) if name in row else None
+        if raw == UNAVAILABLE:
+            raise ValueError(
+                f"the event leaves {whole} out, which decides whether it is wanted: set REPLICA IDENTITY FULL"
+            )
+        row = fields_in(raw) if raw is not None and raw.startswith(b"{") else {}
+    if raw is None or raw == NULL_DOCUMENT:
+        return None if raw is None else NULL.decode()
+    return msgspec.json.decode(raw) if raw.startswith(b'"') else raw.decode()
 
 
 def jsonable(value: Any) -> Any:
@@ -447,6 +456,9 @@ class Csv(Format):
     def __init__(self, columns: Sequence[str] | None = None, delimiter: str = ",") -> None:
         if len(delimiter) != 1 or delimiter in '"\r\n':
             raise ConfigurationError(f"csv_delimiter={delimiter!r} is not possible; it is one character and no quote")
+        if columns is not None and (not all(columns) or len(set(columns)) < len(columns)):
+            names = ", ".join(repr(name) for name in columns)
+            raise ConfigurationError(f"csv_columns: each field of a line needs a name of its own: {names}")
         self._given = columns
         self._names = tuple(columns or ())
         # The fields that hold JSON.

@@ -96,7 +96,8 @@ class JsonDecoder:
         self._rename = {column: path_of(path) for column, path in (rename or {}).items()}
         if self._fields is not None and self._rename:
             raise ConfigurationError("fields= names all columns that are filled, so there is no rename= beside it")
-        self._drop = [tuple(path.split(".")) for path in drop]
+        # Dots may be between names or in one.
+        self._drop = [*dict.fromkeys(names for path in drop for names in (path_of(path), (path,)))]
         self._envelope = Envelope(metadata, constants)
         self._rest = rest
         self._reading = Reading(

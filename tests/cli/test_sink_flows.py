@@ -14,6 +14,8 @@ from exactly_once.cli.problems import UsageError
 from exactly_once.cli.sink import add_parser
 from exactly_once.cli.sink_flows import FORMATS, Flow, Run, Task, read_flows, read_run
 from exactly_once.cli.sink_worker import _named
+from exactly_once.errors import ConfigurationError
+from exactly_once.writer.ddl import parts_of
 
 
 def parsed(*given: str) -> argparse.Namespace:
@@ -107,12 +109,29 @@ def test_each_of_several_workers_has_a_name_of_its_own(protocol: str) -> None:
         (("--schema-registry", "http://x", "--format", "csv"), "messages of format csv name no schema"),
         (("--schema-registry", "http://x", "--format", "raw"), "messages of format raw name no schema"),
         (("--constant", "a=1", "--constant", "a=2"), "--constant names a twice"),
+        (("--field", "a=x", "--field", "a=y"), "--field names a twice"),
+        (("--rename", "a=x", "--rename", "a=y"), "--rename names a twice"),
+        (("--flatten", ""), "flatten has no text between names"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(given: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_flows(parsed("--topic", "t", "--table", "t", *given), ())
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("names", ["a,b,a", "a,,b"])
+def test_each_field_of_a_line_has_a_name_of_its_own(names: str) -> None:
+    (flow,) = read_flows(parsed("--topic", "t", "--table", "t", "--format", "csv", "--csv-columns", names), ())
+    with pytest.raises(ConfigurationError, match="a name of its own"):
+        flow.decoder()
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"), [("Bank.Pay", ["bank", "pay"]), ("Ümsatz", ["Ümsatz"]), ('"A"."B"', ["A", "B"])]
+)
+def test_names_are_folded_as_postgres_folds_them(name: str, parts: list[str]) -> None:
+    assert parts_of(name) == parts
 
 
 def test_fields_of_lines_need_an_order() -> None:

@@ -41,6 +41,26 @@ def test_some_fields_are_renamed_and_the_others_go_by_their_names(db: Database, 
     assert rows(db, name) == [(1, "x", "p", {"address": {"zip": 5}, "more": True})]
 
 
+@pytest.mark.parametrize("flat", [{}, {"flatten": True}])
+def test_names_with_dots_of_their_own_are_found_by_filters_and_dropped(
+    db: Database, name: str, flat: dict[str, Any]
+) -> None:
+    db.execute(f'CREATE TABLE {name} (id int, "service.name" text, rest jsonb)')
+    flow = {"where": {"service.name": "shop"}, "drop": ("host.ip",), "rest": "rest", **flat}
+    messages = [{"id": i, "service.name": s, "host.ip": "::1", "n": i} for i, s in enumerate(["shop", "bank", "shop"])]
+    write(db, name, flow, *map(message, messages))
+    assert rows(db, name) == [(0, "shop", {"n": 0}), (2, "shop", {"n": 2})]
+
+
+@pytest.mark.parametrize("option", ["where", "where_not"])
+def test_a_filter_does_not_decide_by_a_value_that_the_source_left_out(db: Database, name: str, option: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, body text)")
+    flow = {"format": "debezium", "mode": "upsert", "missing": "keep", option: {"body": "long"}}
+    event = {"op": "u", "before": None, "after": {"id": 1, "body": "__debezium_unavailable_value"}, "source": {}}
+    with pytest.raises(BadRow, match=r"leaves body out, .* REPLICA IDENTITY FULL"):
+        write(db, name, flow, message(event, key={"id": 1}))
+
+
 def test_fields_that_are_dropped_go_nowhere_and_are_not_reported(db: Database, name: str) -> None:
     db.execute(f"CREATE TABLE {name} (id int, secret text, rest jsonb)")
     value = {"id": 1, "secret": "s", "meta": {"junk": {"x": 1}, "kept": 2}, "all": {"gone": 1}}
