@@ -309,6 +309,10 @@ def _flow(given: object, registry: object) -> Flow:
         ),
         (flow.flatten == "", 'flatten has no text between names, which could not be told apart; "_" is the default'),
         (
+            str(flow.flatten).isalnum() and isinstance(flow.flatten, str),
+            f'flatten is true, false or what stands between names, such as "_": {flow.flatten} would be part of them',
+        ),
+        (
             flow.schema_registry is not None and flow.format not in _OF_REGISTRY,
             f"messages of format {flow.format} name no schema of a registry",
         ),

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.writer import MISSING, Tombstone
 
 from . import options, output
 from .problems import CommandError, UsageError
@@ -147,10 +148,14 @@ def _dry_run(args: argparse.Namespace, task: Task, flows: Sequence[Flow]) -> int
             messages = ready.messages[:SAMPLE]
             written = sink.write(connection, messages)
             decoded = sink.decoder.decode(messages)
-            rows = [list(row) for row in decoded]
+            changes, key = list(decoded), sink.writer.key(connection)
+            kinds = [column.base_name for column in sink.writer.table(connection).pick(decoded.columns)]
             connection.rollback()
+        stored = [row for row in changes if not isinstance(row, Tombstone)]
+        rows = [[_shown(value, kind) for value, kind in zip(row, kinds, strict=True)] for row in stored]
+        deletes = [dict(zip(key, row, strict=True)) for row in changes if isinstance(row, Tombstone)]
         one = {"table": flow.table, "ddl": "; ".join(ddl) or None, "columns": decoded.columns, "rows": rows}
-        shown.append({**one, "written": written})
+        shown.append({**one, "deletes": deletes, "written": written})
     if args.json:
         output.print_json({"sinks": shown})
         return 0
@@ -158,8 +163,20 @@ def _dry_run(args: argparse.Namespace, task: Task, flows: Sequence[Flow]) -> int
         if each["ddl"]:
             print(f"{each['ddl']};")
         output.print_table(list(each["columns"]), each["rows"])
-        print(f"{len(each['rows'])} rows for {each['table']}; nothing was stored")
+        for doomed in each["deletes"]:
+            print("delete", ", ".join(f"{name} = {output.printable(value)}" for name, value in doomed.items()))
+        counts = f"{len(each['rows'])} rows and {len(each['deletes'])} deletes" if each["deletes"] else ""
+        print(f"{counts or str(len(each['rows'])) + ' rows'} for {each['table']}; nothing was stored")
     return 0
+
+
+def _shown(value: Any, kind: str) -> Any:
+    """Return a value as Postgres shows it, where Python would show another."""
+    if value is MISSING:
+        return "(default)"
+    if isinstance(value, bytes):
+        return value.decode() if kind in ("json", "jsonb") else f"\\x{value.hex()}"
+    return value
 
 
 class Crew:

@@ -80,13 +80,19 @@ def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
                     connection.execute(statement, prepare=False)
             except psycopg.errors.InvalidSchemaName as error:
                 raise CommandError(f"{flow.table}: {error.diag.message_primary}; create the schema first") from error
+            except psycopg.errors.TooManyColumns as error:
+                topics = ", ".join(flow.topics)
+                raise CommandError(
+                    f"{flow.table}: the sample of {topics} asks for too many columns ({error.diag.message_primary}): "
+                    "say which fields with --field, or drop some with --drop; other fields go to the column rest"
+                ) from error
             except (psycopg.errors.UniqueViolation, psycopg.errors.DuplicateTable):
                 connection.rollback()
                 continue  # another worker has just made it; IF NOT EXISTS does not wait for that
-            for statement in ready.statements:
-                logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
             ready.flow.sink().write(connection, [])
             _warn_of_what_is_applied(task, ready.flow, connection)
+        for statement in ready.statements:
+            logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
         return ready.flow
 
 
@@ -105,19 +111,23 @@ def made_ready(
         connection.rollback()
         if not (task.creates_tables or is_dry):
             raise TableError(f"{error}; --create-table makes one") from None
+        if flow.format == "csv" and flow.csv_columns is None:
+            raise CommandError("lines of CSV name no columns: say --csv-columns, or make the table yourself") from None
         messages = sample(task.kafka, flow.topics) or sent
         waited, pause = 0.0, _WAITS[0]
-        # A service may begin before its producer.
-        while not messages and flow.format != "raw":
+        # A service may begin before its producer, and what it wants may come late.
+        # What was fetched already is not held up for that.
+        while not (columns := asking(columns_of, flow, messages, for_new_table=True)).are_known and not sent:
             topics = ", ".join(flow.topics)
+            what = f"{topics} holds no messages to learn columns from"
+            if messages:
+                what = f"none of {len(messages)} messages in the sample of {topics} makes a row to learn columns from"
             if is_dry or task.run.until_end:
-                what = f"{topics} holds no messages to learn columns from; make the table {flow.table} yourself"
-                raise CommandError(what) from None
-            logger.info("waiting for a first message of %s, to learn columns from: %.0f s", topics, waited)
+                raise CommandError(f"{what}; make the table {flow.table} yourself") from None
+            logger.info("waiting for a first message of %s: %s: %.0f s", topics, what, waited)
             time.sleep(pause)
             waited, pause = waited + pause, min(2 * pause, _WAITS[1])
             messages = sample(task.kafka, flow.topics)
-        columns = asking(columns_of, flow, messages, for_new_table=True)
         return Ready(flow=with_rest(flow, columns.rest), statements=create_table(flow, columns), messages=messages)
     parameters = {"name": flow.table, "comment": REST_COMMENT}
     found = cursor_on(connection).execute(query("find_rest_column", ""), parameters, prepare=False).fetchone()
@@ -213,6 +223,8 @@ class Columns:
     """The columns that a sample asks for."""
 
     types: dict[str, str] = field(default_factory=dict)
+    are_known: bool = False
+    """Whether a message shows any; those of the options alone make no table."""
     key: tuple[str, ...] = ()
     """The fields of the messages' keys, where an envelope tells them."""
     rest: str | None = None
@@ -230,9 +242,10 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     # Fields that can be no columns.
     left_out: list[str] = []
     if flow.format == "raw":
-        result.types = {"key": "bytea", "value": "bytea"}
+        result.types, result.are_known = {"key": "bytea", "value": "bytea"}, True
     elif messages:
         objects, types, result.key = _objects(flow, messages)
+        result.are_known = bool(objects or types)
         result.types = _types(flow, objects, types)
         left_out = [name for name in result.types if not ddl.can_be_column(name)]
         result.types = {name: kind for name, kind in result.types.items() if name not in left_out}

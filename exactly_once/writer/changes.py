@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
 
 Row = Sequence[Any]
+# Makes one value of two, of which the second is the newer one.
+Merge = Callable[[Any, Any], Any]
 
 
 class Missing:
@@ -37,6 +39,8 @@ class Collapsed:
     """What is left to do: first delete, then store."""
 
     deletes: list[Row] = field(default_factory=list)
+    follows: set[int] = field(default_factory=set)
+    """Of which deletes, by their positions, a row of the same changes came first: they find one, or that one."""
     rows: list[Row] = field(default_factory=list)
 
 
@@ -51,13 +55,16 @@ class Rules:
     """The column that says which of two rows is the newer one."""
     keeps_missing: bool = False
     """Whether a field that is missing leaves what was there before."""
+    merges: Mapping[int, Merge] = field(default_factory=dict)
+    """The columns whose values are merged with those that were there before."""
     replaces_all: bool = True
     """Whether a row says all there is to say, so that none of the columns can outlive a tombstone before it."""
 
     @property
     def is_plain(self) -> bool:
         """Whether the last change wins and nothing else is to be thought of."""
-        return self.replaces_all and not self.keeps_missing and self.newest_by is None and not self.inserted_only
+        merges = self.keeps_missing or self.inserted_only or self.merges
+        return self.replaces_all and not merges and self.newest_by is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +93,12 @@ def collapse(changes: Sequence[Row], rules: Rules, marks: Marks | None = None) -
     if len(last) == len(changes) and Tombstone not in set(map(type, changes)):
         return Collapsed(rows=list(changes))
     result = Collapsed()
-    for index in last.values():
+    first = dict(zip(reversed(marks.keys), range(len(changes) - 1, -1, -1), strict=True))
+    for key, index in last.items():
         change = changes[index]
         if type(change) is Tombstone:
+            if type(changes[first[key]]) is not Tombstone:
+                result.follows.add(len(result.deletes))
             result.deletes.append(change)
         else:
             result.rows.append(change)
@@ -122,6 +132,7 @@ class _Fate:
     row: Row | None = None
     age: Any = None
     deleted: Tombstone | None = None
+    is_delete_first: bool = False
 
 
 def _one_by_one(changes: Sequence[Row], rules: Rules, marks: Marks) -> Collapsed:
@@ -130,16 +141,19 @@ def _one_by_one(changes: Sequence[Row], rules: Rules, marks: Marks) -> Collapsed
         fate = fates.setdefault(key, _Fate())
         age = marks.ages[index] if marks.ages else None
         if type(change) is Tombstone:
+            fate.is_delete_first |= fate.row is None and fate.deleted is None
             fate.row, fate.deleted = None, change
         elif fate.row is None:
             fate.row, fate.age = change, age
         elif rules.newest_by is None or is_not_older(age, fate.age):
-            if rules.inserted_only or rules.keeps_missing:
+            if rules.inserted_only or rules.keeps_missing or rules.merges:
                 merged = list(change)
                 for position, value in enumerate(fate.row):
                     is_missing = rules.keeps_missing and isinstance(merged[position], Missing)
                     if position in rules.inserted_only or is_missing:
                         merged[position] = value
+                    elif position in rules.merges:
+                        merged[position] = rules.merges[position](value, merged[position])
                 change = tuple(merged)  # noqa: PLW2901 - what both leave
             fate.row = change
             if rules.newest_by not in rules.inserted_only:
@@ -147,6 +161,8 @@ def _one_by_one(changes: Sequence[Row], rules: Rules, marks: Marks) -> Collapsed
     result = Collapsed()
     for fate in fates.values():
         if fate.deleted is not None and (fate.row is None or not rules.replaces_all):
+            if not fate.is_delete_first:
+                result.follows.add(len(result.deletes))
             result.deletes.append(fate.deleted)
         if fate.row is not None:
             result.rows.append(fate.row)

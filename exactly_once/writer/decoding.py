@@ -16,7 +16,7 @@ from confluent_kafka import Message
 
 from exactly_once.errors import ConfigurationError
 
-from .changes import Row
+from .changes import Merge, Row
 from .codecs import codec_of, name_of
 from .errors import BadRow, TableError, cut
 from .statements import Mode
@@ -53,6 +53,8 @@ class Decoded:
     make: Callable[[], Iterator[Row]]
     exact: Collection[str] = ()
     """The columns whose values are what the column takes, without another look."""
+    partial: Mapping[str, Merge] = field(default_factory=dict)
+    """The columns of JSON that hold the fields of one message only, and what merges the values of two messages."""
     unused: Counter[str] = field(default_factory=Counter)
     """How often a field came that no column takes; counted while the rows are made."""
     filtered: int = 0

@@ -420,20 +420,25 @@ def _from_cloudevent(message: Message) -> bytes | None:
     :raises ValueError: for what is no event, or a batch of them.
     """
     value, headers = message.value(), {pair[0].lower(): pair[1] for pair in message.headers() or ()}
-    kind = _text(headers.get("content-type"))
+    sent = _text(headers.get("content-type"))
+    kind = sent.strip().lower()  # RFC 9110, 8.3.1
     if kind.startswith("application/cloudevents"):
         if not kind.startswith("application/cloudevents+json"):
-            raise ValueError(f"events in {kind} are not read; application/cloudevents+json and the binary mode are")
+            raise ValueError(f"events in {sent} are not read; application/cloudevents+json and the binary mode are")
     elif "ce_specversion" in headers:
         event: dict[str, Any] = {name[3:]: _text(text) for name, text in headers.items() if name.startswith("ce_")}
-        event |= {"datacontenttype": kind} if kind else {}
+        event |= {"datacontenttype": sent} if sent else {}
         if value is None:
             return _encode(event)
         if not kind or re.match(r"(?:application|text)/(?:json|[^;]*\+json)\b", kind):
             msgspec.json.decode(value)  # or what is malformed would make the whole row so
             return _encode(event | {"data": Raw(value)})
         if kind.startswith("text/"):
-            return _encode(event | {"data": value.decode()})
+            charset = re.search(r';\s*charset="?([^";\s]+)', kind)
+            try:
+                return _encode(event | {"data": value.decode(charset[1] if charset else "utf-8")})
+            except LookupError as error:
+                raise ValueError(f"the data is text in an unknown charset: {sent}") from error
         return _encode(event | {"data_base64": base64.b64encode(value).decode()})
     elif value is None:
         return None
@@ -461,8 +466,8 @@ class Csv(Format):
             raise ConfigurationError(f"csv_columns: each field of a line needs a name of its own: {names}")
         self._given = columns
         self._names = tuple(columns or ())
-        # The fields that hold JSON.
-        self._json: set[str] = set()
+        # The fields that hold JSON, and their columns.
+        self._json: dict[str, str] = {}
         quoted = re.escape(delimiter)
         self._field = re.compile(rf'(?:"((?:[^"]|"")*)"|([^"{quoted}\r\n]*))({quoted}|\r?\n|\Z)')
 
@@ -470,7 +475,7 @@ class Csv(Format):
         """Name the fields by the columns."""
         if self._given is None and not self._names:  # a column that is added later is no field of the lines
             self._names = tuple(columns)
-        self._json = {name for name, column in columns.items() if name_of(column.type_oid) in ("json", "jsonb")}
+        self._json = {n: column.name for n, column in columns.items() if name_of(column.type_oid) in ("json", "jsonb")}
 
     def read(self, message: Message) -> Iterator[Change]:
         """Yield the lines as rows.
@@ -489,7 +494,9 @@ class Csv(Format):
             while not is_over:
                 found = self._field.match(text, position)
                 if found is None:
-                    raise ValueError(f"a quote in the middle of field {len(fields) + 1}")
+                    [wrong] = re.findall(r'["\r]', text[position:])[:1]
+                    what = "a quote" if wrong == '"' else "a carriage return without a line feed"
+                    raise ValueError(f"{what} in the middle of field {len(fields) + 1}")
                 inside, bare, end = found.groups()
                 fields.append(inside.replace('""', '"') if inside is not None else bare or None)
                 position, is_over = found.end(), end in ("", "\n", "\r\n")
@@ -504,5 +511,8 @@ class Csv(Format):
     def _as_json(self, name: str, text: str | None) -> Any:
         if text is None or name not in self._json:
             return text
-        msgspec.json.decode(text)  # or what is malformed would make the whole row so
+        try:
+            msgspec.json.decode(text)  # or what is malformed would make the whole row so
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadRow(f"{error}: {cut(text)}", column=self._json[name]) from error
         return Raw(text.encode())

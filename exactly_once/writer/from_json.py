@@ -18,7 +18,7 @@ from .changes import MISSING, Missing, Row, Tombstone
 from .codec import Naive
 from .decoding import Decoded, Envelope, Source, alike
 from .errors import NAME_BYTES, BadRow, TableError, cut
-from .json_shape import BYTE_ORDER_MARK, NULL, UNAVAILABLE, UNSET, Left, Path, Raw, Shape, as_json, names_in
+from .json_shape import BYTE_ORDER_MARK, NULL, UNAVAILABLE, UNSET, Left, Path, Raw, Shape, as_json, merged, names_in
 from .json_values import (
     FLOATS,
     TIMES,
@@ -166,6 +166,7 @@ class JsonDecoder:
             origins=messages,
             make=make,
             exact=self._exact,
+            partial={self._rest: merged} if self._rest else {},
             unused=unused,
             unfilled=self._unfilled.values(),
         )

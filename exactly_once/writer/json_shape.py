@@ -145,6 +145,13 @@ def as_json(left: Left) -> bytes:
     return msgspec.json.encode(left).replace(NULL_DOCUMENT, NULL)
 
 
+def merged(old: bytes, new: bytes) -> bytes:
+    """Write the fields of two objects, each as it was; of one name the new one's."""
+    version = b"\1" if new.startswith(b"\1") else b""  # with which the binary form of jsonb begins
+    older, newer = (fields_in(each.removeprefix(version)) for each in (old, new))
+    return version + msgspec.json.encode(older | newer)
+
+
 def _walk(tree: Tree, value: bytes, found: dict[str, bytes], prefix: str) -> Left:
     left: Left = {}
     for name, part in fields_in(value).items():

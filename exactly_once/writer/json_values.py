@@ -287,7 +287,7 @@ def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:
     """Turn a number into a moment, a date, a time of day or an interval, without a detour over floats."""
     text = text_of(raw)
     try:
-        value = Decimal(text)
+        value = decimal_of(text)
         if not value.is_finite() or value.adjusted() > _LARGEST_EXPONENT:
             raise ValueError(f"{shown(raw)} is out of range")
         # Digits below the microsecond are rounded, as in ISO 8601.

@@ -161,6 +161,11 @@ def _moment(kind: str, unit: str, _: Mapping[str, str], text: bytes, column: Col
     return _text(f"{moment.isoformat()}{fraction}{'Z' if is_zoned else ''}")
 
 
+def _iso(kind: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    """Leave the zone out of ISO 8601 for a column that has none; at the source there was none, either."""
+    return text.replace(b'Z"', b'"') if _type(column) == kind else text
+
+
 def _duration(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
     return text if _type(column) in _NUMBERS else _text(span_of(msgspec.json.decode(text, type=int)))
 
@@ -238,6 +243,10 @@ _LOGICAL: dict[str, tuple[Callable[[Mapping[str, str], bytes, Column | None], by
     "io.debezium.time.Timestamp": (partial(_moment, "timestamp", "ms"), "timestamp"),
     "io.debezium.time.MicroTimestamp": (partial(_moment, "timestamp", "us"), "timestamp"),
     "io.debezium.time.NanoTimestamp": (partial(_moment, "timestamp", "ns"), "timestamp"),
+    **{
+        f"io.debezium.time.Iso{kind.capitalize()}": (partial(_iso, kind), kind)
+        for kind in ("date", "time", "timestamp")
+    },
     "io.debezium.time.ZonedTimestamp": (None, "timestamptz"),
     "io.debezium.time.ZonedTime": (None, "timetz"),
     "io.debezium.time.MicroDuration": (_duration, "interval"),

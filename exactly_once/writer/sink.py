@@ -127,18 +127,24 @@ class TableSink:
                 decoded = self._claims.unclaimed(decoded, table, claim)
             self._columns = decoded.columns
             written = self.writer.write(
-                connection, decoded, columns=decoded.columns, origins=decoded.origins, exact=decoded.exact, table=table
+                connection,
+                decoded,
+                columns=decoded.columns,
+                origins=decoded.origins,
+                exact=decoded.exact,
+                partial=decoded.partial,
+                table=table,
             )
         except BadRow:
             self._has_met_bad = True
             raise
+        if self._evolves:
+            self._look_for_columns(table, messages, decoded)
         self.rows += written
         self.unused_fields += decoded.unused
         self.filtered_messages += decoded.filtered
         self.repeated_rows += decoded.repeated
         self.unfilled_columns = set(decoded.unfilled)
-        if self._evolves:
-            self._look_for_columns(table, messages, decoded)
         return written
 
     def _sifted(self, messages: Sequence[Message], set_aside: SetAside) -> Decoded:

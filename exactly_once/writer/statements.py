@@ -35,6 +35,8 @@ class Conflict:
     newest_by: str | None = None
     add: tuple[str, ...] = ()
     """Columns whose new value is added to the stored one."""
+    merge: tuple[str, ...] = ()
+    """Columns of JSON whose fields are stored beside those that are there."""
     always: tuple[str, ...] = ()
     """Columns that a change sets also where a row lacks them: to their default."""
 
@@ -87,14 +89,14 @@ def merge(connection: Connection, plan: Plan, prepared: Prepared, conflict: Conf
     return cursor.execute(sql.SQL("; ").join([insert, query("drop_stage", "")]), prepare=False).rowcount
 
 
-def delete(connection: Connection, key: Plan, doomed: Sequence[Row], *, is_binary: bool) -> int:
-    """Delete rows by key; ``key`` is the plan of the key's columns."""
-    return _by_key("delete_rows", connection, key, Prepared(doomed, is_binary)).rowcount
+def delete(connection: Connection, key: Plan, doomed: Sequence[Row], *, is_binary: bool) -> set[int]:
+    """Delete rows by key, and tell which had one, by their positions; ``key`` is the plan of the key's columns."""
+    return _by_key("delete_rows", connection, key, Prepared(doomed, is_binary))
 
 
 def find(connection: Connection, key: Plan, sought: Sequence[Row], *, is_binary: bool) -> set[int]:
     """Tell which keys have a row, by their positions, and lock those rows."""
-    return {number - 1 for (number,) in _by_key("find_rows", connection, key, Prepared(sought, is_binary)).fetchall()}
+    return _by_key("find_rows", connection, key, Prepared(sought, is_binary))
 
 
 def rank(connection: Connection, plan: Plan, changes: Sequence[Row], rules: Rules, *, is_binary: bool) -> Marks:
@@ -139,8 +141,8 @@ def _copy(
             copying.write(part)
 
 
-def _by_key(name: str, connection: Connection, key: Plan, prepared: Prepared) -> psycopg.Cursor[Any]:
-    """Do something to the rows of keys, which are locked in the order of the keys."""
+def _by_key(name: str, connection: Connection, key: Plan, prepared: Prepared) -> set[int]:
+    """Do something to the rows of keys, which are locked in the order of the keys; tell which there are."""
     natives, arrays = key.arrays(prepared)
     columns = [sql.SQL("t.{}").format(sql.Identifier(n)) for n in key.names]
     same = (
@@ -155,7 +157,8 @@ def _by_key(name: str, connection: Connection, key: Plan, prepared: Prepared) ->
         same=sql.SQL(" AND ").join(same),
         lock=sql.SQL("ORDER BY {} FOR UPDATE OF t").format(_list(columns)),
     )
-    return cursor_on(connection).execute(_finished(statement), arrays, prepare=False)
+    cursor = cursor_on(connection).execute(_finished(statement), arrays, prepare=False)
+    return {number - 1 for (number,) in cursor.fetchall()}
 
 
 def _insert(
@@ -197,8 +200,10 @@ def _clause(plan: Plan, conflict: Conflict) -> sql.Composable:
         return sql.SQL("ON CONFLICT ({}) DO NOTHING").format(key)
     # Of a null and a number the number is the sum.
     plus = "{0} = coalesce(t.{0} + EXCLUDED.{0}, EXCLUDED.{0}, t.{0})"
-    forms = (sql.SQL(plus if n in conflict.add else "{0} = EXCLUDED.{0}") for n in changed)
-    changes = _list(form.format(sql.Identifier(n)) for form, n in zip(forms, changed, strict=True))
+    both = "{0} = (coalesce(t.{0}::jsonb, '{{}}') || EXCLUDED.{0}::jsonb)::{1}"
+    forms = (plus if n in conflict.add else both if n in conflict.merge else "{0} = EXCLUDED.{0}" for n in changed)
+    kinds = (sql.SQL(column.base_name) for column in plan.table.pick(changed))
+    changes = _list(sql.SQL(f).format(sql.Identifier(n), k) for f, n, k in zip(forms, changed, kinds, strict=True))
     clause = sql.SQL("ON CONFLICT ({}) DO UPDATE SET {}").format(key, changes)
     if conflict.newest_by is None:
         return clause

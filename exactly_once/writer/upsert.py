@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from confluent_kafka import Message
 
 from exactly_once.ledger.session import Connection
 
-from .changes import MISSING, UNAVAILABLE, Marks, Row, Rules, Tombstone, collapse, keys_of, marks_of, rounds
+from .changes import MISSING, UNAVAILABLE, Marks, Merge, Row, Rules, Tombstone, collapse, keys_of, marks_of, rounds
 from .errors import BadRow, origin
 from .plan import Plan, Prepared
 from .statements import Conflict, delete, find, merge, rank
@@ -19,11 +19,19 @@ from .table import OnMissing
 class Upsert:
     """Applies changes by key to one table."""
 
-    def __init__(self, plan: Plan, conflict: Conflict, *, missing: OnMissing | None, small_batch: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        conflict: Conflict,
+        *,
+        missing: OnMissing | None,
+        merges: Mapping[str, Merge],
+        small_batch: int,
+    ) -> None:
         self._plan = plan
         # A default that counts is for new rows only.
         defaults = tuple(c.name for c in plan.columns if not c.is_numbered) if missing == "default" else ()
-        self._conflict = replace(conflict, always=defaults)
+        self._conflict = replace(conflict, always=defaults, merge=tuple(merges))
         self._small_batch = small_batch
         self._key = plan.part(conflict.key)
         keeps_missing = plan.may_leave_out and missing != "default"
@@ -40,6 +48,7 @@ class Upsert:
             inserted_only=inserted_only + changing,
             newest_by=plan.positions([conflict.newest_by])[0] if conflict.newest_by else None,
             keeps_missing=keeps_missing,
+            merges={plan.names.index(name): merge for name, merge in merges.items()},
             replaces_all=says_all
             and not (keeps_missing or inserted_only or changing or conflict.newest_by or plan.table.notices_deletes),
         )
@@ -68,8 +77,8 @@ class Upsert:
         for part, step in zip(parts, steps, strict=True):
             if step.deletes:
                 deleted = delete(connection, self._key, step.deletes, is_binary=is_binary)
-                written += deleted
-                self.missed += len(step.deletes) - deleted
+                written += len(deleted)
+                self.missed += len(set(range(len(step.deletes))) - deleted - step.follows)
             if self._rules.keeps_missing and (unsure := [row for row in step.rows if UNAVAILABLE in row]):
                 keys = [key if len(self._rules.key) > 1 else (key,) for key in keys_of(unsure, self._rules.key)]
                 there = find(connection, self._key, keys, is_binary=is_binary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import get_args
 
 import psycopg
@@ -15,7 +16,7 @@ from psycopg.pq import TransactionStatus
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection
 
-from .changes import Row
+from .changes import Merge, Row
 from .codec import Naive
 from .decoding import Decoded
 from .errors import BadRow, TableChanged, TableError, UnreadableValue, origin
@@ -146,6 +147,7 @@ class TableWriter:
         columns: Sequence[str] | None = None,
         origins: Sequence[Message] | None = None,
         exact: Collection[str] = (),
+        partial: Mapping[str, Merge] = MappingProxyType({}),
         table: Table | None = None,
     ) -> int:
         """Write rows and return how many Postgres stored, changed or deleted.
@@ -153,7 +155,9 @@ class TableWriter:
         Rows are encoded while others are being stored, so an error leaves the transaction to be rolled back. ``rows``
         may be iterated over again to find a bad one. ``origins`` are the messages that the rows came from, for
         errors. The values of columns in ``exact`` are trusted to be what the column takes, for decoders that saw to
-        that. ``table`` is what :meth:`table` returned in this transaction, where that was asked already.
+        that. Those in ``partial`` are JSON whose fields, with ``missing="keep"``, are merged into what a row has, and
+        within ``rows`` by the function given. ``table`` is what :meth:`table` returned in this transaction, where that
+        was asked already.
 
         :raises BadRow: when a row cannot be stored as it is; ``__cause__`` is what Postgres said, if it was asked.
         :raises TableError: when the table cannot take such rows at all.
@@ -171,7 +175,8 @@ class TableWriter:
                     names = ", ".join(plan.names)
                     raise TableError(f"{plan.table}: a row is a sequence of values for {names}, not a {kind.__name__}")
             if self.mode == "upsert":
-                upsert = Upsert(plan, self._conflict, missing=self.missing, small_batch=small_batch)
+                merges = partial if self.missing == "keep" else {}
+                upsert = Upsert(plan, self._conflict, missing=self.missing, merges=merges, small_batch=small_batch)
                 written = upsert.apply(connection, list(rows), exact=exact, origins=origins)
                 self.missed_deletes += upsert.missed
                 return written

@@ -112,6 +112,20 @@ def test_a_dry_run_shows_rows_and_ddl_and_stores_nothing(
     assert len(document["sinks"][0]["rows"]) == 3
 
 
+def test_a_dry_run_tells_deletes_from_rows(operate: Command, bootstrap_servers: str, source: str, db: Database) -> None:
+    db.execute(f"CREATE TABLE {source} (v text, id int PRIMARY KEY, n int DEFAULT 1, doc jsonb, b bytea)")
+    send(bootstrap_servers, source, [("1", {"id": 1, "v": "a", "doc": {"x": 1}, "b": "AAE="}), ("2", None)], 1)
+    command = ["sink", "--topic", source, "--table", source, "--mode", "upsert", "--dry-run"]
+    (shown,) = operate(*command, "--json").json["sinks"]
+    assert (shown["rows"], [list(each) for each in shown["deletes"]]) == (
+        [["a", 1, "(default)", '{"x": 1}', "\\x0001"]],
+        [["id"]],
+    )
+    text = operate(*command).out
+    assert "delete id = 2" in text
+    assert "1 rows and 1 deletes" in text
+
+
 def test_the_last_change_of_a_key_stays_and_a_tombstone_deletes(
     operate: Command, bootstrap_servers: str, source: str, db: Database
 ) -> None:

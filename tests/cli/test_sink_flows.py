@@ -112,6 +112,7 @@ def test_each_of_several_workers_has_a_name_of_its_own(protocol: str) -> None:
         (("--field", "a=x", "--field", "a=y"), "--field names a twice"),
         (("--rename", "a=x", "--rename", "a=y"), "--rename names a twice"),
         (("--flatten", ""), "flatten has no text between names"),
+        (("--flatten", "false"), "false would be part of them"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(given: tuple[str, ...], said: str) -> None:

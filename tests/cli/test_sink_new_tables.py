@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka import Message
+from confluent_kafka import Message, Producer
 
 from exactly_once.cli.problems import CommandError
 from exactly_once.cli.sink_flows import Flow, Run, Task
@@ -177,3 +178,39 @@ def test_a_column_that_another_worker_is_adding_is_waited_for(name: str, conninf
         thread.join(30)
         ours.commit()
     assert rows(db, name) == [(0, 7), (1, 2)]
+
+
+@pytest.mark.parametrize("options", [["--where", "type=refunded"], ["--mode", "upsert", "--key", "id"]])
+def test_what_shows_no_columns_makes_no_table(
+    options: list[str], operate: Command, bootstrap_servers: str, name: str, db: Database
+) -> None:
+    create_topic(bootstrap_servers, 1, name=name)
+    sent: list[tuple[str, Any]] = [
+        (str(i), None if "--key" in options else {"id": i, "type": "paid"}) for i in range(3)
+    ]
+    send(bootstrap_servers, name, sent, 1)
+    result = operate("sink", "--topic", name, "--table", name, "--create-table", "--until-end", *options)
+    assert result.code == 1
+    assert f"none of 3 messages in the sample of {name} makes a row to learn columns from" in result.err
+    assert db.execute("SELECT to_regclass(%s)", (name,)).fetchone() == (None,)
+
+
+CANNOT_BE: list[tuple[list[str], Any, str]] = [
+    (["--format", "csv"], "1,a", "say --csv-columns"),
+    ([], {f"f{i}": i for i in range(1700)}, "too many columns"),
+    (["--rename", "amount=data.amount", "--drop", "data"], {"id": 1, "data": {"amount": 1}}, "data"),
+]
+
+
+def test_a_table_that_cannot_be_made_is_told_with_the_way_out(
+    operate: Command, bootstrap_servers: str, name: str
+) -> None:
+    producer = Producer({"bootstrap.servers": bootstrap_servers})
+    for number, (options, value, said) in enumerate(CANNOT_BE):
+        topic = create_topic(bootstrap_servers, 1, name=f"{name}-{number}")
+        producer.produce(topic, value if isinstance(value, str) else json.dumps(value))
+        producer.flush(30)
+        result = operate("sink", "--topic", topic, "--table", name, "--create-table", "--until-end", *options)
+        assert result.code == 1
+        assert said in result.err
+        assert "CREATE TABLE" not in result.err, "nothing was made"

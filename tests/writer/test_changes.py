@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,3 +124,11 @@ def test_a_key_of_several_columns_is_one_key() -> None:
     left = collapse(changes, Rules(key=(0, 1)))
     assert left.deletes == [(1, 1)]
     assert left.rows == [(1, 2, "c")]
+
+
+@pytest.mark.parametrize("rules", [Rules(key=(0,)), Rules(key=(0,), newest_by=1)])
+def test_a_delete_behind_a_row_of_the_same_changes_is_told_from_one_that_should_find_a_row(rules: Rules) -> None:
+    changes = [(1, 5), Tombstone((2,)), Tombstone((1,)), (3, 5), Tombstone((2,)), (4, 5), Tombstone((4,)), (4, 6)]
+    left = collapse(changes, rules)
+    assert [left.deletes[i] for i in left.follows if left.deletes[i] != (4,)] == [(1,)]
+    assert (2,) in left.deletes

@@ -84,6 +84,7 @@ def test_a_message_may_hold_several_lines_of_fields_with_names(db: Database, nam
         (b'1,a"b', "a quote in the middle of field 2"),
         (b'1,"a"b', "a quote in the middle of field 2"),
         (b'1,"a', "a quote in the middle of field 2"),
+        (b"1,a\r2,b", "a carriage return without a line feed in the middle of field 2"),
         (b"x,a", "column id"),
         (b"\n", "no line of CSV"),
         (b"\xff,a", "utf-8"),
@@ -92,6 +93,11 @@ def test_a_message_may_hold_several_lines_of_fields_with_names(db: Database, nam
 def test_a_line_that_is_none_is_refused(value: bytes, said: str, db: Database, name: str) -> None:
     db.execute(f"CREATE TABLE {name} (id int, name text)")
     refused(db, name, {"format": "csv"}, message(value), said)
+
+
+def test_what_is_no_json_in_a_line_is_refused_with_its_column(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, doc jsonb)")
+    refused(db, name, {"format": "csv"}, message(b'1,""'), "column doc: ")
 
 
 def test_lines_have_the_fields_that_the_table_had_when_the_sink_began() -> None:
@@ -185,7 +191,7 @@ def test_both_modes_of_cloudevents_are_one_row(db: Database, name: str) -> None:
     structured = json.dumps(EVENT | {"tenant": "x", "data": data}).encode()
     kind = "application/cloudevents+json; charset=UTF-8"
     headers: list[tuple[str, Any]] = [(f"ce_{k}", v.encode()) for k, v in (EVENT | {"id": "b2", "tenant": "x"}).items()]
-    json_headers = [*headers, ("content-type", b"application/json")]
+    json_headers = [*headers, ("content-type", b" Application/JSON")]
     other = [("ce_id", b"c3") if k == "ce_id" else (k, v) for k, v in headers]
     plain = [(k, v.replace(b"b2", b"f6")) for k, v in headers]
     flow = {"format": "cloudevents", "fields": whole}
@@ -198,7 +204,7 @@ def test_both_modes_of_cloudevents_are_one_row(db: Database, name: str) -> None:
         message(b"\0\1", headers=[*other, ("Content-Type", b"application/octet-stream")]),
         message(structured.replace(b"a1", b"d4")),  # a producer that sends no headers
         message(None, headers=[(k, v.replace(b"b2", b"e5")) for k, v in headers]),
-        message("plain ä".encode(), headers=[*plain, ("content-type", b"text/plain")]),
+        message("plain ä".encode("latin-1"), headers=[*plain, ("content-type", b"Text/Plain; charset=ISO-8859-1")]),
     )
     found = rows(db, name, "id, source, type, time, tenant, data, data_base64")
     same = ("/shop", "paid", datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), "x")
@@ -223,6 +229,7 @@ def test_both_modes_of_cloudevents_are_one_row(db: Database, name: str) -> None:
         (b"x", [("content-type", b"application/cloudevents+avro")], "are not read"),
         (b"no json", [("ce_specversion", b"1.0"), ("ce_id", b"1")], "malformed|invalid"),
         (b"\xff", [("ce_specversion", b"1.0"), ("content-type", b"text/plain")], "utf-8"),
+        (b"x", [("ce_specversion", b"1.0"), ("content-type", b"text/plain; charset=x-nope")], "unknown charset"),
     ],
 )
 def test_what_is_no_cloudevent_is_refused(value: bytes, headers: Any, said: str, db: Database, name: str) -> None:

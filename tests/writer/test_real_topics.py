@@ -451,6 +451,14 @@ def test_nul_can_be_taken_out_of_text_and_json(work: Connection, make_table: Mak
         stored(work, table, b'{"a":"x\\u0000y"}')
 
 
+@pytest.mark.parametrize("value", ["1_700_000_000", "\u0661\u0667"])
+def test_a_text_that_postgres_takes_for_no_number_is_no_time(
+    value: str, work: Connection, make_table: MakeTable
+) -> None:
+    with pytest.raises(BadRow, match="column t"):
+        stored(work, make_table("(t timestamptz)"), {"t": value}, decoder=JsonDecoder(epoch={"t": "s"}))
+
+
 ADVICE: list[tuple[str, str, str]] = [
     ("timestamptz", "1767225600000", 'epoch = { v = "ms" }'),
     ("timestamptz", '"2026-01-02T03:04:05"', 'naive_timestamps="utc"'),

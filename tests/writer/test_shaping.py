@@ -52,6 +52,20 @@ def test_names_with_dots_of_their_own_are_found_by_filters_and_dropped(
     assert rows(db, name) == [(0, "shop", {"n": 0}), (2, "shop", {"n": 2})]
 
 
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("kind", ["jsonb", "json"])
+def test_a_partial_update_keeps_what_the_rest_has(db: Database, name: str, kind: str, at_once: int) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, name text, more {kind})")
+    flow = {"mode": "upsert", "missing": "keep", "rest": "more"}
+    sent = [{"id": 1, "name": "a", "vat": "V1", "n": 1}, {"id": 1, "name": "b"}, {"id": 2}, {"id": 1, "n": 2}]
+    messages = [message(value, offset=i) for i, value in enumerate(sent)]
+    for start in range(0, len(messages), at_once):
+        write(db, name, flow, *messages[start : start + at_once])
+    assert rows(db, name) == [(1, "b", {"vat": "V1", "n": 2}), (2, None, {})]
+    write(db, name, {**flow, "missing": None}, message({"id": 1, "name": "c", "x": 1}))
+    assert rows(db, name)[0] == (1, "c", {"x": 1}), "a whole row"
+
+
 @pytest.mark.parametrize("option", ["where", "where_not"])
 def test_a_filter_does_not_decide_by_a_value_that_the_source_left_out(db: Database, name: str, option: str) -> None:
     db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, body text)")

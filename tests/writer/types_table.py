@@ -240,7 +240,7 @@ TYPES = [
     ),
     Row(
         columns="all others: `money`, `bit`, `macaddr`, `xml`, `tsvector`, `point`, types of extensions, ...",
-        json="text as Postgres reads it, for `money` by `lc_monetary`; numbers; of an extension lists and objects, too",
+        json="text as Postgres reads it, for `money` by `lc_monetary` and rounded; numbers; of an extension lists and objects, too",
         python="text, numbers",
         refused="a fraction for `money`, which rounds; a number for `bit`; what Postgres refuses",
         values={"bit(3)": [('"101"', "101")], "macaddr": [('"08:00:2b:01:02:03"', "08:00:2b:01:02:03")], "tsvector": [("\"'a' 'b'\"", "'a' 'b'")], "point": [('"(1,2)"', "(1,2)")], "xid8": [("5", "5")], "money": [("-12", "-$12.00"), ("12.00", "$12.00")]},

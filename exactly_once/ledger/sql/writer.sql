@@ -126,7 +126,7 @@ WITH doomed AS (
     SELECT s.*
     FROM {table} t JOIN {source} AS s ON {same}
     {lock})
-DELETE FROM {table} t USING doomed AS s WHERE {same}
+DELETE FROM {table} t USING doomed AS s WHERE {same} RETURNING s.ordinal
 
 -- name: find_rows
 -- Tell which keys have a row; the lock keeps it until the transaction ends.
