@@ -38,7 +38,7 @@ def name_of(path: Path) -> str:
     """
     with path.open("rb") as file:
         status, first = os.fstat(file.fileno()), file.readline()
-    place = f"{path.resolve()}:{status.st_dev}:{status.st_ino}:".encode()
+    place = f"{path.resolve()}:{status.st_ino}:".encode()
     return f"{path.name}-{blake2b(place + first, digest_size=16).hexdigest()}"
 
 

@@ -212,8 +212,8 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         """Release several messages."""
         with self._lock:
             for key in keys:
-                # The retry of one without a reference may come after a higher number, and is no duplicate then.
-                self._change("release", (key[:2],), keeps_absent=key.previous is None and not self._dense)
+                # Its retry may come after a higher number that named no reference, and is no duplicate then.
+                self._change("release", (key[:2],), keeps_absent=not self._dense)
 
     def unseen(self, chain: str) -> list[tuple[Any, Any]]:
         """Return the intervals of a chain, lowest first: both ends belong to them where numbers are ints."""

@@ -137,6 +137,9 @@ class Batch:
     #
     # No entry: one call, without a callback.
     callbacks: dict[int, list[Callback | None]] = field(init=False, default_factory=dict)
+    # Where identities are, of as many of them as are counted: none until a call attaches to one.
+    places: dict[Any, int] = field(init=False, default_factory=dict)
+    counted: int = field(init=False, default=0)
     # Of which an earlier attempt may be in the log.
     resent: set[int] = field(init=False, default_factory=set)
     # Whether somebody waits for one of them: then reports are settled before all are there.
@@ -170,6 +173,13 @@ class Batch:
             held = Interest()
             self.interest = weakref.ref(held)
         return held
+
+    def place_of(self, identity: Any) -> int:
+        """Return the place of the last message of an identity: one before it may have failed. Under the lock."""
+        for place in range(self.counted, len(self.identities)):
+            self.places[self.identities[place]] = place
+        self.counted = len(self.identities)
+        return self.places[identity]
 
     def callback_of(self, place: int) -> Callback:
         """Return what the client calls with the report of a message."""
@@ -507,8 +517,14 @@ class TopicPublisher:
 
     def undo(self, batch: Batch, places: Sequence[int]) -> None:
         """Undo the reservations of messages that the client did not take."""
-        self.filter.release_many([batch.identities[place] for place in places])
-        self.let_go(batch, places, Outcome.NOT_PERSISTED)
+        try:
+            self.filter.release_many([batch.identities[place] for place in places])
+        except (psycopg.Error, FilterUnavailable) as error:
+            self._log_waiting("outcomes on %r wait for the filter's store: %s", error)
+            self._owe(Outcome.NOT_PERSISTED, batch, places)
+            self._tell(Outcome.NOT_PERSISTED, batch, places, is_raised=True)
+        else:
+            self.let_go(batch, places, Outcome.NOT_PERSISTED)
 
     def let_go(self, batch: Batch, places: Sequence[int], outcome: Outcome) -> None:
         """Settle messages that were never handed to the client; their caller is told by what ``produce`` does."""
@@ -587,15 +603,18 @@ class TopicPublisher:
         del batch.reported[: len(places)]
 
     def _take(self, outcome: Outcome, batch: Batch, places: Sequence[int]) -> None:
-        if not places:
-            return
+        if places:
+            self._owe(outcome, batch, places)
+            self._to_tell.append((outcome, batch, places))
+
+    def _owe(self, outcome: Outcome, batch: Batch, places: Sequence[int]) -> None:
+        """Have the filter told; until then nobody sends these again."""
         if outcome is Outcome.NOT_PERSISTED and not batch.resent.isdisjoint(places):
             # An earlier attempt may be in the log: released it is unknown, and absent if that is done twice.
             self._due[Outcome.UNKNOWN].append((batch, [place for place in places if place in batch.resent]))
             self._due[outcome].append((batch, [place for place in places if place not in batch.resent]))
         else:
             self._due[outcome].append((batch, places))
-        self._to_tell.append((outcome, batch, places))
 
     def _may_go(self, batch: Batch, place: int, state: State) -> bool:
         """Tell whether a message that is not new is sent nevertheless; settle it if not."""
@@ -622,8 +641,7 @@ class TopicPublisher:
     def _attach(self, identity: Any, callback: Callback | None) -> Delivery:
         """Attach a call to the message of the same identity that is in flight."""
         batch = self.in_flight[identity]
-        # The last one: one before it may have failed.
-        place = len(batch.identities) - 1 - batch.identities[::-1].index(identity)
+        place = batch.place_of(identity)
         self.attached += 1
         self._log_skipped(identity, "is being sent already")
         if batch.outcome(place) is _PENDING:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 16
+# A key of memcached has 250 characters, of which a slot's number needs up to 20.
+_PREFIX = 230
+_LONGEST_LEASE = 30 * 24 * 3600
 _OPEN = frozenset((KeyState.IN_FLIGHT, KeyState.RESENT))
 _MISSING = object()
 # What a released slot holds in memcached, as in the original: a delete could not be compared.
@@ -72,6 +75,13 @@ class SharedSlotFilter(Filter[GivenKey]):
     ) -> None:
         if slots < 1:
             raise ConfigurationError(f"slots={slots!r} must be positive")
+        if len(prefix) > _PREFIX or not all("!" <= character <= "~" for character in prefix):
+            raise ConfigurationError(f"prefix={prefix!r}: memcached takes up to {_PREFIX} ASCII characters, no blanks")
+        if type(lease_seconds) is not int or not 0 < lease_seconds <= _LONGEST_LEASE:
+            raise ConfigurationError(
+                f"lease_seconds={lease_seconds!r} must be whole and from 1 to {_LONGEST_LEASE} (30 days): memcached "
+                "takes more for a date"
+            )
         if on_unavailable not in ("raise", "treat_as_new"):
             raise ConfigurationError(f"on_unavailable={on_unavailable!r} is not possible; raise or treat_as_new")
         try:

@@ -91,8 +91,6 @@ class Publisher:
         self._dedup = dedup
         self._topics: dict[str, TopicPublisher] = {}
         self._opening = threading.Lock()
-        # The topic of a filter that was given itself, and not made for each topic.
-        self._bound: str | None = None
         # Callbacks that are to be called, with what they are told.
         self.calls: deque[Call] = deque()
         self._closed = False
@@ -400,16 +398,15 @@ class Publisher:
             made: AnyFilter
             if not (is_on and options.get("enabled", True)):
                 made = NoFilter()
-            elif isinstance(self._dedup, Filter):
-                if self._bound not in (None, name):
-                    raise ConfigurationError(
-                        f"dedup= is one filter and already serves {self._bound!r}: the same key on {name!r} would be "
-                        "taken for a duplicate. Give a function that makes a filter for each topic: "
-                        "dedup=lambda topic: ..."
-                    )
-                made = self._dedup
             else:
-                made = self._dedup(name)
+                made = self._dedup if isinstance(self._dedup, Filter) else self._dedup(name)
+            others = [t.topic for t in self._topics.values() if t.filter is made]
+            if others and made.takes in ("dedup_key", "chain"):  # numbers see to that themselves
+                raise ConfigurationError(
+                    f"dedup= gives one filter, which already serves {others[0]!r}: the same key on {name!r} would be "
+                    "taken for a duplicate. Give a function that makes a filter for each topic: "
+                    "dedup=lambda topic: WindowFilter(...)"
+                )
             for owner in getattr(made, "owners", (getattr(made, "owner", None),)):
                 self._check_owner(owner)
             if isinstance(made, SequenceFilter):
@@ -417,8 +414,6 @@ class Publisher:
                     if options.get("recover", True):
                         is_transactional = self._fence_predecessor()
                         log = self._recovered(name, made, is_fenced=is_transactional)
-            if made is self._dedup:
-                self._bound = name
             topic = self._topics[name] = TopicPublisher(self, name, made, log, is_transactional=is_transactional)
             return topic
 

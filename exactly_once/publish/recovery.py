@@ -94,6 +94,11 @@ class SequenceLog:
     _log: Log = field(init=False, default=Log(None, None, is_compacted=False, replicas=1, lag_seconds=0))
     # How many messages were acknowledged since the last snapshot.
     _fresh: int = field(init=False, default=0)
+    # Ends of what was acknowledged, which become positions when all numbers up to ``_until`` are settled: one that is
+    # on its way may stand below them, and is not in the filter. Those that come meanwhile wait for their turn.
+    _held: dict[Partition, int] = field(init=False, default_factory=dict)
+    _until: int = field(init=False, default=-1)
+    _next: dict[Partition, int] = field(init=False, default_factory=dict)
 
     def recover(self) -> int:
         """Load the snapshot, read the topic from there, fill the filter; return how many messages were read.
@@ -156,20 +161,31 @@ class SequenceLog:
 
     def confirmed(self, messages: Iterable[Message]) -> None:
         """Take note of acknowledged messages; every so many of them a snapshot is made."""
-        fresh: dict[int | None, int | None] = {}
         for message in messages:
             self._fresh += 1
-            fresh[message.partition()] = message.offset()
-        if self.sequences.has_unknown():
-            return  # one of the doubtful ones may stand below these offsets, and is not in the filter
-        self.positions.update({Partition(self.topic, n or 0): (offset or 0) + 1 for n, offset in fresh.items()})
+            partition, end = Partition(self.topic, message.partition() or 0), (message.offset() or 0) + 1
+            self._next[partition] = max(self._next.get(partition, 0), end)
+        self._advance()
         if self._fresh >= self.every:
             self.save()
+
+    def _advance(self) -> None:
+        """Let positions rise to what is held, if that is due, and then to what came meanwhile."""
+        for _ in range(2):
+            if not self._held:
+                self._held, self._next = self._next, {}
+                self._until = self.sequences.last_pushed
+            if not self._held or not self.sequences.is_settled(self._until):
+                return
+            for partition, end in self._held.items():
+                self.positions[partition] = max(self.positions.get(partition, 0), end)
+            self._held = {}
 
     def save(self, *, is_clean: bool = False) -> None:
         """Make a snapshot now; a clean one after everything that was sent was answered."""
         if self.store is None:
             return
+        self._advance()
         persisted, above = self.sequences.dump()
         content = {
             "cluster": self._log.cluster_id,

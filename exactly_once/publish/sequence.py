@@ -141,6 +141,19 @@ class SequenceFilter(MemoryFilter[int, int]):
         with self._lock:
             return bool(self._unknown or self._resent)
 
+    def is_settled(self, number: int) -> bool:
+        """Tell whether of all numbers up to this one none is in flight or unknown."""
+        with self._lock:
+            kept = range(self._head, len(self._numbers))
+            first = next((self._numbers[n] for n in kept if self._numbers[n] in self._open), None)
+            return first is None or first > number
+
+    @property
+    def last_pushed(self) -> int:
+        """The highest number that was ever pushed, failed or not; -1 if there is none."""
+        with self._lock:
+            return self._last_pushed()
+
     @property
     def persisted(self) -> int:
         """The number up to which everything pushed is in the log; -1 if there is none."""

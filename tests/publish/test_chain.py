@@ -313,3 +313,28 @@ def test_what_was_in_flight_belongs_to_the_snapshot(options: dict[str, Any]) -> 
     assert states == [DUPLICATE, UNKNOWN, UNKNOWN, NEW, DUPLICATE]
     assert again.reserve(Link("another", 7)) is UNKNOWN
     assert again.reserve(Link("chain", 6)) is NEW
+
+
+@pytest.mark.parametrize(("reference", "restarts"), [(None, 0), (5, 0), (None, 1), (5, 1)])
+def test_a_message_that_failed_is_new_behind_a_higher_one_that_named_none(reference: int | None, restarts: int) -> None:
+    links = ChainFilter()
+    links.confirm(Link("c", 5, previous=4))
+    failed, overtaker = Link("c", 8, previous=reference), Link("c", 9)
+    assert links.reserve_many([failed, overtaker]) == [State.NEW, State.NEW]
+    links.release(failed)
+    if restarts:
+        saved, links = links.to_bytes(), ChainFilter()
+        links.load_bytes(saved)
+    links.confirm(overtaker)
+    assert links.reserve(failed) is State.NEW
+    links.confirm(failed)
+    assert links.reserve(failed) is State.DUPLICATE
+
+
+def test_a_message_that_fails_behind_a_higher_one_is_new() -> None:
+    links = ChainFilter()
+    links.confirm(Link("c", 5, previous=4))
+    links.reserve(slow := Link("c", 8, previous=5))
+    links.confirm(Link("c", 9))
+    links.release(slow)
+    assert links.reserve(slow) is State.NEW

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from exactly_once.publish import (
     WindowFilter,
 )
 from exactly_once.publish.delivery import Batch
+from exactly_once.publish.filter import NoFilter
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
 from exactly_once.publish.recovery import SequenceLog
 from tests.support.topics import create_topic
@@ -360,6 +362,58 @@ def test_a_filter_of_numbers_serves_one_topic() -> None:
     with pytest.raises(ConfigurationError, match="serves producer 'a' in 't'; give 'a' in 'other' one of its own"):
         producer.last_sequence_id("other")
     producer.close()
+
+
+@pytest.mark.parametrize("takes", ["dedup_key", "chain"])
+def test_one_filter_that_is_given_for_two_topics_is_refused(takes: str) -> None:
+    """The same key on two topics is two messages: the second one was never sent."""
+    shared: Any = WindowFilter(keys=10) if takes == "dedup_key" else ChainFilter()
+    producer = DedupProducer(NOWHERE, dedup=lambda _: shared)
+    assert producer.filter_of("t") is shared
+    with pytest.raises(ConfigurationError, match="already serves 't': the same key on 'other'"):
+        producer.filter_of("other")
+    producer.close()
+    none = NoFilter()
+    with DedupProducer(NOWHERE, dedup=lambda _: none) as without:
+        assert without.filter_of("t") is without.filter_of("other")
+
+
+class Away(WindowFilter):
+    """A filter whose store is away when a reservation is undone; a real one would have to fail at just that moment."""
+
+    is_away = True
+
+    def release_many(self, keys: Iterable[Any]) -> None:
+        if self.is_away:
+            raise FilterUnavailable("as without a network")
+        super().release_many(keys)
+
+
+def test_a_message_that_was_not_handed_over_can_be_sent_again_when_the_store_is_back() -> None:
+    """The client's queue is full while the filter's store is away: a retry attached to a message that nobody sends."""
+    away = Away(keys=10)
+    producer = DedupProducer({**NOWHERE, "queue.buffering.max.messages": 1}, dedup=away)
+    producer.produce("t", b"1", dedup_key="a")
+    with pytest.raises(BufferError):
+        producer.produce("t", b"2", dedup_key="b")
+    again = producer.produce("t", b"2", dedup_key="b")
+    assert isinstance(again.exception(), NotPersisted), "the store does not know yet that it was not sent"
+    away.is_away = False
+    producer.poll()
+    assert away.reserve("b") is State.NEW
+    assert "b" not in producer._topics["t"].in_flight
+    producer._client.purge()
+    with contextlib.suppress(Undelivered):  # "a", which was never to arrive
+        producer.close(0)
+
+
+def test_a_batch_that_is_sent_again_while_it_is_in_flight_is_attached_to_in_one_pass() -> None:
+    with_places = Batch(DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))._open("t"))
+    with_places.identities += ["a", "b", "a"]
+    assert [with_places.place_of(key) for key in ("a", "b")] == [2, 1]
+    with_places.identities.append("b")
+    assert with_places.place_of("b") == 3
+    with_places.topic.producer.close()  # type: ignore[attr-defined]
 
 
 def test_a_filter_whose_first_topic_could_not_be_opened_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from confluent_kafka import Message
 
 from exactly_once import ConfigurationError
+from exactly_once._model import Partition
 from exactly_once.publish import KeyRefused, LimitReached, SequenceFilter, State
 from exactly_once.publish import filter as base
 from exactly_once.publish import sequence as module
+from exactly_once.publish.recovery import SequenceLog
+from exactly_once.publish.snapshot import unpack
 
 NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
 
@@ -262,3 +266,43 @@ def test_what_is_interrupted_at_any_line_is_done_by_the_next_attempt(
         made.confirm(10)
         assert made.persisted == 10, line
     assert line > 3, "nothing was interrupted"
+
+
+class Kept:
+    """A store in memory."""
+
+    data = b""
+
+    def load(self) -> bytes | None:
+        return self.data or None
+
+    def save(self, data: bytes) -> None:
+        self.data = data
+
+
+def test_a_snapshot_does_not_go_past_a_message_that_is_on_its_way() -> None:
+    """What is acknowledged later may stand below what was acknowledged first, and a killed producer reads on there."""
+    numbers, kept = SequenceFilter(), Kept()
+    log = SequenceLog({}, "t", numbers, producer="p", store=kept, every=1)
+
+    def acknowledged(number: int, offset: int) -> None:
+        numbers.confirm(number)
+        log.confirmed([Message(topic="t", partition=0, offset=offset, value=b"")])
+
+    numbers.reserve_many([0, 1, 2])
+    acknowledged(2, 12)
+    assert log.positions == {}
+    numbers.reserve_many([3])
+    acknowledged(0, 10)
+    acknowledged(1, 11)
+    assert log.positions == {Partition("t", 0): 13}, "all that was on its way with 2 is known"
+    acknowledged(3, 13)
+    assert log.positions == {Partition("t", 0): 14}
+    numbers.reserve_many([4, 5])
+    numbers.mark_unknown(4)
+    acknowledged(5, 15)
+    assert log.positions == {Partition("t", 0): 14}
+    numbers.release(4)
+    log.save()
+    assert log.positions == {Partition("t", 0): 16}
+    assert unpack("sequences of a producer", kept.data)["positions"] == [[0, 16]]

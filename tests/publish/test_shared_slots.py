@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -209,3 +210,13 @@ def test_to_close_waits_for_one_command_and_not_for_a_batch() -> None:
 def test_options_that_cannot_be_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         SharedSlotFilter(("nowhere", 1), prefix="", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prefix": "my orders"}, {"prefix": "größe"}, {"prefix": "x" * 231}]
+    + [{"prefix": "p", "lease_seconds": seconds} for seconds in (-5, 0, 0.5, 10**8)],
+)
+def test_what_memcached_cannot_keep_is_refused_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="memcached takes"):
+        SharedSlotFilter(("127.0.0.1", 1), slots=16, **options)

@@ -96,8 +96,18 @@ class Container:
         docker("restart", "--time", "30", self.name)
 
     def pause(self) -> None:
-        """Freeze everything in it."""
-        docker("pause", self.name)
+        """Freeze everything in it; on a busy machine the kernel may give up, and then nothing is frozen."""
+
+        def is_paused() -> bool:
+            try:
+                docker("pause", self.name)
+            except RuntimeError as error:
+                if "unable to freeze" not in str(error):
+                    raise
+                return False
+            return True
+
+        until(is_paused, 60, f"{self.name} to be frozen")
 
     def unpause(self) -> None:
         """Let it go on."""
