@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -36,6 +37,9 @@ _DEMO_EXTRA = "pip install 'kafka-exactly-once[demo]'"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse itself exits with 2 on a wrong command line."""
     given = sys.argv[1:] if argv is None else list(argv)
+    # What the terminal's encoding lacks is escaped, as on stderr: what was done must not end as an error.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     # Of the commands only the one that is named is imported: others need extras, and take their time.
     named = given[0] if given and given[0] in COMMANDS else None
     args = argparse.Namespace()

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             )
         cluster = open_cluster(settings) if settings.bootstrap_servers else None
         # At offsets that the log does not have the new side would stop, or start elsewhere.
-        for line in beside_logs(rows, cluster) if cluster is not None else ():
+        for line in beside_logs(rows, cluster, settings.schema) if cluster is not None else ():
             if line.problem is not None:
                 raise CommandError(f"{line.stored.place} of group {group_id!r}: {line.problem}")
         owned = [row for row in rows if row.owned and row.owner_kind != args.to]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+import psycopg
+
 from exactly_once.ledger import migrate as schemas
 from exactly_once.ledger.session import address
 from exactly_once.ledger.sql import grants
 
 from . import options, output
-from .problems import UsageError
+from .problems import CommandError, UsageError
 from .servers import open_database
 
 _ROLE = "exactly_once_worker"  # of the statements that --sql prints, where --role names no other
@@ -46,7 +48,13 @@ def run(args: argparse.Namespace) -> int:
         where = address(session.connection)
         # One transaction for both: grants given at the same time by two processes would collide.
         with session.connection.transaction():
-            ran = schemas.migrate(session.connection, settings.schema)
+            try:
+                ran = schemas.migrate(session.connection, settings.schema)
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise CommandError(
+                    f"{error.diag.message_primary}: who migrates needs CREATE ON DATABASE, or owns the schema; or "
+                    "give `exactly-once migrate --sql` to somebody who may run it"
+                ) from error
             if args.role is not None:
                 session.connection.execute(grants(settings.schema, args.role))
     done = f"ran migration{'s' if len(ran) > 1 else ''} {', '.join(map(str, ran))}"

@@ -31,6 +31,8 @@ _IN_KAFKA = {"bootstrap_servers": "bootstrap.servers", "group_id": "group.id"}
 # Settings of confluent-kafka that are functions: a file cannot hold one, and a command needs none of these.
 _CALLBACKS = ("error_cb", "stats_cb", "throttle_cb", "on_commit", "on_delivery", "partitioner_callback", "logger")
 # Too many rather than too few: a value that is hidden without need costs nothing.
+# A shorter one, such as a piece of a password, stands in every sentence: hiding it would show it.
+_SHORTEST = 4
 _SECRET_KEY = re.compile(r"password|passphrase|secret|token|jaas|oauthbearer\.config|key\.pem|private\.key")
 
 EPILOG = f"""\
@@ -216,4 +218,4 @@ def _secrets(conninfo: str | None, kafka: Mapping[str, Any]) -> frozenset[str]:
         if password := re.match(r"\w+://[^:/@]*:(.*)@", conninfo):
             pieces = {password[1], *re.split(r"[@/?#:]", password[1])}
             found |= pieces | {unquote(piece) for piece in pieces}
-    return frozenset(found - {""})
+    return frozenset(text for text in found if len(text) >= _SHORTEST)

@@ -159,7 +159,7 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
     if cluster and found is None:
         raise CommandError(
             f"there is no topic {topic!r} on {settings.bootstrap_servers}: look at --topic and the servers"
-            + (f"; if it is gone for good: {forget_command(topic)}" if stored else "")
+            + (f"; if it is gone for good: {forget_command(group_id, topic, settings.schema)}" if stored else "")
         )
     # Which were there before all rows of the topic were deleted: each may be made again by itself.
     _, had = (set(), set()) if stored else Ledger(session, group_id=group_id, owner_kind="consumer").known([topic])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -60,9 +61,10 @@ class Stored:
         return "; ".join(filter(None, (fences, goes_on))) or None
 
 
-def forget_command(topic: str) -> str:
-    """Return what ends the trouble with partitions that are gone for good."""
-    return f"exactly-once reset --topic {topic} --forget"
+def forget_command(group_id: str, topic: str, schema: str) -> str:
+    """Return what ends the trouble with partitions that are gone for good, as a shell takes it."""
+    where = [] if schema == schemas.DEFAULT_SCHEMA else ["--schema", schema]
+    return shlex.join(["exactly-once", "reset", "--group-id", group_id, *where, "--topic", topic, "--forget"])
 
 
 class Log(NamedTuple):

@@ -212,7 +212,7 @@ def look(session: Session, settings: options.Settings, connect: Callable[[], Com
     lines = [Line(row) for row in rows]
     try:
         if settings.bootstrap_servers:
-            lines = beside_logs(rows, connect())
+            lines = beside_logs(rows, connect(), settings.schema)
     except BrokerUnreachable as error:
         unreachable = error  # what the database knows is shown all the same
     of_group = {name: list(found) for name, found in groupby(lines, lambda line: line.stored.group_id)}
@@ -298,7 +298,7 @@ def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
     return found + report.halted_queries
 
 
-def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
+def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> list[Line]:
     """Put rows beside their logs in this cluster, and name what does not fit."""
     ours = [row for row in rows if row.cluster_id in (None, cluster.cluster_id)]
     topics = cluster.topics(sorted({row.topic for row in ours}))
@@ -308,7 +308,7 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster) -> list[Line]:
     lines = []
     for row in rows:
         topic, log = topics.get(row.topic), logs.get(row.place)
-        problem, mend = None, f"; if it is for good: {forget_command(row.topic)}"
+        problem, mend = None, f"; if it is for good: {forget_command(row.group_id, row.topic, schema)}"
         if row.cluster_id not in (None, cluster.cluster_id):
             # A topic of that name may be here as well: its log is another one.
             log, problem = None, f"belongs to cluster {row.cluster_id}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import psycopg
 from psycopg import sql
 
@@ -13,8 +15,10 @@ from .sql import grants, latest, migrations, query
 # The version of the schema that this release was written for.
 VERSION = latest()
 
+DEFAULT_SCHEMA = "exactly_once"
 
-def migrate(connection: Connection, schema: str = "exactly_once") -> list[int]:
+
+def migrate(connection: Connection, schema: str = DEFAULT_SCHEMA) -> list[int]:
     """Bring the schema up to date in one transaction; return the migrations that ran.
 
     Safe to run from any number of processes at once. ``connection`` must be in autocommit mode.
@@ -36,14 +40,14 @@ def migrate(connection: Connection, schema: str = "exactly_once") -> list[int]:
     return list(todo)
 
 
-def as_sql(schema: str = "exactly_once", role: str = "exactly_once_worker") -> str:
+def as_sql(schema: str = DEFAULT_SCHEMA, role: str = "exactly_once_worker") -> str:
     """Return everything that a new schema needs as text: DDL, then the grants for a worker's role."""
     create = query("create_schema", schema) + sql.SQL(";")
     parts = [create, *migrations(schema).values(), grants(schema, role)]
     return "\n\n".join(part.as_string(None).strip() for part in parts) + "\n"
 
 
-def check(connection: Connection, schema: str = "exactly_once") -> None:
+def check(connection: Connection, schema: str = DEFAULT_SCHEMA) -> None:
     """Refuse a schema that this release cannot work with.
 
     :raises SchemaTooOld: when it is missing or behind; ``exactly-once migrate`` mends it.
@@ -52,9 +56,11 @@ def check(connection: Connection, schema: str = "exactly_once") -> None:
     found = _installed(cursor_on(connection), schema)
     if found is None or found[0] < VERSION:
         stored = "there is none" if found is None else f"version {found[0]} is there"
+        where = "" if schema == DEFAULT_SCHEMA else f" --schema {shlex.quote(schema)}"
+        other = "; if the ledger is in another schema, pass its name" if found is None else ""
         raise SchemaTooOld(
             f"schema {schema!r} in {address(connection)}: {stored}, this release needs version {VERSION}. "
-            "Run: exactly-once migrate --conninfo ..., or pass migrate=True"
+            f"Run: exactly-once migrate --conninfo ...{where}, or pass migrate=True{other}"
         )
     _refuse_too_new(connection, schema, found)
 

@@ -26,6 +26,7 @@ from psycopg import adapt, sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import Row, RowFactory, tuple_row
+from psycopg.types.string import BytesBinaryDumper
 
 from exactly_once._log import about
 from exactly_once._redaction import without_secrets
@@ -73,6 +74,19 @@ _NOT_YOURS = {
 _USES = ("cursor", "transaction", "pipeline")
 # How psycopg converts values by itself: a copy, which is not changed by what is registered later.
 _ADAPTERS = adapt.AdaptersMap(psycopg.adapters)
+
+
+class _Hexadecimal(adapt.Dumper):
+    """Writes bytes in lists: libpq would double backslashes where standard_conforming_strings is off."""
+
+    oid = psycopg.adapters.types["bytea"].oid
+
+    def dump(self, obj: Any) -> bytes:
+        return b"\\x" + bytes(obj).hex().encode()
+
+
+_ADAPTERS.register_dumper(bytes, _Hexadecimal)
+_ADAPTERS.register_dumper(bytes, BytesBinaryDumper)  # by itself a value goes as it is
 # The server's own function that warns: its text depends on ``lc_messages``, and SQLSTATE 01000 is any warning.
 _WAITS_FOR_STANDBY = "SyncRepWaitForLSN"
 # Where a connection that is lent keeps what was set on it before, by tracing say.

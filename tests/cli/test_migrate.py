@@ -236,3 +236,21 @@ def test_a_newer_schema_that_this_release_still_reads_is_taken(
     admin.execute(sql.SQL("UPDATE {}.version SET version = 99").format(sql.Identifier(schema)))
     assert command("status", "--conninfo", postgres_conninfo, "--schema", schema).code == 0
     assert command("migrate", "--conninfo", postgres_conninfo, "--schema", schema).code == 0
+
+
+def test_who_may_not_make_a_schema_is_told_what_migrating_needs(
+    command: Command, worker_conninfo: str, schema: str
+) -> None:
+    refused = command("migrate", "--conninfo", worker_conninfo, "--schema", schema)
+    assert refused.code == 1
+    assert "who migrates needs CREATE ON DATABASE" in refused.err
+
+
+def test_a_schema_that_is_not_there_is_named_in_the_remedy(
+    command: Command, postgres_conninfo: str, schema: str
+) -> None:
+    odd = f"{schema} Led-ger"
+    refused = command("status", "--conninfo", postgres_conninfo, "--schema", odd)
+    assert refused.code == 1
+    assert f"exactly-once migrate --conninfo ... --schema '{odd}'" in refused.err
+    assert "if the ledger is in another schema" in refused.err

@@ -213,3 +213,10 @@ def test_the_settings_show_no_secret_in_their_repr(tmp_path: Path) -> None:
 )
 def test_what_looks_like_a_password_is_hidden_without_knowing_it(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
+
+
+def test_short_pieces_of_a_password_do_not_make_the_remedy_unreadable(command: Command) -> None:
+    shown = command("status", "--conninfo", "postgresql://u:p@ss@w@127.0.0.1:1/x")
+    assert shown.code == 2
+    assert "the host, the port or the database" in shown.err
+    assert "p@ss@w" not in shown.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -132,7 +133,7 @@ def test_one_topic_that_is_gone_does_not_hide_the_others(
     result = operate("status", "--json")
     assert result.code == 0
     found = [(p["topic"], p["problem"], p["lag"]) for p in result.partitions]
-    problem = f"the topic is gone; if it is for good: exactly-once reset --topic {doomed} --forget"
+    problem = f"the topic is gone; if it is for good: exactly-once reset --group-id {name} --topic {doomed} --forget"
     assert found == [(doomed, problem, None), (consumed, None, 0), (consumed, None, 0)]
 
 
@@ -142,7 +143,8 @@ def test_an_offset_beyond_the_log_and_a_partition_that_is_not_there_are_problems
     db.execute("UPDATE exactly_once.ledger SET next_offset = 99 WHERE group_id = %s AND partition = 0", (name,))
     db.execute("INSERT INTO exactly_once.ledger (group_id, topic, partition) VALUES (%s, %s, 5)", (name, consumed))
     found = {p["partition"]: p["problem"] for p in operate("status", "--json").partitions}
-    problem = f"the topic has no such partition; if it is for good: exactly-once reset --topic {consumed} --forget"
+    mend = f"exactly-once reset --group-id {name} --topic {consumed} --forget"
+    problem = f"the topic has no such partition; if it is for good: {mend}"
     assert found == {0: "beyond the log end", 1: None, 5: problem}
 
 
@@ -349,3 +351,13 @@ def test_watching_shows_what_changes_and_outlives_the_database(conninfo: str, co
 def test_ages_are_told_in_their_largest_unit() -> None:
     told = [ago(seconds) for seconds in (None, -0.1, 1.25, 60, 5400, 200_000)]
     assert told == [None, "0.0 s ago", "1.2 s ago", "1.0 min ago", "1.5 h ago", "2.3 d ago"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_cannot_show_is_escaped_and_no_error(encoding: str, conninfo: str, db: Db, name: str) -> None:
+    group = f"größe → {name}"
+    db.execute("INSERT INTO exactly_once.ledger (group_id, topic, partition) VALUES (%s, 'tä', 0)", (group,))
+    command = [sys.executable, "-m", "exactly_once", "status", "--conninfo", conninfo, "--group-id", group]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\u2192" in done.stdout

@@ -17,7 +17,7 @@ from exactly_once import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
 from exactly_once._model import Advance, OwnerKind, Partition, Row
 from exactly_once.kafka.admin import Cluster
 from exactly_once.ledger.rows import Ledger
-from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.session import Session, connector, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.ledger.start import StartOffsets
 from tests.support.seeds import first_seed
@@ -605,3 +605,13 @@ def test_moves_to_the_end_of_a_log_are_guarded_like_a_unit(make_owner: MakeOwner
     assert raised.value.sqlstate == "EO001"
     owner.move_to_ends([to(rows[0], 9)], lock_seconds=1)
     assert [row.next_offset for row in owner.read(partitions)] == [9, 7]
+
+
+@pytest.mark.parametrize("standard", ["on", "off"])
+def test_bytes_in_lists_are_kept_whatever_the_server_makes_of_backslashes(conninfo: str, standard: str) -> None:
+    """As header values of dead letters, and keys of claims and windows."""
+    given = [b"\x00\xfe", b"\\x41", b"", None]
+    options = f"-c standard_conforming_strings={standard}"
+    with psycopg.connect(conninfo, options=options) as connection:
+        assert cursor_on(connection).execute("SELECT %s::bytea[]", (given,)).fetchone() == (given,)
+        assert cursor_on(connection).execute("SELECT %s", (given[0],)).fetchone() == (given[0],)
