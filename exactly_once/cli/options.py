@@ -30,9 +30,9 @@ _ENVIRONMENT = {key: f"EXACTLY_ONCE_{key.upper()}" for key in ("bootstrap_server
 _IN_KAFKA = {"bootstrap_servers": "bootstrap.servers", "group_id": "group.id"}
 # Settings of confluent-kafka that are functions: a file cannot hold one, and a command needs none of these.
 _CALLBACKS = ("error_cb", "stats_cb", "throttle_cb", "on_commit", "on_delivery", "partitioner_callback", "logger")
-# Too many rather than too few: a value that is hidden without need costs nothing.
-# A shorter one, such as a piece of a password, stands in every sentence: hiding it would show it.
+# A shorter secret, such as a piece of a password, stands in every sentence: hiding it would show it.
 _SHORTEST = 4
+# Too many rather than too few: a value that is hidden without need costs nothing.
 _SECRET_KEY = re.compile(r"password|passphrase|secret|token|jaas|oauthbearer\.config|key\.pem|private\.key")
 
 EPILOG = f"""\
