@@ -192,7 +192,7 @@ class SequenceLog:
             "topic": self.topic,
             "topic id": self._log.topic_id,
             "producer": self.producer,
-            "clean": is_clean and not self.sequences.has_unknown(),
+            "clean": is_clean and self.sequences.is_settled(self.sequences.last_pushed),
             "positions": [[p.number, offset] for p, offset in sorted(self.positions.items())],
             "persisted": persisted,
             "above": above,

@@ -15,7 +15,7 @@ from operator import lt
 from exactly_once.errors import ConfigurationError
 
 from .errors import KeyRefused, LimitReached
-from .filter import Change, KeyState, MemoryFilter, State
+from .filter import MemoryFilter, State
 from .keys import INT64
 
 # So many numbers that are done with are dropped together: one at a time, each would move all that follow.
@@ -43,8 +43,6 @@ class SequenceFilter(MemoryFilter[int, int]):
         self._max_outstanding = max_outstanding
         # Whose numbers these are, and in which topic, once a producer uses it.
         self._serves: tuple[str, str] | None = None
-        # Those of ``_open`` that are sent again, after an attempt that may be in the log.
-        self._resent: set[int] = set()
         self.load(-1, {})
 
     @contextlib.contextmanager
@@ -84,7 +82,6 @@ class SequenceFilter(MemoryFilter[int, int]):
             self._confirmed = set(above)
             self._open.clear()
             self._unknown.clear()
-            self._resent.clear()
 
     def dump(self) -> tuple[int, list[tuple[int, int]]]:
         """Return what :meth:`load` takes, as plain data; what is in flight is none of it."""
@@ -115,8 +112,6 @@ class SequenceFilter(MemoryFilter[int, int]):
             for number in numbers:
                 if number > self._persisted:  # it may have failed, was lost before a restart, or comes out of order
                     self._insert(number)
-            # Before they cease to be unknown: no moment may come in which they are neither.
-            self._resent.update(number for number in numbers if self._open.get(number) is KeyState.UNKNOWN)
             return self._reserve(numbers)
 
     def abandon(self, number: int) -> None:
@@ -136,13 +131,8 @@ class SequenceFilter(MemoryFilter[int, int]):
         with self._lock:
             return bool(self._seen((number,)))
 
-    def has_unknown(self) -> bool:
-        """Tell whether the log may hold a number that counts as not there, also while it is sent again."""
-        with self._lock:
-            return bool(self._unknown or self._resent)
-
     def is_settled(self, number: int) -> bool:
-        """Tell whether of all numbers up to this one none is in flight or unknown."""
+        """Tell whether of all numbers up to this one none may be in the log that counts as not there."""
         with self._lock:
             kept = range(self._head, len(self._numbers))
             first = next((self._numbers[n] for n in kept if self._numbers[n] in self._open), None)
@@ -197,12 +187,6 @@ class SequenceFilter(MemoryFilter[int, int]):
                     self._insert(number)
                     self._confirmed.add(number)
             self._rise()
-        self._resent.difference_update(keys)
-
-    def _change(self, change: Change, keys: Iterable[int], *, keeps_absent: bool = False) -> None:
-        numbers = list(keys)
-        super()._change(change, numbers, keeps_absent=keeps_absent)
-        self._resent.difference_update(numbers)
 
     def _form(self, key: int) -> int:
         return key

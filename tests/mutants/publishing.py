@@ -125,8 +125,14 @@ PUBLISHING = (
         (
             "sequence-doubt",
             "a doubtful number is none while it is sent again, and snapshots pass it: doubles",
-            "self._resent.update(number for number in numbers if self._open.get(number) is KeyState.UNKNOWN)",
-            "pass",
+            "if self._numbers[n] in self._open), None)",
+            "if self._numbers[n] in self._unknown), None)",
+        ),
+        (
+            "sequence-settled",
+            "a snapshot passes a number that is on its way",
+            "return first is None or first > number",
+            "return first is None or first >= number",
         ),
         (
             "sequence-anybody",
@@ -143,7 +149,23 @@ PUBLISHING = (
     ),
     *each(
         "exactly_once/publish/recovery.py",
-        ("tests/publish/test_sequences_on_broker.py::test_the_walk_along_a_log", CRASHES),
+        (
+            "tests/publish/test_sequences_on_broker.py::test_the_walk_along_a_log",
+            f"{SEQUENCE}::test_a_snapshot_does_not_go_past_a_message_that_is_on_its_way",
+            CRASHES,
+        ),
+        (
+            "snapshot-passes",
+            "a snapshot passes a message that is on its way: doubles",
+            "or not self.sequences.is_settled(self._until):",
+            "or False:",
+        ),
+        (
+            "snapshot-waits",
+            "a snapshot waits for none of the messages that are on their way: doubles",
+            "self._until = self.sequences.last_pushed",
+            "self._until = self.sequences.persisted",
+        ),
         (
             "walk-gap",
             "recovery rises over a number that is not in the log: loses",
@@ -172,6 +194,12 @@ PUBLISHING = (
             "the message that a later one named counts as seen: loses",
             "number <= self.uppers[place] else -1",
             "number < self.uppers[place] else -1",
+        ),
+        (
+            "chain-failed",
+            "a message that failed is a duplicate behind a higher one: loses",
+            "keeps_absent=not self._dense",
+            "keeps_absent=False",
         ),
         (
             "chain-jumps",

@@ -19,6 +19,12 @@ WRITING = (
             "new > old)",
         ),
         (
+            "delete-missed",
+            "a delete behind the row that it deletes counts as one that found none",
+            "            if not fate.is_delete_first:\n",
+            "            if False:\n",
+        ),
+        (
             "newest-null",
             "a row without a version overwrites one that has it",
             "return old is None or (new is not None and new >= old)",
@@ -332,6 +338,16 @@ WRITING = (
             "the sum with nothing is nothing",
             '"{0} = coalesce(t.{0} + EXCLUDED.{0}, EXCLUDED.{0}, t.{0})"',
             '"{0} = t.{0} + EXCLUDED.{0}"',
+        ),
+    ),
+    *each(
+        "exactly_once/writer/statements.py",
+        ("tests/writer/test_shaping.py::test_a_partial_update_keeps_what_the_rest_has",),
+        (
+            "rest-replaced",
+            "a partial update empties the column for the rest: loses",
+            "both if n in conflict.merge else",
+            "both if False else",
         ),
     ),
     *each(

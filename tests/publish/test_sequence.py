@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -177,20 +176,18 @@ def test_a_number_below_the_last_pushed_one_is_sent_again_also_at_the_limit() ->
     assert made.persisted == 9
 
 
-def test_a_doubtful_number_is_one_at_every_moment_of_its_second_attempt() -> None:
-    """Whoever makes a snapshot asks for it from another thread."""
+def test_a_number_that_may_be_in_the_log_is_not_settled_while_it_is_sent_again() -> None:
     made = SequenceFilter()
-    made.reserve(2)
+    made.reserve_many([1, 2, 3])
+    made.confirm_many([1, 3])
+    assert made.is_settled(1)
+    assert not made.is_settled(3)
     made.mark_unknown(2)
-    told: list[bool] = []
-    asking = threading.Thread(target=lambda: told.append(made.has_unknown()))
-    with made._lock:  # as in the middle of ``reserve``
-        made._unknown.pop(2)
-        asking.start()
-        asking.join(0.2)
-        made._resent.add(2)
-    asking.join(30)
-    assert told == [True]
+    for change in (made.reserve, made.release, made.reserve):  # whose failure leaves the doubt of the first attempt
+        assert (made.is_settled(1), made.is_settled(2)) == (True, False)
+        change(2)
+    made.confirm(2)
+    assert made.is_settled(made.last_pushed)
 
 
 def interrupt(call: Callable[[], object], line: int) -> bool:
@@ -252,15 +249,16 @@ def test_what_is_interrupted_at_any_line_is_done_by_the_next_attempt(
             call = getattr(made, name)
             if number == step:
                 is_interrupted = interrupt(partial(call, numbers), line)
-                assert not unknown or name == "confirm_many" or made.has_unknown(), line
+                assert name == "confirm_many" or not any(map(made.is_settled, unknown)), line
             answers = call(numbers)
             if name == "confirm_many":
                 confirmed.update(numbers)
             unknown = (unknown | set(numbers) if name == "mark_unknown_many" else unknown) - confirmed
             assert name != "reserve_many" or DUPLICATE not in answers, line
             assert confirmed.issuperset(n for n in (1, 2, 3, 4, 7, 8, 9) if n <= made.persisted), line
-            assert made.has_unknown() == bool(unknown), line
+            assert not any(map(made.is_settled, unknown)), line
         assert (made.persisted, made.pushed) == (9, 9), line
+        assert made.is_settled(made.last_pushed), line
         assert (made.stats().in_flight, len(made._numbers) - made._head) == (0, 0), line
         assert made.reserve(10) is NEW
         made.confirm(10)
