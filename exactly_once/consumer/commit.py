@@ -275,7 +275,8 @@ class CommitProtocol:
             # A rollback to a savepoint before the block undoes the advance, and only that.
             found = {row.partition: row for row in self.ledger.read(sorted(a.partition for a in unit.advances))}
             there = [(a, found[a.partition]) for a in unit.advances if a.partition in found]
-            stayed = any(row.owner_token == a.token and row.next_offset == a.expected for a, row in there)
+            # Whoever has the row by now: had the advance been committed, it would not stand where it stood.
+            stayed = any(row.next_offset == a.expected for a, row in there)
             rows = "stayed" if stayed else "moved"
         decision = decide(sent, status, rows)
         if decision is Decision.WAIT:
@@ -301,7 +302,7 @@ class CommitProtocol:
         self._patience.committed()
         # Notice a handler that never uses its units: it writes elsewhere, where effects are doubled.
         is_used = unit.is_touched or unit.is_connection_used
-        if is_used and unit.dead_letters < len(unit.messages):
+        if is_used and unit.dead_letters < unit.given:
             self._unused = None
         elif self._unused is not None and not is_used:
             self._unused += 1
@@ -310,7 +311,7 @@ class CommitProtocol:
         self.committed_at = time.monotonic()
         self.timing = self.committed_at - self._began_at, commit_seconds
         late = self.timing[0] > unit.work.max_unit_seconds
-        self.limit = max(1, len(unit.messages) // 2) if late else min(self._max_messages, self.limit * 2)
+        self.limit = max(1, unit.given // 2) if late else min(self._max_messages, self.limit * 2)
 
     def log_unused(self) -> None:
         """Log, once, that no unit was used so far, if that is so."""
@@ -499,7 +500,7 @@ class CommitProtocol:
         """
         if fault not in _NOBODYS or unit.is_taken:
             return fault
-        several, patience = len(unit.messages) > 1, self._patience
+        several, patience = unit.given > 1, self._patience
         if fault is Fault.ENVIRONMENT and is_by_statement(error, connection_lost=lost):
             driver = driver_error(error)
             is_read_only = driver is not None and driver.sqlstate == READ_ONLY
@@ -519,7 +520,7 @@ class CommitProtocol:
             what = f"nothing could be committed for {PATIENCE_SECONDS:g} s: {text_of(error)}"
             raise NoProgress(_told(unit, what)) from error
         elif patience.is_out and several:
-            self.limit = max(1, len(unit.messages) // 2)  # perhaps there is less to collide with, or to hold
+            self.limit = max(1, unit.given // 2)  # perhaps there is less to collide with, or to hold
         if fault is Fault.HANDLER:
             if patience.by_statement == TRIES:
                 text = (
@@ -543,8 +544,8 @@ class CommitProtocol:
             fault = self._blame(unit, error, fault, lost=lost)
         unit.fault = fault
         if fault is Fault.DURATION:
-            self.limit = max(1, len(unit.messages) // 2)
-            if len(unit.messages) == 1:
+            self.limit = max(1, unit.given // 2)
+            if unit.given == 1:
                 raise UnitTooSlow(
                     _told(unit, f"one message is not done in the time that is allowed: {text_of(error)}")
                 ) from error

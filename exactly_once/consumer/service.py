@@ -59,7 +59,7 @@ class _Suspect:
         return _place_of(unit) == (self.partition, self.offset)
 
     def is_only_one_of(self, unit: Unit) -> bool:
-        return len(unit.messages) == 1 and self.is_first_of(unit)
+        return len(unit.sent) == 1 and self.is_first_of(unit)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Service:
             if not self._decide(unit):
                 return True
         elif suspect is not None and suspect.poison is not None and suspect.is_only_one_of(unit):
-            (message,) = unit.messages
+            (message,) = unit.sent.messages
             with unit:
                 self._dispose(unit, message, suspect)
             self._log_dead_letter(unit, suspect)
@@ -135,7 +135,7 @@ class Service:
         try:
             apply(self.handler, unit)
         except Exception as error:
-            is_alone = len(unit.messages) == 1
+            is_alone = len(unit.sent) == 1  # whatever the handler has left in ``unit.messages``
             if is_alone:
                 known = self._suspect
                 if known is None or not known.is_only_one_of(unit):
@@ -155,10 +155,10 @@ class Service:
             # How many messages come before the one that the error names, if it does.
             said = [attribute_of(error, name) for name in ("topic", "partition", "offset")]
             place = tuple(value if isinstance(value, str | int) else None for value in said)
-            places = [(m.topic(), m.partition(), m.offset()) for m in unit.messages]
+            places = [(m.topic(), m.partition(), m.offset()) for m in unit.sent.messages]
             if place in places and not is_alone:
                 before = places.index(place)
-                self._bisection.named(len(unit.messages), before)
+                self._bisection.named(len(unit.sent), before)
                 self._named = _place_of(unit, before)
                 return False
             if not is_alone and not self._is_searched(unit):
@@ -167,7 +167,7 @@ class Service:
                 extra = about("poison_sought", group=unit.work.group_id, several=unit.advances)
                 text = "%s; looking for the message in smaller units than %r"
                 logger.warning(text, named(error), unit, extra=extra)
-            self._bisection.failed(len(unit.messages))
+            self._bisection.failed(len(unit.sent))
             if is_doubtful:
                 suspect.poison, self._doubts = error, [suspect]
             elif is_alone:
@@ -212,20 +212,20 @@ class Service:
         """
         doubts, error = self._doubts, self._doubts[0].poison
         assert error is not None
-        if len(unit.messages) <= len(doubts) or len(doubts) > self.limit.in_a_row:
+        if len(unit.sent) <= len(doubts) or len(doubts) > self.limit.in_a_row:
             raise error
-        aside, other = unit.messages[: len(doubts)], unit.messages[len(doubts)]
+        aside, other = unit.sent.messages[: len(doubts)], unit.sent.messages[len(doubts)]
         try:
             with unit:
                 for message, suspect in zip(aside, doubts, strict=True):
                     self._dispose(unit, message, suspect)
-                unit.messages = (other,)
+                unit.messages, unit.given = (other,), 1
                 call(self.handler, unit)
         except Exception as another:
             is_poison = unit.fault is Fault.HANDLER and self.attempts == 1 and not _is_consequence(another)
             if not (is_poison or _is_doubtful(unit, another)):
                 raise
-            self._doubts = [*doubts, _Suspect(*_place_of(unit), tries=1, poison=another)]
+            self._doubts = [*doubts, _Suspect(*_place_of(unit, len(doubts)), tries=1, poison=another)]
             return False
         self._has_committed = True
         for suspect in doubts:
@@ -324,7 +324,7 @@ def _is_doubtful(unit: Unit, error: Exception) -> bool:
 
 def _place_of(unit: Unit, index: int = 0) -> tuple[Partition, int]:
     """Name the first message of a unit, or another, as the broker sent it: a handler may have changed its topic."""
-    message = unit.sent.of(unit.messages[index])
+    message = unit.sent.of(unit.sent.messages[index])
     return Partition.of(message), message.offset() or 0
 
 

@@ -85,6 +85,8 @@ class Unit:
         # The messages as the broker sent them.
         self.sent = Sent(messages, only_topic=topics.pop() if len(topics) == 1 else None)
         self.messages = self.sent.messages
+        # How many the handler is given, which may put something else in ``messages``.
+        self.given = len(self.sent)
         self.attempt = attempt
         self.advances = advances
         self.work = work
@@ -108,7 +110,7 @@ class Unit:
 
     def __repr__(self) -> str:
         span = ", ".join(f"{a.partition} {a.expected}..{a.next_offset - 1}" for a in self.advances)
-        return f"<Unit {self.stage.value}: {len(self.messages)} messages, {span}, attempt {self.attempt}>"
+        return f"<Unit {self.stage.value}: {len(self.sent)} messages, {span}, attempt {self.attempt}>"
 
     def __enter__(self) -> Self:
         self._enter()
@@ -290,7 +292,7 @@ class Unit:
         :raises ConfigurationError: when the broker gives no ids; the topic's name alone would not be enough.
         :raises ValueError: when the message's partition is not one of this unit.
         """
-        advance = self._advance_of(message)
+        advance = self._advance_of(message := self.sent.of(message))
         if advance.cluster_id is None or advance.topic_id is None:
             raise ConfigurationError(
                 f"{dead_letters.place_of(message)} has no identity: the broker gives no id of its topic or cluster. "

@@ -266,10 +266,7 @@ class Session:
             self.discard()
             connection = self.connect()
             try:
-                if connection.info.encoding == "ascii":  # what is compared with text would never be equal
-                    raise ConfigurationError(
-                        "the connection has client_encoding SQL_ASCII, which gives no text; set client_encoding=UTF8"
-                    )
+                _refuse_no_text(connection)
                 if connection.info.transaction_status is TransactionStatus.IDLE:
                     connection.autocommit = True
                 # A pooler accepts clients whose server is away; only an answer tells.
@@ -336,6 +333,7 @@ class Session:
         """
         if address(connection) in self._same_ledger:
             return
+        _refuse_no_text(connection)
         (own, *_) = last_row(execute(self.connection, self.schema, "ledger_id"))
         try:
             (found, *_) = last_row(execute(connection, self.schema, "ledger_id"))
@@ -614,6 +612,14 @@ def storable(text: str, connection: Connection) -> str:
     """Escape what the database's encoding lacks, and NUL."""
     encoding = "utf-8" if connection.info.parameter_status("server_encoding") == "UTF8" else "ascii"
     return text.replace("\0", "\\x00").encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _refuse_no_text(connection: Connection) -> None:
+    """Refuse a connection that gives bytes for text: what is compared with text would never be equal."""
+    if connection.info.encoding == "ascii":
+        raise ConfigurationError(
+            "the connection has client_encoding SQL_ASCII, which gives no text; set client_encoding=UTF8"
+        )
 
 
 def last_row(cursor: psycopg.Cursor[tuple[Any, ...]]) -> tuple[Any, ...]:

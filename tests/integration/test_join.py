@@ -29,6 +29,8 @@ from exactly_once import (
 from exactly_once.consumer.units import Units
 from exactly_once.embedded import Postgres
 from exactly_once.ledger.migrate import migrate
+from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.sql import grants
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
@@ -157,6 +159,31 @@ def test_savepoint_that_undoes_the_advance_only_halts(scene: Scene, units: Units
     with pytest.raises(HandlerCommitted):
         next(units)
     assert all(scene.ledger("halted"))
+
+
+def test_savepoint_that_undoes_the_advance_halts_whoever_has_the_rows_by_then(
+    scene: Scene, units: Units, own: Own, conninfo: str
+) -> None:
+    """Another owner took them before the COMMIT, so that its effects would be applied again."""
+    unit = next(units)
+    own.execute("INSERT INTO journal.counter VALUES (%s, 1)", (scene.topic,))
+    own.execute("SAVEPOINT inside")
+    joined(unit, own)
+    own.execute("ROLLBACK TO SAVEPOINT inside")
+    session = Session(connector(conninfo), schema="exactly_once")
+    Ledger(session, group_id=scene.topic, owner_kind="consumer").acquire([a.partition for a in unit.advances])
+    own.commit()
+    with pytest.raises(HandlerCommitted):
+        next(units)
+    session.close()
+    assert all(scene.ledger("halted"))
+
+
+def test_a_connection_that_gives_no_text_is_refused_by_that_name(units: Units, own: Own) -> None:
+    own.execute("SET client_encoding = 'SQL_ASCII'")
+    with pytest.raises(ConfigurationError, match="client_encoding SQL_ASCII"):
+        joined(next(units), own)
+    own.rollback()
 
 
 def test_commit_inside_the_block_halts(scene: Scene, units: Units, own: Own) -> None:

@@ -71,6 +71,53 @@ def test_dead_letters_are_exactly_the_poison_and_the_rest_is_applied_once(make_s
     assert scene.ledger("next_offset") == [100, 100, 100]
 
 
+def take_from_the_front(unit: Unit) -> None:
+    while unit.messages:
+        first, unit.messages = unit.messages[0], unit.messages[1:]
+        apply_one(unit, first)
+
+
+def take_from_the_back(unit: Unit) -> None:
+    while unit.messages:
+        last, unit.messages = unit.messages[-1], unit.messages[:-1]
+        apply_one(unit, last)
+
+
+def leave_nothing_and_fail_at_the_end(unit: Unit) -> None:
+    messages, unit.messages = unit.messages, ()
+    for message in messages:
+        apply_one(unit, message)
+
+
+def apply_one(unit: Unit, message: Message) -> None:
+    """Apply what is not poison, counted by a plain table: record() reads the unit's own messages."""
+    if message.offset() in (4, 9):
+        raise ValueError
+    unit.execute(text("INSERT INTO taken VALUES (%s, %s)"), [message.topic(), message.offset()])
+
+
+@pytest.mark.parametrize("handler", [take_from_the_front, take_from_the_back, leave_nothing_and_fail_at_the_end])
+def test_the_search_goes_by_what_was_handed_out_whatever_the_handler_has_left(
+    make_scene: MakeScene, handler: Callable[[Unit], None]
+) -> None:
+    """Else a healthy message is set aside, or the search never ends."""
+    scene = make_scene(12)
+    with psycopg.connect(scene.conninfo, autocommit=True) as connection:
+        connection.execute("CREATE TABLE IF NOT EXISTS taken (topic text, o bigint)")
+    calls = 0
+
+    def counted(unit: Unit) -> None:
+        nonlocal calls
+        calls += 1
+        assert calls < 100, "the search does not end"
+        handler(unit)
+
+    run(scene.consumer(max_messages=12), counted, on_poison="dead-letter")
+    assert dead(scene) == [4, 9]
+    found = scene.query("SELECT o FROM taken WHERE topic = %s ORDER BY o")
+    assert found == [(n,) for n in range(12) if n not in (4, 9)]
+
+
 class Named(ValueError):
     """An error that names a message, as the table writer's do."""
 

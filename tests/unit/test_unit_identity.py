@@ -53,6 +53,13 @@ def test_without_ids_there_is_no_identity(unknown: dict[str, None]) -> None:
         unit_of(first, **unknown).identity(first)
 
 
+def test_what_a_handler_does_to_a_message_changes_nothing_about_its_name() -> None:
+    first = message("a", offset=7)
+    unit = unit_of(first)
+    first.set_topic("elsewhere")  # type: ignore[attr-defined]  # not in the stubs
+    assert unit.identity(first) == Identity("cluster", "id", 0, 7)
+
+
 def test_a_message_of_another_partition_is_refused() -> None:
     with pytest.raises(ValueError, match=r"b\[0\] offset 1 does not belong to"):
         unit_of(message("a")).identity(message("b", offset=1))
