@@ -74,6 +74,7 @@ DIFFERENCES = [
     Difference("underscores and hexadecimal in a number's text; a negative `oid`, one that begins with 0", "refused", "reads it", lambda c: c.is_refused and c.is_of(*_NUMBERS) and bool(re.search(r'_|0[xob]|-|\"\s*0', c.json.lower()))),
     Difference("true, lists and objects for what is no array, JSON or composite type", "refused", "reads the text of the JSON", lambda c: c.is_refused and bool(re.search(r"true|false|[\[{]", c.json))),
     Difference("a fraction for `money`; a number for `interval`, `bytea`, `bit` and `macaddr`", "refused", "reads the digits", lambda c: c.is_refused and c.is_of("money", "interval", "bytea", "bit", "varbit", "macaddr") and bool(re.search(r"\d", c.json))),
+    Difference("a whole number with an exponent for `money`", "stored", "refuses it", lambda c: c.theirs is REFUSED and c.is_of("money") and bool(re.search(r"\d[eE]", c.json))),
     Difference("a time zone too few or too many", "refused, unless `naive_timestamps`", "takes the session's zone, or ignores it", lambda c: c.is_refused and c.is_of("timestamp", "time", "date")),
     Difference("dates and times in other words than ISO 8601 or beyond the years 1 to 9999, and `infinity` from JSON", "refused", "reads it", lambda c: c.is_refused and c.is_of(*_TIMES)),
     Difference("lists for dates and times, ISO weeks, zones of 16 hours and more", "stored", "refuses it", lambda c: c.theirs is REFUSED and c.is_of(*_TIMES)),
