@@ -599,6 +599,7 @@ class ExactlyOnceConsumer:
         try:
             self._read_only.check(self._client)
             try:
+                self._session.roll_back()  # an interruption may have left a statement: nothing works on it any more
                 with naming_grants(self._options.schema):
                     self._maintenance.run_once(self._client)
                     self._claims.turn()

@@ -46,6 +46,7 @@ def check_database(session: Session, options: Options) -> None:
     """
 
     def look() -> None:
+        session.roll_back()  # an interruption of an earlier start may have left a statement
         connection = session.connection
         refuse_read_only(session)
         if options.migrate:

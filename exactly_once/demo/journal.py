@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import uuid4
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
+import tenacity
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+
+_NO_LEADER = {
+    KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+}
 
 
 class Identity(NamedTuple):
@@ -140,7 +147,19 @@ def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict
         ends = {}
         for partition in metadata.partitions:
             of_partition = TopicPartition(topic, partition)
-            ends[partition] = consumer.get_watermark_offsets(of_partition, timeout=timeout_seconds)[1]
+            for attempt in _until_led(timeout_seconds):
+                with attempt:
+                    ends[partition] = consumer.get_watermark_offsets(of_partition, timeout=timeout_seconds)[1]
         return ends
     finally:
         consumer.close()
+
+
+def _until_led(seconds: float) -> tenacity.Retrying:
+    """Ask again while a broker comes back: the client says of a partition without a leader that it is unknown."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(lambda e: isinstance(e, KafkaException) and e.args[0].code() in _NO_LEADER),
+        wait=tenacity.wait_fixed(0.1),
+        stop=tenacity.stop_after_delay(seconds),
+        reraise=True,
+    )

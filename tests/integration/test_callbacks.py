@@ -218,8 +218,25 @@ def test_interrupt_at_the_first_line_of_a_callback_leaves_no_partition_unread(
     assert_exact()
 
 
+@pytest.mark.fault("D2")
+@pytest.mark.parametrize("left", [b"SELECT pg_sleep(0)", b"BEGIN; SELECT 1/0"], ids=["unread", "failed"])
+def test_a_statement_that_an_interrupt_has_left_is_not_waited_for(
+    left: bytes, make_consumer: MakeConsumer, topic: str, assert_exact: Callable[[], None]
+) -> None:
+    """Outside of a transaction of ours, where no signal can be timed; libpq refuses all until the answer is read."""
+    with make_consumer(max_messages=50) as consumer:
+        consumer.subscribe([topic])
+        drain(consumer)
+        consumer._session.connection.pgconn.send_query(left)
+        # Where the origins are compared nothing is begun, which would throw the connection away.
+        consumer._maintenance._next_run = consumer._maintenance._next_comparison = 0
+        drain(consumer)
+    assert_exact()
+
+
 # An interrupt that happens to come inside a finaliser is swallowed by Python, with this warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.timeout(120, method="thread")  # the other method has its signal taken away here
 @pytest.mark.fault("D2")
 def test_interrupt_while_polling_loses_nothing(
     make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, assert_exact: Callable[[], None]

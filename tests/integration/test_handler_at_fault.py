@@ -411,6 +411,30 @@ def test_dead_letters_in_a_row_are_counted_across_offsets_without_messages(trans
     assert scene.applied() == [0, 2]
 
 
+def test_dead_letters_in_a_row_are_counted_across_a_restart_at_the_end_of_the_log(make_scene: MakeScene) -> None:
+    """There the ledger stands behind the marker, and the message before it is known to nobody."""
+    scene, limit = make_scene(0), DeadLetterLimit(in_a_row=3)
+    producer = Producer({"bootstrap.servers": scene.bootstrap_servers, "transactional.id": scene.topic})
+    producer.init_transactions(30)
+
+    def send_and_run(bad: bool) -> None:
+        producer.begin_transaction()
+        producer.produce(scene.topic, b"1", partition=0)
+        producer.commit_transaction(30)
+        with scene.consumer() as consumer:
+            handler = failing(RAISE.format("22000"), *(range(100) if bad else ()))
+            run(consumer, handler, on_poison="dead-letter", dead_letter_limit=limit)
+
+    for bad in (True, True, True, False, True, True, True):
+        send_and_run(bad)
+        ((stored,),) = scene.query("SELECT next_offset FROM exactly_once.ledger WHERE group_id = %s")
+        assert stored % 2 == 0
+    assert dead(scene) == [0, 2, 4, 8, 10, 12]
+    with pytest.raises(TooManyDeadLetters, match="offset 14 would be dead letter 4 in a row, 3 are allowed"):
+        send_and_run(True)
+    assert scene.applied() == [6]
+
+
 def test_what_is_applied_between_or_settled_ends_the_row(transactional: Scene) -> None:
     scene = transactional
     bad = (0, 2, 4, 8, 10, 12, 14, 16, 18, 20)

@@ -29,15 +29,28 @@ WITH RECURSIVE run AS (
     UNION ALL
     SELECT run.length + 1, before.after_offset, before.topic_id
     FROM run CROSS JOIN LATERAL (
-        SELECT d.after_offset, d.topic_id FROM {schema}.dead_letter d
+        SELECT d.after_offset, d.topic_id, d.message_offset, d.moved_to FROM {schema}.dead_letter d
         WHERE d.group_id = %(group_id)s AND d.topic = %(topic)s AND d.partition = %(partition)s
-          AND d.message_offset = run.after_offset - 1 AND d.status = 'dead'
+          AND d.message_offset < run.after_offset AND d.status = 'dead'
           AND d.topic_id IS NOT DISTINCT FROM run.topic_id
-        ORDER BY d.id DESC LIMIT 1) before
-    WHERE run.length < %(in_a_row)s)
+        ORDER BY d.message_offset DESC, d.id DESC LIMIT 1) before
+    WHERE run.length < %(in_a_row)s AND run.after_offset IN (before.message_offset + 1, before.moved_to))
 SELECT (SELECT coalesce(max(length), 0) FROM run),
        (SELECT count(*) FROM {schema}.dead_letter
         WHERE group_id = %(group_id)s AND dead_at > clock_timestamp() - make_interval(secs => %(window_seconds)s))
+
+-- name: move_dead_letters
+-- Take note that the ledger goes from one offset to another behind the dead letter that is the last before it, over
+-- markers only: who begins there knows nothing of the message before.
+UPDATE {schema}.dead_letter d SET moved_to = moved.next_offset
+FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(expected)s::bigint[], %(next_offsets)s::bigint[])
+     AS moved(topic, partition, expected, next_offset)
+WHERE d.group_id = %(group_id)s AND d.topic = moved.topic AND d.partition = moved.partition AND d.status = 'dead'
+  AND moved.expected IN (d.message_offset + 1, d.moved_to)
+  AND d.message_offset = (
+    SELECT max(other.message_offset) FROM {schema}.dead_letter other
+    WHERE other.group_id = d.group_id AND other.topic = d.topic AND other.partition = d.partition
+      AND other.message_offset < moved.expected AND other.status = 'dead')
 
 -- name: list_dead_letters
 -- Dead letters in the order of the log; of one group, topic, status or some ids, if asked.

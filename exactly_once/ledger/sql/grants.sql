@@ -2,7 +2,7 @@
 GRANT USAGE ON SCHEMA {schema} TO {role};
 GRANT SELECT, INSERT, UPDATE ON {schema}.ledger TO {role};
 GRANT SELECT, INSERT ON {schema}.audit TO {role};
-GRANT SELECT, INSERT ON {schema}.dead_letter TO {role};
+GRANT SELECT, INSERT, UPDATE (moved_to) ON {schema}.dead_letter TO {role};
 GRANT SELECT ON {schema}.version TO {role};
 GRANT SELECT, INSERT, UPDATE ON {schema}.publish_owner, {schema}.publish_chain TO {role};
 GRANT SELECT, INSERT ON {schema}.publish_scope TO {role};

@@ -19,6 +19,7 @@ CREATE TABLE {schema}.dead_letter (
     sqlstate       text,
     attempts       int         NOT NULL,
     after_offset   bigint,
+    moved_to       bigint,
     owner_name     text,
     dead_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
     status         text        NOT NULL DEFAULT 'dead' CHECK (status IN ('dead', 'replayed', 'dropped')),
@@ -27,6 +28,7 @@ CREATE TABLE {schema}.dead_letter (
 );
 
 COMMENT ON COLUMN {schema}.dead_letter.after_offset IS 'the offset after the message before it in the log';
+COMMENT ON COLUMN {schema}.dead_letter.moved_to IS 'where the ledger was moved to behind it: nothing is between but markers';
 
 CREATE INDEX dead_letter_recent ON {schema}.dead_letter (group_id, dead_at);
 CREATE INDEX dead_letter_dead ON {schema}.dead_letter (group_id, topic, partition, message_offset)
