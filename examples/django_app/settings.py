@@ -16,6 +16,7 @@ DATABASES = {
         "PASSWORD": _given.get("password", ""),
         "HOST": _given.get("host", ""),
         "PORT": _given.get("port", ""),
+        "OPTIONS": {"connect_timeout": 10},
     }
 }
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"

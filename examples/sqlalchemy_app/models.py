@@ -10,7 +10,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 URL = os.environ["EXACTLY_ONCE_CONNINFO"].replace("postgresql://", "postgresql+psycopg://")
 
 # Behind a pooler nothing may be prepared; a pool notices by itself when a connection was lost.
-engine = create_engine(URL, connect_args={"prepare_threshold": None}, pool_pre_ping=True)
+engine = create_engine(URL, connect_args={"prepare_threshold": None, "connect_timeout": 10}, pool_pre_ping=True)
 
 
 class Base(DeclarativeBase):
