@@ -286,8 +286,13 @@ class Ledger:
         with self._changing([], lock_seconds=lock_seconds) as cursor:
             self._run(cursor, "current_xid")
             self.advance(cursor.connection, advances, xid=last_row(cursor)[0], commit=False)
-            ends = {"expected": [a.expected for a in advances], "next_offsets": [a.next_offset for a in advances]}
-            self._run(cursor, "move_dead_letters", **_keys(a.partition for a in advances), **ends)
+            self._run(
+                cursor,
+                "move_dead_letters",
+                **_keys(a.partition for a in advances),
+                expected=[a.expected for a in advances],
+                next_offsets=[a.next_offset for a in advances],
+            )
 
     def finish(self, advances: Sequence[Advance]) -> set[Partition]:
         """Move rows of ours from wherever they stand between ``expected`` and ``next_offset`` to the latter.

@@ -218,7 +218,7 @@ def test_interrupt_at_the_first_line_of_a_callback_leaves_no_partition_unread(
     assert_exact()
 
 
-@pytest.mark.fault("D2")
+@pytest.mark.fault("D2", more=True)
 @pytest.mark.parametrize("left", [b"SELECT pg_sleep(0)", b"BEGIN; SELECT 1/0"], ids=["unread", "failed"])
 def test_a_statement_that_an_interrupt_has_left_is_not_waited_for(
     left: bytes, make_consumer: MakeConsumer, topic: str, assert_exact: Callable[[], None]

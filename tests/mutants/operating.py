@@ -8,6 +8,7 @@ ROWS = "tests/integration/test_ledger.py"
 START = "tests/integration/test_start.py"
 FROZEN = "tests/integration/test_frozen_owner.py"
 POISON = "tests/integration/test_poison.py"
+AT_FAULT = "tests/integration/test_handler_at_fault.py"
 QUERIES = "exactly_once/ledger/sql/queries.sql"
 LETTERS = "exactly_once/ledger/sql/dead_letters.sql"
 FENCED = f"{ROWS}::test_an_operators_change_fences_the_live_owner_and_is_written_down"
@@ -326,10 +327,7 @@ OPERATING = (
     ),
     *each(
         LETTERS,
-        (
-            "tests/integration/test_handler_at_fault.py"
-            "::test_dead_letters_in_a_row_are_counted_across_a_restart_at_the_end_of_the_log",
-        ),
+        (f"{AT_FAULT}::test_dead_letters_in_a_row_are_counted_across_a_restart_at_the_end_of_the_log",),
         (
             "letters-behind-markers",
             "a restart behind a commit marker begins to count dead letters anew",
