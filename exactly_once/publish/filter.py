@@ -117,6 +117,8 @@ class Filter(ABC, Generic[G_contra]):
     """Which argument of ``produce`` its keys are."""
     writes_key = False
     """Whether messages carry their key in a header, so that it can be found in the log."""
+    topic: str | None = None
+    """The only topic that it serves, set by the first producer that uses it."""
     is_remote = False
     """Whether its changes wait for a server."""
 

@@ -400,13 +400,14 @@ class Publisher:
                 made = NoFilter()
             else:
                 made = self._dedup if isinstance(self._dedup, Filter) else self._dedup(name)
-            others = [t.topic for t in self._topics.values() if t.filter is made]
-            if others and made.takes in ("dedup_key", "chain"):  # numbers see to that themselves
-                raise ConfigurationError(
-                    f"dedup= gives one filter, which already serves {others[0]!r}: the same key on {name!r} would be "
-                    "taken for a duplicate. Give a function that makes a filter for each topic: "
-                    "dedup=lambda topic: WindowFilter(...)"
-                )
+            if made.takes in ("dedup_key", "chain"):  # numbers see to that themselves
+                if made.topic not in (None, name):
+                    raise ConfigurationError(
+                        f"dedup= gives one filter, which already serves {made.topic!r}: the same key on {name!r} would "
+                        "be taken for a duplicate. Give a function that makes a filter for each topic: "
+                        "dedup=lambda topic: WindowFilter(...)"
+                    )
+                made.topic = name
             for owner in getattr(made, "owners", (getattr(made, "owner", None),)):
                 self._check_owner(owner)
             if isinstance(made, SequenceFilter):

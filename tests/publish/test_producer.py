@@ -373,6 +373,10 @@ def test_one_filter_that_is_given_for_two_topics_is_refused(takes: str) -> None:
     with pytest.raises(ConfigurationError, match="already serves 't': the same key on 'other'"):
         producer.filter_of("other")
     producer.close()
+    with DedupProducer(NOWHERE, dedup=shared) as second:
+        with pytest.raises(ConfigurationError, match="already serves 't': the same key on 'other'"):
+            second.filter_of("other")
+        assert second.filter_of("t") is shared
     none = NoFilter()
     with DedupProducer(NOWHERE, dedup=lambda _: none) as without:
         assert without.filter_of("t") is without.filter_of("other")

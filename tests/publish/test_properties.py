@@ -108,4 +108,4 @@ def test_any_series_of_changes_on_a_server_equals_the_model(fixture: str, reques
 
 def check(subject: Subject, *, rises: bool, examples: int) -> None:
     machine = type("Machine", (Model,), {"subject": subject, "rises": rises})
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30))

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exactly_once._model import Partition
@@ -29,7 +29,6 @@ def back(kept: pa.Table) -> Places:
     return list(zip(*(kept.column(name).to_pylist() for name in (TOPIC, PARTITION, OFFSET)), strict=True))
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(places, max_size=12), max_size=4), ledgers)
 def test_rows_at_or_above_the_ledger_pass_in_any_order(batches: list[Places], ledger: dict[Partition, int]) -> None:
     screen = OffsetFilter(ledger, ENDS)
@@ -40,7 +39,6 @@ def test_rows_at_or_above_the_ledger_pass_in_any_order(batches: list[Places], le
     assert screen.dropped == len(rows) - len(wanted)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(places, max_size=12), max_size=4), ledgers)
 @example([[("a", 0, 3), ("a", 0, 3)]], dict.fromkeys(ENDS, 0))
 @example([[("a", 0, 3)], [("a", 0, 3)]], dict.fromkeys(ENDS, 0))
@@ -61,7 +59,6 @@ def test_strictly_every_row_must_rise_within_its_partition(batches: list[Places]
     assert screen.last == {Partition(*key): offset for key, offset in last.items()}
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(places, st.sampled_from(["x", "y", "", None])), max_size=12),
     st.lists(st.integers(0, 12), max_size=4),

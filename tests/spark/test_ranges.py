@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exactly_once._model import Partition
@@ -30,7 +30,6 @@ def ranges_and_ledger(draw: st.DrawFn) -> tuple[list[Range], dict[Partition, int
     return ranges, {r.partition: draw(small) for r in ranges}
 
 
-@settings(deadline=None)
 @given(ranges_and_ledger())
 def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
     drawn: tuple[list[Range], dict[Partition, int]],

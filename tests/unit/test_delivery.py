@@ -350,7 +350,7 @@ class Interleavings(RuleBasedStateMachine):
         self.ownership.positioned(targets)
 
 
-Interleavings.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Interleavings.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestInterleavings = Interleavings.TestCase
 
 

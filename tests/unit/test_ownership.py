@@ -639,7 +639,7 @@ class AnyOrder(RuleBasedStateMachine):
         return True
 
 
-AnyOrder.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
 TestAnyOrder = AnyOrder.TestCase
 
 

@@ -57,7 +57,7 @@ def stored_after(connection: Connection, batches: list[list[Any]], options: dict
     return connection.execute("SELECT * FROM changed ORDER BY id, part").fetchall()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_batches_of_any_size_leave_the_same_rows(
