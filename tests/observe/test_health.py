@@ -45,8 +45,8 @@ def test_a_consumer_that_works_is_ready_and_says_what_it_owns(make_scene: MakeSc
     assert (health.is_alive, health.reasons) == (True, ())
     assert (health.owned, health.waiting) == (((scene.topic, 0), (scene.topic, 1)), ())
     until(lambda: consumer.counters.messages == 20, 20, "every message")
-    assert consumer.health().seconds_since_commit < 2
-    assert consumer.health().seconds_since_poll < 2
+    assert consumer.health().seconds_since_commit < 20
+    assert consumer.health().seconds_since_poll < 20
 
 
 def test_health_is_a_value(make_consumer: MakeConsumer) -> None:
