@@ -112,5 +112,6 @@ build worker:test worker site="$scratch/site"
 pyspark=$(place_of pyspark)
 site "$scratch/spark-site" pandas pgpq pyarrow
 build spark:4.2 spark jars="$pyspark/jars" bin="$pyspark/bin" python-lib="$pyspark/python/lib" \
-    site="$scratch/spark-site" exactly_once=../exactly_once spark_sink=../spark_sink
+    site="$scratch/spark-site" exactly_once=../exactly_once spark_sink=../spark_sink \
+    pyspark_exactly_once=../pyspark_exactly_once
 echo "local images: $SECONDS s"

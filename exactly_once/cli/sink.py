@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import Any
+from typing import Any, get_args
+
+from exactly_once._model import RangePolicy
 
 from . import options
 
@@ -86,6 +88,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         run_.add_argument(f"--{option}", type=kind, metavar=name, help=text)
     run_.add_argument("--until-end", action="store_true", default=None, help="stop where the topics end now")
     run_.add_argument("--on-poison", choices=("stop", "dead-letter"), help="(stop)")
+    run_.add_argument(
+        "--on-out-of-range",
+        choices=get_args(RangePolicy),
+        help="where the log has lost the next offset: leave the partition unread, or go to an end of the log (fail)",
+    )
+    run_.add_argument("--name", help="of the owner, as status shows it")
     run_.add_argument("--dry-run", action="store_true", help="decode 100 messages and show the rows")
     options.add_common(parser, json="write records as JSON, one in a line; with --dry-run print one JSON document")
 

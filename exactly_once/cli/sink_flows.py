@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from confluent_kafka import Message
 from psycopg import sql
 
+from exactly_once._model import RangePolicy
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection, connector
 from exactly_once.writer.ddl import parts_of
@@ -186,6 +187,8 @@ class Run:
     stop_seconds: Annotated[float, Meta(gt=0)] = 20.0
     """Below the 30 seconds that Kubernetes gives by default."""
     on_poison: Literal["stop", "dead-letter"] = "stop"
+    on_out_of_range: RangePolicy = "fail"
+    name: str | None = None
     dead_letter_limit: _Count | None = None
     dead_letter_window: _Count | None = None
     claims_window: Annotated[float, Meta(gt=0)] | None = None

@@ -28,9 +28,9 @@ Show each group, and each of its partitions in the ledger: the next offset to be
 from the end of the log (in offsets, so gaps of compaction and transactions count), its owner, and when it
 last moved. What is wrong with a partition is below the table. All groups, unless --group-id is given. Without
 --bootstrap-servers it shows what the database knows. Spark queries follow with what each wrote last;
-COUNTED is the last batch in the ledger, where it counts batches. The last line is about what makes every
-advance slower: dead rows of the ledger, and who holds the oldest snapshot, for which they must stay (of other
-roles only with pg_read_all_stats). In a terminal, long names are shortened in the middle."""
+COUNTED is the last batch in the ledger, where it counts batches. The last line is about what lets the ledger's
+table grow: dead rows, and who holds the oldest snapshot, for which they must stay (of other roles only with
+pg_read_all_stats). In a terminal, long names are shortened in the middle."""
 _CHECK = """\
 print what needs an operator, one line each, and exit with 1 if anything does: a halted partition, an offset outside
 the log, a topic that is gone or was made again, a group without rows; and what is above --max-..."""

@@ -22,7 +22,7 @@ from confluent_kafka import Producer
 
 from tests.cli.conftest import Command
 from tests.support.seeds import first_seed
-from tests.support.topics import create_topic
+from tests.support.topics import create_topic, delete_records
 from tests.support.waiting import until
 
 Database = psycopg.Connection[Any]
@@ -326,6 +326,25 @@ def test_lingering_does_not_hold_up_the_end(
     assert result.code == 0, result.err
     assert rows(db, f'"{source}"') == [(i,) for i in range(20)]
     assert time.monotonic() - began < 30
+
+
+def test_a_partition_whose_next_offset_is_gone_is_left_or_goes_on_as_the_option_says(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    db.execute(f'CREATE TABLE "{source}" (id bigint)')
+    codes, said = [], ""
+    for number, more in enumerate(([], [], ["--on-out-of-range", "earliest", "--name", "pod-7"])):
+        send(bootstrap_servers, source, [("0", {"id": 10 * number + i}) for i in range(10)])
+        if number == 1:
+            delete_records(bootstrap_servers, source, 15)
+        result = operate("sink", "--topic", source, "--table", f'"{source}"', "--until-end", *more)
+        codes.append(result.code)
+        said += result.err if number == 1 else ""
+    assert codes[0] == codes[2] == 0 != codes[1]
+    assert "say --on-out-of-range" in said
+    assert rows(db, f'"{source}"') == [(i,) for i in (*range(10), *range(15, 30))]
+    names = "SELECT DISTINCT owner_name FROM exactly_once.ledger WHERE group_id = %s"
+    assert db.execute(names, (source,)).fetchall() == [("pod-7",)]
 
 
 def test_a_linger_time_that_is_none_is_refused(operate: Command, source: str, db: Database) -> None:

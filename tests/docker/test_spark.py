@@ -82,6 +82,14 @@ def test_workers_that_are_killed_while_they_write_lose_and_double_nothing(spark:
     assert verdict.exact, verdict
 
 
+def test_the_image_has_the_data_source_where_spark_looks_for_it(spark: Stack) -> None:
+    find = (
+        "import sys, glob; sys.path[:0] = ['/opt/spark/python', *glob.glob('/opt/spark/python/lib/*.zip')]; "
+        "from pyspark_exactly_once import DefaultSource; print(DefaultSource.name())"
+    )
+    assert spark["spark-master"].execute("python3", "-c", find).strip() == "exactly_once_postgres"
+
+
 @contextlib.contextmanager
 def copying(spark: Stack, topic: str, transaction: str) -> Iterator[None]:
     """Run the query of the README until the end of the block, by a driver in a container of its own."""

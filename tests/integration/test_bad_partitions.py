@@ -10,8 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka import Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import Producer
 
 from exactly_once import (
     BatchUnreadable,
@@ -27,7 +26,7 @@ from exactly_once.consumer import maintenance
 from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
 from tests.support import journal
-from tests.support.topics import create_topic, produce
+from tests.support.topics import create_topic, delete_records, produce
 from tests.support.worker import drain, ensure_journal, record
 
 Db = psycopg.Connection[Any]
@@ -159,10 +158,8 @@ def test_a_partition_that_goes_bad_while_it_is_read(
     with make_consumer(protocol) as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 30
-        partition = TopicPartition(topic, 1, 25)
         produce(bootstrap_servers, topic, 30, 3, start=60)
-        admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-        admin.delete_records([partition])[partition].result(30)
+        delete_records(bootstrap_servers, topic, 25, partition=1)
         consumer._ownership.invalidate_all()  # as after any exception out of the client: fetch at the ledger's offset
         consumer._buffer.drop_all()
         with pytest.raises(OffsetBelowLogStart):

@@ -11,12 +11,11 @@ from typing import Any
 import psycopg
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
 
 from exactly_once import ExactlyOnceConsumer, OffsetBelowLogStart, Unit
 from exactly_once.consumer import maintenance
 from tests.conftest import MakeConsumer
-from tests.support.topics import create_topic, produce
+from tests.support.topics import create_topic, delete_records, produce
 from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal
 
@@ -56,9 +55,7 @@ def end_of(bootstrap_servers: str, topic: str) -> int:
 
 def remove_all(bootstrap_servers: str, topic: str) -> None:
     """Remove everything up to the end of the log, as retention does in the end."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    partition = TopicPartition(topic, 0, end_of(bootstrap_servers, topic))
-    admin.delete_records([partition])[partition].result(30)
+    delete_records(bootstrap_servers, topic, end_of(bootstrap_servers, topic))
 
 
 def stored(db: Db, group: str) -> tuple[int, int | None]:

@@ -6,14 +6,13 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import ExactlyOnceConsumer, LogTruncated, OffsetBelowLogStart, OffsetBeyondLogEnd
 from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
-from tests.support.topics import create_topic, produce
+from tests.support.topics import create_topic, delete_records, produce
 from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal
 
@@ -35,13 +34,6 @@ def topic(make_consumer: MakeConsumer, bootstrap_servers: str) -> str:
         assert drain(consumer) == 20
     produce(bootstrap_servers, topic, 30, 1, start=20)
     return topic
-
-
-def delete_records(bootstrap_servers: str, topic: str, before: int) -> None:
-    """Move the start of the log, as retention does."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    partition = TopicPartition(topic, 0, before)
-    admin.delete_records([partition])[partition].result(30)
 
 
 def set_offset(db: Db, group: str, offset: int) -> None:

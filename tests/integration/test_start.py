@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -264,7 +265,7 @@ def test_kill_between_start_and_first_commit_does_not_choose_again(
         if failpoint == "polled":
             until(lambda: crew.applied() == 30, 20, "the start to be stored")
             produce(bootstrap_servers, topic, 9, PARTITIONS, start=30)
-        doomed.wait_exit()
+        assert doomed.wait_exit() == -signal.SIGKILL
         started = crew.applied() == 30
         if failpoint == "positioned":
             produce(bootstrap_servers, topic, 9, PARTITIONS, start=30)

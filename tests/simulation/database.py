@@ -325,6 +325,6 @@ class Database:
             if old is None or old.next_offset is None or new.next_offset is None:
                 continue
             passed = self._log(partition, old.next_offset, new.next_offset)
-            applied = sorted(offset for p, offset in effects if p == partition)
+            applied = [offset for p, offset in effects if p == partition]
             if passed != applied:
                 raise Violation(f"{partition} moved past {passed} with the effects of {applied}")

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 
 import pytest
 
 from tests.support.seeds import drawn, seeds
 
+from .database import Violation
+from .member import Member
 from .world import FAULTS, Plan, World
 
 FOUND = [
@@ -29,10 +32,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if SCHEDULES > 10_000 else
 def test_every_message_is_applied_once_under_any_schedule_of_faults() -> None:
     began = time.perf_counter()
     tried = seeds([*FOUND, *range(SCHEDULES)], new=SCHEDULES)
-    for seed in tried:
-        World(seed, Plan()).run()
+    run_all(tried)
     seconds = time.perf_counter() - began
     print(f"{len(tried)} schedules to seed {tried[-1]}: no violation; {len(tried) / seconds:.0f} schedules/s")
+
+
+def run_all(tried: Iterable[int]) -> None:
+    for seed in tried:
+        World(seed, Plan()).run()
 
 
 def test_every_kind_of_fault_happens_and_hurts() -> None:
@@ -63,6 +70,13 @@ def test_the_offset_alone_need_not_be_trusted() -> None:
 
     for seed in drawn(min(SCHEDULES, 300)):
         World(seed, Plan(without=frozenset({"failover", "reset"}), prepare=prepare)).run()
+
+
+def test_the_messages_of_a_unit_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Member._handle
+    monkeypatch.setattr(Member, "_handle", lambda self, use, messages: handle(self, use, messages[::-1]))
+    with pytest.raises(Violation, match="moved past"):
+        run_all(drawn(100))
 
 
 @pytest.mark.fault("B23")

@@ -64,6 +64,13 @@ def delete_topic(bootstrap_servers: str, name: str) -> None:
         until(lambda: name not in admin.list_topics(timeout=10).topics, 30, f"{name} to be gone")
 
 
+def delete_records(bootstrap_servers: str, topic: str, before: int, partition: int = 0) -> None:
+    """Move the start of a log, as retention does."""
+    place = TopicPartition(topic, partition, before)
+    with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
+        admin.delete_records([place])[place].result(30)
+
+
 def produce(bootstrap_servers: str, topic: str, n: int, partitions: int, *, start: int = 0) -> None:
     """Produce `n` messages over the partitions in turn; key and value are the numbers from `start` on."""
     producer = Producer({"bootstrap.servers": bootstrap_servers, "enable.idempotence": True, "linger.ms": 5})

@@ -9,6 +9,9 @@ import psycopg
 import pytest
 from confluent_kafka import Message
 
+from tests.support.installed_postgres import installed_postgres, programs_with
+from tests.support.require import skip_unless
+
 Connection = psycopg.Connection[Any]
 MakeTable = Callable[[str], str]
 
@@ -19,6 +22,16 @@ def work(postgres_conninfo: str) -> Iterator[Connection]:
     with psycopg.connect(postgres_conninfo, prepare_threshold=None) as connection:
         yield connection
         connection.rollback()
+
+
+@pytest.fixture(scope="module")
+def icu_conninfo(own_servers: None) -> Iterator[str]:
+    """A Postgres with collations of ICU, without which there is none that is not deterministic."""
+    directory = programs_with("--with-icu")
+    skip_unless("icu", None if directory else "no Postgres with ICU is installed; Debian's postgresql has it")
+    assert directory is not None
+    with installed_postgres(directory) as conninfo:
+        yield conninfo
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.outcome import Fault, classify
 from exactly_once.writer import MISSING, BadRow, TableError, TableSink, TableWriter, Tombstone
 from exactly_once.writer.from_json import JsonDecoder
-from tests.support.installed_postgres import installed_postgres, programs_with
 from tests.support.require import skip_unless
 from tests.support.waiting import until
 from tests.writer.conftest import Connection, MakeTable, messages, rows_of
@@ -255,16 +254,6 @@ def test_keys_that_postgres_finds_equal_are_one_key(
     kind: str, first: Any, second: Any, small_batch: int, work: Connection
 ) -> None:
     check_equal_keys(work, kind, first, second, small_batch)
-
-
-@pytest.fixture(scope="module")
-def icu_conninfo(own_servers: None) -> Iterator[str]:
-    """A Postgres with collations of ICU, without which there is none that is not deterministic."""
-    directory = programs_with("--with-icu")
-    skip_unless("icu", None if directory else "no Postgres with ICU is installed; Debian's postgresql has it")
-    assert directory is not None
-    with installed_postgres(directory) as conninfo:
-        yield conninfo
 
 
 def test_keys_under_a_collation_that_sees_no_case_are_one_key(small_batch: int, icu_conninfo: str) -> None:

@@ -354,7 +354,7 @@ WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
 ORDER BY group_id, topic, partition
 
 -- name: ledger_health
--- What makes every advance slower: dead versions of rows, which stay while a snapshot is held that could see them.
+-- What lets the table grow: dead versions of rows, which stay while a snapshot is held that could see them.
 SELECT t.n_dead_tup AS dead_rows, pg_total_relation_size(t.relid) AS bytes, held.by AS snapshot_held_by,
        held.transactions AS snapshot_transactions, extract(epoch FROM held.since)::float8 AS snapshot_seconds
 FROM pg_stat_all_tables t
