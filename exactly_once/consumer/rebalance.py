@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _SEEK_SECONDS = 0.5
 # Between two tries: about as long as the client takes.
 _SEEK_WAIT_SECONDS = 0.005
+# How long its own thread may take to give up partitions, and how long one look waits for that.
+_LEAVE_SECONDS = 5.0
+_LEAVE_WAIT_SECONDS = 0.05
 _METADATA = b"CGMDv2:"
 # How often a callback is gone through that exceptions of signal handlers cut short.
 _TRIES = 3
@@ -148,8 +151,10 @@ class Assignment:
         self.pause(client, None)  # else messages would keep coming, which nobody handles any more
         if for_good:
             client.unsubscribe()
-        while client.poll(0) is not None:
-            pass
+        # The callbacks come some time later, and without partitions there is none left to come.
+        deadline, pause = time.monotonic() + _LEAVE_SECONDS, 0.0
+        while client.poll(pause) is not None or (for_good and client.assignment() and time.monotonic() < deadline):
+            pause = _LEAVE_WAIT_SECONDS
 
     def _callback(
         self, change: Change, act: Callable[[Consumer, list[Partition]], None]
