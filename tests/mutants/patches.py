@@ -527,6 +527,12 @@ MUTANTS = (
             "if check is not None and any(tp.metadata == check.metadata for tp in offsets):",
             "if check is not None:",
         ),
+        (
+            "proof-at-once",
+            "membership is proved before anybody has answered",
+            "        if check.error is None and not check.answered:\n            return None\n",
+            "",
+        ),
     ),
     # Keys that were published.
     *each(
