@@ -442,7 +442,11 @@ class ExactlyOnceConsumer:
         if in_thread:
             max_unit_seconds = math.inf  # Kafka does not wait for this handler
             handler = HandlerThread(
-                handler=handler, poll=self._poll_aside, end=self._session.end, revoke_seconds=revoke_seconds
+                handler=handler,
+                poll=self._poll_aside,
+                end=self._session.end,
+                discard=self._session.discard,
+                revoke_seconds=revoke_seconds,
             )
         units = self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds)
         service = Service(
@@ -527,7 +531,8 @@ class ExactlyOnceConsumer:
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
             self._buffer.drop_all()
             self._ownership.invalidate_all()
-            self._assignment.find_unrecorded(self._client, self._ownership.states)
+            if not self._must_reopen:  # else the client may be closed already
+                self._assignment.find_unrecorded(self._client, self._ownership.states)
         if self._unit is not None:
             units.record_activity()  # it may have taken long, and in a thread nothing was fetched meanwhile
         with self._ownership.changing():
@@ -597,9 +602,9 @@ class ExactlyOnceConsumer:
 
     def _step(self) -> None:
         try:
+            self._session.roll_back()  # an interruption may have left a statement: nothing works on it any more
             self._read_only.check(self._client)
             try:
-                self._session.roll_back()  # an interruption may have left a statement: nothing works on it any more
                 with naming_grants(self._options.schema):
                     self._maintenance.run_once(self._client)
                     self._claims.turn()

@@ -29,12 +29,13 @@ class HandlerThread:
     """A handler, called in a thread of its own for each unit.
 
     ``poll(seconds, unit)`` polls and tells whether partitions of the unit were taken away; ``end(begun)`` ends
-    the unit's transaction from outside.
+    the unit's transaction from outside, ``discard()`` closes its connection.
     """
 
     handler: Callable[[Unit], object]
     poll: Callable[[float, Unit], bool]
     end: Callable[[Begun], None]
+    discard: Callable[[], None]
     revoke_seconds: float
 
     def __call__(self, unit: Unit) -> object:
@@ -49,8 +50,9 @@ class HandlerThread:
             except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
                 done.set_exception(error)
 
-        threading.Thread(target=work, name="exactly_once-handler", daemon=True).start()
+        thread = threading.Thread(target=work, name="exactly_once-handler", daemon=True)
         try:
+            thread.start()
             wait([done], QUICK_SECONDS)
             while not done.done():
                 is_doomed = unit.is_taken = self.poll(_POLL_SECONDS, unit)
@@ -66,8 +68,12 @@ class HandlerThread:
                     self._abort(unit)
         except BaseException:
             # A signal, or Kafka's client failed: nothing of the unit may be left to a thread nobody waits for.
-            self._abort(unit)
-            wait([done], _NOTICE_SECONDS)
+            try:
+                self._abort(unit)
+                wait([done], _NOTICE_SECONDS)
+            finally:
+                if not done.done():
+                    self.discard()  # else what it executes next would be in the next unit, or durable by itself
             raise
         return done.result()
 

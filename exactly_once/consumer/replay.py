@@ -121,8 +121,12 @@ class _Commits(EndsUnits):
                 raise DeadAgain("the handler has set the message aside again")
             self.work.commit([])
         except BaseException as error:
-            if self.work.is_unknown and self.work.outcome() == "committed":
-                return
+            if self.work.is_unknown:
+                self.work.roll_back()  # an interruption may have left the answer on the wire
+                if self.work.outcome() == "committed":
+                    if isinstance(error, Exception):
+                        return
+                    raise
             self.abandon(unit, error)
             raise
 

@@ -281,6 +281,7 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
         return
     alarms: list[threading.Timer] = []
     process = os.getpid()
+    is_over = False  # from there on signals are only noted
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() != process:
@@ -289,6 +290,8 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
             signal.raise_signal(number)
             return
         received.append(number)
+        if is_over:
+            return
         if len(received) == 1:
             stop()
             name = signal.Signals(number).name
@@ -308,10 +311,11 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
         with contextlib.suppress(_Stopped):
             yield received
     finally:
-        for alarm in alarms:
-            alarm.cancel()
+        is_over = True
         for number, handler in before.items():
             signal.signal(number, handler)
+        for alarm in alarms:
+            alarm.cancel()
     # Also where the driver has made another error of it, which is waited for or ends the service as a stop does.
     if len(received) > 1:
         raise SystemExit(128 + received[0])

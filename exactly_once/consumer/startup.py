@@ -152,11 +152,11 @@ class ReadOnlyGuard:
             logger.warning("the database takes no writes: leaving the group until it does", extra=extra)
             client.unsubscribe()
         refuse_read_only(self.session)
-        self._since = None
         if self._has_left:
-            self._has_left = False
             logger.warning("the database takes writes again: joining the group", extra=extra)
-            self.assignment.join(client)
+            self.assignment.join(client)  # first: whoever is interrupted between two lines joins twice, and never not
+            self._has_left = False
+        self._since = None
 
 
 @dataclass(frozen=True, slots=True)

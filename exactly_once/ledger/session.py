@@ -372,6 +372,10 @@ class Session:
         except psycopg.errors.ReadOnlySqlTransaction:
             self.discard()  # this server is not the primary any more; another connection may lead to the one that is
             raise
+        except GeneratorExit:
+            # Whoever was interrupted at the edge of the block has left this to the garbage collector, which comes when
+            # it likes; the next use of the connection has rolled back long ago, and what is open now is its own.
+            raise
         except BaseException:
             self.roll_back()
             raise

@@ -44,6 +44,8 @@ class UnitOfWork:
         self.sent = Sent.NOTHING
         # Statements that wait for the next flush, or for COMMIT.
         self._deferred: list[Bound] = []
+        # Whether some of them are off the list, and nobody knows yet whether they were executed.
+        self._is_flushing = False
         # What converts their parameters, for each thread of the handler, since it keeps what it converts; new ones
         # after a flush, behind which encoding or adapters may change.
         self._transformers: dict[int, abc.Transformer] = {}
@@ -143,9 +145,10 @@ class UnitOfWork:
         if not self._deferred:
             return
         with self.connection.lock:  # as cursors do: another thread of the handler may execute something just now
-            deferred, self._deferred, self._transformers = self._deferred, [], {}
-            if not deferred:
+            if not self._deferred:
                 return
+            self._is_flushing = True
+            deferred, self._deferred, self._transformers = self._deferred, [], {}
             if self.connection.pgconn.transaction_status == TransactionStatus.IDLE:
                 raise transaction_ended()
             # Outside of a transaction the Sync would commit what one of them did behind a ROLLBACK of its own.
@@ -154,6 +157,10 @@ class UnitOfWork:
                 self._check(deferred, send_together(self.connection, [*deferred, *still_open]))
             except psycopg.errors.NoActiveSqlTransaction as error:
                 raise transaction_ended() from error
+            except psycopg.Error:
+                self._is_flushing = False  # the handler may know what to do, in a savepoint say
+                raise
+            self._is_flushing = False
 
     def commit(self, advances: Sequence[Advance]) -> None:
         """Check that the transaction is still the one that began, advance the ledger, COMMIT.
@@ -233,6 +240,11 @@ class UnitOfWork:
                 "the handler left a pipeline open on unit.connection; leave its block before returning"
             )
         status = connection.info.transaction_status
+        if self._is_flushing:
+            raise TransactionAborted(
+                "the handler caught an exception that cut short what it had deferred, such as one of a signal handler: "
+                "nothing of the unit can be stored. Let it propagate"
+            )
         if status is TransactionStatus.INERROR:
             raise TransactionAborted(
                 "a SQL error was swallowed: the transaction is aborted and nothing of it can be stored. Let the error "

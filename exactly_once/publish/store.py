@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import psycopg
@@ -49,11 +48,14 @@ class Store:
         self._session = Session(connect or connector(conninfo or ""), schema=schema, owns_rows=False)
         self._lock = threading.RLock()
         self._guard = Guard("this connection of filters")
+
+        def prepare(connection: Connection) -> None:
+            if migrate:
+                schemas.migrate(connection, schema)
+            schemas.check(connection, schema)
+
         try:
-            with self._using() as connection:
-                if migrate:
-                    schemas.migrate(connection, schema)
-                schemas.check(connection, schema)
+            self._use(prepare)
         except _AWAY as error:
             raise self._translated(error) from error
 
@@ -75,8 +77,7 @@ class Store:
         is_second = False
         while True:
             try:
-                with self._using() as connection:
-                    return work(connection)
+                return self._use(work)
             except psycopg.Error as error:
                 was_lost = isinstance(error, _AWAY) and self._session.lost
                 if is_second or not was_lost:
@@ -90,8 +91,8 @@ class Store:
         with self._lock:
             self._session.discard()
 
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[Connection]:
+    def _use(self, work: Callable[[Connection], T]) -> T:
+        # No context manager made of a generator: one that is interrupted at its edge keeps the lock until it is freed.
         self._guard.check()
         with self._lock:
             try:
@@ -101,7 +102,7 @@ class Store:
                         "the connection of filters is in an open transaction, which nobody would commit: no mark would "
                         "last. connect= must commit what it executes, or connect with autocommit=True"
                     )
-                yield connection
+                return work(connection)
             except psycopg.Error as error:
                 if self._session.lost or isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
                     self._session.discard()
