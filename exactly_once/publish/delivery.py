@@ -474,25 +474,25 @@ class TopicPublisher:
         deliveries: Sequence[Delivery] = Deliveries(batch)
         places: Sequence[int] = range(len(identities))
         mine = dict.fromkeys(identities, batch)
-        with self.lock:
-            if len(mine) == len(identities) and self.in_flight.keys().isdisjoint(mine):
-                self.in_flight.update(mine)
-                batch.identities, batch.values, batch.keys, batch.extras, calls = columns
-                batch.callbacks = {place: [callback] for place, callback in calls.items()}
-            else:
-                made = []
-                for n, identity in enumerate(identities):
-                    if identity in self.in_flight:
-                        made.append(self._attach(identity, columns.callbacks.get(n)))
-                    else:
-                        given = identity, columns.values[n], columns.keys[n], columns.extras.get(n)
-                        place = self._add(batch, (*given, columns.callbacks.get(n)))
-                        made.append(Delivery(batch, place))
-                deliveries, places = made, range(len(batch.identities))
         try:
+            with self.lock:
+                if len(mine) == len(identities) and self.in_flight.keys().isdisjoint(mine):
+                    batch.identities, batch.values, batch.keys, batch.extras, calls = columns
+                    batch.callbacks = {place: [callback] for place, callback in calls.items()}
+                    self.in_flight.update(mine)
+                else:
+                    made = []
+                    for n, identity in enumerate(identities):
+                        if identity in self.in_flight:
+                            made.append(self._attach(identity, columns.callbacks.get(n)))
+                        else:
+                            given = identity, columns.values[n], columns.keys[n], columns.extras.get(n)
+                            place = self._add(batch, (*given, columns.callbacks.get(n)))
+                            made.append(Delivery(batch, place))
+                    deliveries, places = made, range(len(batch.identities))
             states = self.filter.reserve_many(batch.identities) if places else []
-        except BaseException:
-            self.let_go(batch, places, Outcome.NOT_PERSISTED)
+        except BaseException:  # a signal handler may raise between any two lines
+            self.let_go(batch, range(len(batch.identities)), Outcome.NOT_PERSISTED)
             raise
         if states.count(NEW) < len(states):
             places = [p for p, state in enumerate(states) if state is NEW or self._may_go(batch, p, state)]
@@ -500,20 +500,23 @@ class TopicPublisher:
 
     def reserve(self, given: Given) -> tuple[Batch, int, Delivery, bool]:
         """Ask for the right to send one message, as :meth:`reserve_many` and faster; tell whether it may go."""
-        with self.lock:
-            batch = self._batch
-            if given[0] in self.in_flight:
-                delivery = self._attach(given[0], given[4])
-                return *delivery.entry, delivery, False
-            if batch is None or len(batch.identities) >= _SHARED:
-                batch = self._batch = Batch(self)
-            place = self._add(batch, given)
+        batch = place = None
         try:
+            with self.lock:
+                batch = self._batch
+                if given[0] in self.in_flight:
+                    delivery = self._attach(given[0], given[4])
+                    return *delivery.entry, delivery, False
+                if batch is None or len(batch.identities) >= _SHARED:
+                    batch = self._batch = Batch(self)
+                place = self._add(batch, given)
+            delivery = Delivery(batch, place)
             state = self.filter.reserve(given[0])
         except BaseException:
-            self.let_go(batch, (place,), Outcome.NOT_PERSISTED)
+            if batch is not None and place is not None:
+                self.let_go(batch, (place,), Outcome.NOT_PERSISTED)
             raise
-        return batch, place, Delivery(batch, place), state is NEW or self._may_go(batch, place, state)
+        return batch, place, delivery, state is NEW or self._may_go(batch, place, state)
 
     def undo(self, batch: Batch, places: Sequence[int]) -> None:
         """Undo the reservations of messages that the client did not take."""

@@ -382,6 +382,30 @@ def test_one_filter_that_is_given_for_two_topics_is_refused(takes: str) -> None:
         assert without.filter_of("t") is without.filter_of("other")
 
 
+@pytest.mark.parametrize(
+    "produce",
+    [
+        lambda producer: producer.produce("t", b"1", dedup_key="a"),
+        lambda producer: producer.produce_many("t", [b"1", b"2", b"1"], dedup_keys=["a", "b", "a"]),
+    ],
+)
+def test_an_interrupt_while_a_message_is_reserved_leaves_nothing(
+    produce: Callable[[DedupProducer], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a second try would attach to a message that nobody sends, and flush() would say that nothing is left."""
+
+    def interrupt(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    with DedupProducer(NOWHERE, dedup=WindowFilter(keys=10)) as producer:
+        with monkeypatch.context() as patch:
+            patch.setattr("exactly_once.publish.delivery.Delivery", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                produce(producer)
+        assert producer._topics["t"].in_flight == {}
+        assert [producer.filter_of("t").reserve(key) for key in ("a", "b")] == [State.NEW, State.NEW]
+
+
 class Away(WindowFilter):
     """A filter whose store is away when a reservation is undone; a real one would have to fail at just that moment."""
 
