@@ -442,11 +442,7 @@ class ExactlyOnceConsumer:
         if in_thread:
             max_unit_seconds = math.inf  # Kafka does not wait for this handler
             handler = HandlerThread(
-                handler=handler,
-                poll=self._poll_aside,
-                end=self._session.end,
-                discard=self._session.discard,
-                revoke_seconds=revoke_seconds,
+                handler=handler, poll=self._poll_aside, session=self._session, revoke_seconds=revoke_seconds
             )
         units = self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds)
         service = Service(

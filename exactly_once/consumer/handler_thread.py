@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from exactly_once._log import about
-from exactly_once.ledger.session import Begun
+from exactly_once.ledger.session import Session
 
 from .unit import Unit
 
@@ -28,14 +28,12 @@ _NOTICE_SECONDS = 1.0
 class HandlerThread:
     """A handler, called in a thread of its own for each unit.
 
-    ``poll(seconds, unit)`` polls and tells whether partitions of the unit were taken away; ``end(begun)`` ends
-    the unit's transaction from outside, ``discard()`` closes its connection.
+    ``poll(seconds, unit)`` polls and tells whether partitions of the unit were taken away.
     """
 
     handler: Callable[[Unit], object]
     poll: Callable[[float, Unit], bool]
-    end: Callable[[Begun], None]
-    discard: Callable[[], None]
+    session: Session
     revoke_seconds: float
 
     def __call__(self, unit: Unit) -> object:
@@ -73,10 +71,10 @@ class HandlerThread:
                 wait([done], _NOTICE_SECONDS)
             finally:
                 if not done.done():
-                    self.discard()  # else what it executes next would be in the next unit, or durable by itself
+                    self.session.discard()  # else what it executes next would be in the next unit, or durable by itself
             raise
         return done.result()
 
     def _abort(self, unit: Unit) -> None:
         if unit.work.begun is not None:
-            self.end(unit.work.begun)
+            self.session.end(unit.work.begun)
