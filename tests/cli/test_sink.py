@@ -263,8 +263,11 @@ def test_a_table_that_is_not_there_is_told(operate: Command, source: str) -> Non
 
 
 def workers_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children()
-    return [c for c in children if "spawn_main" in " ".join(c.cmdline())]
+    workers = []
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # nor what was killed and not waited for yet
+            workers += [child] if "spawn_main" in " ".join(child.cmdline()) else []
+    return workers
 
 
 @pytest.mark.timeout(400)
