@@ -28,5 +28,5 @@ def test_asking_a_new_broker_again_and_again_does_not_end_the_process() -> None:
     with Kafka() as kafka:
         topic = create_topic(kafka.bootstrap_servers, 1)
         command = [sys.executable, "-c", PROGRAM, kafka.bootstrap_servers, topic]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr

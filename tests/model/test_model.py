@@ -36,7 +36,7 @@ def search(directory: Path, mode: tuple[str, ...], **macros: int) -> str:
     values = [f"-D{name}={value}" for name, value in macros.items()]
 
     def call(*command: str) -> str:
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=100)
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

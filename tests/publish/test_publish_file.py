@@ -68,7 +68,7 @@ def execute(bootstrap_servers: str, *arguments: str, program: str = DIES_AT_A_LI
     """Run one of these programs."""
     environment = {**os.environ, "EXACTLY_ONCE_BOOTSTRAP_SERVERS": bootstrap_servers}
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
 def run(bootstrap_servers: str, program: str, *arguments: str, status: int) -> None:

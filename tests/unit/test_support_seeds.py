@@ -52,7 +52,7 @@ def test_a_run_shows_its_seed_and_so_does_a_failure(tmp_path: Path) -> None:
     (tmp_path / "test_luck.py").write_text("def test_luck(): assert False")
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.seeds", "-p", "no:cacheprovider", str(tmp_path)]
     environment = {**os.environ, VARIABLE: "31337"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
     assert f"seed: 31337 ({VARIABLE} repeats it)" in run.stdout
     assert f"\n{VARIABLE}=31337\n" in run.stdout
 
