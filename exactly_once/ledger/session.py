@@ -386,10 +386,12 @@ class Session:
             return
         take_back(self._connection)
         status = self._connection.pgconn.transaction_status
-        if status == TransactionStatus.IDLE:
+        if status == TransactionStatus.IDLE and not open_blocks(self._connection):
             return
         try:
-            if status in (TransactionStatus.UNKNOWN, TransactionStatus.ACTIVE):
+            # A block that is left open would end in a later transaction, and undo what that has done since a savepoint
+            # of the same name; on a connection that is closed its end sends nothing.
+            if status in (TransactionStatus.UNKNOWN, TransactionStatus.ACTIVE) or open_blocks(self._connection):
                 self.discard()
             else:
                 send(self._connection, b"ROLLBACK")
@@ -554,6 +556,11 @@ def tag_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:
 def is_lost(connection: Connection) -> bool:
     """Tell whether a connection is closed, broken or in an unknown state."""
     return bool(connection.pgconn.transaction_status == TransactionStatus.UNKNOWN)
+
+
+def open_blocks(connection: Connection) -> int:
+    """Count the blocks of ``with connection.transaction():`` that are open; there is no public way to ask."""
+    return connection._num_transactions  # noqa: SLF001
 
 
 def lend(connection: Connection, used: Callable[[], object]) -> None:
