@@ -88,7 +88,7 @@ class Unit:
         # How many the handler is given, which may put something else in ``messages``.
         self.given = len(self.sent)
         self.attempt = attempt
-        self.advances = advances
+        self._advances = tuple(advances)
         self.work = work
         self.stage = Stage.NEW
         # Whose fault it was that the unit failed.
@@ -107,6 +107,11 @@ class Unit:
         self._process = 0
         # Whether somebody else holds the connection too, so that the order of statements is not ours to keep.
         self._is_lent = False
+
+    @property
+    def advances(self) -> tuple[Advance, ...]:
+        """How far the unit moves each of its partitions; a handler cannot change it."""
+        return self._advances
 
     def __repr__(self) -> str:
         span = ", ".join(f"{a.partition} {a.expected}..{a.next_offset - 1}" for a in self.advances)

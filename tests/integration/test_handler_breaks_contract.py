@@ -373,6 +373,22 @@ def test_what_a_handler_leaves_open_is_told_and_stops_nothing(
     del left
 
 
+@pytest.mark.parametrize("way", ["emptied", "replaced"])
+def test_a_handler_cannot_change_how_far_its_unit_moves(scene: Scene, way: str) -> None:
+    """Without the advance its effects would be durable, and come again."""
+    consumer = scene.consumer()
+    unit = next(iter(consumer))
+    with pytest.raises(AttributeError), unit:
+        record(unit, "test")
+        if way == "emptied":
+            unit.advances.clear()  # type: ignore[attr-defined]
+        else:
+            unit.advances = ()  # type: ignore[misc]
+    assert scene.applied() == []
+    scene.drain(consumer)
+    scene.assert_exact()
+
+
 def _collect(kept: list[Iterator[None]]) -> None:
     kept.clear()
     gc.collect()
