@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
 
 from confluent_kafka import Message
 from psycopg import sql
+from psycopg.pq import PipelineStatus
 
 from exactly_once._failpoints import failpoint
 from exactly_once._model import Advance
@@ -235,7 +236,8 @@ class Unit:
         :raises UnitNotFinished: outside of the ``with`` block.
         """
         self._check_open()
-        if self._is_lent:
+        # Within a pipeline of somebody who has the connection from elsewhere it is in one already.
+        if self._is_lent or self.work.connection.pgconn.pipeline_status != PipelineStatus.OFF:
             self.work.connection.execute(query, params)
         else:
             self.work.defer(query, params)
