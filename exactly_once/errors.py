@@ -164,7 +164,7 @@ class TransactionEnded(HandlerError):
 
 
 class TransactionBusy(HandlerError):
-    """The handler left a COPY or a pipeline open on the connection."""
+    """The handler left a COPY, a pipeline or a block of ``connection.transaction()`` open on the connection."""
 
 
 class TransactionNotYours(HandlerError):

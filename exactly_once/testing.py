@@ -84,7 +84,7 @@ def unit(
     :raises UnitNotUsed: when nobody used the unit, so that what the handler did went elsewhere; ``unused_ok`` allows
         that, for handlers that do nothing with these messages.
     :raises HandlerError: when it called ``commit()`` or ``rollback()``, swallowed a SQL error, rolled back, or left a
-        COPY or pipeline open.
+        COPY, a pipeline or a block of ``transaction()`` open.
     """
     messages = list(messages)
     trial = _Trial(connection, group_id=group_id, schema=schema, unused_ok=unused_ok)

@@ -26,7 +26,7 @@ from exactly_once._model import Advance, Partition
 from exactly_once.errors import Fenced
 from exactly_once.ledger.migrate import check
 from exactly_once.ledger.rows import LOCK_SECONDS
-from exactly_once.ledger.session import Connection, connector, execute
+from exactly_once.ledger.session import Connection, connector, cursor_on, execute
 from exactly_once.ledger.sql import query
 
 from .attempt import Attempt, Part, Work, log_set_aside
@@ -296,9 +296,10 @@ class StagedCommit:
 
     def _fetch(self, chunk: Chunk) -> pa.Table:
         """Read staged rows."""
-        cursor: psycopg.Cursor[Any] = self._attempt.unit.connection.cursor(binary=True)
+        statement = query("spark_get", self._options.schema)
         parameters = {"attempt": chunk.attempt, "number": chunk.number}
-        row = cursor.execute(query("spark_get", self._options.schema), parameters, prepare=False).fetchone()
+        cursor = cursor_on(self._attempt.unit.connection)
+        row = cursor.execute(statement, parameters, prepare=False, binary=True).fetchone()
         rows = None if row is None else pa.ipc.open_stream(row[0]).read_all()
         if rows is None or rows.num_rows != chunk.row_count:
             raise StageLost(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
 
 from confluent_kafka import Message
 from psycopg import sql
+from psycopg.pq import PipelineStatus
 
 from exactly_once._failpoints import failpoint
 from exactly_once._model import Advance
@@ -88,7 +89,7 @@ class Unit:
         # How many the handler is given, which may put something else in ``messages``.
         self.given = len(self.sent)
         self.attempt = attempt
-        self.advances = advances
+        self._advances = tuple(advances)
         self.work = work
         self.stage = Stage.NEW
         # Whose fault it was that the unit failed.
@@ -107,6 +108,11 @@ class Unit:
         self._process = 0
         # Whether somebody else holds the connection too, so that the order of statements is not ours to keep.
         self._is_lent = False
+
+    @property
+    def advances(self) -> tuple[Advance, ...]:
+        """How far the unit moves each of its partitions; a handler cannot change it."""
+        return self._advances
 
     def __repr__(self) -> str:
         span = ", ".join(f"{a.partition} {a.expected}..{a.next_offset - 1}" for a in self.advances)
@@ -230,7 +236,8 @@ class Unit:
         :raises UnitNotFinished: outside of the ``with`` block.
         """
         self._check_open()
-        if self._is_lent:
+        # Within a pipeline of somebody who has the connection from elsewhere it is in one already.
+        if self._is_lent or self.work.connection.pgconn.pipeline_status != PipelineStatus.OFF:
             self.work.connection.execute(query, params)
         else:
             self.work.defer(query, params)

@@ -26,7 +26,7 @@ from exactly_once.kafka.origin import Origin
 
 from .conflict import Conflict, Grant, check
 from .libpq import send
-from .session import Connection, Session, cursor_on, execute, last_row, storable
+from .session import ADAPTERS, Connection, Session, cursor_on, execute, last_row, storable
 from .sql import query
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class Ledger:
         self._can_identify = True
         self._inside: Connection | None = None
         self._watch = watch or (lambda pid, partitions: contextlib.nullcontext())
-        self._advance = query("advance", session.schema).as_bytes(None)
+        # The statement of an advance and the group's name in it, by the encoding of the connection that they are for.
+        self._advance: dict[str, tuple[bytes, bytes]] = {}
         # A time-out of the role is for what the handler executes. Here it could end a wait for our own row, or cut
         # short COMMIT's wait for a synchronous standby, after which it has committed all the same.
 
@@ -262,21 +263,27 @@ class Ledger:
     def advance_statement(self, connection: Connection, advances: Sequence[Advance], *, xid: str) -> bytes:
         """Write the one statement that :meth:`advance` executes, for whoever sends others with it."""
         # Written out instead of bound: only without parameters may two statements share one message.
+        encoding = connection.info.encoding
+        if encoding not in self._advance:
+            parts = query("advance", self.session.schema), sql.Literal(self.group_id)
+            statement, group_id = (part.as_bytes(cursor_on(connection)) for part in parts)
+            self._advance[encoding] = statement, group_id
+        statement, group_id = self._advance[encoding]
         values = {
             b"xid": b"'%d'" % int(xid),
-            b"group_id": sql.Literal(self.group_id).as_bytes(connection),
-            b"topics": _name_array(tuple([a.partition.topic for a in advances])),
+            b"group_id": group_id,
+            b"topics": _name_array(tuple([a.partition.topic for a in advances]), encoding),
             b"partitions": _array([a.partition.number for a in advances]),
             b"generations": _array([a.generation for a in advances]),
             b"tokens": _token_array(tuple([a.token for a in advances])),
             b"epochs": _array([a.epoch for a in advances]),
-            b"topic_ids": _name_array(tuple([a.topic_id for a in advances])),
+            b"topic_ids": _name_array(tuple([a.topic_id for a in advances]), encoding),
             b"expected": _array([a.expected for a in advances]),
             b"next_offsets": _array([a.next_offset for a in advances]),
             b"leader_epochs": _array([a.leader_epoch for a in advances]),
             b"rotates": b"true" if any(a.rotates for a in advances) else b"false",
         }
-        return self._advance % values
+        return statement % values
 
     def move_to_ends(self, advances: Sequence[Advance], *, lock_seconds: float) -> None:
         """Move rows to the ends of their logs, behind offsets without messages, in a transaction of its own.
@@ -433,8 +440,8 @@ def _token_array(tokens: tuple[UUID, ...]) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _name_array(names: tuple[str | None, ...]) -> bytes:
+def _name_array(names: tuple[str | None, ...], encoding: str) -> bytes:
     """Write names as a literal array. Units mostly name the same topics, so the escaping is done once."""
     if not names:
         return b"'{}'"
-    return b"ARRAY[" + b",".join(sql.Literal(name).as_bytes(None) for name in names) + b"]"
+    return f"ARRAY[{','.join(sql.Literal(name).as_string(ADAPTERS) for name in names)}]".encode(encoding)

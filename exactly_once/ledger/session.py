@@ -22,10 +22,11 @@ from uuid import UUID, uuid4
 from zlib import crc32
 
 import psycopg
-from psycopg import adapt, sql
+from psycopg import IsolationLevel, adapt, postgres, sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import Row, RowFactory, tuple_row
+from psycopg.types import TypesRegistry, array
 from psycopg.types.string import BytesBinaryDumper
 
 from exactly_once._log import about
@@ -72,21 +73,24 @@ _NOT_YOURS = {
 }
 # What a use of a connection begins with: execute() makes a cursor, transaction() sends its SAVEPOINT without one.
 _USES = ("cursor", "transaction", "pipeline")
-# How psycopg converts values by itself: a copy, which is not changed by what is registered later.
-_ADAPTERS = adapt.AdaptersMap(psycopg.adapters)
+# How psycopg converts values by itself: made anew, since applications change what there is, also before they import us.
+ADAPTERS = adapt.AdaptersMap(types=TypesRegistry())
+postgres.register_default_types(ADAPTERS.types)
+postgres.register_default_adapters(ADAPTERS)
+array.register_all_arrays(ADAPTERS)
 
 
 class _Hexadecimal(adapt.Dumper):
     """Writes bytes in lists: libpq would double backslashes where standard_conforming_strings is off."""
 
-    oid = psycopg.adapters.types["bytea"].oid
+    oid = ADAPTERS.types["bytea"].oid
 
     def dump(self, obj: Any) -> bytes:
         return b"\\x" + bytes(obj).hex().encode()
 
 
-_ADAPTERS.register_dumper(bytes, _Hexadecimal)
-_ADAPTERS.register_dumper(bytes, BytesBinaryDumper)  # by itself a value goes as it is
+ADAPTERS.register_dumper(bytes, _Hexadecimal)
+ADAPTERS.register_dumper(bytes, BytesBinaryDumper)  # by itself a value goes as it is
 # The server's own function that warns: its text depends on ``lc_messages``, and SQLSTATE 01000 is any warning.
 _WAITS_FOR_STANDBY = "SyncRepWaitForLSN"
 # Where a connection that is lent keeps what was set on it before, by tracing say.
@@ -248,6 +252,8 @@ class Session:
         self._tag = sql.Literal(tag_of(self.instance, schema, None))
         self._connection: Connection | None = None
         self._closed = False
+        # Whether a statement without a BEGIN sees what others have committed while it waited; the role may differ.
+        self.is_read_committed = True
         self._refused: set[str] = set()
         self._begin: dict[tuple[str, float], bytes] = {}
         # Where connections have led that were joined: to our own ledger.
@@ -269,8 +275,11 @@ class Session:
                 _refuse_no_text(connection)
                 if connection.info.transaction_status is TransactionStatus.IDLE:
                     connection.autocommit = True
+                    # Of blocks of psycopg's transaction(), whatever the role or the application says.
+                    connection.isolation_level = IsolationLevel.READ_COMMITTED
                 # A pooler accepts clients whose server is away; only an answer tells.
-                execute(connection, self.schema, "answer")
+                (isolation,) = last_row(execute(connection, self.schema, "answer"))
+                self.is_read_committed = isolation == "read committed"
             except BaseException:
                 dispose(connection)
                 raise
@@ -306,7 +315,7 @@ class Session:
                 tag=sql.Literal(tag),
                 isolation=sql.SQL(isolation),
                 incarnation=self._incarnation,
-            ).as_bytes(None)
+            ).as_bytes(cursor_on(connection))
         xid, pid, incarnation = texts(send(connection, self._begin[isolation, may_take])[-1])
         # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
         # way to say so inside a transaction.
@@ -331,9 +340,9 @@ class Session:
 
         :raises ConfigurationError: naming both.
         """
+        _refuse_no_text(connection)
         if address(connection) in self._same_ledger:
             return
-        _refuse_no_text(connection)
         (own, *_) = last_row(execute(self.connection, self.schema, "ledger_id"))
         try:
             (found, *_) = last_row(execute(connection, self.schema, "ledger_id"))
@@ -386,10 +395,12 @@ class Session:
             return
         take_back(self._connection)
         status = self._connection.pgconn.transaction_status
-        if status == TransactionStatus.IDLE:
+        if status == TransactionStatus.IDLE and not open_blocks(self._connection):
             return
         try:
-            if status in (TransactionStatus.UNKNOWN, TransactionStatus.ACTIVE):
+            # A block that is left open would end in a later transaction, and undo what that has done since a savepoint
+            # of the same name; on a connection that is closed its end sends nothing.
+            if status in (TransactionStatus.UNKNOWN, TransactionStatus.ACTIVE) or open_blocks(self._connection):
                 self.discard()
             else:
                 send(self._connection, b"ROLLBACK")
@@ -556,6 +567,11 @@ def is_lost(connection: Connection) -> bool:
     return bool(connection.pgconn.transaction_status == TransactionStatus.UNKNOWN)
 
 
+def open_blocks(connection: Connection) -> int:
+    """Count the blocks of ``with connection.transaction():`` that are open; there is no public way to ask."""
+    return connection._num_transactions  # noqa: SLF001
+
+
 def lend(connection: Connection, used: Callable[[], object]) -> None:
     """Have a connection refuse what would end the open transaction, and call ``used`` before it is used.
 
@@ -598,7 +614,7 @@ class _Cursor(psycopg.Cursor[Row]):
 
     @property
     def adapters(self) -> adapt.AdaptersMap:
-        return _ADAPTERS
+        return ADAPTERS
 
 
 def cursor_on(connection: Connection, rows: RowFactory[Row] = tuple_row) -> psycopg.Cursor[Row]:  # type: ignore[assignment]
@@ -613,16 +629,21 @@ def execute(connection: Connection, schema: str, name: str, /, **values: Any) ->
 
 
 def storable(text: str, connection: Connection) -> str:
-    """Escape what the database's encoding lacks, and NUL."""
-    encoding = "utf-8" if connection.info.parameter_status("server_encoding") == "UTF8" else "ascii"
+    """Escape what the database's encoding or the connection's lacks, and NUL."""
+    info = connection.info
+    encoding = info.encoding if info.parameter_status("server_encoding") == "UTF8" else "ascii"
     return text.replace("\0", "\\x00").encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _refuse_no_text(connection: Connection) -> None:
-    """Refuse a connection that gives bytes for text: what is compared with text would never be equal."""
-    if connection.info.encoding == "ascii":
+    """Refuse a connection that gives bytes for text, or other bytes for one name than others in the same database."""
+    is_unconverted = connection.info.parameter_status("server_encoding") == "SQL_ASCII"
+    if connection.info.encoding == "ascii" or (is_unconverted and connection.info.encoding != "utf-8"):
+        given = connection.info.parameter_status("client_encoding")
         raise ConfigurationError(
-            "the connection has client_encoding SQL_ASCII, which gives no text; set client_encoding=UTF8"
+            f"the connection has client_encoding {given}, which "
+            + ("the database, in SQL_ASCII, does not convert" if is_unconverted else "gives no text")
+            + "; set client_encoding=UTF8"
         )
 
 

@@ -20,7 +20,7 @@ from exactly_once.errors import ConfigurationError, TransactionAborted, Transact
 
 from .libpq import Bound, bind, check, send, send_together
 from .outcome import FOREIGN_TRANSACTION, driver_error
-from .session import Begun, Connection, is_lost
+from .session import Begun, Connection, is_lost, open_blocks
 from .sql import query
 from .store import LedgerStore
 
@@ -40,6 +40,8 @@ class UnitOfWork:
         self.max_unit_seconds = max_unit_seconds
         self._connection: Connection | None = None
         self.begun: Begun | None = None
+        # How many blocks of psycopg's transaction() were open when the unit began: around it, in a joined transaction.
+        self._blocks = 0
         # Written by :meth:`join`, :meth:`advance` and :meth:`commit`, for what each sends.
         self.sent = Sent.NOTHING
         # Statements that wait for the next flush, or for COMMIT.
@@ -100,7 +102,7 @@ class UnitOfWork:
             )
         if connection.pgconn.pipeline_status != PipelineStatus.OFF:
             raise ConfigurationError("join() was given a connection in pipeline mode; open that inside the block")
-        self._connection, self.sent = connection, Sent.JOINED
+        self._connection, self.sent, self._blocks = connection, Sent.JOINED, open_blocks(connection)
         self.begun = self._ledger.session.join(connection, may_take=self.max_unit_seconds)
         failpoint("begun")
 
@@ -238,6 +240,12 @@ class UnitOfWork:
         if connection.pgconn.pipeline_status != PipelineStatus.OFF:
             raise TransactionBusy(
                 "the handler left a pipeline open on unit.connection; leave its block before returning"
+            )
+        if open_blocks(connection) != self._blocks:
+            raise TransactionBusy(
+                "a block of `with connection.transaction():` crosses the end of the unit, in a generator that is kept "
+                "perhaps: its own end would roll back, or keep, what is not in it. Enter and leave such a block within "
+                "the unit, or, with join(), around it"
             )
         status = connection.info.transaction_status
         if self._is_flushing:

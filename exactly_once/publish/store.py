@@ -102,7 +102,10 @@ class Store:
                         "the connection of filters is in an open transaction, which nobody would commit: no mark would "
                         "last. connect= must commit what it executes, or connect with autocommit=True"
                     )
-                return work(connection)
+                if self._session.is_read_committed:
+                    return work(connection)
+                with connection.transaction():  # which is: several may change the same keys
+                    return work(connection)
             except psycopg.Error as error:
                 if self._session.lost or isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
                     self._session.discard()

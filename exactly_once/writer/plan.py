@@ -14,6 +14,8 @@ from psycopg._copy_base import format_row_binary
 from psycopg.adapt import Transformer
 from psycopg.pq import Format
 
+from exactly_once.ledger.session import ADAPTERS
+
 from .changes import MISSING, Missing, Row, Tombstone
 from .codec import Codec, Naive
 from .codecs import codec_of, name_of
@@ -243,7 +245,7 @@ def encode_binary(rows: Iterable[Sequence[Any]], wires: Sequence[int]) -> Iterat
     """Encode rows whose values are exactly what the driver dumps as these types; yield parts of a COPY."""
     # The driver's own function for one row: what Copy.write_row calls, without its two calls in between,
     # which cost more than the dumping.
-    transformer = Transformer()
+    transformer = Transformer(ADAPTERS)
     transformer.set_dumper_types(wires, Format.BINARY)
     encoded = bytearray(_SIGNATURE)
     iterator = iter(rows)

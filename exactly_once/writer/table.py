@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import psycopg
 from psycopg import sql
@@ -177,7 +177,7 @@ def lock_shape(connection: Connection, table: Table) -> str:
 
 
 def _columns(connection: Connection, oid: int) -> list[Column]:
-    cursor: psycopg.Cursor[dict[str, Any]] = psycopg.Cursor(connection, row_factory=dict_row)
+    cursor = cursor_on(connection, dict_row)
     rows = cursor.execute(query("columns_of_table", ""), {"oid": oid}, prepare=False).fetchall()
     inner = [row.pop("composite_oid") for row in rows]
     return [

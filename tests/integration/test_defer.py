@@ -87,6 +87,29 @@ def test_effects_offsets_and_commit_are_one_round_trip(scene: Scene) -> None:
     drain(scene, consumer)
 
 
+def test_what_is_deferred_within_a_pipeline_of_somebody_else_keeps_its_place(scene: Scene) -> None:
+    """Of a framework that has the connection from ``connect=``: two pipelines in one would lose their answers."""
+    made: list[psycopg.Connection[Any]] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        made.append(psycopg.connect(scene.conninfo))
+        return made[-1]
+
+    table = scene.table("place serial, said text")
+    say = text(f"INSERT INTO {table} (said) VALUES (%s)")
+    consumer = scene.consumer(connect=connect)
+    with next(iter(consumer)) as unit:
+        effects(unit)
+        (connection,) = [each for each in made if each is unit.work.connection]
+        with connection.pipeline():
+            connection.execute(say, ["one"])
+            unit.defer(say, ["two"])
+            unit.execute(say, ["three"])
+        unit.defer(say, ["four"])
+    assert scene.query(f"SELECT said FROM {table} ORDER BY place") == [("one",), ("two",), ("three",), ("four",)]
+    drain(scene, consumer)
+
+
 @pytest.mark.parametrize("position", [0, 5, 10, 11])
 @pytest.mark.parametrize("early", [False, True], ids=["with COMMIT", "before a statement"])
 def test_an_error_at_any_place_undoes_all(scene: Scene, position: int, *, early: bool) -> None:

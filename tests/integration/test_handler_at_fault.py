@@ -191,6 +191,8 @@ def test_a_dead_letter_tells_how_often_the_message_was_tried_alone(scene: Scene,
 # What the server says of its statements.
 
 SQLSTATES = ["21000", "38001", "39004", "44000", "54000", "P0002", "P0003", "P0004", "MY001", "U0001"]
+# Of no fault of the server's either, raised by functions of an application.
+SQLSTATES += ["01004", "02000", "09000", "10608", "20000", "27000", "2F002", "2F005"]
 RAISE = "DO $$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '{}'; END $$"
 
 
@@ -210,6 +212,42 @@ def test_a_sqlstate_of_bad_data_is_the_messages_fault(scene: Scene, state: str) 
     run(scene.consumer(), failing(RAISE.format(state), 3, 4, 16), on_poison="dead-letter")
     assert dead(scene) == [3, 4, 16]
     assert {letter.sqlstate for letter in letters(scene)} == {state}
+    assert scene.applied() == [n for n in range(20) if n not in (3, 4, 16)]
+
+
+# What the server itself refuses in that way, be it by a value of a message or in a branch that one takes.
+CAUSES = {
+    "20000": "DO $$ BEGIN CASE 5 WHEN 1 THEN NULL; END CASE; END $$",
+    "2F005": "SELECT pg_temp.gives_nothing()",
+    "27000": "UPDATE twice SET n = 1",
+    "0A000": "SELECT * FROM other_database.public.payments",
+    "24000": "DO $$ DECLARE c CURSOR FOR SELECT 1; BEGIN OPEN c; UPDATE twice SET n = 2 WHERE CURRENT OF c; END $$",
+    "2D000": "DO $$ BEGIN COMMIT; END $$",
+    "34000": "FETCH FROM was_never_opened",
+    "3B001": "ROLLBACK TO SAVEPOINT was_never_set",
+    "3F000": "CREATE TABLE is_no_schema.never_made ()",
+    "55000": "SELECT currval('pg_temp.never_drawn')",
+}
+SETUP = """
+CREATE FUNCTION pg_temp.gives_nothing() RETURNS int LANGUAGE plpgsql AS $$ BEGIN END $$;
+CREATE TEMP TABLE twice (n int);
+CREATE FUNCTION pg_temp.again() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN UPDATE twice SET n = 2; RETURN new; END $$;
+INSERT INTO twice VALUES (0);
+CREATE TRIGGER again BEFORE UPDATE ON twice FOR EACH ROW WHEN (new.n = 1) EXECUTE FUNCTION pg_temp.again();
+CREATE TEMP SEQUENCE never_drawn
+"""
+
+
+@pytest.mark.parametrize("state", CAUSES)
+def test_what_the_server_says_of_a_value_or_a_branch_of_the_handler_is_bounded(scene: Scene, state: str) -> None:
+    def handler(unit: Unit) -> None:
+        if {3, 4, 16} & set(offsets(unit)):
+            unit.execute(text(SETUP))
+        failing(CAUSES[state], 3, 4, 16)(unit)
+
+    run(scene.consumer(), handler, on_poison="dead-letter")
+    assert {(letter.message_offset, letter.sqlstate) for letter in letters(scene)} == {(n, state) for n in (3, 4, 16)}
     assert scene.applied() == [n for n in range(20) if n not in (3, 4, 16)]
 
 
@@ -233,9 +271,10 @@ def test_two_messages_of_one_key_in_an_upsert_are_applied_one_after_the_other(sc
     assert scene.query(f"SELECT k, o FROM {table} ORDER BY k") == [(k, 2 * k + 1) for k in range(10)]
 
 
-def test_class_42_of_some_messages_is_their_fault(scene: Scene) -> None:
+@pytest.mark.parametrize("state", ["42501", "0A000", "28000", "55000", "HV000"])
+def test_a_doubtful_error_of_some_messages_is_their_fault(scene: Scene, state: str) -> None:
     """A policy that refuses a row, a value that is no query: it vanishes with fewer messages."""
-    run(scene.consumer(), failing(RAISE.format("42501"), 3, 4, 7), on_poison="dead-letter")
+    run(scene.consumer(), failing(RAISE.format(state), 3, 4, 7), on_poison="dead-letter")
     assert dead(scene) == [3, 4, 7]
     assert scene.applied() == [n for n in range(20) if n not in (3, 4, 7)]
 
@@ -247,9 +286,11 @@ def test_class_42_of_the_first_messages_is_their_fault_once_another_is_applied(s
     assert scene.applied() == [n for n in range(20) if n not in (0, 1, 10, 19)]
 
 
-def test_class_42_of_all_messages_stops_and_sets_nothing_aside(scene: Scene) -> None:
-    with pytest.raises(psycopg.errors.UndefinedTable):
-        run(scene.consumer(), failing("SELECT * FROM is_not_there", *range(20)), on_poison="dead-letter")
+@pytest.mark.parametrize("statement", ["SELECT * FROM is_not_there", CAUSES["0A000"], CAUSES["3F000"]])
+def test_a_doubtful_error_of_all_messages_stops_and_sets_nothing_aside(scene: Scene, statement: str) -> None:
+    expected = (psycopg.errors.UndefinedTable, psycopg.errors.FeatureNotSupported, psycopg.errors.InvalidSchemaName)
+    with pytest.raises(expected):
+        run(scene.consumer(), failing(statement, *range(20)), on_poison="dead-letter")
     assert dead(scene) == scene.applied() == []
 
 

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -337,9 +338,24 @@ def _leave_a_pipeline_open(unit: Unit) -> object:
     return pipeline
 
 
+def _leave_a_block_open(unit: Unit) -> object:
+    block = _in_a_block(unit)
+    next(block)
+    return block
+
+
+def _in_a_block(unit: Unit) -> Iterator[None]:
+    with unit.connection.transaction():
+        record(unit, "in a block")
+        yield
+
+
+LEFT = [_leave_a_copy_open, _leave_a_stream_open, _leave_a_pipeline_open, _leave_a_block_open]
+
+
 # psycopg before 3.3 tells Python so when its copy is collected.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object Cursor.copy")
-@pytest.mark.parametrize("leave_open", [_leave_a_copy_open, _leave_a_stream_open, _leave_a_pipeline_open])
+@pytest.mark.parametrize("leave_open", LEFT)
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 def test_what_a_handler_leaves_open_is_told_and_stops_nothing(
     scene: Scene, leave_open: Callable[[Unit], object], *, fails: bool
@@ -355,6 +371,100 @@ def test_what_a_handler_leaves_open_is_told_and_stops_nothing(
     scene.drain(consumer)
     scene.assert_exact()
     del left
+
+
+@pytest.mark.parametrize("way", ["emptied", "replaced"])
+def test_a_handler_cannot_change_how_far_its_unit_moves(scene: Scene, way: str) -> None:
+    """Without the advance its effects would be durable, and come again."""
+    consumer = scene.consumer()
+    unit = next(iter(consumer))
+    with pytest.raises(AttributeError), unit:
+        record(unit, "test")
+        if way == "emptied":
+            unit.advances.clear()  # type: ignore[attr-defined]
+        else:
+            unit.advances = ()  # type: ignore[misc]
+    assert scene.applied() == []
+    scene.drain(consumer)
+    scene.assert_exact()
+
+
+def _collect(kept: list[Iterator[None]]) -> None:
+    kept.clear()
+    gc.collect()
+
+
+LATE_EXITS: dict[str, Callable[[list[Iterator[None]]], object]] = {
+    "closed": lambda kept: [block.close() for block in kept],  # type: ignore[attr-defined]
+    "collected": _collect,
+    "resumed": lambda kept: [next(block, None) for block in kept],
+    "closed by a thread": lambda kept: _in_thread(lambda: LATE_EXITS["closed"](kept)),
+}
+
+
+def _in_thread(act: Callable[[], object]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("way", LATE_EXITS)
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_a_block_of_one_unit_that_ends_in_a_later_one_undoes_nothing_of_that(
+    scene: Scene, way: str, *, fails: bool
+) -> None:
+    """Both have a savepoint of the same name: the late end would roll the later unit back to its own."""
+    consumer = scene.consumer()
+    kept: list[Iterator[None]] = []
+    units = consumer.units(until_end=True)
+    with pytest.raises(ValueError if fails else TransactionBusy), next(units) as unit:
+        kept.append(_in_a_block(unit))
+        next(kept[0])
+        if fails:
+            raise ValueError("after the fact")
+    for unit in units:
+        with unit, unit.connection.transaction():
+            record(unit, "test")
+            LATE_EXITS[way](kept)
+    scene.assert_exact()
+
+
+def test_a_block_that_is_opened_between_units_ends_nothing(scene: Scene) -> None:
+    consumer = scene.consumer()
+    units = consumer.units(until_end=True)
+    with next(units) as unit:
+        record(unit, "test")
+        connection = unit.connection
+    block = connection.transaction()
+    block.__enter__()
+    with next(units) as unit:
+        record(unit, "test")
+        block.__exit__(None, None, None)
+    scene.drain(consumer)
+    scene.assert_exact()
+    assert scene.ledger("halted") == [None]
+
+
+@pytest.mark.parametrize("way", ["left open", "closed too early"])
+def test_a_block_that_crosses_the_edge_of_a_joined_one_is_refused(scene: Scene, way: str) -> None:
+    """Its end could undo the advance and keep effects, or the other way round."""
+    consumer = scene.consumer()
+    units = iter(consumer)
+    unit = next(units)
+    with contextlib.closing(psycopg.connect(scene.conninfo)) as connection:
+        connection.execute("SELECT 1")
+        block = connection.transaction()
+        if way == "closed too early":
+            block.__enter__()
+        with pytest.raises(TransactionBusy), unit.join(connection):
+            record(unit, "test")
+            if way == "left open":
+                block.__enter__()
+            else:
+                block.__exit__(None, None, None)
+    scene.drain(consumer)
+    scene.assert_exact()
 
 
 def test_a_savepoint_left_open_commits_with_the_unit(scene: Scene) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -10,10 +14,12 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.adapt import Buffer, Dumper, Loader
+from psycopg.conninfo import make_conninfo
 
 from exactly_once import ConfigurationError, Unit
 from exactly_once.ledger.migrate import migrate
 from tests.integration.scene import Scene
+from tests.support.worker import ROOT, record
 
 LETTERS = "SELECT message_offset, error_class, error FROM exactly_once.dead_letter WHERE group_id = %s"
 
@@ -96,6 +102,92 @@ def test_adapters_of_the_application_are_for_its_own_statements(scene: Scene) ->
     assert set(seen) == {"5"}
     assert scene.ledger("next_offset") == [20]
     assert [offset for offset, *_ in scene.query(LETTERS)] == [2]
+
+
+def test_adapters_that_were_registered_for_everybody_before_the_import_are_no_different(scene: Scene) -> None:
+    """In a process of its own: they would be the test run's, too."""
+    table = scene.table('"offset" bigint, writer int, name text, document jsonb, at timestamp')
+    command = [sys.executable, "-m", "tests.integration.global_adapters"]
+    command += [scene.bootstrap_servers, scene.conninfo, scene.topic]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "['NEW', 'NEW', 'IN_FLIGHT']\n"), done.stderr
+    assert scene.ledger("next_offset") == [20]
+    ((offset, _, error),) = scene.query(LETTERS)
+    assert (offset, error) == (2, "of the handler")
+    rows = scene.query(f'SELECT * FROM {table} ORDER BY writer, "offset"')
+    five = ("five", {"five": 5}, datetime(2005, 5, 5))  # noqa: DTZ001 - the column has none either
+    assert rows == [(offset, writer, *five) for writer in (0, 1) for offset in range(20) if offset != 2]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("isolation", ["repeatable\\ read", "serializable"])
+def test_a_role_may_isolate_its_transactions_as_it_likes(scene: Scene, isolation: str, *, joins: bool) -> None:
+    isolated = make_conninfo(scene.proxy.conninfo, options=f"-c default_transaction_isolation={isolation}")
+    levels = set()
+
+    def handler(unit: Unit) -> None:
+        levels.add(unit.execute("SHOW transaction_isolation").fetchone())
+        record(unit, "test")
+        assert all(unit.claim_many(f"{scene.topic}-{message.offset()}" for message in unit.messages))
+
+    with contextlib.closing(psycopg.connect(isolated)) as own, scene.consumer(conninfo=isolated) as consumer:
+        for unit in consumer.units(until_end=True):
+            with unit.join(own) if joins else unit:
+                handler(unit)
+            own.commit()
+    scene.assert_exact()
+    assert levels == {(isolation.replace("\\", "") if joins else "read committed",)}
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_connection_of_another_encoding_stores_the_same_names(scene: Scene, *, joins: bool) -> None:
+    """What it lacks in an error is escaped, as what the database lacks."""
+    group = f"grüße-{scene.topic}"
+    latin = make_conninfo(scene.conninfo, client_encoding="LATIN1")
+    own = psycopg.connect(latin)
+
+    def handler(unit: Unit) -> None:
+        for message in unit.messages:
+            if message.offset() == 2:
+                unit.dead_letter(message, "5 € für 'ß'")
+
+    with contextlib.closing(own), scene.consumer({"group.id": group}, conninfo=latin, name="grün") as consumer:
+        for unit in consumer.units(until_end=True):
+            with unit.join(own) if joins else unit:
+                handler(unit)
+            own.commit()
+    with psycopg.connect(scene.conninfo) as connection:
+        letters = connection.execute(LETTERS, (group,)).fetchall()
+        rows = connection.execute(
+            "SELECT next_offset, owner_name FROM exactly_once.ledger WHERE group_id = %s", (group,)
+        ).fetchall()
+    assert [(offset, error) for offset, _, error in letters] == [(2, "5 \\u20ac für 'ß'")]
+    assert rows == [(20, "grün")]
+
+
+def test_a_name_of_the_schema_is_spelt_as_the_connection_spells_it(scene: Scene) -> None:
+    schema = f"größe_{scene.topic}"
+    latin = make_conninfo(scene.conninfo, client_encoding="LATIN1")
+    with psycopg.connect(scene.conninfo, autocommit=True) as connection:
+        migrate(connection, schema)
+        try:
+            with scene.consumer(conninfo=latin, schema=schema) as consumer:
+                for unit in consumer.units(until_end=True):
+                    with unit:
+                        unit.defer("SELECT 1")
+            statement = sql.SQL("SELECT next_offset FROM {}.ledger").format(sql.Identifier(schema))
+            assert connection.execute(statement).fetchall() == [(20,)]
+        finally:
+            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))
+
+
+def test_in_a_database_without_an_encoding_one_name_is_one_row(
+    scene: Scene, make_database: Callable[[str], str]
+) -> None:
+    """Such a server converts nothing: in another encoding the group would be another one, and read all again."""
+    latin = make_conninfo(make_database("SQL_ASCII"), client_encoding="LATIN1")
+    with pytest.raises(ConfigurationError, match="client_encoding=UTF8"):
+        scene.consumer(conninfo=latin)
 
 
 @pytest.mark.parametrize("has_schema", [True, False])

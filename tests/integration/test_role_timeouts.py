@@ -114,7 +114,7 @@ def test_nulls_in_arrays_are_nulls_whatever_the_role_says(scene: Scene, *, joins
     with psycopg.connect(legacy) as own:
         consumer = scene.consumer(conninfo=legacy, max_messages=100)
         for unit in consumer.units(until_end=True):
-            unit.advances = [replace(advance, leader_epoch=None) for advance in unit.advances]
+            unit._advances = tuple(replace(advance, leader_epoch=None) for advance in unit.advances)
             with unit.join(own) if joins else unit:
                 handler(unit)
             own.commit()

@@ -29,9 +29,11 @@ def schema(postgres_conninfo: str, name: str) -> Iterator[str]:
 
 
 @pytest.mark.fault("B19")
-def test_eight_threads_migrate_at_once(postgres_conninfo: str, schema: str) -> None:
+@pytest.mark.parametrize("isolation", ["read committed", "serializable"])
+def test_eight_threads_migrate_at_once(postgres_conninfo: str, schema: str, isolation: str) -> None:
     def run(_: int) -> list[int]:
         with psycopg.connect(postgres_conninfo, autocommit=True) as connection:
+            connection.execute(f"SET default_transaction_isolation = '{isolation}'".encode())
             return migrate(connection, schema)
 
     with ThreadPoolExecutor(8) as pool:

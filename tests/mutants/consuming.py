@@ -195,8 +195,8 @@ CONSUMING = (
         (
             "full-is-poison",
             "a full disk becomes the fault of a message: dead letter",
-            '_ENVIRONMENT = ("08", "53", "57", "58", "25006", "26000")',
-            '_ENVIRONMENT = ("08", "57", "58", "25006", "26000", "53400")',
+            '_ENVIRONMENT = ("08", "53", "57", "58", "25006", "26000", "HV00N")',
+            '_ENVIRONMENT = ("08", "57", "58", "25006", "26000", "HV00N", "53400")',
         ),
         (
             "ours-is-poison",

@@ -14,6 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from exactly_once import ConfigurationError
 from exactly_once.embedded.proxy import PostgresProxy
@@ -99,11 +100,20 @@ def test_scopes_do_not_share_keys(make_owner: MakeOwner, name: str) -> None:
     assert window(owner, name + "-other").reserve("a") is NEW
 
 
-def test_batches_of_many_processes_in_any_order_do_not_deadlock(make_owner: MakeOwner, name: str) -> None:
+@pytest.fixture(params=["read committed", "repeatable read", "serializable"])
+def isolated(request: pytest.FixtureRequest, conninfo: str) -> str:
+    """How to connect as a role whose transactions are isolated so by themselves."""
+    level = request.param.replace(" ", "\\ ")
+    return make_conninfo(conninfo, options=f"-c default_transaction_isolation={level}")
+
+
+def test_batches_of_many_processes_in_any_order_do_not_deadlock(
+    make_owner: MakeOwner, isolated: str, name: str
+) -> None:
     seed = 4711
     print("seed", seed)
     keys = list(range(400))
-    windows = [window(make_owner(), name) for _ in range(4)]
+    windows = [window(make_owner(conninfo=isolated), name) for _ in range(4)]
     barrier = threading.Barrier(len(windows))
 
     def run(number: int) -> Counter[State]:
@@ -269,13 +279,13 @@ def test_a_name_has_one_living_producer(make_owner: MakeOwner, db: psycopg.Conne
     make_owner(name=name, exclusive=True)
 
 
-def test_of_many_that_start_under_one_name_one_lives(make_owner: MakeOwner, name: str) -> None:
+def test_of_many_that_start_under_one_name_one_lives(make_owner: MakeOwner, isolated: str, name: str) -> None:
     barrier = threading.Barrier(6)
 
     def start(_: int) -> bool:
         barrier.wait(30)
         try:
-            make_owner(name=name, exclusive=True)
+            make_owner(conninfo=isolated, name=name, exclusive=True)
         except NameTaken:
             return False
         return True

@@ -56,6 +56,7 @@ class Connection:
 
     pipeline_status = PipelineStatus.OFF
     encoding = "utf-8"
+    _num_transactions = 0
 
     def __init__(self, incarnation: str) -> None:
         self.incarnation = incarnation

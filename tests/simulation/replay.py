@@ -7,7 +7,7 @@ what became of a transaction, and what is committed must be as the simulated dat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -67,6 +67,10 @@ _HARMLESS = {"begin", "apply", "known", "has_rows", "look", "commit", "abort"}
 """What takes no locks."""
 
 
+# How long a statement that waits for nobody may take before the server is asked whether it waits.
+_USUAL_SECONDS = 0.01
+
+
 class _Committed(NamedTuple):
     """What is committed on the real server, as it can be put back."""
 
@@ -87,9 +91,8 @@ class _Committed(NamedTuple):
 class _Backend:
     """A connection to the real server, and the transaction of ours that runs there."""
 
-    def __init__(self, conninfo: str, group_id: str) -> None:
+    def __init__(self, conninfo: str) -> None:
         self.session = Session(connector(conninfo), schema=_SCHEMA)
-        self.ledger = rows.Ledger(self.session, group_id=group_id, owner_kind="consumer")
         self.begun = Begun("", 0, "")
 
 
@@ -97,8 +100,7 @@ class Replay:
     """The real server, for one schedule after another."""
 
     def __init__(self, conninfo: str) -> None:
-        # The locks are free when a statement is executed; who has to wait says so at once.
-        self._conninfo = make_conninfo(conninfo, options="-c lock_timeout=5s -c synchronous_commit=off")
+        self._conninfo = make_conninfo(conninfo, options="-c lock_timeout=60s -c synchronous_commit=off")
         self._looker = psycopg.connect(self._conninfo, autocommit=True)
         self._looker.execute(_PREPARE)
         self._asker = Session(connector(self._conninfo), schema=_SCHEMA)
@@ -160,12 +162,12 @@ class Replay:
         backend = self._busy[id(transaction)]
         method = self._method(backend, name, arguments, answer)
         if isinstance(answer, Waits):
-            return _WAITS, _undone(backend, method, *arguments)
+            return _WAITS, self._undone(backend, method, *arguments)
         if name in {"advance", "move_to_ends"} and answer is None:
             # The last of them is the one that is wrong: all that were right before must not have moved then.
             *right, last = arguments[0]
             wrong = _WRONG[self.executed % len(_WRONG)](last)
-            if (refused := _undone(backend, method, [*right, wrong])) != SHORT_COUNT:
+            if (refused := self._undone(backend, method, [*right, wrong])) != SHORT_COUNT:
                 raise Violation(f"{wrong} in place of {last}: {refused}")
         return _plain(answer), _answer(method, *arguments)
 
@@ -173,24 +175,47 @@ class Replay:
         """Have a statement wait indeed, until the transactions have ended that it waits for."""
         transaction, name, arguments, _ = statement
         backend = self._busy[id(transaction)]
-        future = self._thread.submit(_answer, self._method(backend, name, arguments, answer), *arguments)
+        future = self._begin_statement(backend, self._method(backend, name, arguments, answer), *arguments)
         self._waiting = transaction, future
-
-        def waits() -> bool:
-            locks = self._looker.execute("SELECT FROM pg_locks WHERE pid = %s AND NOT granted", [backend.begun.pid])
-            return locks.rowcount > 0
-
-        until(lambda: future.done() or waits(), 10, "a statement that waits for a lock")
         if future.done():
             raise Violation(f"{name}{arguments} does not wait: {future.result()}")
+
+    def _begin_statement(self, backend: _Backend, method: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Execute a statement, until its answer is there or it waits for one of our transactions.
+
+        What it waits for otherwise passes: VACUUM, say, which locks the table for moments.
+        """
+        future = self._thread.submit(_answer, method, *arguments)
+        ours = [each.begun.pid for each in self._busy.values()]
+
+        def waits() -> bool:
+            blocked = "SELECT WHERE pg_blocking_pids(%s) && %s::int[]"
+            return self._looker.execute(blocked, [backend.begun.pid, ours]).rowcount > 0
+
+        wait([future], _USUAL_SECONDS)
+        until(lambda: future.done() or waits(), 30, "an answer, or a statement that waits for a lock")
+        return future
+
+    def _undone(self, backend: _Backend, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Try what must be refused or wait, and leave everything as it was."""
+        connection = backend.session.connection
+        connection.execute("SAVEPOINT tried", prepare=False)
+        try:
+            future = self._begin_statement(backend, method, *arguments)
+            if future.done():
+                return future.result()
+            connection.cancel_safe()
+            return _WAITS if future.result() == psycopg.errors.QueryCanceled.sqlstate else future.result()
+        finally:
+            connection.execute("ROLLBACK TO SAVEPOINT tried; RELEASE SAVEPOINT tried", prepare=False)
 
     def _draw(self) -> UUID:
         """Draw what was drawn in the schedule."""
         return self._token
 
     def _begin(self, transaction: Transaction) -> None:
-        backend = self._free.pop() if self._free else _Backend(self._conninfo, self._group_id)
-        backend.session.instance, backend.ledger.group_id = transaction.instance, self._group_id
+        backend = self._free.pop() if self._free else _Backend(self._conninfo)
+        backend.session.instance = transaction.instance
         backend.begun = self._begun[id(transaction)] = backend.session.begin("READ COMMITTED")
         self._busy[id(transaction)] = backend
 
@@ -211,7 +236,7 @@ class Replay:
     def _method(self, backend: _Backend, name: str, arguments: tuple[Any, ...], answer: Any) -> Callable[..., Any]:
         """Return the real ledger's method, in its transaction, as it is called to give this answer."""
         connection = backend.session.connection
-        ledger = backend.ledger.inside(connection)
+        ledger = rows.Ledger(backend.session, group_id=self._group_id, owner_kind="consumer").inside(connection)
         if name == "resolve":
             self._token = arguments[1][-1]
         elif name == "acquire":
@@ -276,16 +301,6 @@ def _awaited(statements: Sequence[Statement]) -> dict[int, Any]:
                 if other.name not in _HARMLESS:
                     break
     return found
-
-
-def _undone(backend: _Backend, method: Callable[..., Any], *arguments: Any) -> Any:
-    """Try what must be refused, and leave everything as it was."""
-    connection = backend.session.connection
-    connection.execute("SAVEPOINT tried; SET LOCAL lock_timeout = '2ms'", prepare=False)
-    try:
-        return _answer(method, *arguments)
-    finally:
-        connection.execute("ROLLBACK TO SAVEPOINT tried; RELEASE SAVEPOINT tried", prepare=False)
 
 
 def _answer(method: Callable[..., Any], *arguments: Any) -> Any:

@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
+import psycopg
 import pytest
 
 from tests.support.seeds import seeds
@@ -23,8 +28,38 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if REPLAYS > 100 else 600)
 
 def test_postgres_answers_as_the_simulated_database_did(conninfo: str, name: str) -> None:
     began = time.perf_counter()
-    replay = Replay(conninfo)
     tried = seeds(range(REPLAYS), new=REPLAYS)
+    executed = _replay(conninfo, name, tried)
+    seconds = time.perf_counter() - began
+    print(f"{len(tried)} schedules, {executed} statements: as Postgres; {len(tried) / seconds:.0f} schedules/s")
+
+
+def test_a_lock_of_somebody_else_is_no_answer(conninfo: str, name: str) -> None:
+    """VACUUM locks the table for moments to give its last pages back; it does not queue for that, either."""
+    is_over = threading.Event()
+
+    def lock() -> int:
+        times = 0
+        with psycopg.connect(conninfo, autocommit=True) as other:
+            while not is_over.is_set():
+                with contextlib.suppress(psycopg.errors.LockNotAvailable), other.transaction():
+                    other.execute("LOCK TABLE exactly_once.ledger IN ACCESS EXCLUSIVE MODE NOWAIT")
+                    other.execute("SELECT pg_sleep(0.01)")
+                    times += 1
+        return times
+
+    with ThreadPoolExecutor(1) as thread:
+        locking = thread.submit(lock)
+        try:
+            _replay(conninfo, name, range(20))
+        finally:
+            is_over.set()
+        assert locking.result() > 20
+
+
+def _replay(conninfo: str, name: str, tried: Iterable[int]) -> int:
+    """Replay the schedules of these seeds; return how many statements they have."""
+    replay = Replay(conninfo)
     try:
         for seed in tried:
             world = World(seed, Plan(usurps=seed % 4 == 0))
@@ -35,5 +70,4 @@ def test_postgres_answers_as_the_simulated_database_did(conninfo: str, name: str
                 raise Violation(f"seed {seed}: {violation}") from violation.__cause__
     finally:
         replay.close()
-    seconds = time.perf_counter() - began
-    print(f"{len(tried)} schedules, {replay.executed} statements: as Postgres; {len(tried) / seconds:.0f} schedules/s")
+    return replay.executed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import psycopg
@@ -11,7 +12,7 @@ import pytest
 
 from exactly_once import _failpoints
 from exactly_once._model import Partition
-from exactly_once.errors import AlreadyApplied, Fenced, HandlerCommitted, PartitionHalted
+from exactly_once.errors import AlreadyApplied, Fenced, HandlerCommitted, PartitionHalted, TransactionBusy
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit
 from spark_sink.owners import query_row
 from spark_sink.ranges import Range, refuse_older, remaining
@@ -248,6 +249,29 @@ def test_also_that_commits_halts_the_partitions(place: Place, transaction: str, 
     assert place.written() == every(5)
     with pytest.raises(PartitionHalted):
         place.owners().take(place.ranges(5), batch_id=0)
+
+
+@both
+def test_also_cannot_change_how_far_the_ledger_moves(place: Place, transaction: str) -> None:
+    """Without the advance its rows would be durable, and come again."""
+    work = place.work(place.owners(), place.ranges(5), in_transaction=lambda unit: unit.offsets.clear())
+    for _ in range(2):
+        run(transaction, work, whole(place, transaction, range(5)))
+    assert (place.written(), place.ledger()) == (every(5), [5])
+
+
+@both
+def test_also_that_leaves_a_block_open_is_refused(place: Place, transaction: str) -> None:
+    kept: list[AbstractContextManager[object]] = []
+
+    def also(unit: SinkUnit) -> None:
+        kept.append(unit.connection.transaction())
+        kept[-1].__enter__()
+
+    work = place.work(place.owners(), place.ranges(5), in_transaction=also)
+    with pytest.raises(TransactionBusy):
+        run(transaction, work, whole(place, transaction, range(5)))
+    assert (place.written(), place.ledger()) == ([], [0])
 
 
 def test_a_task_without_rows_opens_no_transaction(place: Place) -> None:

@@ -62,8 +62,8 @@ SELECT CASE
     ELSE pg_xact_status((%(xid)s::text)::xid8) END
 
 -- name: answer
--- See that a server is behind a new connection.
-SELECT
+-- See that a server is behind a new connection, and how it isolates what is executed without a BEGIN of ours.
+SELECT current_setting('default_transaction_isolation')
 
 -- name: current_xid
 -- Learn the id of a transaction that is going to write.
@@ -467,7 +467,8 @@ ORDER BY topic, partition
 RETURNING topic, partition, old_offset, new_offset
 
 -- name: no_timeouts
--- Keep time-outs of the role away from a transaction that may have to wait for another one.
+-- Keep time-outs of the role away from a transaction that may have to wait for another one, whose changes it must see.
+SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SELECT set_config('statement_timeout', '0', true),
        CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', true) END
