@@ -108,8 +108,8 @@ class DedupProducer(Publisher):
         elif may_go:
             try:
                 self._client.produce(topic, value, key, -1, batch.callback_of(place))  # type: ignore[arg-type]
-            except BaseException:
-                ready.undo(batch, (place,))
+            except BaseException as error:
+                ready.hand_over_failed(batch, (place,), error)
                 raise
         return delivery
 

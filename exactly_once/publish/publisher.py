@@ -350,7 +350,7 @@ class Publisher:
                 done += 1
         except BaseException as exception:
             if undoes:
-                batch.topic.undo(batch, places[done:])
+                batch.topic.hand_over_failed(batch, places[done:], exception)
             elif isinstance(exception, KafkaException):
                 batch.errors[places[done]] = exception.args[0]
             elif isinstance(exception, (TypeError, ValueError)) and done < len(places):  # no message at all
@@ -372,7 +372,8 @@ class Publisher:
 
     def _settle(self) -> None:
         for topic in list(self._topics.values()):
-            topic.settle()
+            doubts = topic.doubts[:]
+            topic.settle(doubts if doubts and not len(self._client) else ())
         while self.calls:
             with contextlib.suppress(IndexError):  # another thread may have taken the last one
                 callback, error, message = self.calls.popleft()
