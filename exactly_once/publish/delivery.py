@@ -600,13 +600,15 @@ class TopicPublisher:
         for batch in left:
             batch.is_watched = True
         self.reported += left
-        self.settle()
-        # The client has no more to tell. A report whose callback was interrupted would leave its message here.
         silent = 0
-        with self._settling:
-            for batch in left:
-                silent += self._give_up(batch, range(len(batch.identities)))
-            self._mark_and_tell(seconds)
+        try:
+            self.settle()
+        finally:
+            # The client has no more to tell. A report whose callback was interrupted would leave its message here.
+            with self._settling:
+                for batch in left:
+                    silent += self._give_up(batch, range(len(batch.identities)))
+                self._mark_and_tell(seconds)
         if self.log is not None:
             self.log.save(is_clean=True)
         if waiting := sum(len(places) for due in self._due.values() for _, places in due):

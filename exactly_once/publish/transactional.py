@@ -121,6 +121,7 @@ class TransactionalProducer(Publisher):
             longer than ``transaction.timeout.ms``; deliveries tell what became of the messages.
         :raises BrokerUnreachable: when no client could be made ready; nothing was sent.
         """
+        self._guard.check()  # the lock may be held for ever in a child
         made = Transaction()
         try:
             yield made
@@ -148,6 +149,8 @@ class TransactionalProducer(Publisher):
 
     def close(self, timeout_seconds: float = _SECONDS) -> None:
         """Let the transaction that is being published end, then close."""
+        if not self._guard.is_ours():
+            return
         with self._turn:
             super().close(timeout_seconds)
 
@@ -167,7 +170,7 @@ class TransactionalProducer(Publisher):
 
     def _connect(self) -> Producer:
         self.logs = self._logs
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # again in a callback that close() calls: it is told that the producer is closed
         self._id = str(self._settings.get("transactional.id") or "")
         if not self._id:
             raise ConfigurationError("transactional.id is missing: name one that no other producer has")
