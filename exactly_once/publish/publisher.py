@@ -35,7 +35,7 @@ from .owners import PublishOwner
 from .recovery import SequenceLog
 from .sequence import SequenceFilter
 from .snapshot import SnapshotFile, SnapshotStore
-from .tail import read_tail, rest_of
+from .tail import describe, read_tail, rest_of
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,8 @@ class Publisher:
 
         It reads from ``positions``, offsets by partition below which none of them stands; for numbered messages from
         where the producer knows that; else from the beginning. What is there is delivered. What is not is absent if
-        nothing can arrive any more, which only Kafka transactions make sure; else it stays unknown.
+        nothing can arrive any more, which only Kafka transactions make sure; else it stays unknown. So it does if the
+        log may have held it: retention or compaction has removed messages, or the topic was made anew.
 
         :raises ConfigurationError: when messages do not carry their keys.
         :raises TailHidden: when another producer's open transaction hides the end for too long.
@@ -207,7 +208,13 @@ class Publisher:
                     found.add(key_of(headers))
                 elif sent.producer == self.producer_name:
                     found.add(sent.number)
-            return of_topic.filter.resolve(found, is_sure=is_sure and is_whole)
+            why = None if is_whole else "retention has removed messages, or it was made anew"
+            if is_sure and is_whole:
+                why = describe(self._kafka, topic).why_unsure(None if of_topic.log is None else of_topic.log.topic_id)
+            if is_sure and why is not None:
+                said = "what %r does not hold stays unknown: %s"
+                logger.warning(said, topic, why, extra=about("stays_unknown") | {"topic": topic})
+            return of_topic.filter.resolve(found, is_sure=is_sure and why is None)
 
     def poll(self, timeout_seconds: float = 0.0) -> int:
         """Serve delivery reports, mark them in the filters, call callbacks; return how many the client served.

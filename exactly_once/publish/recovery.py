@@ -17,11 +17,11 @@ from exactly_once.errors import ConfigurationError
 
 from .errors import SnapshotCorrupted, TailLost
 from .headers import Sent, headers_of, key_of, sequence_of
-from .owners import DeadOwner
+from .owners import TOPIC_ID, DeadOwner, Positions
 from .postgres import Found
 from .sequence import SequenceFilter
 from .snapshot import SnapshotStore, pack, unpack
-from .tail import Log, describe, ends_of, fence, ranges_of, read_tail, rest_of, starts_since
+from .tail import Log, describe, ends_of, fence, id_of, ranges_of, read_tail, rest_of, starts_since
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,15 @@ class SequenceLog:
         return count
 
     def has_another_writer(self, own: Collection[tuple[int | None, int | None]]) -> bool:
-        """Tell whether the log has a number of this producer that it did not put there, at none of its own places."""
+        """Tell whether the log has a number of this producer that it did not put there, at none of its own places.
+
+        :raises TailLost: when that cannot be told, because the topic has become another one, or a compacted one.
+        """
+        if (why := describe(self.kafka, self.topic).why_unsure(self.topic_id)) is not None:
+            raise TailLost(
+                f"whether another producer has taken over {self.producer!r} on {self.topic!r} cannot be told: {why}. "
+                "Stop, and start anew once the topic has cleanup.policy=delete and is the one to go on with"
+            )
         for message in read_tail(self.kafka, self.topic, self.positions):
             sent = sequence_of(headers_of(message))
             if sent is None or sent.producer != self.producer or (message.partition(), message.offset()) in own:
@@ -158,6 +166,11 @@ class SequenceLog:
             if not self.sequences.is_confirmed(sent.number):
                 return True
         return False
+
+    @property
+    def topic_id(self) -> str | None:
+        """Which topic of its name it was when the sequence was recovered."""
+        return self._log.topic_id
 
     def confirmed(self, messages: Iterable[Message]) -> None:
         """Take note of acknowledged messages; every so many of them a snapshot is made."""
@@ -239,9 +252,16 @@ class SequenceLog:
         time.sleep(self._log.lag_seconds)
 
 
-def end_positions(kafka: Mapping[str, Any], topics: Iterable[str]) -> dict[str, dict[int, int]]:
-    """Return where topics end now, as ``PublishOwner(positions=...)`` takes it: a take-over reads from there."""
-    return {topic: {p.number: offset for p, offset in ends_of(kafka, topic).items()} for topic in topics}
+def end_positions(kafka: Mapping[str, Any], topics: Iterable[str]) -> Positions:
+    """Return where topics end now, and their ids, as ``PublishOwner(positions=...)`` takes it.
+
+    A take-over reads from there, and everything where the topic was made anew since.
+    """
+    # The id before the ends: of a topic that is made anew meanwhile, the two would look like one topic otherwise.
+    return {
+        topic: {TOPIC_ID: id_of(kafka, topic)} | {p.number: offset for p, offset in ends_of(kafka, topic).items()}
+        for topic in topics
+    }
 
 
 class TopicTakeOver:
@@ -259,23 +279,34 @@ class TopicTakeOver:
     def __call__(self, owner: DeadOwner, scope: str) -> Found:
         """Return what of the owner's is in the topic.
 
-        Where retention has removed messages since its life began, what is not in the rest may have been among them, and
-        is not sure to be absent.
+        Where the log does not hold all that was put there since its life began, what is not in the rest may have been
+        among that, and is not sure to be absent: retention or compaction has removed messages, or the topic was made
+        anew.
 
         :raises TailHidden: when another transaction hides the end for too long.
         """
         if owner.transactional_id is not None:
             fence(self._kafka, owner.transactional_id)
-        starts = {Partition(scope, int(n)): offset for n, offset in owner.positions.get(scope, {}).items()}
+        given = dict(owner.positions.get(scope, {}))
+        topic_id = given.pop(TOPIC_ID, None)
+        if describe(self._kafka, scope).is_another(topic_id):
+            given = {}
+        starts = {Partition(scope, int(n)): offset for n, offset in given.items()}
         begin, is_whole = rest_of(self._kafka, scope, starts)
-        if not is_whole:
+        messages = read_tail(self._kafka, scope, begin, seconds=self._seconds)
+        keys = {key for message in messages if (key := key_of(headers_of(message))) is not None}
+        # After it was read: its policy may have changed meanwhile.
+        why = describe(self._kafka, scope).why_unsure(topic_id)
+        if why is None and not is_whole:
+            why = "retention has removed messages, or the topic was made anew"
+        if why is not None:
             logger.warning(
-                "retention has removed messages of %r since %r (%s) began: keys that are not in the rest are unknown",
+                "%r does not hold all that was put there since %r (%s) began, and keys that are not there are unknown: "
+                "%s",
                 scope,
                 owner.name,
                 owner.id,
+                why,
                 extra=about("take_over_trimmed") | {"topic": scope, "producer": owner.name, "owner": owner.id},
             )
-        messages = read_tail(self._kafka, scope, begin, seconds=self._seconds)
-        keys = {key for message in messages if (key := key_of(headers_of(message))) is not None}
-        return Found(keys, is_sure=owner.transactional_id is not None and is_whole)
+        return Found(keys, is_sure=owner.transactional_id is not None and why is None)

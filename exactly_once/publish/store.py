@@ -47,6 +47,8 @@ class Store:
         self.schema = schema
         self._session = Session(connect or connector(conninfo or ""), schema=schema, owns_rows=False)
         self._lock = threading.RLock()
+        # The connection whose isolation was looked at.
+        self._checked: Connection | None = None
         self._guard = Guard("this connection of filters")
 
         def prepare(connection: Connection) -> None:
@@ -102,6 +104,9 @@ class Store:
                         "the connection of filters is in an open transaction, which nobody would commit: no mark would "
                         "last. connect= must commit what it executes, or connect with autocommit=True"
                     )
+                if connection is not self._checked:
+                    self._check_isolation(connection)
+                    self._checked = connection
                 return work(connection)
             except psycopg.Error as error:
                 if self._session.lost or isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
@@ -110,6 +115,16 @@ class Store:
             except BaseException:
                 self._session.discard()  # an interruption may have left an answer on the wire
                 raise
+
+    def _check_isolation(self, connection: Connection) -> None:
+        """Refuse transactions with one snapshot: what was committed while they waited for a lock they do not see."""
+        ((isolation,),) = self.on(connection, "publish_isolation")
+        if isolation != "read committed":
+            raise ConfigurationError(
+                f"default_transaction_isolation is {isolation!r} on the connection of filters: a key that another "
+                "process has just reserved would be sent again. Set it to 'read committed' for the role (ALTER ROLE "
+                "... SET), or for this connection (options='-c default_transaction_isolation=read\\ committed')"
+            )
 
     @staticmethod
     def _translated(error: psycopg.Error) -> Exception:

@@ -1,5 +1,9 @@
 -- Every statement of the publish side. The changes of keys are functions of the schema, one call per batch.
 
+-- name: publish_isolation
+-- Show how isolated transactions of this connection are that do not say so.
+SHOW default_transaction_isolation
+
 -- name: publish_scope
 -- Return the number of a scope, made at its first use.
 WITH made AS (
