@@ -26,6 +26,10 @@ from .tail import Log, describe, ends_of, fence, id_of, ranges_of, read_tail, re
 logger = logging.getLogger(__name__)
 
 _KIND = "sequences of a producer"
+# A leader looks for replicas that lag twice in replica.lag.time.max.ms, so one may stay in sync for this many of them;
+# and the controller has to write it down that it is not.
+_LAGS = 1.5
+_LEAVE_SECONDS = 1.0
 # So many numbers that wait for one before them take 100 KB for each producer of a topic, and are sorted in no time.
 _WALKED = 1_000
 
@@ -116,8 +120,8 @@ class SequenceLog:
                 "was never sent, and sending it again would put an older value over a newer one. Take a topic with "
                 "cleanup.policy=delete, or PostgresWindow with a dedup key"
             )
-        walk, starts, is_clean = self._from_snapshot()
-        if not is_clean and not self.is_fenced:
+        walk, starts, may_hide = self._from_snapshot()
+        if may_hide:
             self._wait_for_replicas()
         lows = {p: low for p, (low, _) in ranges_of(self.kafka, self.topic).items()}
         trimmed = set() if starts is not None or self.accept_trimmed else {p for p, low in lows.items() if low > 0}
@@ -205,6 +209,7 @@ class SequenceLog:
             "topic": self.topic,
             "topic id": self._log.topic_id,
             "producer": self.producer,
+            "transactions": self.is_fenced,
             "clean": is_clean and self.sequences.is_settled(self.sequences.last_pushed),
             "positions": [[p.number, offset] for p, offset in sorted(self.positions.items())],
             "persisted": persisted,
@@ -214,9 +219,10 @@ class SequenceLog:
         self._fresh = 0
 
     def _from_snapshot(self) -> tuple[Walk, dict[Partition, int] | None, bool]:
+        """Return what the snapshot holds, where to read on, and whether the log may hide what the last life sent."""
         data = None if self.store is None else self.store.load()
         if data is None:
-            return Walk(), None, False
+            return Walk(), None, not self.is_fenced
         content = unpack(_KIND, data)
         for what, now in (
             ("producer", self.producer),
@@ -232,24 +238,27 @@ class SequenceLog:
                     "to begin anew: then what the topic holds now decides, and what it does not hold is published again"
                 )
         walk = Walk(content["persisted"], dict(content["above"]))
-        return walk, {Partition(self.topic, n): offset for n, offset in content["positions"]}, bool(content["clean"])
+        # The fence ends only what was sent in transactions.
+        may_hide = not (content["clean"] or (self.is_fenced and content.get("transactions", True)))
+        return walk, {Partition(self.topic, n): offset for n, offset in content["positions"]}, may_hide
 
     def _wait_for_replicas(self) -> None:
         """Wait until what a killed predecessor has put into a leader's log is shown, or is gone.
 
-        A message stands there unseen until every in-sync replica has it. One that lags is out of sync after this long.
+        A message stands there unseen until every in-sync replica has it. One that lags leaves them after this long.
         """
         if self._log.replicas < 2:
             return
+        seconds = _LAGS * self._log.lag_seconds + _LEAVE_SECONDS
         logger.warning(
-            "waiting %g s (replica.lag.time.max.ms) before %r is read: without transactions, what an earlier producer "
-            "%r sent last may not be visible yet",
-            self._log.lag_seconds,
+            "waiting %g s (by replica.lag.time.max.ms) before %r is read: without transactions, what an earlier "
+            "producer %r sent last may not be visible yet",
+            seconds,
             self.topic,
             self.producer,
             extra=about("waits_for_replicas") | {"topic": self.topic, "producer": self.producer},
         )
-        time.sleep(self._log.lag_seconds)
+        time.sleep(seconds)
 
 
 def end_positions(kafka: Mapping[str, Any], topics: Iterable[str]) -> Positions:
