@@ -52,6 +52,11 @@ _PROOFS = frozenset(
 )
 
 
+# What the client raises for a message that it does not take. Anything else comes from a signal handler or from another
+# thread, perhaps when the message is in the client's queue already.
+_REFUSALS = (KafkaException, BufferError, TypeError, ValueError, OverflowError)
+
+
 class Outcome(Enum):
     """What is known of a message."""
 
@@ -398,11 +403,20 @@ class Deliveries(Sequence[Delivery]):
         return Delivery(self._batch, places) if isinstance(places, int) else [Delivery(self._batch, p) for p in places]
 
 
-_SILENT = KafkaError(KafkaError._FAIL, "the client is closed and gave no report")  # noqa: SLF001 - its public name
+_SILENT = KafkaError(KafkaError._FAIL, "the client has no report of it")  # noqa: SLF001 - its public name
 # For so long ``poll``, ``flush`` and ``result`` wait for a filter's server to take outcomes, then they go on.
 MARK_SECONDS = 2.0
 # So many messages that are given one by one share a batch: a delivery that is kept keeps the others' messages.
 _SHARED = 100
+
+
+class Doubt(NamedTuple):
+    """A message of which an interrupt has hidden whether the client took it: its report tells, if there is one."""
+
+    batch: Batch
+    place: int
+    # So that the report is kept: among those that are not, all are of other messages.
+    interest: Interest
 
 
 class Columns(NamedTuple):
@@ -436,6 +450,7 @@ class TopicPublisher:
         self.in_flight: dict[Hashable, Batch] = {}
         # Batches in which there is something to settle.
         self.reported: list[Batch] = []
+        self.doubts: list[Doubt] = []
         # By identity: failures that nobody has looked at, and that no later call has made good.
         self.failed: dict[Hashable, Delivery] = {}
         # The one that takes messages that are given one by one.
@@ -518,6 +533,15 @@ class TopicPublisher:
             raise
         return batch, place, delivery, state is NEW or self._may_go(batch, place, state)
 
+    def hand_over_failed(self, batch: Batch, places: Sequence[int], error: BaseException) -> None:
+        """Undo the reservations of messages behind an error of ``produce``; the first one may be in the queue."""
+        if places and not isinstance(error, _REFUSALS):
+            batch.is_watched = True
+            self.doubts.append(Doubt(batch, places[0], batch.watched()))
+            places = places[1:]
+        if places:
+            self.undo(batch, places)
+
     def undo(self, batch: Batch, places: Sequence[int]) -> None:
         """Undo the reservations of messages that the client did not take."""
         try:
@@ -535,9 +559,12 @@ class TopicPublisher:
             self.in_flight.pop(batch.identities[place], None)
         self._tell(outcome, batch, places, is_raised=outcome is Outcome.NOT_PERSISTED)
 
-    def settle(self) -> None:
-        """Mark in the filter what was reported, then make it known; a filter's server is waited for, not for long."""
-        if not self.reported and not any(self._due.values()) and self._mark_error is None:
+    def settle(self, unreported: Sequence[Doubt] = ()) -> None:
+        """Mark in the filter what was reported, then make it known; a filter's server is waited for, not for long.
+
+        ``unreported`` are doubts from before the client had nothing more to report.
+        """
+        if not self.reported and not any(self._due.values()) and self._mark_error is None and not unreported:
             return
         with self._settling:
             count = len(self.reported)
@@ -547,6 +574,11 @@ class TopicPublisher:
             # Only now: whoever is interrupted between two lines does this twice, which is harmless, and never not.
             del self.reported[:count]
             self._mark_and_tell(MARK_SECONDS)
+            for doubt in unreported:
+                self._give_up(doubt.batch, (doubt.place,))
+                self._mark_and_tell(MARK_SECONDS)
+                if doubt in self.doubts:  # another thread may have done the same
+                    self.doubts.remove(doubt)
 
     def conclude(self, batch: Batch, places: Sequence[int], verdict: Outcome, error: KafkaError | None) -> None:
         """Settle messages alike, whatever was reported: the transaction that they belong to is over."""
@@ -568,16 +600,15 @@ class TopicPublisher:
         for batch in left:
             batch.is_watched = True
         self.reported += left
-        self.settle()
-        # The client has no more to tell. A report whose callback was interrupted would leave its message here.
         silent = 0
-        with self._settling:
-            for batch in left:
-                places = [p for p in range(len(batch.identities)) if batch.outcome(p) is _PENDING]
-                batch.errors.update(dict.fromkeys(places, _SILENT))
-                self._take(Outcome.UNKNOWN, batch, places)
-                silent += len(places)
-            self._mark_and_tell(seconds)
+        try:
+            self.settle()
+        finally:
+            # The client has no more to tell. A report whose callback was interrupted would leave its message here.
+            with self._settling:
+                for batch in left:
+                    silent += self._give_up(batch, range(len(batch.identities)))
+                self._mark_and_tell(seconds)
         if self.log is not None:
             self.log.save(is_clean=True)
         if waiting := sum(len(places) for due in self._due.values() for _, places in due):
@@ -599,11 +630,24 @@ class TopicPublisher:
                     rest = [place for place in range(count) if place not in settled] if settled else range(count)
                     self._take(_DELIVERED, batch, rest)
                 elif batch.is_watched or batch.errors:
-                    self._take(_DELIVERED, batch, batch.match())
+                    found = batch.match()
+                    if doubtful := {doubt.place for doubt in self.doubts if doubt.batch is batch}:
+                        rest = [p for p in range(count) if p not in settled and p not in found and p not in doubtful]
+                        if len(rest) == len(batch.arrived):
+                            batch.arrived.clear()
+                            found += rest
+                    self._take(_DELIVERED, batch, found)
         for place in places:
             error = batch.errors.get(place)
             self._take(_DELIVERED if error is None else outcome_of(error), batch, (place,))
         del batch.reported[: len(places)]
+
+    def _give_up(self, batch: Batch, places: Sequence[int]) -> int:
+        """Take those of the messages for unknown that have no outcome; return how many they are."""
+        places = [place for place in places if batch.outcome(place) is _PENDING]
+        batch.errors.update(dict.fromkeys(places, _SILENT))
+        self._take(Outcome.UNKNOWN, batch, places)
+        return len(places)
 
     def _take(self, outcome: Outcome, batch: Batch, places: Sequence[int]) -> None:
         if places:

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import weakref
+from typing import Protocol
+
+from confluent_kafka import Producer
 
 from exactly_once.errors import ConfigurationError
 
 # One for each fork between the first process and this one: cheaper to look at than the process id.
 _forks: list[None] = []
 os.register_at_fork(after_in_child=lambda: _forks.append(None))
+
+
+class HasClient(Protocol):
+    """What holds a client of Kafka, unless it is closed."""
+
+    _client: Producer
+
+
+_holders: weakref.WeakSet[HasClient] = weakref.WeakSet()
+
+
+def leave_in_children(holder: HasClient) -> None:
+    """See to it that no child of this process frees the client: it would wait for threads that it has not, for ever."""
+    _holders.add(holder)
+
+
+def _leave() -> None:
+    for holder in _holders:
+        if (client := getattr(holder, "_client", None)) is not None:
+            # One reference that nothing ever gives back, not even the end of the interpreter.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+os.register_at_fork(after_in_child=_leave)
 
 
 class Guard:

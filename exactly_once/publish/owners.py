@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 _LEASE_SECONDS = 60.0
 # Between two looks at a name that is taken.
 _WAIT_SECONDS = 0.5
-# By topic and partition: an offset.
-Positions = Mapping[str, Mapping[int, int]]
+# Beside the partitions of a topic in ``Positions``.
+TOPIC_ID = "topic id"
+# By topic and partition: an offset. And by topic, which one of its name that was.
+Positions = Mapping[str, Mapping[int, int] | Mapping[int | str, int | str | None]]
 
 
 class DeadOwner(NamedTuple):
@@ -34,8 +36,8 @@ class DeadOwner(NamedTuple):
     id: int
     name: str
     transactional_id: str | None
-    positions: Mapping[str, Mapping[str, int]]
-    """By scope: where the partitions of the topic ended when its life began."""
+    positions: Mapping[str, Mapping[str, Any]]
+    """By scope: where the partitions of the topic ended when its life began, and the id that it had."""
 
 
 class Holding(NamedTuple):

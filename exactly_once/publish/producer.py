@@ -22,7 +22,7 @@ from .filter import NoFilter
 from .headers import Headers, kept
 from .keys import GivenKey, checked
 from .options import DedupOptions, check_options
-from .publisher import CLOSE_SECONDS, AnyFilter, ProducerRecord, Publisher, ToSend
+from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend
 from .transactional import TransactionalProducer, conclude
 
 logger = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ class DedupProducer(Publisher):
         elif may_go:
             try:
                 self._client.produce(topic, value, key, -1, batch.callback_of(place))  # type: ignore[arg-type]
-            except BaseException:
-                ready.undo(batch, (place,))
+            except BaseException as error:
+                ready.hand_over_failed(batch, (place,), error)
                 raise
         return delivery
 
@@ -152,16 +152,13 @@ class DedupProducer(Publisher):
 
     def hurry(self, *, only_if_due: bool = False) -> None:
         """Publish what waits for more to come, or what has waited for long enough."""
+        super().hurry(only_if_due=only_if_due)
         if self._committer is not None:
             self._committer.commit(only_if_due=only_if_due)
 
-    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Publish and flush what is left, then end; raises as :meth:`flush`, and for what has no report by then."""
-        try:
-            super().close(timeout_seconds)
-        finally:
-            if self._committer is not None:
-                self._committer.producer.close()
+    def _close_others(self) -> None:
+        if self._committer is not None:
+            self._committer.producer.close()
 
     def _send(self, batch: Batch, places: Sequence[int], room_seconds: float) -> None:
         if self._committer is not None and batch.topic.is_transactional:

@@ -27,7 +27,7 @@ from .chain import Link
 from .delivery import Batch, Call, Callback, Columns, Delivery, Extra, Outcome, TopicPublisher
 from .errors import KeyRefused, PublishError, Undelivered
 from .filter import Filter, NoFilter, Resolved
-from .guard import Guard
+from .guard import Guard, leave_in_children
 from .headers import Headers, headers_of, kept, key_of, sequence_of, with_key, with_sequence
 from .keys import GivenKey, checked_all
 from .options import PublishOptions, client_settings
@@ -35,7 +35,7 @@ from .owners import PublishOwner
 from .recovery import SequenceLog
 from .sequence import SequenceFilter
 from .snapshot import SnapshotFile, SnapshotStore
-from .tail import read_tail, rest_of
+from .tail import describe, read_tail, rest_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,20 @@ class ProducerRecord(NamedTuple):
     headers: Headers | None = None
     timestamp: int = 0
     on_delivery: Callback | None = None
+
+
+class _Errors(list[BaseException]):
+    """Collects what steps raise that must not keep the next ones from being taken: ``with errors: step()``."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            self.append(error)
+        return True
 
 
 # A batch, and the places of what the filter has let through.
@@ -98,6 +112,7 @@ class Publisher:
         # Whether it is closed and nothing more is reported.
         self.is_ended = False
         self._client = self._connect()
+        leave_in_children(self)
 
     def _fence_predecessor(self) -> bool:
         """Have numbered messages sent in transactions, which fences an earlier life; tell whether that is so."""
@@ -125,6 +140,7 @@ class Publisher:
 
     def __len__(self) -> int:
         """Return how many messages wait for their report."""
+        self._guard.check()
         return 0 if self._closed else len(self._client)
 
     def __bool__(self) -> bool:
@@ -169,7 +185,8 @@ class Publisher:
 
         It reads from ``positions``, offsets by partition below which none of them stands; for numbered messages from
         where the producer knows that; else from the beginning. What is there is delivered. What is not is absent if
-        nothing can arrive any more, which only Kafka transactions make sure; else it stays unknown.
+        nothing can arrive any more, which only Kafka transactions make sure; else it stays unknown. So it does if the
+        log may have held it: retention or compaction has removed messages, or the topic was made anew.
 
         :raises ConfigurationError: when messages do not carry their keys.
         :raises TailHidden: when another producer's open transaction hides the end for too long.
@@ -191,13 +208,20 @@ class Publisher:
                     found.add(key_of(headers))
                 elif sent.producer == self.producer_name:
                     found.add(sent.number)
-            return of_topic.filter.resolve(found, is_sure=is_sure and is_whole)
+            why = None if is_whole else "retention has removed messages, or it was made anew"
+            if is_sure and is_whole:
+                why = describe(self._kafka, topic).why_unsure(None if of_topic.log is None else of_topic.log.topic_id)
+            if is_sure and why is not None:
+                said = "what %r does not hold stays unknown: %s"
+                logger.warning(said, topic, why, extra=about("stays_unknown") | {"topic": topic})
+            return of_topic.filter.resolve(found, is_sure=is_sure and why is None)
 
     def poll(self, timeout_seconds: float = 0.0) -> int:
         """Serve delivery reports, mark them in the filters, call callbacks; return how many the client served.
 
         A filter whose server does not answer is waited for two seconds at most; it is told with a later call.
         """
+        self._guard.check()
         if self._closed:
             return 0
         self.hurry(only_if_due=True)
@@ -207,6 +231,7 @@ class Publisher:
 
     def hurry(self, *, only_if_due: bool = False) -> None:
         """Send what waits for more to come: somebody waits for its outcome, or it has waited for long enough."""
+        self._guard.check()
 
     def flush(self, timeout_seconds: float = -1) -> int:
         """Wait for all reports; return how many messages still have none: those may or may not be sent.
@@ -215,9 +240,12 @@ class Publisher:
             ``result()`` or ``exception()``, and no later call delivered them. It is told once. What another process
             was sending is told by ``produce`` at once, and raised by ``close`` only.
         """
+        self._guard.check()
         if self._closed:
             return 0
-        left = self._flush(timeout_seconds)
+        self.hurry()
+        left = self._client.flush(timeout_seconds)
+        self._settle()
         if (failed := self._failures(all_of_them=False)) is not None:
             raise failed
         return left
@@ -225,35 +253,75 @@ class Publisher:
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Flush, and fail what has no acknowledgement by then. May be called again.
 
+        It goes to its end whatever callbacks and filters raise, and raises the gravest of that then: the others are
+        logged, and notes of it.
+
         :raises Undelivered: when messages were left without one, or failed and nobody has looked, as ``flush`` says.
         """
         if self._closed or not self._guard.is_ours():  # a child has none of its parent's messages
             return
         self._closed = True
-        errors: list[Exception] = []
-        left = 0
-        try:
-            left = self._flush(timeout_seconds)
-            if left:
+        errors = _Errors()
+        with errors:
+            self.hurry()
+        left = self._drain(timeout_seconds, errors)
+        if left:
+            with errors:
                 self._client.purge()
-                self._flush(CLOSE_SECONDS)
-        except (KafkaException, PublishError) as error:  # a fatal one; what has no report is told below
-            errors.append(error)
+            self._drain(CLOSE_SECONDS, errors)
         for topic in self._topics.values():
-            try:
+            with errors:
                 left += topic.finish(timeout_seconds)
-            except Exception as error:  # noqa: BLE001 - the other topics must be finished too
-                errors.append(error)
-            topic.filter.close()
+            with errors:
+                topic.filter.close()
+        with errors:
+            self._close_others()
+        while self.calls:
+            with errors:
+                self._call_back()
         # Its callbacks refer to us: nothing but the garbage collector would end its threads and connections.
         del self._client
         self.is_ended = True
-        if errors:
-            raise errors[0]
         if left:
-            raise Undelivered(f"{left} messages had no acknowledgement after {timeout_seconds:g} s")
+            errors.append(Undelivered(f"{left} messages had no acknowledgement after {timeout_seconds:g} s"))
         if (failed := self._failures(all_of_them=True)) is not None:
-            raise failed
+            errors.append(failed)
+        if errors:
+            raise self._gravest(errors)
+
+    def _close_others(self) -> None:
+        """Close what this producer has beside its client and its filters."""
+
+    def _drain(self, seconds: float, errors: _Errors) -> int:
+        """Flush and settle to the end, whatever callbacks raise; return how many messages have no report."""
+        deadline = time.monotonic() + seconds
+        while True:
+            before = len(errors)
+            left = seconds if seconds < 0 else max(0.0, deadline - time.monotonic())
+            with errors:
+                self._client.flush(left)
+            # The client ends a flush at once where a callback raises. An interruption says that it is to end.
+            if len(errors) == before or not left or not isinstance(errors[-1], Exception):
+                break
+        for topic in self._topics.values():
+            with errors:
+                self._settle_topic(topic)
+        while self.calls:
+            with errors:
+                self._call_back()
+        return len(self._client)
+
+    def _gravest(self, errors: _Errors) -> BaseException:
+        """Return what ``close`` raises: an interruption, else what became of messages, else a callback's own error."""
+        first, *others = sorted(errors, key=lambda e: (isinstance(e, Exception), not isinstance(e, PublishError)))
+        for other in others:
+            said = f"{type(other).__name__}: {other}"
+            logger.error("closing producer %r: %s", self.producer_name, said, extra=about("close_failed"))
+        for other in others[:_NAMED]:
+            first.add_note(f"closing also raised {type(other).__name__}: {other}")
+        if len(others) > _NAMED:
+            first.add_note(f"and {len(others) - _NAMED} errors more, which are logged")
+        return first
 
     def _failures(self, *, all_of_them: bool) -> Undelivered | None:
         """Return the failures that nobody has looked at, once; at the end also what others were to send."""
@@ -270,12 +338,6 @@ class Publisher:
             f"{len(found)} messages failed in producer {self.producer_name!r}, and no callback or result() has looked "
             f"at them; {named}. They may be sent again under the same identity"
         )
-
-    def _flush(self, timeout_seconds: float) -> int:
-        self.hurry()
-        left = self._client.flush(timeout_seconds)
-        self._settle()
-        return left
 
     def _ready(self, topic: str) -> TopicPublisher:
         """Return what publishes to a topic, if this producer may still publish."""
@@ -350,7 +412,7 @@ class Publisher:
                 done += 1
         except BaseException as exception:
             if undoes:
-                batch.topic.undo(batch, places[done:])
+                batch.topic.hand_over_failed(batch, places[done:], exception)
             elif isinstance(exception, KafkaException):
                 batch.errors[places[done]] = exception.args[0]
             elif isinstance(exception, (TypeError, ValueError)) and done < len(places):  # no message at all
@@ -372,11 +434,20 @@ class Publisher:
 
     def _settle(self) -> None:
         for topic in list(self._topics.values()):
-            topic.settle()
+            self._settle_topic(topic)
         while self.calls:
-            with contextlib.suppress(IndexError):  # another thread may have taken the last one
-                callback, error, message = self.calls.popleft()
-                callback(error, message)
+            self._call_back()
+
+    def _settle_topic(self, topic: TopicPublisher) -> None:
+        doubts = topic.doubts[:]
+        topic.settle(doubts if doubts and not len(self._client) else ())
+
+    def _call_back(self) -> None:
+        try:
+            callback, error, message = self.calls.popleft()
+        except IndexError:  # another thread has taken the last one
+            return
+        callback(error, message)
 
     def _logs(self) -> list[SequenceLog]:
         return [topic.log for topic in self._topics.values() if topic.log is not None]
@@ -389,6 +460,7 @@ class Publisher:
 
     def _open(self, name: str) -> TopicPublisher:
         """Begin with a topic at its first use."""
+        self._guard.check()
         with self._opening:
             if name in self._topics:
                 return self._topics[name]

@@ -17,15 +17,19 @@ from exactly_once.errors import ConfigurationError
 
 from .errors import SnapshotCorrupted, TailLost
 from .headers import Sent, headers_of, key_of, sequence_of
-from .owners import DeadOwner
+from .owners import TOPIC_ID, DeadOwner, Positions
 from .postgres import Found
 from .sequence import SequenceFilter
 from .snapshot import SnapshotStore, pack, unpack
-from .tail import Log, describe, ends_of, fence, ranges_of, read_tail, rest_of, starts_since
+from .tail import Log, describe, ends_of, fence, id_of, ranges_of, read_tail, rest_of, starts_since
 
 logger = logging.getLogger(__name__)
 
 _KIND = "sequences of a producer"
+# A leader looks for replicas that lag twice in replica.lag.time.max.ms, so one may stay in sync for this many of them;
+# and the controller has to write it down that it is not.
+_LAGS = 1.5
+_LEAVE_SECONDS = 1.0
 # So many numbers that wait for one before them take 100 KB for each producer of a topic, and are sorted in no time.
 _WALKED = 1_000
 
@@ -116,8 +120,8 @@ class SequenceLog:
                 "was never sent, and sending it again would put an older value over a newer one. Take a topic with "
                 "cleanup.policy=delete, or PostgresWindow with a dedup key"
             )
-        walk, starts, is_clean = self._from_snapshot()
-        if not is_clean and not self.is_fenced:
+        walk, starts, may_hide = self._from_snapshot()
+        if may_hide:
             self._wait_for_replicas()
         lows = {p: low for p, (low, _) in ranges_of(self.kafka, self.topic).items()}
         trimmed = set() if starts is not None or self.accept_trimmed else {p for p, low in lows.items() if low > 0}
@@ -150,7 +154,15 @@ class SequenceLog:
         return count
 
     def has_another_writer(self, own: Collection[tuple[int | None, int | None]]) -> bool:
-        """Tell whether the log has a number of this producer that it did not put there, at none of its own places."""
+        """Tell whether the log has a number of this producer that it did not put there, at none of its own places.
+
+        :raises TailLost: when that cannot be told, because the topic has become another one, or a compacted one.
+        """
+        if (why := describe(self.kafka, self.topic).why_unsure(self.topic_id)) is not None:
+            raise TailLost(
+                f"whether another producer has taken over {self.producer!r} on {self.topic!r} cannot be told: {why}. "
+                "Stop, and start anew once the topic has cleanup.policy=delete and is the one to go on with"
+            )
         for message in read_tail(self.kafka, self.topic, self.positions):
             sent = sequence_of(headers_of(message))
             if sent is None or sent.producer != self.producer or (message.partition(), message.offset()) in own:
@@ -158,6 +170,11 @@ class SequenceLog:
             if not self.sequences.is_confirmed(sent.number):
                 return True
         return False
+
+    @property
+    def topic_id(self) -> str | None:
+        """Which topic of its name it was when the sequence was recovered."""
+        return self._log.topic_id
 
     def confirmed(self, messages: Iterable[Message]) -> None:
         """Take note of acknowledged messages; every so many of them a snapshot is made."""
@@ -192,6 +209,7 @@ class SequenceLog:
             "topic": self.topic,
             "topic id": self._log.topic_id,
             "producer": self.producer,
+            "transactions": self.is_fenced,
             "clean": is_clean and self.sequences.is_settled(self.sequences.last_pushed),
             "positions": [[p.number, offset] for p, offset in sorted(self.positions.items())],
             "persisted": persisted,
@@ -201,9 +219,10 @@ class SequenceLog:
         self._fresh = 0
 
     def _from_snapshot(self) -> tuple[Walk, dict[Partition, int] | None, bool]:
+        """Return what the snapshot holds, where to read on, and whether the log may hide what the last life sent."""
         data = None if self.store is None else self.store.load()
         if data is None:
-            return Walk(), None, False
+            return Walk(), None, not self.is_fenced
         content = unpack(_KIND, data)
         for what, now in (
             ("producer", self.producer),
@@ -219,29 +238,39 @@ class SequenceLog:
                     "to begin anew: then what the topic holds now decides, and what it does not hold is published again"
                 )
         walk = Walk(content["persisted"], dict(content["above"]))
-        return walk, {Partition(self.topic, n): offset for n, offset in content["positions"]}, bool(content["clean"])
+        # The fence ends only what was sent in transactions.
+        may_hide = not (content["clean"] or (self.is_fenced and content.get("transactions", True)))
+        return walk, {Partition(self.topic, n): offset for n, offset in content["positions"]}, may_hide
 
     def _wait_for_replicas(self) -> None:
         """Wait until what a killed predecessor has put into a leader's log is shown, or is gone.
 
-        A message stands there unseen until every in-sync replica has it. One that lags is out of sync after this long.
+        A message stands there unseen until every in-sync replica has it. One that lags leaves them after this long.
         """
         if self._log.replicas < 2:
             return
+        seconds = _LAGS * self._log.lag_seconds + _LEAVE_SECONDS
         logger.warning(
-            "waiting %g s (replica.lag.time.max.ms) before %r is read: without transactions, what an earlier producer "
-            "%r sent last may not be visible yet",
-            self._log.lag_seconds,
+            "waiting %g s (by replica.lag.time.max.ms) before %r is read: without transactions, what an earlier "
+            "producer %r sent last may not be visible yet",
+            seconds,
             self.topic,
             self.producer,
             extra=about("waits_for_replicas") | {"topic": self.topic, "producer": self.producer},
         )
-        time.sleep(self._log.lag_seconds)
+        time.sleep(seconds)
 
 
-def end_positions(kafka: Mapping[str, Any], topics: Iterable[str]) -> dict[str, dict[int, int]]:
-    """Return where topics end now, as ``PublishOwner(positions=...)`` takes it: a take-over reads from there."""
-    return {topic: {p.number: offset for p, offset in ends_of(kafka, topic).items()} for topic in topics}
+def end_positions(kafka: Mapping[str, Any], topics: Iterable[str]) -> Positions:
+    """Return where topics end now, and their ids, as ``PublishOwner(positions=...)`` takes it.
+
+    A take-over reads from there, and everything where the topic was made anew since.
+    """
+    # The id before the ends: of a topic that is made anew meanwhile, the two would look like one topic otherwise.
+    return {
+        topic: {TOPIC_ID: id_of(kafka, topic)} | {p.number: offset for p, offset in ends_of(kafka, topic).items()}
+        for topic in topics
+    }
 
 
 class TopicTakeOver:
@@ -259,23 +288,34 @@ class TopicTakeOver:
     def __call__(self, owner: DeadOwner, scope: str) -> Found:
         """Return what of the owner's is in the topic.
 
-        Where retention has removed messages since its life began, what is not in the rest may have been among them, and
-        is not sure to be absent.
+        Where the log does not hold all that was put there since its life began, what is not in the rest may have been
+        among that, and is not sure to be absent: retention or compaction has removed messages, or the topic was made
+        anew.
 
         :raises TailHidden: when another transaction hides the end for too long.
         """
         if owner.transactional_id is not None:
             fence(self._kafka, owner.transactional_id)
-        starts = {Partition(scope, int(n)): offset for n, offset in owner.positions.get(scope, {}).items()}
+        given = dict(owner.positions.get(scope, {}))
+        topic_id = given.pop(TOPIC_ID, None)
+        if describe(self._kafka, scope).is_another(topic_id):
+            given = {}
+        starts = {Partition(scope, int(n)): offset for n, offset in given.items()}
         begin, is_whole = rest_of(self._kafka, scope, starts)
-        if not is_whole:
+        messages = read_tail(self._kafka, scope, begin, seconds=self._seconds)
+        keys = {key for message in messages if (key := key_of(headers_of(message))) is not None}
+        # After it was read: its policy may have changed meanwhile.
+        why = describe(self._kafka, scope).why_unsure(topic_id)
+        if why is None and not is_whole:
+            why = "retention has removed messages, or the topic was made anew"
+        if why is not None:
             logger.warning(
-                "retention has removed messages of %r since %r (%s) began: keys that are not in the rest are unknown",
+                "%r does not hold all that was put there since %r (%s) began, and keys that are not there are unknown: "
+                "%s",
                 scope,
                 owner.name,
                 owner.id,
+                why,
                 extra=about("take_over_trimmed") | {"topic": scope, "producer": owner.name, "owner": owner.id},
             )
-        messages = read_tail(self._kafka, scope, begin, seconds=self._seconds)
-        keys = {key for message in messages if (key := key_of(headers_of(message))) is not None}
-        return Found(keys, is_sure=owner.transactional_id is not None and is_whole)
+        return Found(keys, is_sure=owner.transactional_id is not None and why is None)

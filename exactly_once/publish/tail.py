@@ -49,6 +49,16 @@ class Log(NamedTuple):
     lag_seconds: float
     """For how long a replica may lag behind and still be waited for."""
 
+    def is_another(self, topic_id: str | None) -> bool:
+        """Tell whether this is not the topic of that id but one that was made anew; False where ids are not known."""
+        return topic_id is not None and self.topic_id is not None and topic_id != self.topic_id
+
+    def why_unsure(self, topic_id: str | None = None) -> str | None:
+        """Return why a message that its log does not hold may have been there nevertheless; None if it was not."""
+        if self.is_compacted:
+            return "it is compacted: messages were perhaps cleaned away"
+        return "it was deleted and made anew" if self.is_another(topic_id) else None
+
 
 def describe(kafka: Mapping[str, Any], topic: str) -> Log:
     """Return what the brokers tell of a topic.
@@ -108,16 +118,33 @@ def fence(kafka: Mapping[str, Any], transactional_id: str, *, seconds: float = 6
     producer.init_transactions(seconds)
 
 
+def id_of(kafka: Mapping[str, Any], topic: str) -> str | None:
+    """Return which topic of its name it is; None from old brokers."""
+    found = None
+    with Cluster(admin_settings(kafka)) as cluster:
+        for attempt in retry_for(_RANGES_SECONDS):
+            with attempt:
+                found = cluster.describe([topic])[topic].topic_id
+    return found
+
+
 def ends_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, int]:
     """Return where the log of each partition ends now, open transactions included."""
     return {partition: high for partition, (_, high) in ranges_of(kafka, topic).items()}
 
 
 def rest_of(kafka: Mapping[str, Any], topic: str, starts: Mapping[Partition, int]) -> tuple[dict[Partition, int], bool]:
-    """Return where to read what is left of a log behind ``starts``, and whether retention has removed none of that."""
-    lows = {partition: low for partition, (low, _) in ranges_of(kafka, topic).items()}
-    is_whole = all(low <= starts.get(partition, 0) for partition, low in lows.items())
-    return {partition: max(low, starts.get(partition, 0)) for partition, low in lows.items()}, is_whole
+    """Return where to read what is left of a log behind ``starts``, and whether that is all that ever was there.
+
+    Retention may have removed some of it. A log that ends before its start is another one, and is read as a whole.
+    """
+    begin, is_whole = {}, True
+    for partition, (low, high) in ranges_of(kafka, topic).items():
+        start = starts.get(partition, 0)
+        is_there = low <= start <= high
+        begin[partition] = start if is_there else low
+        is_whole = is_whole and is_there
+    return begin, is_whole
 
 
 def read_tail(

@@ -27,7 +27,7 @@ from .keys import GivenKey
 from .options import PublishOptions, check_options, client_settings
 from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend
 from .recovery import SequenceLog
-from .tail import ends_of, read_tail
+from .tail import describe, ends_of, read_tail
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ class TransactionalProducer(Publisher):
             longer than ``transaction.timeout.ms``; deliveries tell what became of the messages.
         :raises BrokerUnreachable: when no client could be made ready; nothing was sent.
         """
+        self._guard.check()  # the lock may be held for ever in a child
         made = Transaction()
         try:
             yield made
@@ -148,6 +149,8 @@ class TransactionalProducer(Publisher):
 
     def close(self, timeout_seconds: float = _SECONDS) -> None:
         """Let the transaction that is being published end, then close."""
+        if not self._guard.is_ours():
+            return
         with self._turn:
             super().close(timeout_seconds)
 
@@ -167,7 +170,7 @@ class TransactionalProducer(Publisher):
 
     def _connect(self) -> Producer:
         self.logs = self._logs
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # again in a callback that close() calls: it is told that the producer is closed
         self._id = str(self._settings.get("transactional.id") or "")
         if not self._id:
             raise ConfigurationError("transactional.id is missing: name one that no other producer has")
@@ -323,14 +326,20 @@ class TransactionalProducer(Publisher):
         acknowledged = _reports([(b, [p for p in places if p not in b.errors]) for b, places in to_send])
         if not acknowledged:
             return Outcome.NOT_PERSISTED  # the client asks to commit only when all are
-        places = [(Partition(str(m.topic()), m.partition() or 0), m.offset()) for m in acknowledged]
-        partition, offset = max(places, key=lambda place: place[1] or 0)
-        if offset is None or offset < 0:  # the broker has told none
-            return Outcome.UNKNOWN
-        starts = {**ends_of(self._kafka, partition.topic), partition: offset}
-        with contextlib.closing(read_tail(self._kafka, partition.topic, starts)) as tail:
-            is_there = any((m.partition(), m.offset()) == (partition.number, offset) for m in tail)
-        return Outcome.DELIVERED if is_there else Outcome.NOT_PERSISTED
+        # The latest message of each topic: one that has become compacted cannot tell that it was not there.
+        places = {str(m.topic()): (m.offset() or 0, m.partition() or 0) for m in sorted(acknowledged, key=_offset)}
+        for topic, (offset, number) in places.items():
+            if offset < 0:  # the broker has told none
+                continue
+            starts = {**ends_of(self._kafka, topic), Partition(topic, number): offset}
+            with contextlib.closing(read_tail(self._kafka, topic, starts)) as tail:
+                if any((m.partition(), m.offset()) == (number, offset) for m in tail):
+                    return Outcome.DELIVERED
+            if (why := describe(self._kafka, topic).why_unsure()) is None:
+                return Outcome.NOT_PERSISTED
+            said = "%r does not show how a transaction has ended: %s"
+            logger.warning(said, topic, why, extra=self._about("transaction_unknown"))
+        return Outcome.UNKNOWN
 
     def _note_fenced(self, error: KafkaError | None) -> None:
         self._is_fenced = self._is_fenced or (error is not None and error.code() in _FENCED)
@@ -351,6 +360,10 @@ class TransactionalProducer(Publisher):
 
 def _error_of(exception: BaseException) -> KafkaError | None:
     return exception.args[0] if isinstance(exception, KafkaException) else None
+
+
+def _offset(message: Message) -> int:
+    return message.offset() or 0
 
 
 def _reports(to_send: Sequence[ToSend]) -> list[Message]:

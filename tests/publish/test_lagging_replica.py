@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from confluent_kafka.admin import AdminClient
@@ -20,14 +19,16 @@ COUNT = 500
 SENDS_AND_DIES = """
 import os, sys, threading
 from exactly_once.publish import DedupProducer, SequenceFilter
-servers, topic, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-producer = DedupProducer({"bootstrap.servers": servers}, dedup=SequenceFilter(), producer_name="files")
+servers, topic, count, transactions = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
+producer = DedupProducer(
+    {"bootstrap.servers": servers}, dedup=SequenceFilter(), producer_name="files", transactions=transactions
+)
 producer.produce(topic, b"0", sequence=0).result(60)
 print("ready", flush=True)
 sys.stdin.readline()
 for n in range(1, count):
     producer.produce(topic, b"%d" % n, sequence=n)
-threading.Timer(2, os.kill, (os.getpid(), 9)).start()
+threading.Timer(1, os.kill, (os.getpid(), 9)).start()
 producer.flush()
 os.kill(os.getpid(), 9)
 """
@@ -49,10 +50,12 @@ def follower_of(kafka: Kafka, topic: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_restart_while_a_replica_lags_doubles_nothing(three_brokers: Kafka, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transactions", [True, False])
+def test_a_restart_while_a_replica_lags_doubles_nothing(three_brokers: Kafka, *, transactions: bool) -> None:
+    """Without transactions the successor reads the topic when the replica surely is out of sync, and not before."""
     servers = three_brokers.bootstrap_servers
     topic = create_topic(servers, 1, replication=3, min_insync_replicas="2")
-    command = [sys.executable, "-c", SENDS_AND_DIES, servers, topic, str(COUNT)]
+    command = [sys.executable, "-c", SENDS_AND_DIES, servers, topic, str(COUNT), str(transactions)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -64,7 +67,10 @@ def test_a_restart_while_a_replica_lags_doubles_nothing(three_brokers: Kafka, tm
             child.stdin.flush()
             assert child.wait(60) == -9
             with DedupProducer(
-                {"bootstrap.servers": servers}, dedup=SequenceFilter(), producer_name="files"
+                {"bootstrap.servers": servers},
+                dedup=SequenceFilter(),
+                producer_name="files",
+                transactions=transactions,
             ) as successor:
                 for n in range(successor.last_sequence_id(topic), COUNT):
                     successor.produce(topic, b"%d" % n, sequence=n)

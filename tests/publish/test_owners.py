@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -21,6 +23,7 @@ from exactly_once.publish import (
     end_positions,
 )
 from exactly_once.publish.headers import with_key
+from exactly_once.publish.owners import TOPIC_ID
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
 from tests.publish.test_sequences_on_broker import delete_all
@@ -55,26 +58,18 @@ def crash(owner: PublishOwner) -> None:
 def start_of(db: psycopg.Connection[Any], owner: PublishOwner) -> dict[str, dict[str, int]]:
     row = db.execute("SELECT positions FROM exactly_once.publish_owner WHERE id = %s", [owner.id]).fetchone()
     assert row is not None
-    positions: dict[str, dict[str, int]] = row[0]
-    return positions
+    return {topic: {n: end for n, end in ends.items() if n != TOPIC_ID} for topic, ends in row[0].items()}
 
 
 def test_the_start_of_a_take_over_moves_on_behind_what_is_settled_only(
     make_owner: MakeOwner, db: psycopg.Connection[Any], kafka: dict[str, Any], topic: str
 ) -> None:
     """A service that has run for longer than retention leaves keys that a take-over can still look for."""
-    asked = [0]
-
-    def ends() -> Any:
-        asked[0] += 1
-        return end_positions(kafka, [topic])
-
-    dead = make_owner(positions=ends, lease_seconds=0.6)
+    dead = make_owner(positions=lambda: end_positions(kafka, [topic]), lease_seconds=0.6)
     theirs = PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS)
     assert theirs.reserve("early") is State.NEW
     send(kafka, topic, "early")
-    seen = asked[0]
-    until(lambda: asked[0] > seen, 20, "a look at the topic's end with a key in flight")
+    until(lambda: dead._seen is not None and any(dead._seen[1]), 60, "a look at the topic's end with a key in flight")
     rounds = dead._renewed_at
     until(lambda: dead._renewed_at > rounds + 1, 20, "some more renewals")
     assert start_of(db, dead) == {topic: {"0": 0}}, "its message stands at 0"
@@ -188,3 +183,29 @@ def test_the_threads_of_an_owner_outlive_every_error(
 def test_an_owner_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         PublishOwner("host=127.0.0.1 port=1", **options)
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_an_exclusive_name_is_exclusive_whatever_the_roles_isolation(
+    conninfo: str, db: psycopg.Connection[Any], isolation: str
+) -> None:
+    """Two owners of an exclusive name: the second one waits for the first, and does not see it."""
+    name, options = uuid4().hex, f"-c default_transaction_isolation={isolation.replace(' ', chr(92) + ' ')}"
+
+    def connect() -> psycopg.Connection[Any]:
+        return psycopg.connect(conninfo, options=options)
+
+    with psycopg.connect(conninfo) as first, ThreadPoolExecutor(1) as pool:
+        lock = "SELECT pg_advisory_xact_lock(hashtext('exactly_once.publish_owner'), hashtext(%s))"
+        first.execute(lock, [name])
+        starting = pool.submit(PublishOwner, connect=connect, name=name, exclusive=True)
+        waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+        until(lambda: starting.done() or db.execute(waits).fetchone() == (1,), 30, "the second to wait, or its refusal")
+        first.execute(
+            "INSERT INTO exactly_once.publish_owner (name, token, lease_until) "
+            "VALUES (%s, gen_random_uuid(), clock_timestamp() + interval '1 minute')",
+            [name],
+        )
+        first.commit()
+        with pytest.raises(NameTaken):
+            starting.result(30).close()

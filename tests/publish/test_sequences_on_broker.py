@@ -602,3 +602,20 @@ def test_without_transactions_recovery_waits_for_replicas_after_an_unclean_end(
         if is_clean:
             producer.close()
     assert waits == [True, True, False], "nothing is known; it was not closed; it was"
+
+
+def test_transactions_after_a_life_without_them_wait_for_replicas_too(
+    make: Make, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing fences what was sent without. Replicas are pretended as above."""
+
+    def pretend(*arguments: Any) -> Any:
+        return describe(*arguments)._replace(replicas=3, lag_seconds=0.1)
+
+    monkeypatch.setattr(recovery, "describe", pretend)
+    waits = []
+    for transactions in (True, False, True, True):
+        caplog.clear()
+        send(make(snapshots=tmp_path, transactions=transactions), topic, 1)
+        waits.append("replica.lag.time.max.ms" in caplog.text)
+    assert waits == [False, True, True, False], "by what the life before was"

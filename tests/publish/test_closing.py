@@ -1,0 +1,138 @@
+"""``close`` goes to its end, whatever callbacks raise, and raises all of it then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, Message
+
+from exactly_once.errors import ConfigurationError
+from exactly_once.publish import (
+    DedupProducer,
+    ProducerRecord,
+    SequenceFilter,
+    State,
+    TransactionalProducer,
+    Undelivered,
+    WindowFilter,
+)
+from tests.publish.test_producer import NOWHERE, values
+from tests.support.topics import create_topic
+
+
+class Closable(WindowFilter):
+    """A filter that shows whether it was closed."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def fail(*_: object) -> Any:
+    raise RuntimeError("the caller's own")
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+def test_a_callback_that_raises_hides_no_failed_message() -> None:
+    made, called = Closable(keys=10), list[KafkaError | None]()
+    producer = DedupProducer(NOWHERE, dedup=made)
+    for n in range(2):
+        producer.produce("t", b"x", dedup_key=n, on_delivery=fail)
+    producer.produce("t", b"x", dedup_key=2)
+    producer.produce("t", b"x", dedup_key=3, on_delivery=lambda error, _: called.append(error))
+    with pytest.raises(Undelivered, match=r"1 messages failed.*; 2 to t") as caught:
+        producer.close()
+    assert notes_of(caught.value).count("RuntimeError: the caller's own") == 2
+    assert [error is None for error in called] == [False]
+    assert (made.is_closed, producer.is_ended, made.reserve(0)) == (True, True, State.UNKNOWN)
+
+
+def test_a_callback_of_the_client_that_raises_ends_no_flush(bootstrap_servers: str) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    made = Closable(keys=100)
+    often = {"statistics.interval.ms": 20, "stats_cb": fail, "linger.ms": 300}
+    producer = DedupProducer({"bootstrap.servers": bootstrap_servers, **often}, dedup=made)
+    delivery = producer.produce(topic, b"0", dedup_key=0)
+    with pytest.raises(RuntimeError, match="own"):
+        producer.close()
+    assert delivery.offset == 0
+    assert (made.is_closed, producer.is_ended, made.reserve(0)) == (True, True, State.DUPLICATE)
+    assert values(bootstrap_servers, topic) == {b"0": 1}
+
+
+def test_an_error_callback_that_raises_leaves_nothing_without_an_outcome() -> None:
+    made = Closable(keys=100)
+    producer = DedupProducer({**NOWHERE, "error_cb": fail}, dedup=made)
+    producer.produce("t", b"x", dedup_key=0)
+    with pytest.raises(Undelivered, match="0 to t") as caught:
+        producer.close()
+    assert "RuntimeError: the caller's own" in notes_of(caught.value)
+    assert (made.is_closed, producer.is_ended, made.reserve(0)) == (True, True, State.UNKNOWN)
+
+
+def test_an_interruption_is_raised_when_all_is_closed() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    made = Closable(keys=10)
+    producer = DedupProducer(NOWHERE, dedup=made)
+    producer.produce("t", b"x", dedup_key=0, on_delivery=interrupt)
+    producer.produce("t", b"x", dedup_key=1)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        producer.close()
+    assert "Undelivered: 1 messages failed" in notes_of(caught.value)
+    assert (made.is_closed, producer.is_ended) == (True, True)
+
+
+def test_the_client_of_numbered_messages_is_closed_and_a_snapshot_made(bootstrap_servers: str, tmp_path: Path) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    settings, called = {"bootstrap.servers": bootstrap_servers}, list[Message | None]()
+    producer = DedupProducer(settings, dedup=SequenceFilter(), producer_name="closes", snapshots=tmp_path)
+    for n in range(2):
+        producer.produce(topic, b"%d" % n, sequence=n, on_delivery=fail)
+    producer.produce(topic, b"2", sequence=2, on_delivery=lambda _, message: called.append(message))
+    committer = producer._committer
+    assert committer is not None
+    (snapshot,) = tmp_path.iterdir()
+    before = snapshot.read_bytes()
+    with pytest.raises(RuntimeError, match="own"):
+        producer.close()
+    assert (committer.producer.is_ended, producer.is_ended, len(called)) == (True, True, 1)
+    assert snapshot.read_bytes() != before
+    assert values(bootstrap_servers, topic) == {b"%d" % n: 1 for n in range(3)}
+
+
+def test_a_callback_that_publishes_while_its_producer_is_closed_is_refused(bootstrap_servers: str, name: str) -> None:
+    """It is called in the block that lets no other thread publish."""
+    topic, problems = create_topic(bootstrap_servers, 1), list[Exception]()
+
+    def publish(*_: object) -> None:
+        try:
+            with producer.transaction() as transaction:
+                transaction.produce(topic, b"2", dedup_key=2)
+        except ConfigurationError as problem:
+            problems.append(problem)
+
+    settings = {"bootstrap.servers": bootstrap_servers, "transactional.id": name}
+    producer = TransactionalProducer(settings, dedup=WindowFilter(keys=10))
+    calls = (fail, publish)
+    with pytest.raises(RuntimeError, match="own"), producer.transaction() as transaction:
+        transaction.messages += [(topic, ProducerRecord(b"x", dedup_key=n, on_delivery=calls[n])) for n in range(2)]
+    producer.close()
+    assert ["closed" in str(problem) for problem in problems] == [True]
+
+
+def test_an_index_error_of_a_callback_is_raised_as_any_other() -> None:
+    def fail_by_index(*_: object) -> object:
+        raise IndexError
+
+    with DedupProducer(NOWHERE, dedup=WindowFilter(keys=10)) as producer:
+        producer.produce("t", b"x", dedup_key=0, on_delivery=fail_by_index)
+        with pytest.raises(IndexError):
+            producer.flush(30)

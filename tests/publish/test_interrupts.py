@@ -1,0 +1,104 @@
+"""A signal whose handler raises inside the client's ``produce``, before it takes a message or behind that."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+
+from exactly_once.publish import DedupProducer, Outcome, State, Undelivered, WindowFilter
+from tests.publish.test_producer import NOWHERE, values
+from tests.support.topics import create_topic
+
+
+class Interrupted:
+    """The real client; a real signal comes with the message of one value, when the client has it or just before."""
+
+    def __init__(self, client: Producer, at: bytes, *, is_taken: bool) -> None:
+        self._client, self._at, self._is_taken = client, at, is_taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def __len__(self) -> int:
+        return len(self._client)
+
+    def produce(self, topic: str, value: bytes, *arguments: Any, **options: Any) -> None:
+        is_now = value == self._at
+        if self._is_taken or not is_now:
+            self._client.produce(topic, value, *arguments, **options)
+        if is_now:
+            self._at = b""
+            signal.raise_signal(signal.SIGINT)
+
+
+def one_by_one(producer: DedupProducer, topic: str) -> None:
+    for n in range(4):
+        producer.produce(topic, b"%d" % n, dedup_key=n)
+
+
+def one_by_one_with_headers(producer: DedupProducer, topic: str) -> None:
+    for n in range(4):
+        producer.produce(topic, b"%d" % n, dedup_key=n, headers={"a": b"b"})
+
+
+def many(producer: DedupProducer, topic: str) -> None:
+    producer.produce_many(topic, [b"%d" % n for n in range(4)], dedup_keys=range(4))
+
+
+WAYS = pytest.mark.parametrize("way", [one_by_one, one_by_one_with_headers, many])
+Way = Callable[[DedupProducer, str], None]
+
+
+@WAYS
+def test_a_message_that_the_client_has_taken_is_not_sent_again(bootstrap_servers: str, way: Way) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    # Nothing is sent before the second attempt.
+    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 2000}
+    with DedupProducer(settings, dedup=WindowFilter(keys=10)) as producer:
+        producer._client = Interrupted(producer._client, b"1", is_taken=True)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            way(producer, topic)
+        again = [producer.produce(topic, b"%d" % n, dedup_key=n) for n in range(4)]
+        assert [delivery.is_attached for delivery in again] == [True, True, False, False]
+        producer.flush(30)
+        assert {delivery.outcome for delivery in again} == {Outcome.DELIVERED}
+        way(producer, topic)
+    assert values(bootstrap_servers, topic) == {b"%d" % n: 1 for n in range(4)}
+
+
+@WAYS
+def test_a_message_that_the_client_has_not_taken_is_unknown_once_all_reports_are_there(
+    bootstrap_servers: str, way: Way
+) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as producer:
+        producer._client = Interrupted(producer._client, b"1", is_taken=False)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            way(producer, topic)
+        producer._client.flush(30)  # the reports of those that nobody holds a delivery of come at once
+        with pytest.raises(Undelivered, match="1 messages failed"):
+            producer.flush(30)
+        assert producer.filter_of(topic).stats().unknown == 1
+        again = [producer.produce(topic, b"%d" % n, dedup_key=n) for n in range(4)]
+        assert [(delivery.duplicate, delivery.may_repeat) for delivery in again] == [
+            (True, False),
+            (False, True),
+            (False, False),
+            (False, False),
+        ]
+    assert values(bootstrap_servers, topic) == {b"%d" % n: 1 for n in range(4)}
+
+
+def test_close_fails_what_an_interrupt_left_in_the_queue() -> None:
+    producer = DedupProducer({**NOWHERE, "message.timeout.ms": 60_000}, dedup=WindowFilter(keys=10))
+    producer._client = Interrupted(producer._client, b"1", is_taken=True)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        one_by_one(producer, "t")
+    made = producer.filter_of("t")
+    with pytest.raises(Undelivered, match="2 messages"):
+        producer.close(0)
+    assert [made.reserve(n) for n in range(3)] == [State.UNKNOWN, State.UNKNOWN, State.NEW]
