@@ -24,7 +24,7 @@ from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, TableError, ddl
 from exactly_once.writer.decoding import key_field
-from exactly_once.writer.errors import NAME_BYTES, cut
+from exactly_once.writer.errors import NAME_BYTES, cut, way_on
 from exactly_once.writer.evolving import type_of, wider
 from exactly_once.writer.formats import hint_for
 from exactly_once.writer.from_json import JsonDecoder, path_of
@@ -319,7 +319,7 @@ def _object(value: bytes | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{cut(value)} ({error})") from error
     if not isinstance(found, dict):
-        raise ValueError(cut(value))
+        raise ValueError(f"{cut(value)}{way_on(value)}")
     nothing = json.loads(UNAVAILABLE)
     return {name: each for name, each in found.items() if each != nothing}
 
