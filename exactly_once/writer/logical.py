@@ -82,6 +82,8 @@ def _conversion(schema: Schema) -> Convert | None:
     known, _ = _LOGICAL.get(schema.name or "", (None, ""))
     if known is not None:
         return partial(known, schema.parameters or {})
+    if schema.type == "boolean":
+        return _boolean
     inner = schema.items if schema.type == "array" else schema.values if schema.type == "map" else None
     if inner is not None and (convert := _conversion(inner)) is not None:
         return partial(_array if schema.type == "array" else _map, convert)
@@ -208,6 +210,11 @@ def document_in(text: str, column: Column | None) -> bytes:
     """
     is_null = msgspec.json.decode(text) is None and column is not None
     return NULL_DOCUMENT if is_null else text.encode()
+
+
+def _boolean(text: bytes, column: Column | None) -> bytes:
+    """Write what Debezium makes of a single bit as that, for a column of bits."""
+    return {b"true": b'"1"', b"false": b'"0"'}.get(text, text) if _type(column) in ("bit", "varbit") else text
 
 
 def _bits(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
