@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.topics import create_topic, delete_records, produce
+from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal, record
 
 Db = psycopg.Connection[Any]
@@ -150,6 +152,52 @@ def test_run_goes_on_beside_a_bad_partition_and_tells_of_it_again(
     assert {r.levelno for r in caplog.records if getattr(r, "action", "") == "partition_bad"} == {logging.ERROR}
     epochs = db.execute("SELECT owner_epoch FROM exactly_once.ledger WHERE group_id = %s AND partition = 1", (name,))
     assert epochs.fetchone() == (2,), "it is acquired once by each consumer and not again and again"
+
+
+def test_no_member_of_a_group_ends_for_a_bad_partition(
+    *,
+    protocol: dict[str, Any],
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    conninfo: str,
+    topic: str,
+    name: str,
+    db: Db,
+) -> None:
+    """Whoever has it goes on, so nobody is left to get it next; it is read when it is mended."""
+    change(db, name, "UPDATE exactly_once.ledger SET halted = 'by a test'")
+    members = [make_consumer(protocol) for _ in range(3)]
+
+    def work(consumer: ExactlyOnceConsumer) -> None:
+        consumer.subscribe([topic])
+        consumer.run(lambda unit: record(unit, "test"))
+
+    def applied() -> int:
+        return sum(consumer.counters.messages for consumer in members)
+
+    with ThreadPoolExecutor(3) as pool:
+        working = [pool.submit(work, consumer) for consumer in members]
+        try:
+            until(lambda: applied() == 20, 60, "what can be read")
+            until(lambda: [p for c in members for p in c.health().bad], 60, "the bad partition with one of them")
+            members[0].stop()  # whatever it has goes to the others
+            working[0].result(60)
+            members[0]._thread = None
+            members[0].close()
+            produce(bootstrap_servers, topic, 30, 3, start=60)
+            until(lambda: applied() == 40, 60, "what came behind a rebalance")
+            assert not any(each.done() for each in working[1:])
+            change(db, name, f"UPDATE exactly_once.ledger SET {_RESET}")
+            until(lambda: applied() == 60, 60, "the mended partition")
+        finally:
+            for consumer in members:
+                consumer.stop()
+        for each in working:
+            each.result(60)
+    for consumer in members:
+        consumer._thread = None
+    verdict = journal.check(conninfo, bootstrap_servers, topic)
+    assert verdict.exact, verdict
 
 
 def test_a_partition_that_goes_bad_while_it_is_read(
