@@ -168,6 +168,7 @@ class Flow:
             on_tombstone=self.on_tombstone,
             on_truncate=self.on_truncate,
             decimal=self.decimal,
+            lax=self.lax,
         )
 
     def sink(self) -> TableSink:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psycopg
-from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from psycopg import sql
 from psycopg.rows import class_row
 
-from exactly_once.errors import UnknownTopic
+from exactly_once.errors import BrokerUnreachable, UnknownTopic
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.ledger.outcome import PATIENCE_SECONDS
 from exactly_once.ledger.retry import waiting
@@ -24,7 +24,7 @@ from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, TableError, ddl
 from exactly_once.writer.decoding import key_field
-from exactly_once.writer.errors import NAME_BYTES, cut
+from exactly_once.writer.errors import NAME_BYTES, cut, way_on
 from exactly_once.writer.evolving import type_of, wider
 from exactly_once.writer.formats import hint_for
 from exactly_once.writer.from_json import JsonDecoder, path_of
@@ -170,6 +170,7 @@ def sample(kafka: Mapping[str, Any], topics: Sequence[str], positions: Positions
     With ``positions`` the first ones are those from there on.
 
     :raises UnknownTopic: for a topic that is not there.
+    :raises BrokerUnreachable: when no broker answers.
     """
     settings = {key: value for key, value in kafka.items() if key != "group.instance.id"}
     settings |= {"enable.auto.commit": False, "enable.partition.eof": True, "auto.offset.reset": "earliest"}
@@ -189,6 +190,10 @@ def sample(kafka: Mapping[str, Any], topics: Sequence[str], positions: Positions
         tails = {place: max(start, end - SAMPLE) for place, (start, end) in logs.items() if start < end}
         tail = _read(client, tails, logs)
         return head + [m for m in tail if (m.topic(), m.partition(), m.offset()) not in known]
+    except KafkaException as error:
+        raise BrokerUnreachable(
+            f"no answer from Kafka at {kafka['bootstrap.servers']}: {error.args[0].str()}"
+        ) from error
     finally:
         client.close()
 
@@ -319,7 +324,7 @@ def _object(value: bytes | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{cut(value)} ({error})") from error
     if not isinstance(found, dict):
-        raise ValueError(cut(value))
+        raise ValueError(f"{cut(value)}{way_on(value)}")
     nothing = json.loads(UNAVAILABLE)
     return {name: each for name, each in found.items() if each != nothing}
 

@@ -70,6 +70,8 @@ _BUSY_SECONDS = 1.0
 _FREE_SECONDS = 0.1
 # For how much of its time a loop that reads others may stand still for a leader that gives no answer.
 _ASKING_SHARE = 0.25
+# After how long a wait for the group is told: longer than Kafka delays the first rebalance of a group by default.
+_JOINING_SECONDS = 5.0
 # When to go on with an acquisition or a membership check that needs several turns: far below a heartbeat.
 _AGAIN_SECONDS = 0.05
 
@@ -133,6 +135,8 @@ class Maintenance:
         self._compare_new_from = 0.0
         # Whether Kafka has said what is ours, be it nothing, and has not taken all of it since.
         self.is_member = False
+        # Since when it has not, and when that is told next.
+        self._joining: tuple[float, float] | None = None
         # Why Kafka could not be asked the last time, if so.
         self.unreachable: str | None = None
 
@@ -497,11 +501,24 @@ class Maintenance:
         issue 4605).
         """
         if self.ownership.states:
+            self._joining = None
             return
         before, self._generation = self._generation, generation(client)
         self.is_member = self._generation > 0 and (self.is_member or not self._is_called_for_nothing)
         if self._generation != before:
             self._assigned_at = time.monotonic()  # the group has changed, and what is meant for whom
+        now = time.monotonic()
+        since, due = self._joining or (now, now + _JOINING_SECONDS)
+        if not self.is_member and now >= due:
+            logger.warning(
+                "waiting for Kafka to assign partitions for %.0f s: it waits for other members of group %s; one that "
+                "died counts until its session ends (session.timeout.ms)",
+                now - since,
+                self._ledger.group_id,
+                extra=self._about("waiting"),
+            )
+            due = now + (now - since)
+        self._joining = None if self.is_member else (since, due)
 
     def _compare_origins(self, client: Consumer) -> None:
         """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""

@@ -9,7 +9,7 @@ import base64
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -22,7 +22,7 @@ from .codecs import name_of
 from .errors import BadRow, cut
 from .from_json import OnTombstone
 from .json_shape import UNAVAILABLE, fields_in
-from .logical import Row, Schema, converted, document_in, schema_in, types_of
+from .logical import NUMBERS, Row, Schema, converted, document_in, schema_in, types_of
 from .statements import Mode
 from .table import Column
 
@@ -68,6 +68,8 @@ class _Wrapped(msgspec.Struct):
     pkNames: tuple[str, ...] | None = None  # noqa: N815
 
 
+# Base64 comes in groups of four characters.
+_NUMBER_OR_BASE64 = re.compile(rb'"(?=\+?\d+([eE]\+?\d+)?")(?:.{4})+"')
 _read = msgspec.json.Decoder(_Wrapped).decode
 _rows = msgspec.json.Decoder(tuple[Raw, ...] | None).decode
 
@@ -132,6 +134,8 @@ class Envelope(Format):
         missing: str = "null",
         on_tombstone: OnTombstone | None = None,
         on_truncate: Literal["refuse", "skip"] = "refuse",
+        decimal: Collection[str] = (),
+        lax: bool = False,
     ) -> None:
         self._name = name
         changes = {"debezium": self._debezium, "connect": self._connect, "maxwell": self._maxwell, "canal": self._canal}
@@ -139,6 +143,9 @@ class Envelope(Format):
         self._keeps_missing = missing == "keep"
         self._on_tombstone = on_tombstone
         self._skips_truncate = on_truncate == "skip"
+        self._decimal, self._lax = frozenset(decimal), lax
+        # The fields of which a text, where no schema tells, may be a number or the base64 of one.
+        self._unsure: frozenset[str] = frozenset()
         # The columns that the fields of a row go to, by the fields' names.
         self._columns: Mapping[str, Column] = {}
         self._deletes = False
@@ -161,6 +168,9 @@ class Envelope(Format):
                 f"mode='insert-ignore' would leave out the updates of format={self._name!r}: say upsert or append"
             )
         self._columns, self._key, self._deletes = columns, tuple(key), mode == "upsert"
+        if self._name == "debezium" and not self._lax:
+            numbers = (f for f, c in columns.items() if name_of(c.type_oid) in NUMBERS and c.name not in self._decimal)
+            self._unsure = frozenset(numbers)
 
     def read(self, message: Message) -> Iterator[Change]:
         """Yield the row or the tombstone in a message; both, tombstone first, where it changes a key.
@@ -264,6 +274,11 @@ class Envelope(Format):
         # A topic of Debezium that was flattened is one of Connect.
         if self._name in ("debezium", "connect") and any(hint in text for hint in _HINTS):
             row |= {n: UNAVAILABLE for n, value in row.items() if msgspec.json.decode(value) in _PLACEHOLDERS}
+        for name in self._unsure & row.keys() if schema is None else ():
+            if _NUMBER_OR_BASE64.fullmatch(row[name]):
+                what = f"{row[name].decode()} is a number or the base64 of one, and no schema tells"
+                how = "say decimal with its scale, or lax where it is a number (decimal.handling.mode=string)"
+                raise BadRow(f"{what}: {how}", column=name)
         return converted(row, schema, self._columns)
 
     def _truncate(self) -> None:

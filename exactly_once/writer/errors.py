@@ -87,6 +87,11 @@ def cut(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
+def way_on(value: bytes | None) -> str:
+    """Say what takes a message that is a list; nothing of any other."""
+    return "; FunctionDecoder makes several rows of a message" if (value or b"").lstrip().startswith(b"[") else ""
+
+
 def origin(origins: Sequence[Message] | None, row: int) -> Message | None:
     """Return the message that a row came from, if that is known."""
     return origins[row] if origins is not None and row < len(origins) else None

@@ -200,10 +200,11 @@ def format_of(
     on_tombstone: OnTombstone | None = None,
     on_truncate: Literal["refuse", "skip"] = "refuse",
     decimal: Collection[str] = (),
+    lax: bool = False,
 ) -> Format:
     """Return a format by its name; ``columns`` and ``delimiter`` are those of CSV.
 
-    ``decimal`` names the columns whose numbers are bytes.
+    ``decimal`` names the columns whose numbers are bytes; with ``lax`` numbers may be texts.
 
     :raises ConfigurationError: for a name that is none.
     """
@@ -215,7 +216,8 @@ def format_of(
         return Simple(_from_cloudevent)
     if name not in get_args(EnvelopeName):
         raise ConfigurationError(f"format={name!r} is not possible; choose one of {', '.join(get_args(FormatName))}")
-    return Envelope(name, missing=missing, on_tombstone=on_tombstone, on_truncate=on_truncate)
+    how: dict[str, Any] = {"missing": missing, "on_tombstone": on_tombstone, "on_truncate": on_truncate}
+    return Envelope(name, decimal=decimal, lax=lax, **how)
 
 
 class Simple(Format):

@@ -17,7 +17,7 @@ from exactly_once.errors import ConfigurationError
 from .changes import MISSING, Missing, Row, Tombstone
 from .codec import Naive
 from .decoding import Decoded, Envelope, Source, alike
-from .errors import NAME_BYTES, BadRow, TableError, cut
+from .errors import NAME_BYTES, BadRow, TableError, cut, way_on
 from .json_shape import BYTE_ORDER_MARK, NULL, UNAVAILABLE, UNSET, Left, Path, Raw, Shape, as_json, merged, names_in
 from .json_values import (
     FLOATS,
@@ -317,7 +317,8 @@ class JsonDecoder:
                 found, left = self._shape.find(value)
                 names = names_in(left)
         except UNREADABLE as error:
-            raise BadRow(f"the value is no object in JSON that fits: {error}: {cut(value)}", message=message) from error
+            reason = f"the value is no object in JSON that fits: {error}: {cut(value)}{way_on(value)}"
+            raise BadRow(reason, message=message) from error
         if self._rest is None:
             if names and not self._counts:
                 self._expect_known(expects=self._shape.ignore(names))
@@ -455,7 +456,8 @@ class _Key:
                 return {name: read(raw)}
         text = key.decode()
         if "\0" in text:
-            raise ValueError("it holds NUL, so it is in a binary form; keys are read as JSON or text")
+            hint = "; of a Schema Registry's wire format: say --schema-registry URL" if text.startswith("\0") else ""
+            raise ValueError(f"it holds NUL, so it is in a binary form; keys are read as JSON or text{hint}")
         # What an option says of the column is said of its key, too.
         return {name: read(json.dumps(text).encode()) if name in self._special else text}
 

@@ -24,7 +24,7 @@ Convert = Callable[[bytes, "Column | None"], bytes]
 
 # So many schemas are kept: of many topics, a few each.
 _SHAPES = 256
-_NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
+NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
 
 
 class Schema(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):
@@ -82,6 +82,8 @@ def _conversion(schema: Schema) -> Convert | None:
     known, _ = _LOGICAL.get(schema.name or "", (None, ""))
     if known is not None:
         return partial(known, schema.parameters or {})
+    if schema.type == "boolean":
+        return _boolean
     inner = schema.items if schema.type == "array" else schema.values if schema.type == "map" else None
     if inner is not None and (convert := _conversion(inner)) is not None:
         return partial(_array if schema.type == "array" else _map, convert)
@@ -134,7 +136,7 @@ def _since_epoch(*, days: int = 0, seconds: int = 0) -> datetime:
 
 def _date(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
     days = msgspec.json.decode(text, type=int)
-    return text if _type(column) in _NUMBERS else _text(_since_epoch(days=days).date().isoformat())
+    return text if _type(column) in NUMBERS else _text(_since_epoch(days=days).date().isoformat())
 
 
 def _moment(kind: str, unit: str, _: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -143,7 +145,7 @@ def _moment(kind: str, unit: str, _: Mapping[str, str], text: bytes, column: Col
     The zone is UTC. A column that has one gets it of each kind, and one that has none of no kind.
     """
     of_column = _type(column)
-    if of_column in _NUMBERS:
+    if of_column in NUMBERS:
         return text
     digits = _DIGITS[unit]
     count = msgspec.json.decode(text, type=int)
@@ -167,7 +169,7 @@ def _iso(kind: str, _: Mapping[str, str], text: bytes, column: Column | None) ->
 
 
 def _duration(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
-    return text if _type(column) in _NUMBERS else _text(span_of(msgspec.json.decode(text, type=int)))
+    return text if _type(column) in NUMBERS else _text(span_of(msgspec.json.decode(text, type=int)))
 
 
 def _decimal(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -190,7 +192,7 @@ def _number(encoded: str, scale: int, column: Column | None) -> bytes:
         else str(unscaled) + "0" * -scale
     )
     # A text would be taken for what money is in the server's language.
-    return written.encode() if column is None or _type(column) in (*_NUMBERS, "money") else _text(written)
+    return written.encode() if column is None or _type(column) in (*NUMBERS, "money") else _text(written)
 
 
 def _json(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -210,11 +212,16 @@ def document_in(text: str, column: Column | None) -> bytes:
     return NULL_DOCUMENT if is_null else text.encode()
 
 
+def _boolean(text: bytes, column: Column | None) -> bytes:
+    """Write what Debezium makes of a single bit as that, for a column of bits."""
+    return {b"true": b'"1"', b"false": b'"0"'}.get(text, text) if _type(column) in ("bit", "varbit") else text
+
+
 def _bits(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
     if _type(column) == "bytea":
         return text
     number = int.from_bytes(base64.b64decode(msgspec.json.decode(text, type=str), validate=True), "little")
-    if _type(column) in _NUMBERS:
+    if _type(column) in NUMBERS:
         return str(number).encode()
     return _text(f"{number:0{int(parameters.get('length', 1))}b}")
 

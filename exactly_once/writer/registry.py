@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import msgspec
@@ -107,16 +107,24 @@ class Registry:
     def opened(self, message: Message, *, opens_key: bool = True) -> Message:
         """Return the message with its value in JSON, and its key unless nobody reads it.
 
-        :raises BadRow: for a value that is not in the wire format, is not as its schema says, or of an unknown one.
+        :raises BadRow: for a value that is not in the wire format though its key is not either, is not as its schema
+            says, or of an unknown one.
         :raises RegistryAway: when the registry does not answer.
         :raises TableError: when it refuses to.
         """
         key, value = message.key(), message.value()
-        if value is not None and not (value.startswith(b"\0") and len(value) >= _HEADER_BYTES):
-            raise BadRow(f"the value is not in the wire format of a Schema Registry: {cut(value)}")
-        if opens_key and isinstance(key, bytes) and key.startswith(b"\0") and len(key) >= _HEADER_BYTES:
+        if opens_key and _is_framed(key):
             key = self._read_key(key)
-        return remade(message, key, None if value is None else self._read(value))
+        if _is_framed(value):
+            value = self._read(value)
+        elif value is not None:
+            if key is message.key():  # else only the keys of the topic are in that format
+                raise BadRow(f"the value is not in the wire format of a Schema Registry: {cut(value)}")
+            try:
+                value = _json(value)
+            except msgspec.DecodeError as error:
+                raise BadRow(f"the value is neither of the wire format of a registry nor JSON: {error}") from error
+        return remade(message, key, value)
 
     def _read_key(self, key: bytes) -> bytes:
         """Read a key; it stays as it is where it is none of the wire format: eight bytes of a number, say.
@@ -199,6 +207,11 @@ class Registry:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 reasons.append(f"{type(error).__name__}: {error}")
         raise RegistryAway(f"{where} does not answer for schema {number}: {'; '.join(reasons)}")
+
+
+def _is_framed(data: Any) -> TypeGuard[bytes]:
+    """Whether these are a zero byte, the id of a schema, and its data."""
+    return isinstance(data, bytes) and data.startswith(b"\0") and len(data) >= _HEADER_BYTES
 
 
 def _json(data: bytes) -> bytes:

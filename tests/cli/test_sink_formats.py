@@ -201,6 +201,22 @@ def test_a_table_that_maxwell_follows(follow: Run, db: Database) -> None:
     assert db.execute("SELECT id, name FROM customer ORDER BY id").fetchall() == [(1, "A"), (30, "c")]
 
 
+def test_raw_messages_become_keys_and_values(
+    command: Command, bootstrap_servers: str, conninfo: str, name: str, db: Database
+) -> None:
+    create_topic(bootstrap_servers, 1, name=name)
+    send(bootstrap_servers, name, [(b"\0k", b"\xff\0"), (b"k", b"{}"), (b"\0k", None), (b"", b"")])
+    where = ("--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--until-end", "--start", "earliest")
+    how: dict[str, tuple[str, ...]] = {"log": ("--metadata", "o=offset"), "kept": ("--mode", "upsert", "--key", "key")}
+    for table, more in how.items():
+        made = ("--table", f"{name}_{table}", "--group-id", f"{name}-{table}", "--create-table")
+        result = command("sink", "--topic", name, "--format", "raw", *made, *more, *where)
+        assert result.code == 0, result.err
+    log = db.execute(f"SELECT key, value FROM {name}_log ORDER BY o").fetchall()
+    assert log == [(b"\0k", b"\xff\0"), (b"k", b"{}"), (b"\0k", None), (b"", b"")]
+    assert db.execute(f"SELECT key, value FROM {name}_kept ORDER BY key").fetchall() == [(b"", b""), (b"k", b"{}")]
+
+
 def test_an_envelope_that_is_not_named_is_refused_with_the_name_of_the_option(
     command: Command, bootstrap_servers: str, conninfo: str, name: str, db: Database
 ) -> None:

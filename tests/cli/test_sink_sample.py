@@ -172,6 +172,15 @@ def test_a_moment_that_the_decoder_refuses_makes_a_column_of_text(
     assert rows(db, source, "at") == [(text,)]
 
 
+@pytest.mark.parametrize("more", [["--create-table"], ["--dry-run"]])
+def test_brokers_that_do_not_answer_are_named(more: list[str], command: Command, conninfo: str, name: str) -> None:
+    where = ("--bootstrap-servers", "127.0.0.1:1", "--conninfo", conninfo, "--group-id", name)
+    result = command("sink", "--topic", name, "--table", name, "--until-end", *more, *where)
+    assert result.code == 1
+    assert "exactly-once: error: no answer from Kafka at 127.0.0.1:1: " in result.err
+    assert "KafkaError" not in result.err
+
+
 def test_a_topic_that_is_empty_is_waited_for(
     bootstrap_servers: str, conninfo: str, source: str, db: Database, operate: Command
 ) -> None:

@@ -133,3 +133,56 @@ def test_alembic_leaves_the_ledger_alone(uri: str, tmp_path: Path) -> None:
     with psycopg.connect(uri) as connection:
         tables = "SELECT to_regclass('customer_order'), to_regclass('exactly_once.ledger')"
         assert None not in (connection.execute(tables).fetchone() or [None])
+
+
+POOLED = """
+import sys
+
+import psycopg
+from psycopg_pool import ConnectionPool
+
+from exactly_once import ExactlyOnceConsumer, Redelivered
+
+servers, conninfo, topic = sys.argv[1:]
+with ConnectionPool(conninfo, min_size=1, max_size=2, timeout=20) as pool, psycopg.connect(conninfo) as other:
+    settings = {"bootstrap.servers": servers, "group.id": topic}
+    consumer = ExactlyOnceConsumer(settings, connect=pool.getconn, max_messages=5)
+    consumer.subscribe([topic])
+    units, lost = consumer.units(until_end=True), 0
+    while True:
+        try:
+            for unit in units:
+                with unit:
+                    unit.executemany("INSERT INTO effect VALUES (%s)", [[int(m.value())] for m in unit.messages])
+                    if unit.attempt == 1:
+                        lost += 1
+                        other.execute("SELECT pg_terminate_backend(%s)", [unit.connection.info.backend_pid])
+            break
+        except Redelivered:
+            continue
+    assert lost >= 8
+    taken = [pool.getconn()]  # the other one is the consumer's
+    consumer.close()
+    taken.append(pool.getconn())
+    for connection in taken:
+        pool.putconn(connection)
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_pool_lends_connections_and_gets_back_those_that_were_lost(
+    uri: str, bootstrap_servers: str, name: str, tmp_path: Path
+) -> None:
+    """psycopg_pool itself, of which tests/integration/test_pool.py has a stand-in."""
+    path = python_path(tmp_path / "packages", "psycopg-pool")
+    create_topic(bootstrap_servers, 1, name=name)
+    produce(bootstrap_servers, name, 40, 1)
+    with psycopg.connect(uri) as connection:
+        connection.execute("CREATE TABLE effect (number int)")
+    command = [sys.executable, "-c", POOLED, bootstrap_servers, uri, name]
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with psycopg.connect(uri) as connection:
+        found = connection.execute("SELECT number FROM effect ORDER BY number").fetchall()
+    assert found == [(number,) for number in range(40)]

@@ -8,8 +8,18 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
+import tenacity
 
-from exactly_once import ExactlyOnceConsumer, Fenced, LedgerRewound, OffsetsNotAdopted, ReadOnly, Redelivered, embedded
+from exactly_once import (
+    ExactlyOnceConsumer,
+    Fenced,
+    LedgerRewound,
+    OffsetsNotAdopted,
+    ReadOnly,
+    Redelivered,
+    Unit,
+    embedded,
+)
 from exactly_once._model import Partition
 from exactly_once.consumer import maintenance
 from exactly_once.ledger.rows import Ledger
@@ -144,6 +154,44 @@ def test_a_running_consumer_makes_the_effects_again_that_a_promoted_standby_lack
     before = consumer.counters.messages
     drain(consumer)
     assert consumer.counters.messages - before == MESSAGES - 10, "the lost ones came again"
+    verdict = journal.check(pair.standby.conninfo, bootstrap_servers, topic)
+    assert verdict.exact, str(verdict)
+
+
+def test_run_tells_of_lost_commits_whatever_it_waited_for_before(
+    make_consumer: MakeConsumer, pair: Pair, bootstrap_servers: str, topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Waits are told at the tries 1, 2, 4, ...; that commits were lost is told at any."""
+    way, refused = Way(pair.primary), []
+
+    def connect() -> Connection:
+        """Lead to the new primary from the third try on, so that none of those which are told finds what is lost."""
+        try:
+            return way()
+        except psycopg.OperationalError as error:
+            refused.append(error)
+            if len(refused) == 2:
+                way.server = pair.standby
+            raise
+
+    consumer = make_consumer(connect=connect, max_messages=10)
+    consumer.subscribe([topic])
+    calls: list[Unit] = []
+
+    def handler(unit: Unit) -> None:
+        calls.append(unit)
+        if len(calls) == 2:
+            pair.fall_behind()
+        if len(calls) == 4:
+            assert stored(pair.primary) == (30, 30, 30)
+            pair.fail_over()
+        record(unit, "test")
+
+    consumer.run(handler, until_end=True, wait=tenacity.wait_fixed(0.01))
+    told = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "rewound"]
+    assert len(told) == 1
+    assert f"{topic}[0]" in told[0]
+    assert consumer.counters.rewound == 1
     verdict = journal.check(pair.standby.conninfo, bootstrap_servers, topic)
     assert verdict.exact, str(verdict)
 

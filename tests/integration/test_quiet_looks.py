@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import psycopg
 import pytest
 
-from exactly_once import BrokerUnreachable
+from exactly_once import BrokerUnreachable, ExactlyOnceConsumer
 from exactly_once.consumer import maintenance
 from exactly_once.kafka.admin import Cluster
 from tests.conftest import MakeConsumer
 from tests.integration.conftest import MakeScene
-from tests.integration.scene import Scene
+from tests.integration.scene import Scene, backend_of
 from tests.support.waiting import until
 
 Db = psycopg.Connection[Any]
@@ -66,6 +66,47 @@ def test_a_look_at_rows_writes_nothing_and_waits_for_nobody(
     assert count(scene, ".ledger l") >= 3
     assert not count(scene, "lock_row", "FOR UPDATE", "UPDATE ")
     assert after == before
+
+
+@pytest.fixture
+def wal_bytes(scene: Scene) -> Callable[[ExactlyOnceConsumer], int]:
+    """Ask how many bytes of WAL the backend of a consumer has written so far."""
+    (version,) = scene.query("SHOW server_version_num")[0]
+    if int(version) < 180000:
+        pytest.skip("before version 18 Postgres does not count the WAL of a backend")
+
+    def ask(consumer: ExactlyOnceConsumer) -> int:
+        consumer._session.connection.execute("SELECT pg_stat_force_next_flush()")
+        return int(scene.query(f"SELECT wal_bytes FROM pg_stat_get_backend_wal({backend_of(consumer)})")[0][0])
+
+    return ask
+
+
+@pytest.mark.usefixtures("without_autovacuum")
+def test_an_idle_owner_writes_no_wal_and_a_unit_a_few_hundred_bytes(
+    scene: Scene, db: Db, wal_bytes: Callable[[ExactlyOnceConsumer], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit without effects is the marker, the advance and the commit; the first write of a page is left out."""
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.1)
+    consumer = scene.consumer(max_messages=1)
+    units = consumer.units(until_end=True)
+    for _ in range(3):
+        with next(units):
+            pass
+    before, ids = wal_bytes(consumer), next_xid(db)
+    for _ in range(10):
+        with next(units):
+            pass
+    each = (wal_bytes(consumer) - before) / 10
+    assert 50 < each < 600
+    assert next_xid(db) - ids == 10
+    for unit in units:
+        with unit:
+            pass
+    idle(consumer, 0.5)
+    before = wal_bytes(consumer)
+    idle(consumer, 2.0)
+    assert wal_bytes(consumer) == before
 
 
 def test_a_reset_is_noticed_by_the_look(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,38 @@ def test_nothing_is_left_on_the_session(scene: Scene) -> None:
     assert connection.execute("SHOW application_name").fetchone() == ("",)
 
 
+def test_what_a_handler_sets_for_the_session_stays_until_the_next_connection(scene: Scene) -> None:
+    """As docs/guarantees.md says; what it sets for the transaction ends with that."""
+    found: list[tuple[str, str, str]] = []
+
+    def handler(unit: Unit) -> None:
+        asked = (
+            "SELECT current_setting('search_path'), current_setting('lock_timeout'), to_regclass('pg_temp.own')::text"
+        )
+        found.append(unit.execute(asked).fetchone())  # type: ignore[arg-type]
+        if not found[:-1]:
+            unit.execute("SET search_path TO journal")
+            unit.execute("CREATE TEMP TABLE own ()")
+            unit.execute("SET LOCAL lock_timeout = '7s'")
+        if len(found) == 2 and unit.attempt == 1:
+            scene.proxy.cut_all()
+
+    apply_until_done(scene.consumer(max_messages=7), handler)
+    scene.assert_exact()
+    default = scene.query("SHOW search_path")[0][0]
+    assert found == [(default, "0", None), ("journal", "0", "own"), *[(default, "0", None)] * 2]
+
+
+def test_sessions_that_only_read_cost_a_redelivery_and_no_message(scene: Scene) -> None:
+    def handler(unit: Unit) -> None:
+        unit.execute("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
+
+    survived = apply_until_done(scene.consumer(max_messages=5), handler)
+    assert survived
+    assert {type(error.__cause__) for error in survived} == {psycopg.errors.ReadOnlySqlTransaction}
+    scene.assert_exact()
+
+
 def test_a_connection_of_the_users_making_serves_as_well(scene: Scene) -> None:
     """Rows as dicts, no autocommit, every statement prepared at once, a cursor of its own: none of it matters."""
 

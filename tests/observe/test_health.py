@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import time
 from typing import Any
 
 import pytest
+from confluent_kafka import Consumer
 
 from exactly_once import ExactlyOnceConsumer, Health, Unit
+from exactly_once.consumer import maintenance
 from exactly_once.embedded import Kafka
-from tests.conftest import MakeConsumer
+from tests.conftest import PROTOCOLS, MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
 from tests.observe.conftest import Run
@@ -160,6 +163,40 @@ def test_a_member_that_has_nothing_to_do_is_ready(
         return all(health.is_ready for health in found) and sorted(len(health.owned) for health in found) == [0, 1]
 
     until(settled, 20, "both to be ready, one of them with nothing")
+
+
+@pytest.mark.parametrize("protocol", ["eager", "cooperative"])
+def test_a_group_that_keeps_a_member_waiting_is_told_of(
+    *,
+    protocol: str,
+    scene: Scene,
+    run: Run,
+    bootstrap_servers: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a kill: a member that does not answer keeps its partitions until its session has ended."""
+    monkeypatch.setattr(maintenance, "_JOINING_SECONDS", 1.0)
+    dead = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": scene.topic, **PROTOCOLS[protocol]})
+    dead.subscribe([scene.topic])
+    until(lambda: dead.poll(0.2) or dead.assignment(), 30, "an assignment")
+
+    def waits() -> list[str]:
+        return [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "waiting"]
+
+    consumer = scene.consumer(PROTOCOLS[protocol])
+    run(consumer, lambda: consumer.run(handler))
+    try:
+        until(lambda: len(waits()) >= 2, 30, "two words about the wait")
+        assert consumer.health().reasons == ("Kafka has not assigned partitions yet",)
+    finally:
+        dead.close()
+    until_ready(consumer)
+    until(lambda: consumer.counters.messages == 20, 20, "every message")
+    first, second, *more = waits()
+    assert re.match(r"waiting for Kafka to assign partitions for [12] s: .*session\.timeout\.ms", first)
+    assert re.search(r" for [23] s: ", second)
+    assert len(more) <= 4, "less and less often"
 
 
 def test_a_halted_partition_is_the_reason(scene: Scene, run: Run) -> None:

@@ -51,6 +51,7 @@ def sink(table: str, envelope: EnvelopeName, mode: Any = "upsert", **options: An
     missing = options.pop("missing", "null")
     own = {name: options.pop(name) for name in ("on_truncate",) if name in options}
     decoder = JsonDecoder(missing="null" if missing == "null" else "apart", **options)
+    own |= {name: options[name] for name in ("decimal", "lax") if name in options}
     form = format_of(envelope, missing=missing, on_tombstone=options.get("on_tombstone"), **own)
     return TableSink(
         table, decoder=FormatDecoder(decoder, form, fields=options.get("fields")), mode=mode, missing=missing
@@ -438,6 +439,10 @@ TYPES: list[tuple[str, dict[str, Any], Any, str]] = [
     ("text", field("v", "string", f"{DEBEZIUM}data.Json"), '{"lang": "de"}', '{"lang": "de"}'),
     ("uuid", field("v", "string", f"{DEBEZIUM}data.Uuid"), "01234567-89ab-cdef-0123-456789abcdef", "01234567-89ab-cdef-0123-456789abcdef"),
     ("bit(10)", field("v", "bytes", f"{DEBEZIUM}data.Bits", parameters={"length": "10"}), base64.b64encode(b"\x05\x02").decode(), "1000000101"),
+    ("bit(1)", field("v", "boolean"), True, "1"),
+    ("bit", field("v", "boolean"), False, "0"),
+    ("boolean", field("v", "boolean"), False, "false"),
+    ("bit(1)[]", field("v", "array", items={"type": "boolean"}), [True, None, False], "{1,NULL,0}"),
     ("point", field("v", "struct", f"{DEBEZIUM}data.geometry.Point"), {"x": 1.5, "y": -2, "wkb": "", "srid": None}, "(1.5,-2)"),
     ("jsonb", field("v", "struct", f"{DEBEZIUM}data.geometry.Point"), {"x": 1.5, "y": -2, "wkb": None, "srid": None}, '{"x": 1.5, "y": -2, "wkb": null, "srid": null}'),
     ("jsonb", field("v", "string", f"{DEBEZIUM}data.Json"), "null", "null"),
@@ -469,6 +474,30 @@ def test_a_value_of_a_logical_type_becomes_what_it_stands_for(
     found = db.execute(f"SELECT v::text, (%s::text::{column})::text FROM {name} ORDER BY id", (meant,)).fetchall()
     assert found[0][0] == found[0][1]
     assert found[1][0] is None
+
+
+@pytest.mark.parametrize(
+    ("column", "text"), [("numeric", "1234"), ("numeric(30,2)", "12E00003"), ("bigint", "00000007")]
+)
+def test_a_text_that_may_be_a_number_or_its_base64_is_refused_where_no_schema_tells(
+    column: str, text: str, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, v {column})")
+    sent = messages(({"id": 1}, change("c", None, {"id": 1, "v": text})))
+    with pytest.raises(BadRow, match=r"offset 0: column v: .* say decimal with its scale, or lax"), db.transaction():
+        sink(name, "debezium").write(db, sent)
+    unscaled = int.from_bytes(base64.b64decode(text), "big", signed=True)
+    for options, meant in (({"decimal": {"v": 2}}, Decimal(unscaled) / 100), ({"lax": True}, Decimal(text))):
+        if column != "bigint" or "lax" in options:
+            write(db, sink(name, "debezium", **options), [sent])
+            assert rows(db, name) == [(1, meant)]
+    certain = change("u", None, {"id": 1, "v": "-12" if column == "bigint" else "12.50"})
+    write(db, sink(name, "debezium"), [messages(({"id": 1}, certain))])
+    schema = [field("id", "int32"), field("v", "string")]
+    parts = [{"field": part, "type": "struct", "fields": schema} for part in ("before", "after")]
+    told = {"schema": {"type": "struct", "fields": parts}, "payload": change("u", None, {"id": 1, "v": text})}
+    write(db, sink(name, "debezium"), [messages(({"id": 1}, told))])
+    assert rows(db, name) == [(1, Decimal(text))]
 
 
 def test_a_value_that_is_not_of_its_logical_type_names_its_field(db: Database, name: str) -> None:

@@ -271,6 +271,19 @@ def test_json_schema_is_the_json_behind_the_id(registry: StandIn, db: Database, 
     assert rows(db, name, "id, deep::text") == [(2**53 + 1, '{"a": 1.50}')]
 
 
+def test_values_may_be_plain_json_where_keys_are_in_avro(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id text PRIMARY KEY, v numeric)")
+    key = registry.add('"string"')
+    sent = [message(f'{{"id":"{i}","v":1.50}}'.encode(), avro(key, "string", i)) for i in "abc"]
+    write(db, name, registry, *sent, message(None, avro(key, "string", "b")), mode="upsert")
+    assert rows(db, name, "id, v::text") == [("a", "1.50"), ("c", "1.50")]
+    for value, said in ((b'{"id":"d"},"schema":{}', "nor JSON"), (b"[1]", "Expected `object`")):
+        with pytest.raises(BadRow, match=said):
+            write(db, name, registry, message(value, avro(key, "string", "d")), mode="upsert")
+    with pytest.raises(BadRow, match="not in the wire format"):
+        write(db, name, registry, message(b'{"id":"d"}', b"d"), mode="upsert")
+
+
 @pytest.mark.parametrize("mode", ["append", "upsert"])
 def test_keys_that_are_numbers_are_not_asked_for_one_by_one(
     mode: Any, registry: StandIn, db: Database, name: str
