@@ -274,6 +274,62 @@ def test_events_of_canal_end_as_the_rows_of_the_source(db: Database, name: str, 
     assert rows(db, name, "id, name, at, doc, raw, is_on") == expected
 
 
+SENT = {
+    "bit(4)": "10", "bit(1)": "1", "BIT(16)": "258",
+    "varbinary(9)": "\xc3\xa9", "BLOB": "\xc3\xa9\xff", "binary(2)": "\0A", "geometry": "\0\xff",
+    "varchar(9)": "\xe9", "text": "\u4e2d", "int(11)": "5",
+    "enum('a','it''s','1,2')": "2", "ENUM('x','Y')": "0", "set('a','b','c,d')": "5",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "stored"),
+    [
+        ("bit(4)", "bit(4)", "1010"),
+        ("bit(4)", "int", "10"),
+        ("bit(1)", "boolean", "true"),
+        ("BIT(16)", "bit varying", "0000000100000010"),
+        ("varbinary(9)", "bytea", r"\xc3a9"),
+        ("varbinary(9)", "text", "é"),
+        ("varbinary(9)", "jsonb", '"w6k="'),
+        ("binary(2)", "bytea", r"\x0041"),
+        ("BLOB", "bytea", r"\xc3a9ff"),
+        ("geometry", "bytea", r"\x00ff"),
+        ("varchar(9)", "text", "é"),
+        ("text", "text", "中"),
+        ("enum('a','it''s','1,2')", "text", "it's"),
+        ("enum('a','it''s','1,2')", "int", "2"),
+        ("ENUM('x','Y')", "text", ""),
+        ("set('a','b','c,d')", "text", "a,c,d"),
+        ("set('a','b','c,d')", "bigint", "5"),
+    ],
+)
+def test_values_of_canal_are_read_by_the_types_of_mysql(
+    kind: str, column: str, stored: str, db: Database, name: str
+) -> None:
+    """Canal sends bytes as the characters of ISO 8859-1, bits, enums and sets as decimal numbers."""
+    db.execute(f"CREATE TABLE {name} (v {column})")
+    write(db, name, {"format": "canal"}, canal("INSERT", ({"v": SENT[kind]}, None), mysqlType={"v": kind}))
+    assert rows(db, name, "v::text") == [(stored,)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "said"),
+    [
+        *((kind, "bytea", "column v: .* no bytes") for kind in ("bit(4)", "varchar(9)", "text", "int(11)", None)),
+        ("BLOB", "text", "column v: .* make the column bytea"),
+        ("enum('a')", "text", "column v: .* has no number 2"),
+        ("set('a')", "text", "column v: .* has no number 2"),
+    ],
+)
+def test_values_of_canal_that_a_column_would_take_for_others_are_refused(
+    kind: str | None, column: str, said: str, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (v {column})")
+    one = canal("INSERT", ({"v": SENT.get(kind or "int(11)", "2")}, None), mysqlType={"v": kind} if kind else None)
+    refused(db, name, {"format": "canal"}, one, said)
+
+
 @pytest.mark.parametrize(
     ("one", "said"),
     [
