@@ -24,7 +24,7 @@ from .codec import Codec, Naive, record
 from .codecs import codec_of, name_of
 from .errors import cut
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
-from .numbers import decimal_of, whole_of
+from .numbers import decimal_of, oid_of, whole_of
 from .table import Column
 from .times import BEYOND, clock_of, span_of
 
@@ -407,6 +407,7 @@ def _array(element: Column, reading: Reading) -> Reader:
 
 _SIMPLE: dict[str, Reader] = {
     **dict.fromkeys(_WHOLE, _whole),
+    "oid": lambda raw: oid_of(text_of(raw)),
     "numeric": lambda raw: Decimal(raw.decode()) if raw[0] in _NUMBER_STARTS else decimal_of(text_of(raw)),
     "bytea": _bytes,
     "date": lambda raw: date(*_parts(raw)) if raw.startswith(b"[") else _words(raw),
