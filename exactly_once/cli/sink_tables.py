@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import psycopg
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 from psycopg import sql
@@ -23,12 +24,11 @@ from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, TableError, ddl
-from exactly_once.writer.decoding import key_field
 from exactly_once.writer.errors import NAME_BYTES, cut
 from exactly_once.writer.evolving import type_of, wider
 from exactly_once.writer.formats import hint_for
 from exactly_once.writer.from_json import JsonDecoder, path_of
-from exactly_once.writer.json_shape import UNAVAILABLE
+from exactly_once.writer.json_shape import UNAVAILABLE, Raw, Shape
 from exactly_once.writer.table import read_table
 
 from .problems import CommandError
@@ -251,9 +251,10 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
         result.types = {name: kind for name, kind in result.types.items() if name not in left_out}
     for column, source in flow.metadata.items():
         kind = _METADATA_TYPES.get(source)
+        shape = Shape({column: (path_of(source.removeprefix("key:")), Raw)})
         for message in messages if source.startswith("key:") else ():
             with contextlib.suppress(ValueError):  # the worker tells which one
-                kind = wider(kind, type_of(key_field(path_of(source.removeprefix("key:")), message)))
+                kind = wider(kind, type_of(msgspec.json.decode(shape.in_key(message).get(column, b"null"))))
         result.types[column] = kind or "text"
     result.types |= {column: type_of(value) or "text" for column, value in flow.constants.items()}
     result.types |= flow.types

@@ -127,7 +127,7 @@ class JsonDecoder:
         """Build the decoder of this table's columns."""
         if self._on_tombstone == "delete" and mode != "upsert":
             raise ConfigurationError("on_tombstone='delete' needs mode='upsert'")
-        self._envelope.prepare(table)
+        self._envelope.prepare(table, self._reading)
         if self._rest is not None and base_name(table.pick([self._rest])[0]) not in ("json", "jsonb"):
             raise TableError(f"{table}: rest={self._rest!r} needs a column of json or jsonb")
         self._table = table
@@ -179,7 +179,7 @@ class JsonDecoder:
         :raises TableError: for options for columns that no field fills, or that are of another kind.
         """
         columns, reading = self._table.pick(list(self._paths)), self._reading
-        names = {c.name: base_name(c) for c in columns}
+        names = {c.name: base_name(c) for c in (*columns, *self._table.pick(self._envelope.read_columns))}
         for option, given, kinds in (
             ("epoch", set(reading.epoch), TIMES),
             ("decimal", set(reading.decimal), {"numeric"}),

@@ -17,13 +17,15 @@ from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import msgspec
+from confluent_kafka import Message
 from msgspec import Meta
 
 from . import changes
 from .codec import Codec, Naive, record
 from .codecs import codec_of, name_of
+from .decoding import header
 from .errors import cut
-from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
+from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, Shape, fields_in
 from .numbers import decimal_of, oid_of, whole_of
 from .table import Column
 from .times import BEYOND, clock_of, span_of
@@ -164,6 +166,27 @@ def checked(column: Column, reading: Reading) -> Reader:
         return converted
 
     return read_checked
+
+
+def part_of(kind: str, name: str, column: Column, reading: Reading) -> Callable[[Message], Any]:
+    """Return what reads a field of messages' keys, or a header, as fields of values are read; None where there is none.
+
+    It raises ValueError for what the column does not take.
+    """
+    read, shape = checked(column, reading), Shape({"part": (tuple(name.split(".")), msgspec.Raw)})
+
+    def get(message: Message) -> Any:
+        if kind == "key":
+            raw = shape.in_key(message).get("part", NULL)
+        else:
+            raw = msgspec.json.encode(header(name, message, is_bytes=False))
+        try:
+            return read(raw)
+        except UNREADABLE as error:
+            hint = advice(column, raw, reading)
+            raise ValueError(f"{column.type_name}: {error}{f'; {hint}' if hint else ''}") from error
+
+    return get
 
 
 def advice(column: Column, raw: bytes, reading: Reading) -> str:

@@ -1,5 +1,7 @@
 """Shaping: what becomes of fields, keys and headers on their way into columns, without code."""
 
+# ruff: noqa: PLR0917 - fixtures and parameters are positional
+
 from __future__ import annotations
 
 import json
@@ -242,8 +244,8 @@ def test_headers_parts_of_keys_and_constants_fill_columns(db: Database, name: st
     for bad, said in (
         (message({"id": 1}, headers=[("n", b"x")]), "column n"),
         (message({"id": 1}, headers=[("trace", b"\xff")]), "utf-8"),
-        (message({"id": 1}, key=b"plain"), "Expecting value"),
-        (message({"id": 1}, key=b"5"), "the key is no object, so it has no"),
+        (message({"id": 1}, key=b"plain"), "no object in JSON"),
+        (message({"id": 1}, key=b"5"), "the key is no object in JSON"),
     ):
         with pytest.raises(BadRow, match=rf"t\[0\] offset 7: .*{said}"):
             write(db, name, {"metadata": metadata}, bad)
@@ -260,3 +262,50 @@ def test_a_key_may_be_of_the_messages_key_and_a_constant(db: Database, name: str
     write(db, name, {**flow, "format": "connect"}, message({"payload": {"v": 5}}, key={"payload": {"id": 5}}))
     write(db, name, {**flow, "format": "connect"}, message(None, key={"id": 2}))
     assert rows(db, name) == [("a", 5, 5), ("b", 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "stored"),
+    [
+        ("jsonb", b"1.50", "1.50"),
+        ("jsonb", b'{"a": 12345678901234567890.10, "b": [1e2]}', '{"a": 12345678901234567890.10, "b": [100]}'),
+        ("jsonb", b'"5"', '"5"'),
+        ("jsonb", b'"x"', '"x"'),
+        ("json", b'{"b":  1.50}', '{"b":  1.50}'),
+        ("text", b"1.50", "1.50"),
+        ("text", b"7", "7"),
+        ("numeric", b"0.1000000000000000055511151231257827", "0.1000000000000000055511151231257827"),
+        ("double precision", b"-0", "-0"),
+        ("bytea", b'"AP8="', r"\x00ff"),
+        ("numeric[]", b"[1.50, null]", "{1.50,NULL}"),
+        ("timestamp", b'"2026-01-02T03:04:05"', "2026-01-02 03:04:05"),
+    ],
+)
+@pytest.mark.parametrize("has_schema", [False, True])
+def test_a_part_of_a_key_is_read_as_a_value_is(
+    kind: str, part: bytes, stored: str, has_schema: Any, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, v {kind}, k {kind})")
+    key = b'{"a": {"v": %b}}' % part
+    key = b'{"schema": {"type": "struct"}, "payload": %b}' % key if has_schema else key
+    write(db, name, {"metadata": {"k": "key:a.v"}}, message(b'{"id": 1, "v": %b}' % part, key=key))
+    assert rows(db, name, "v::text, k::text") == [(stored, stored)]
+
+
+@pytest.mark.parametrize(("kind", "part"), [("int", b"1e2"), ("boolean", b'"true"'), ("interval", b"5"), ("int", b"[")])
+def test_a_part_of_a_key_that_no_field_could_be_is_refused(kind: str, part: bytes, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, k {kind})")
+    with pytest.raises(BadRow, match=r"t\[0\] offset 7: column k: key:k: "):
+        write(db, name, {"metadata": {"k": "key:k"}}, message({"id": 1}, key=b'{"k": %b}' % part))
+
+
+def test_options_of_a_column_hold_for_a_part_of_a_key_and_a_header(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, at timestamptz, sent timestamptz, doc jsonb, price numeric)")
+    flow = {
+        "metadata": {"at": "key:at", "sent": "header:sent", "doc": "key:doc", "price": "key:price"},
+        "epoch": {"at": "ms", "sent": "s"}, "json_text": ("doc",), "decimal": {"price": 2},
+    }  # fmt: skip
+    key = {"at": 1000, "doc": '{"a": 1}', "price": "AP8="}
+    write(db, name, flow, message({"id": 1}, key=key, headers=[("sent", b"5")]))
+    found = rows(db, name, "extract(epoch FROM at)::int, extract(epoch FROM sent)::int, doc, price::text")
+    assert found == [(1, 5, {"a": 1}, "2.55")]
