@@ -268,7 +268,7 @@ class JsonDecoder:
         kept = [m for m in messages if m.value() is not None]
         rows = self._at_once(kept, what, unused) if kept else []
         stored = iter(rows or ())
-        return None if rows is None else [tombstone or next(stored) for tombstone in deleted]
+        return None if rows is None else [next(stored) if tombstone is None else tombstone for tombstone in deleted]
 
     def _is_doubtful(self, rows: Sequence[Row], values: Sequence[bytes]) -> bool:
         """Tell whether one of several messages needs a closer look, although msgspec has decoded it."""
