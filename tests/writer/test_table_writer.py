@@ -387,6 +387,18 @@ def test_a_table_with_policies_is_written_without_copy(work: Connection, make_ta
     assert rows_of(work, table) == [(1, "x"), (3, "x")]
 
 
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_a_row_that_a_policy_refuses_is_no_sign_of_an_altered_table(
+    mode: Any, small_batch: int, work: Connection, make_table: MakeTable, name: str
+) -> None:
+    table = make_table("(id int PRIMARY KEY, a text)")
+    work.execute(f"CREATE ROLE {name}; GRANT ALL ON {table} TO {name}")
+    work.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY; CREATE POLICY p ON {table} USING (id < 10)")
+    work.execute(f"SET LOCAL ROLE {name}")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="row-level security policy"):
+        TableWriter(table, mode=mode, small_batch=small_batch).write(work, [(1, "x"), (11, "x")])
+
+
 def test_a_role_that_may_make_no_temporary_table_is_told(work: Connection, make_table: MakeTable, name: str) -> None:
     table = make_table("(id int PRIMARY KEY, a text)")
     work.execute(f"CREATE ROLE {name}; GRANT ALL ON {table} TO {name}")
