@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -34,6 +35,9 @@ FormatName = Literal["debezium", "connect", "maxwell", "canal", "cloudevents", "
 # Fields that hold the row: who fills a column from one of them knows what the messages are.
 _WRAPPERS = {"payload", "before", "after", "data"}
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+# How a timestamp of MessagePack begins that has nanoseconds.
+_FINE_TIMES = (b"\xd7\xff", b"\xc7\x0c\xff")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What is raised for a message that is not of its format.
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 # What may be where an object was.
@@ -232,7 +236,7 @@ class Simple(Format):
 class MessagePack(Format):
     """Maps of MessagePack; bytes are base64 for a column of bytes or JSON, and text in UTF-8 for any other.
 
-    For the columns in ``decimal``, and in maps in maps, they are base64, too.
+    For the columns in ``decimal``, and in maps in maps, they are base64, too. An extension is an object, with base64.
     """
 
     def __init__(self, decimal: Collection[str] = ()) -> None:
@@ -256,7 +260,7 @@ class MessagePack(Format):
         """Return the row, or the delete that a message without a value is."""
         if (value := message.value()) is None:
             return ((message.key(), None),)
-        found = msgspec.msgpack.decode(value)
+        found = _unpacked(value) if any(hint in value for hint in _FINE_TIMES) else msgspec.msgpack.decode(value)
         if not isinstance(found, dict):
             raise ValueError(f"a map of MessagePack is wanted, not {cut(found)}")
         for name, column in self._texts.items():
@@ -278,6 +282,25 @@ class MessagePack(Format):
         self._bytes_in |= {name for name, value in fields.items() if isinstance(value, bytes)}
         self._others_in |= {name for name, value in fields.items() if not isinstance(value, (bytes, type(None)))}
         return {name: "text" if name in self._others_in else "bytea" for name in fields if name in self._bytes_in}
+
+
+def _unpacked(value: bytes) -> Any:
+    """Decode MessagePack, with the timestamps that are finer than a microsecond as texts: a datetime is not."""
+    found = msgspec.msgpack.decode(value)
+    if isinstance(found, dict):
+        fields = msgspec.msgpack.decode(value, type=dict[Any, Raw])
+        return {name: _unpacked(bytes(each)) for name, each in fields.items()}
+    if isinstance(found, list):
+        return [_unpacked(bytes(each)) for each in msgspec.msgpack.decode(value, type=list[Raw])]
+    if not value.startswith(_FINE_TIMES):
+        return found
+    data = bytes(msgspec.msgpack.decode(value, type=msgspec.msgpack.Ext).data)
+    if len(data) == 8:  # the seconds are the lower 34 bits
+        nanoseconds, seconds = divmod(int.from_bytes(data, "big"), 1 << 34)
+    else:
+        nanoseconds, seconds = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:], "big", signed=True)
+    moment = (_EPOCH + timedelta(seconds=seconds)).isoformat().removesuffix("+00:00")
+    return f"{moment}.{nanoseconds:09d}Z" if nanoseconds % 1000 else found
 
 
 def _has_text(value: Any) -> bool:
@@ -402,6 +425,8 @@ def jsonable(value: Any) -> Any:
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else _NAMES.get(value, "NaN")
+    if isinstance(value, msgspec.msgpack.Ext):
+        return {"extension": value.code, "data": base64.b64encode(value.data).decode()}
     if isinstance(value, dict):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise ValueError(f"a field's name is no text: {cut(wrong[0])}")

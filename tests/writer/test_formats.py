@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
@@ -140,6 +141,39 @@ def test_bytes_of_messagepack_in_a_column_of_text_are_text(db: Database, name: s
     assert format_of("msgpack").types(message(msgspec.msgpack.encode(sent))) == {"name": "bytea"}
 
 
+EXTENSION = msgspec.msgpack.Ext(5, b"\0\xff")
+
+
+def test_extensions_of_messagepack_are_json_and_hold_up_nothing_where_no_column_takes_them(
+    db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, doc jsonb, list jsonb)")
+    value = {"id": 1, "doc": EXTENSION, "list": [EXTENSION], "other": EXTENSION}
+    sink = Flow(topics=("t",), table=name, format="msgpack").sink()
+    with db.transaction():
+        sink.write(db, [message(msgspec.msgpack.encode(value))])
+    shown = {"extension": 5, "data": "AP8="}
+    assert rows(db, name) == [(1, shown, [shown])]
+    assert sink.unused_fields == {"other": 1}
+
+
+def test_timestamps_of_messagepack_keep_their_nanoseconds(db: Database, name: str) -> None:
+    """A column rounds them as Postgres does with the text of ISO 8601."""
+    db.execute(f"CREATE TABLE {name} (id int, at timestamptz, told text, rest jsonb)")
+    last = 999_999_999
+    for number, (seconds, nanoseconds) in enumerate([(1, 123_456_789), (1, 500), (-1, last), (2**33, 1000)]):
+        wide = msgspec.msgpack.Ext(-1, struct.pack(">Iq", nanoseconds, seconds))
+        narrow = msgspec.msgpack.Ext(-1, (nanoseconds << 34 | seconds).to_bytes(8, "big")) if seconds > 0 else wide
+        value = {"id": number, "at": wide, "told": narrow, "a": {"b": [wide, None, 1.5], "c": [{}]}}
+        write(db, name, {"format": "msgpack", "rest": "rest"}, message(msgspec.msgpack.encode(value)))
+    for number, text in enumerate(
+        ["1970-01-01T00:00:01.123456789Z", "1970-01-01T00:00:01.000000500Z", f"1969-12-31T23:59:59.{last}Z"]
+    ):
+        found = rows(db, name, f"id, at = '{text}', told, rest")[number]
+        assert found == (number, True, text, {"a": {"b": [text, None, 1.5], "c": [{}]}})
+    assert rows(db, name, "id, told")[3] == (3, "2242-03-16T12:56:32.000001Z")
+
+
 @pytest.mark.parametrize("value", ["test", "bob", ["bob"]])
 def test_text_of_messagepack_is_not_read_as_base64(value: Any, db: Database, name: str) -> None:
     """MessagePack has bytes of its own, so text in a column of bytes is a mistake."""
@@ -168,7 +202,9 @@ def test_bytes_in_maps_of_messagepack_are_base64(db: Database, name: str) -> Non
         (msgspec.msgpack.encode([1]), "a map of MessagePack is wanted"),
         (msgspec.msgpack.encode({1: 2}), "a field's name is no text: 1"),
         (msgspec.msgpack.encode({"id": {b"x": 2}}), "a field's name is no text"),
-        (msgspec.msgpack.encode({"id": msgspec.msgpack.Ext(5, b"x")}), "Ext"),
+        (msgspec.msgpack.encode({"id": EXTENSION}), r'column id: .*"extension":5.*; jsonb takes it'),
+        (msgspec.msgpack.encode({"raw": EXTENSION}), r'column raw: .*"extension":5.*; jsonb takes it'),
+        (msgspec.msgpack.encode({"id": msgspec.msgpack.Ext(-1, b"x")}), "Invalid MessagePack timestamp"),
         (msgspec.msgpack.encode({"other": 1}), "no field of the message has a column"),
         (b"\x81", "truncated"),
         (b"", "truncated"),
@@ -176,7 +212,7 @@ def test_bytes_in_maps_of_messagepack_are_base64(db: Database, name: str) -> Non
     ],
 )
 def test_what_is_no_row_of_messagepack_is_refused(value: bytes, said: str, db: Database, name: str) -> None:
-    db.execute(f"CREATE TABLE {name} (id int)")
+    db.execute(f"CREATE TABLE {name} (id int, raw bytea)")
     refused(db, name, {"format": "msgpack"}, message(value), said)
 
 
