@@ -110,7 +110,7 @@ class JsonDecoder:
         )
         self._missing = missing
         self._on_tombstone = on_tombstone
-        # The columns that a field has filled so far, and the others by their positions.
+        # The columns that a message has filled so far, and the others by their positions.
         self._filled: set[str] = set()
         self._unfilled: dict[int, str] = {}
         # Columns whose names Postgres may have cut: filled from longer ones, or known to have a field of their own.
@@ -206,7 +206,8 @@ class JsonDecoder:
         unsure += [_NUL] if reading.nul == "strip" else []
         self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
         self._unfilled.clear()
-        self._unfilled.update((i, c.name) for i, c in enumerate(columns) if c.name not in self._filled)
+        from_messages = {*self._paths, *self._envelope.sources} - self._filled
+        self._unfilled.update((i, name) for i, name in enumerate(self._columns) if name in from_messages)
         self._pick = self._shape.pick
         key = self._key_columns
         self._key = None if key is None else _Key(self._table, key, self._paths, self._reading)
@@ -256,10 +257,12 @@ class JsonDecoder:
         for name, read in () if self._counts else self._shape.ignored:
             if count := sum(map(bool, map(read, objects))):
                 unused[name] += count
-        self._note_filled(rows)
         if self._counts:
             rows = [self._finished(*each, unused) for each in zip(rows, lefts, names, strict=True)]
-        return [(*row, *more) for row, more in zip(rows, added, strict=True)] if added else rows
+        if added:
+            rows = [(*row, *more) for row, more in zip(rows, added, strict=True)]
+        self._note_filled(rows)
+        return rows
 
     def _among_tombstones(
         self, messages: Sequence[Message], what: OnTombstone, unused: Counter[str]
@@ -337,8 +340,9 @@ class JsonDecoder:
                 assert raw is not None
                 raise BadRow(self._reason(column, raw, error), message=message, column=column.name) from error
         row = self._finished(tuple(values), left, names, unused)
+        row = (*row, *self._envelope.values(message)) if self._envelope.columns else row
         self._note_filled([row])
-        return (*row, *self._envelope.values(message)) if self._envelope.columns else row
+        return row
 
     def _finished(self, row: Row, left: Left, names: Collection[str], unused: Counter[str]) -> Row:
         """Add what no column takes to the column for the rest, or count it."""

@@ -309,3 +309,21 @@ def test_options_of_a_column_hold_for_a_part_of_a_key_and_a_header(db: Database,
     write(db, name, flow, message({"id": 1}, key=key, headers=[("sent", b"5")]))
     found = rows(db, name, "extract(epoch FROM at)::int, extract(epoch FROM sent)::int, doc, price::text")
     assert found == [(1, 5, {"a": 1}, "2.55")]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_headers_and_parts_of_keys_that_never_came_are_columns_that_nothing_fills(
+    mode: Any, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, a int, h text, k int, at timestamptz, c text, rest jsonb)")
+    flow = {"metadata": {"h": "header:x", "k": "key:k", "at": "timestamp"}, "constants": {"c": "c"}, "mode": mode}
+    sink = Flow(topics=("t",), table=name, rest="rest", **flow).sink()
+    for id_, more, key, headers, unfilled in (
+        (1, {}, None, None, {"a", "h", "k"}),
+        (2, {"x": 5}, {"k": 1}, None, {"a", "h"}),
+        (3, {"a": 1}, {}, [("x", b"")], set()),
+        (4, {}, None, None, set()),
+    ):
+        with db.transaction():
+            sink.write(db, [message({"id": id_, **more}, key=key, headers=headers)])
+        assert sink.unfilled_columns == unfilled
