@@ -168,6 +168,7 @@ class Flow:
             on_tombstone=self.on_tombstone,
             on_truncate=self.on_truncate,
             decimal=self.decimal,
+            drop=self.drop,
         )
 
     def sink(self) -> TableSink:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -131,8 +131,10 @@ class Envelope(Format):
         missing: str = "null",
         on_tombstone: OnTombstone | None = None,
         on_truncate: Literal["refuse", "skip"] = "refuse",
+        drop: Collection[str] = (),
     ) -> None:
         self._name = name
+        self._drop = frozenset(drop)
         changes = {"debezium": self._debezium, "connect": self._connect, "maxwell": self._maxwell, "canal": self._canal}
         self._changes = changes[name]
         self._keeps_missing = missing == "keep"
@@ -277,7 +279,7 @@ class Envelope(Format):
 
     def _stored(self, message: Message, before: Row | None, after: Row) -> Iterator[tuple[bytes | None, Row | None]]:
         """Store a row; where it had another key before, delete that one."""
-        lacking = next((name for name, text in after.items() if text == UNAVAILABLE), None)
+        lacking = next((n for n, text in after.items() if text == UNAVAILABLE and n not in self._drop), None)
         if lacking is not None and not self._keeps_missing:
             raise BadRow(
                 'a large value that did not change is not in the message: say missing = "keep" in mode upsert, or '

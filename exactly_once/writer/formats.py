@@ -204,10 +204,11 @@ def format_of(
     on_tombstone: OnTombstone | None = None,
     on_truncate: Literal["refuse", "skip"] = "refuse",
     decimal: Collection[str] = (),
+    drop: Collection[str] = (),
 ) -> Format:
     """Return a format by its name; ``columns`` and ``delimiter`` are those of CSV.
 
-    ``decimal`` names the columns whose numbers are bytes.
+    ``decimal`` names the columns whose numbers are bytes, ``drop`` fields whose values may be left out by the source.
 
     :raises ConfigurationError: for a name that is none.
     """
@@ -219,7 +220,7 @@ def format_of(
         return Simple(_from_cloudevent)
     if name not in get_args(EnvelopeName):
         raise ConfigurationError(f"format={name!r} is not possible; choose one of {', '.join(get_args(FormatName))}")
-    return Envelope(name, missing=missing, on_tombstone=on_tombstone, on_truncate=on_truncate)
+    return Envelope(name, missing=missing, on_tombstone=on_tombstone, on_truncate=on_truncate, drop=drop)
 
 
 class Simple(Format):
@@ -401,21 +402,27 @@ class Shaped(Format):
 def _text_at(row: Mapping[str, Raw], path: Sequence[str]) -> str | None:
     """Return a value as JSON writes it, without the quotes; None where there is none.
 
-    A field whose own name has the dots, such as ``service.name``, comes before one in an object.
-
     :raises ValueError: for a value that the source left out.
     """
-    raw: bytes | None = None
-    for name in path if (whole := ".".join(path)) not in row else [whole]:
-        raw = bytes(row[name]) if name in row else None
-        if raw == UNAVAILABLE:
-            raise ValueError(
-                f"the event leaves {whole} out, which decides whether it is wanted: set REPLICA IDENTITY FULL"
-            )
-        row = fields_in(raw) if raw is not None and raw.startswith(b"{") else {}
+    raw = _found_at(row, path)
+    if raw == UNAVAILABLE:
+        name = ".".join(path)
+        raise ValueError(f"the event leaves {name} out, which decides whether it is wanted: set REPLICA IDENTITY FULL")
     if raw is None or raw == NULL_DOCUMENT:
         return None if raw is None else NULL.decode()
     return msgspec.json.decode(raw) if raw.startswith(b'"') else raw.decode()
+
+
+def _found_at(row: Mapping[str, Raw], path: Sequence[str]) -> bytes | None:
+    """Find a value; a field whose own name has dots, such as ``service.name``, comes before one in an object."""
+    for length in range(len(path), 0, -1):
+        if (name := ".".join(path[:length])) in row:
+            raw = bytes(row[name])
+            if length == len(path) or raw == UNAVAILABLE:
+                return raw
+            if raw.startswith(b"{") and (found := _found_at(fields_in(raw), path[length:])) is not None:
+                return found
+    return None
 
 
 def jsonable(value: Any) -> Any:

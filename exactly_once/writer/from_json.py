@@ -97,7 +97,7 @@ class JsonDecoder:
         if self._fields is not None and self._rename:
             raise ConfigurationError("fields= names all columns that are filled, so there is no rename= beside it")
         # Dots may be between names or in one.
-        self._drop = [*dict.fromkeys(names for path in drop for names in (path_of(path), (path,)))]
+        self._drop = [*dict.fromkeys(names for path in drop for names in _readings(path_of(path)))]
         self._envelope = Envelope(metadata, constants)
         self._rest = rest
         self._reading = Reading(
@@ -420,6 +420,15 @@ class JsonDecoder:
 def path_of(given: str | Sequence[str]) -> Path:
     """Return a path: dots stand between its names, unless it is given as those."""
     return tuple(given.split(".")) if isinstance(given, str) else tuple(given)
+
+
+def _readings(path: Path) -> list[Path]:
+    """Return the paths that look alike with dots: those in which some names, or all, are one."""
+    return [
+        (".".join(path[:length]), *rest)
+        for length in range(1, len(path) + 1)
+        for rest in (_readings(path[length:]) or [()])
+    ]
 
 
 class _Key:

@@ -54,6 +54,54 @@ def test_names_with_dots_of_their_own_are_found_by_filters_and_dropped(
     assert rows(db, name) == [(0, "shop", {"n": 0}), (2, "shop", {"n": 2})]
 
 
+@pytest.mark.parametrize("flat", [{}, {"flatten": True}])
+def test_names_with_dots_are_found_by_filters_and_dropped_within_objects(
+    db: Database, name: str, flat: dict[str, Any]
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, rest jsonb)")
+    flow = {"where": {"a.service.name": "x"}, "where_not": {"a.b.host.ip": "::1"}, "drop": ("a", "c.d.e"), **flat}
+    values: list[Any] = [
+        {"id": 0, "a": {"service.name": "x", "b": {"host.ip": "::2"}}, "c": {"d.e": 1, "f": 2}},
+        {"id": 1, "a": {"service": {"name": "x"}, "b.host": {"ip": "::2"}}, "c.d": {"e": 1}},
+        {"id": 2, "a.service": {"name": "x"}, "a": {"b.host.ip": "::2"}},
+        {"id": 3, "a": {"service.name": "x", "b": {"host.ip": "::1"}}},
+        {"id": 4, "a": {"service.name": "y"}},
+        {"id": 5, "a.service": 5, "a": {"service.name": "x"}},
+    ]
+    sink = write(db, name, {**flow, "rest": "rest"}, *map(message, values))
+    assert [row[0] for row in rows(db, name)] == [0, 1, 2, 5]
+    assert sink.filtered_messages == 2
+    assert "e" not in json.dumps([rest for _, rest in rows(db, name)][:2])
+
+
+def test_a_field_that_is_dropped_may_be_left_out_by_the_source(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, rest jsonb)")
+    event = {"op": "u", "before": None, "after": {"id": 1, "body": "__debezium_unavailable_value"}, "source": {}}
+    with pytest.raises(BadRow, match="column body: a large value that did not change"):
+        write(db, name, {"format": "debezium"}, message(event))
+    for flow in ({}, {"rest": "rest"}, {"flatten": True}):
+        write(db, name, {"format": "debezium", "drop": ("body",), **flow}, message(event))
+    assert [row[0] for row in rows(db, name)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("form", "sent"), [("maxwell", "data"), ("canal", "data")])
+def test_a_time_of_mysql_is_an_interval_or_a_time_of_day(form: Any, sent: str, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (t time, i interval)")
+    base: dict[str, Any] = {"database": "d", "table": "t", "mysqlType": {"t": "time(3)", "i": "time(3)"}}
+
+    def event(t: str, i: str) -> Message:
+        row = {"t": t, "i": i}
+        return message(base | {"type": "INSERT", "data": [row]} if form == "canal" else {
+            "database": "d", "table": "t", "type": "insert", "data": row
+        })  # fmt: skip
+
+    write(db, name, {"format": form}, event("23:59:59.123", "-838:59:59"), event("00:00:00", "25:00:00.500"))
+    assert rows(db, name, "t::text, i::text") == [("00:00:00", "25:00:00.5"), ("23:59:59.123", "-838:59:59")]
+    for beyond in ("25:00:00", "-01:00:00"):
+        with pytest.raises(BadRow, match="column t: "):
+            write(db, name, {"format": form}, event(beyond, "1:00"))
+
+
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("kind", ["jsonb", "json"])
 def test_a_partial_update_keeps_what_the_rest_has(db: Database, name: str, kind: str, at_once: int) -> None:
