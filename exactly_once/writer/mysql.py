@@ -22,7 +22,6 @@ _COLUMNS = {
         "date": ("date",),
         "timestamp": ("datetime", "timestamp"),
         "jsonb": ("json",),
-        "bytea": ("binary", "varbinary", "tinyblob", "blob", "mediumblob", "longblob"),
     }.items()
     for kind in kinds
 }
@@ -37,7 +36,7 @@ _ESCAPED = {"n": "\n", "r": "\r"}
 
 def column_of(kind: str) -> str:
     """Return the type of a column that holds what MySQL's type does; text where that is not certain."""
-    column = _COLUMNS.get(_name(kind), "text")
+    column = "bytea" if _is_bytes(kind) else _COLUMNS.get(_name(kind), "text")
     return _WIDER.get(column, column) if "unsigned" in kind.lower() else column
 
 
@@ -54,7 +53,7 @@ def value_for(column: Column | None, kind: str, text: bytes) -> bytes:
     if base == "json":
         document = msgspec.json.decode(text, type=str)
         return document_in(document, column) if name in ("json", "jsonb") else text
-    if _BYTES.search(kind.lower().split("(")[0]):
+    if _is_bytes(kind):
         value = msgspec.json.decode(text, type=str).encode("latin-1")
         try:
             is_base64 = column is None or name in ("bytea", "json", "jsonb")
@@ -75,6 +74,10 @@ def value_for(column: Column | None, kind: str, text: bytes) -> bytes:
 
 def _name(kind: str) -> str:
     return re.split(r"[( ]", kind.lower(), maxsplit=1)[0]
+
+
+def _is_bytes(kind: str) -> bool:
+    return _BYTES.search(_name(kind)) is not None
 
 
 def _labels(base: str, kind: str, number: int) -> str:
