@@ -136,9 +136,16 @@ class Envelope:
         if name and kind == "header" and (reading is None or not reading.is_special(column)):
             return partial(header, name, is_bytes=type_name == "bytea")
         if name:
-            from . import json_values  # noqa: PLC0415 - an extra
+            from . import json_shape, json_values  # noqa: PLC0415 - an extra
 
-            return json_values.part_of(kind, name, column, reading or json_values.Reading())
+            shape = json_shape.Shape({"part": (tuple(name.split(".")), json_shape.Raw)})
+
+            def find(message: Message) -> bytes | None:
+                if kind == "key":
+                    return shape.in_key(message).get("part")
+                return json.dumps(header(name, message, is_bytes=False)).encode()
+
+            return json_values.part_of(find, column, reading or json_values.Reading())
         if source == "timestamp":
             return _milliseconds if type_name == "int8" else _timestamp
         if source == "headers" and type_name not in ("json", "jsonb"):

@@ -23,9 +23,8 @@ from msgspec import Meta
 from . import changes
 from .codec import Codec, Naive, record
 from .codecs import codec_of, name_of
-from .decoding import header
 from .errors import cut
-from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, Shape, fields_in
+from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
 from .numbers import decimal_of, oid_of, whole_of
 from .table import Column
 from .times import BEYOND, clock_of, span_of
@@ -168,18 +167,15 @@ def checked(column: Column, reading: Reading) -> Reader:
     return read_checked
 
 
-def part_of(kind: str, name: str, column: Column, reading: Reading) -> Callable[[Message], Any]:
-    """Return what reads a field of messages' keys, or a header, as fields of values are read; None where there is none.
+def part_of(find: Callable[[Message], bytes | None], column: Column, reading: Reading) -> Callable[[Message], Any]:
+    """Return what reads the JSON that is found in a message as fields of values are read; None where there is none.
 
     It raises ValueError for what the column does not take.
     """
-    read, shape = checked(column, reading), Shape({"part": (tuple(name.split(".")), msgspec.Raw)})
+    read = checked(column, reading)
 
     def get(message: Message) -> Any:
-        if kind == "key":
-            raw = shape.in_key(message).get("part", NULL)
-        else:
-            raw = msgspec.json.encode(header(name, message, is_bytes=False))
+        raw = find(message) or NULL
         try:
             return read(raw)
         except UNREADABLE as error:
