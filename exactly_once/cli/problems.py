@@ -21,7 +21,7 @@ _HINTS = {
     "InsufficientPrivilege": (
         "`exactly-once migrate --sql --role NAME` prints the grants on the ledger; tables of your own need "
         "GRANT INSERT, those that are changed by key SELECT, UPDATE and DELETE, too, and TEMPORARY ON DATABASE, and "
-        "making one USAGE and CREATE ON SCHEMA"
+        "making one USAGE and CREATE ON SCHEMA; with row-level security a policy must allow each row"
     ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
     "InvalidSchemaName": "run `exactly-once migrate`, or pass --schema",

@@ -15,7 +15,7 @@ Copy the messages of topics into a table: one batch, one transaction, together w
 message is there once whatever dies when. Several topics and tables: a [[sink]] for each in the file."""
 _EXAMPLE = """
 A file with two tables; options of a pair are tables there, by the same names:
-  [run]                                    # what stands under "run" above, with _ for -
+  [run]                                   # the options of "run", with _ for -
   workers = 2
   [[sink]]
   topics = ["payments"]

@@ -169,6 +169,7 @@ class Flow:
             on_truncate=self.on_truncate,
             decimal=self.decimal,
             lax=self.lax,
+            drop=self.drop,
         )
 
     def sink(self) -> TableSink:
@@ -207,6 +208,8 @@ class Task:
     patterns: Sequence[Flow] = ()
     found: Mapping[str, Flow] = field(default_factory=dict)
     """Topics that patterns have found so far, with their tables."""
+    waiting: Sequence[Flow] = ()
+    """Those of which no message has shown yet what columns their tables are to have."""
     creates_tables: bool = False
     adds_columns: bool = False
     kafka: Mapping[str, Any] = field(repr=False)
@@ -218,6 +221,10 @@ class Task:
     log_json: bool = False
     is_live: bool = False
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
+
+    def flow_of_new(self, topic: str) -> Flow | None:
+        """Return the flow of a topic that has no table yet: one that waits for a message, or as patterns find it."""
+        return next((flow for flow in self.waiting if topic in flow.topics), None) or self.found_by_pattern(topic)
 
     def found_by_pattern(self, topic: str) -> Flow | None:
         """Return the flow of a topic by the first pattern that finds it; None where none does."""

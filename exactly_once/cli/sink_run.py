@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from multiprocessing.connection import Connection, wait
@@ -26,7 +26,7 @@ from .problems import CommandError, UsageError
 from .servers import open_cluster
 from .sink_flows import Flow, Run, Task, read_flows, read_run
 from .sink_progress import Counts, Progress, every
-from .sink_tables import SAMPLE, made_ready, prepare
+from .sink_tables import SAMPLE, NoColumns, made_ready, prepare
 from .sink_worker import fail, set_up_logs, work, work_alone
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,7 @@ def run(args: argparse.Namespace) -> int:
             found = _found(settings, task)
             if args.dry_run:
                 return _dry_run(args, task, [*task.flows, *found.values()])
-            task = replace(
-                task,
-                flows=[prepare(task, flow) for flow in task.flows],
-                found={topic: prepare(task, flow) for topic, flow in found.items()},
-            )
+            task = _prepared(task, found)
             if task.run.workers > 1:
                 return Crew(task).run()
             work(task)
@@ -65,6 +61,29 @@ def run(args: argparse.Namespace) -> int:
         fail(error, task)
         return 2 if isinstance(error, (ConfigurationError, UsageError)) else 1
     return 0
+
+
+def _prepared(task: Task, found: Mapping[str, Flow]) -> Task:
+    """Make the tables ready; topics that show no columns of theirs wait for a message, and do not hold up the others.
+
+    :raises NoColumns: where all of them would wait for what comes behind the end.
+    """
+    ready: list[Flow] = []
+    waiting: list[Flow] = []
+    lacking: NoColumns | None = None
+    for flow in (*task.flows, *found.values()):
+        try:
+            ready.append(prepare(task, flow))
+        except NoColumns as error:
+            lacking = lacking or error
+            waiting.append(flow)
+            extra = {"action": "table_waits", "table": flow.table}
+            logger.warning("waiting for a first message of %s: %s", ", ".join(flow.topics), error, extra=extra)
+    if lacking is not None and task.run.until_end and not ready:
+        raise lacking
+    by_pattern = {topic: flow for flow in ready for topic in flow.topics if topic in found}
+    named = [flow for flow in ready if not by_pattern.keys() & {*flow.topics}]
+    return replace(task, flows=named, found=by_pattern, waiting=waiting)
 
 
 def _found(settings: options.Settings, task: Task) -> dict[str, Flow]:
@@ -140,7 +159,13 @@ def _dry_run(args: argparse.Namespace, task: Task, flows: Sequence[Flow]) -> int
     for flow in flows:
         with task.open() as connection:
             connection.autocommit = False
-            ready = made_ready(task, flow, connection, is_dry=True)
+            try:
+                ready = made_ready(task, flow, connection, is_dry=True)
+            except NoColumns as error:
+                if len(flows) == 1:
+                    raise
+                logger.warning("%s", error, extra={"action": "table_waits", "table": flow.table})
+                continue
             ddl = [statement.as_string(None) for statement in ready.statements]
             for statement in ready.statements:
                 connection.execute(statement, prepare=False)

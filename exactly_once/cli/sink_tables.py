@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import psycopg
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from psycopg import sql
@@ -23,13 +24,12 @@ from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, TableError, ddl
-from exactly_once.writer.decoding import key_field
 from exactly_once.writer.errors import NAME_BYTES, cut, way_on
 from exactly_once.writer.evolving import type_of, wider
 from exactly_once.writer.formats import hint_for
 from exactly_once.writer.from_json import JsonDecoder, path_of
-from exactly_once.writer.json_shape import UNAVAILABLE
-from exactly_once.writer.table import read_table
+from exactly_once.writer.json_shape import UNAVAILABLE, Raw, Shape
+from exactly_once.writer.table import Table, read_table
 
 from .problems import CommandError
 from .servers import Stored
@@ -37,8 +37,6 @@ from .sink_flows import Flow, Task, with_rest
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at a topic that is empty: at first, and at most.
-_WAITS = (1.0, 30.0)
 # Messages of each end of each partition: enough to meet what most messages have, and read in a second.
 SAMPLE = 100
 # Tells later runs which column it is.
@@ -57,6 +55,10 @@ _METADATA_TYPES = {
 }
 
 
+class NoColumns(CommandError):
+    """No message of a topic shows yet what columns its table is to have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """A flow whose table is as the messages need it, once the statements are executed."""
@@ -70,6 +72,8 @@ def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
     """Make or extend the table where that was asked for, and see to it that it takes what it will be given.
 
     ``sent`` are messages that are known already.
+
+    :raises NoColumns: where there is no table, and nothing to make it from.
     """
     while True:
         with task.open() as connection:
@@ -102,6 +106,7 @@ def made_ready(
     """Find out what must be done to the table, or to have one.
 
     :raises TableError: when there is none, and none is to be made.
+    :raises NoColumns: where there is nothing to make it from.
     """
     # A Schema Registry that is away is waited for, as the workers do.
     asking = waiting(PATIENCE_SECONDS, group_id=task.kafka["group.id"])
@@ -113,21 +118,16 @@ def made_ready(
             raise TableError(f"{error}; --create-table makes one") from None
         if flow.format == "csv" and flow.csv_columns is None:
             raise CommandError("lines of CSV name no columns: say --csv-columns, or make the table yourself") from None
-        messages = sample(task.kafka, flow.topics) or sent
-        waited, pause = 0.0, _WAITS[0]
-        # A service may begin before its producer, and what it wants may come late.
-        # What was fetched already is not held up for that.
-        while not (columns := asking(columns_of, flow, messages, for_new_table=True)).are_known and not sent:
+        # What was fetched already is looked at first: a sample costs a client, and tombstones may be many.
+        is_shown = not sent or asking(columns_of, flow, sent, for_new_table=True).are_known
+        messages = [*sample(task.kafka, flow.topics), *sent] if is_shown else sent
+        columns = asking(columns_of, flow, messages, for_new_table=True)
+        if not columns.are_known:
             topics = ", ".join(flow.topics)
             what = f"{topics} holds no messages to learn columns from"
             if messages:
                 what = f"none of {len(messages)} messages in the sample of {topics} makes a row to learn columns from"
-            if is_dry or task.run.until_end:
-                raise CommandError(f"{what}; make the table {flow.table} yourself") from None
-            logger.info("waiting for a first message of %s: %s: %.0f s", topics, what, waited)
-            time.sleep(pause)
-            waited, pause = waited + pause, min(2 * pause, _WAITS[1])
-            messages = sample(task.kafka, flow.topics)
+            raise NoColumns(f"{what}; make the table {flow.table} yourself") from None
         return Ready(flow=with_rest(flow, columns.rest), statements=create_table(flow, columns), messages=messages)
     parameters = {"name": flow.table, "comment": REST_COMMENT}
     found = cursor_on(connection).execute(query("find_rest_column", ""), parameters, prepare=False).fetchone()
@@ -137,6 +137,19 @@ def made_ready(
     messages = sample(task.kafka, flow.topics, _positions(task, connection) if task.adds_columns else None)
     wanted = asking(columns_of, flow, messages, for_new_table=False).types if task.adds_columns else {}
     return Ready(flow=flow, statements=ddl.add_columns(table, wanted), messages=messages)
+
+
+def check_without_table(flow: Flow, messages: Sequence[Message]) -> None:
+    """See to it that messages of which no row can be made are nothing to a table that is not there.
+
+    :raises BadRow: for one that the table's decoder would refuse, such as a tombstone where rows are only appended.
+    """
+    plain = replace(
+        flow, fields=None, rename={}, metadata={}, constants={}, rest=None, epoch={}, decimal={}, json_text=()
+    )
+    decoder = plain.decoder()
+    decoder.prepare(Table(schema="", name=flow.table, columns=()), mode=flow.mode, key=())
+    list(decoder.decode(messages))
 
 
 def _warn_of_what_is_applied(task: Task, flow: Flow, connection: Connection) -> None:
@@ -256,9 +269,10 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
         result.types = {name: kind for name, kind in result.types.items() if name not in left_out}
     for column, source in flow.metadata.items():
         kind = _METADATA_TYPES.get(source)
+        shape = Shape({column: (path_of(source.removeprefix("key:")), Raw)})
         for message in messages if source.startswith("key:") else ():
             with contextlib.suppress(ValueError):  # the worker tells which one
-                kind = wider(kind, type_of(key_field(path_of(source.removeprefix("key:")), message)))
+                kind = wider(kind, type_of(msgspec.json.decode(shape.in_key(message).get(column, b"null"))))
         result.types[column] = kind or "text"
     result.types |= {column: type_of(value) or "text" for column, value in flow.constants.items()}
     result.types |= flow.types

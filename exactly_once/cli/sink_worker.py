@@ -35,12 +35,13 @@ from exactly_once._model import Partition
 from exactly_once.consumer.unit import Unit
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 from exactly_once.ledger.dead_letters import enforce
+from exactly_once.writer.errors import TableError
 from exactly_once.writer.sink import Bad, Router, TableSink
 
 from .problems import one_line
 from .sink_flows import Task
 from .sink_progress import CLEAR, LEFT_OUT_SECONDS, LIVE_SECONDS, Counts, LeftOut, Measurements, Progress, every
-from .sink_tables import prepare
+from .sink_tables import NoColumns, check_without_table, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +69,37 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
     """Copy messages until a signal, the end or an error; ``report`` takes what would be shown else."""
-    topics = [topic for flow in task.flows for topic in flow.topics]
+    topics = [topic for flow in (*task.flows, *task.waiting) for topic in flow.topics]
     topics += [f"^({flow.topics_regex})$" for flow in task.patterns]
     flows = [*task.flows, *task.found.values()]
     filled = [(flow.table, flow.sink()) for flow in flows]
     sinks = {topic: sink for flow, (_, sink) in zip(flows, filled, strict=True) for topic in flow.topics}
 
+    late: dict[tuple[str, ...], TableSink] = {}
+    """The sinks that were made meanwhile, by the topics of their flows."""
+
     def find(topic: str, messages: Sequence[Message]) -> TableSink | None:
-        """Make a sink for a topic that a pattern has found meanwhile."""
-        if (flow := task.found_by_pattern(topic)) is None:
-            return None
-        flow = prepare(task, flow, messages)
-        logger.info("topic %s is new, and goes to %s", topic, flow.table, extra={"action": "topic_found"})
-        filled.append((flow.table, flow.sink()))
-        return filled[-1][1]
+        """Make a sink for a topic that had no messages to make a table from, or that a pattern has found meanwhile."""
+        if (flow := task.flow_of_new(topic)) is None:
+            raise TableError(f"no table for topic {topic}")
+        if flow.topics not in late:
+            ready = None
+            with contextlib.suppress(NoColumns):  # of which what is refused below is no consequence
+                ready = prepare(task, flow, messages)
+            if ready is None:
+                check_without_table(flow, messages)
+                return None
+            logger.info("topic %s is new, and goes to %s", topic, flow.table, extra={"action": "topic_found"})
+            late[flow.topics] = ready.sink()
+            filled.append((flow.table, late[flow.topics]))
+        return late[flow.topics]
+
+    def tell_waiting() -> None:
+        for flow in task.waiting:
+            if flow.topics not in late:
+                text = "table %s is not made: no message of %s has shown its columns so far"
+                extra = {"action": "table_waits", "table": flow.table}
+                logger.warning(text, flow.table, ", ".join(flow.topics), extra=extra)
 
     given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
     limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
@@ -94,6 +112,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
     progress = Progress(measured.counts, is_live=task.is_live)
     with ExitStack() as stack:
         stack.enter_context(every(LEFT_OUT_SECONDS, LeftOut(filled).tell))
+        stack.enter_context(every(LEFT_OUT_SECONDS, tell_waiting))
         if report is None:
             stack.callback(progress.end)
             stack.enter_context(every(progress.seconds, progress.tell))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from confluent_kafka import Message
 
 from .changes import Row, Tombstone
-from .decoding import Decoded, header, key_field
+from .decoding import Decoded, header
 from .errors import BadRow, cut
 from .table import Table
 
@@ -34,7 +34,7 @@ class Claims:
     def __init__(self, source: str | Sequence[str]) -> None:
         kind, is_named, name = source.partition(":") if isinstance(source, str) else ("", "", "")
         self._envelope = (kind, name) if is_named and kind in ("header", "key") else None
-        self._path = path_of(source)
+        self._path = path_of(name if self._envelope else source)
         self._shape = Shape({"key": (self._path, msgspec.Raw)})
 
     def unclaimed(self, decoded: Decoded, table: Table, claim: Claim) -> Decoded:
@@ -66,9 +66,10 @@ class Claims:
                     return None
                 found, _ = self._shape.find((value or b"null").removeprefix(BYTE_ORDER_MARK))
                 key = msgspec.json.decode(found.get("key", b"null"))
+            elif self._envelope[0] == "header":
+                key = header(self._envelope[1], message, is_bytes=False)
             else:
-                kind, name = self._envelope
-                key = header(name, message, is_bytes=False) if kind == "header" else key_field(path_of(name), message)
+                key = msgspec.json.decode(self._shape.in_key(message).get("key", b"null"))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise BadRow(f"there is no key to claim: {error}", message=message) from error
         if not isinstance(key, (str, int)) or isinstance(key, bool) or key == "":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from confluent_kafka import Message
 
@@ -18,9 +18,12 @@ from exactly_once.errors import ConfigurationError
 
 from .changes import Merge, Row
 from .codecs import codec_of, name_of
-from .errors import BadRow, TableError, cut
+from .errors import BadRow, TableError
 from .statements import Mode
 from .table import Column, Table
+
+if TYPE_CHECKING:
+    from .json_values import Reading
 
 # What of a message, besides its value, can fill a column: one of SOURCES, ``header:NAME`` or ``key:PATH``.
 Source = str
@@ -84,7 +87,8 @@ class Decoder(Protocol):
 class Envelope:
     """Columns that are filled from a message's envelope: ``{"kafka_offset": "offset"}``; or always alike.
 
-    ``header:NAME`` is the last header of a name, as text, and null without one; ``key:PATH`` a field of a key in JSON.
+    ``header:NAME`` is the last header of a name, as text, and null without one; ``key:PATH`` a field of a key in JSON,
+    read as one of a value is.
     ``constants`` are what Python has for a column's type, or its text.
     """
 
@@ -102,18 +106,23 @@ class Envelope:
         self.exact: frozenset[str] = frozenset()
         self._getters: list[Callable[[Message], Any]] = []
 
-    def prepare(self, table: Table) -> None:
-        """Choose for each column the form that its type takes.
+    @property
+    def read_columns(self) -> tuple[str, ...]:
+        """The columns whose values are in JSON or text, of which options may say how to read them."""
+        return tuple(column for column, source in self.sources.items() if ":" in source)
+
+    def prepare(self, table: Table, reading: Reading | None = None) -> None:
+        """Choose for each column the form that its type takes; ``reading`` is how parts of keys and headers are read.
 
         :raises TableError: for a column that is not there, or does not take what it is to be filled with.
         """
         columns = table.pick(self.columns)
-        self._getters = [self._getter(column) for column in columns]
+        self._getters = [self._getter(column, reading) for column in columns]
         self.exact = frozenset(
             c.name for c in columns if name_of(c.type_oid) in _EXACT.get(self.sources.get(c.name, ""), ())
         )
 
-    def _getter(self, column: Column) -> Callable[[Message], Any]:
+    def _getter(self, column: Column, reading: Reading | None) -> Callable[[Message], Any]:
         type_name = name_of(column.type_oid)
         if column.name not in self.sources:
             given = self._constants[column.name]
@@ -124,10 +133,19 @@ class Envelope:
             return lambda _: given
         source = self.sources[column.name]
         kind, _, name = source.partition(":")
-        if name and kind == "header":
+        if name and kind == "header" and (reading is None or not reading.is_special(column)):
             return partial(header, name, is_bytes=type_name == "bytea")
         if name:
-            return partial(key_field, name.split("."))
+            from . import json_shape, json_values  # noqa: PLC0415 - an extra
+
+            shape = json_shape.Shape({"part": (tuple(name.split(".")), json_shape.Raw)})
+
+            def find(message: Message) -> bytes | None:
+                if kind == "key":
+                    return shape.in_key(message).get("part")
+                return json.dumps(header(name, message, is_bytes=False)).encode()
+
+            return json_values.part_of(find, column, reading or json_values.Reading())
         if source == "timestamp":
             return _milliseconds if type_name == "int8" else _timestamp
         if source == "headers" and type_name not in ("json", "jsonb"):
@@ -205,24 +223,6 @@ def key_value(message: Message, *, is_uuid: bool) -> Any:
         return text
     value = json.loads(text, parse_float=Decimal)
     return value["payload"] if isinstance(value, dict) and value.keys() == {"schema", "payload"} else value
-
-
-def key_field(path: Sequence[str], message: Message) -> Any:
-    """Return a field of a message's key in JSON, with a schema or without; None where there is none.
-
-    :raises ValueError: for a key that is no object.
-    """
-    key = message.key()
-    if key is None:
-        return None
-    value = json.loads(key, parse_float=Decimal)
-    if not isinstance(value, dict):
-        raise ValueError(f"the key is no object, so it has no {'.'.join(path)}: {cut(key)}")
-    if value.keys() <= {"schema", "payload"} and "payload" in value:
-        value = value["payload"]
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
 
 
 def _headers(message: Message) -> list[list[Any]] | None:

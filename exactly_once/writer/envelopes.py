@@ -22,7 +22,8 @@ from .codecs import name_of
 from .errors import BadRow, cut
 from .from_json import OnTombstone
 from .json_shape import UNAVAILABLE, fields_in
-from .logical import NUMBERS, Row, Schema, converted, document_in, schema_in, types_of
+from .logical import NUMBERS, Row, Schema, converted, schema_in, types_of
+from .mysql import column_of, value_for
 from .statements import Mode
 from .table import Column
 
@@ -136,8 +137,10 @@ class Envelope(Format):
         on_truncate: Literal["refuse", "skip"] = "refuse",
         decimal: Collection[str] = (),
         lax: bool = False,
+        drop: Collection[str] = (),
     ) -> None:
         self._name = name
+        self._drop = frozenset(drop)
         changes = {"debezium": self._debezium, "connect": self._connect, "maxwell": self._maxwell, "canal": self._canal}
         self._changes = changes[name]
         self._keeps_missing = missing == "keep"
@@ -186,7 +189,7 @@ class Envelope(Format):
     def types(self, message: Message) -> dict[str, str]:
         """Return the types of the columns that the schema of a message asks for; none where it has no schema."""
         if self._name == "canal":
-            return {name: _mysql_column(kind) for name, kind in (_event(message).mysqlType or {}).items()}
+            return {name: column_of(kind) for name, kind in (_event(message).mysqlType or {}).items()}
         schema, _ = _opened(message.value())
         return {} if schema is None else types_of(schema.of("after") or schema)
 
@@ -260,11 +263,17 @@ class Envelope(Format):
             row = self._row(data, None) or {}
             before = row | (self._row(old, None) or {})
             for one in (row, before):
-                one |= {n: _from_mysql(types.get(n, ""), text, self._columns.get(n)) for n, text in one.items()}
+                one |= {n: self._from_mysql(n, types.get(n, ""), text) for n, text in one.items()}
             if kind == "DELETE":
                 yield from self._delete(message, row)
             else:
                 yield from self._stored(message, before if kind == "UPDATE" else None, row)
+
+    def _from_mysql(self, field: str, kind: str, text: bytes) -> bytes:
+        try:
+            return value_for(self._columns.get(field), kind, text)
+        except (ValueError, LookupError) as error:
+            raise BadRow(f"{cut(text)}, of MySQL's type {kind or 'unknown'}: {error}", column=field) from error
 
     def _row(self, text: bytes | Raw, schema: Schema | None) -> Row | None:
         """Read an object, its logical types as what they stand for; None for null or nothing."""
@@ -287,7 +296,7 @@ class Envelope(Format):
 
     def _stored(self, message: Message, before: Row | None, after: Row) -> Iterator[tuple[bytes | None, Row | None]]:
         """Store a row; where it had another key before, delete that one."""
-        lacking = next((name for name, text in after.items() if text == UNAVAILABLE), None)
+        lacking = next((n for n, text in after.items() if text == UNAVAILABLE and n not in self._drop), None)
         if lacking is not None and not self._keeps_missing:
             raise BadRow(
                 'a large value that did not change is not in the message: say missing = "keep" in mode upsert, or '
@@ -423,45 +432,3 @@ def _shown(value: bytes) -> bytes:
 
 def _raw(row: Row) -> dict[str, Raw]:
     return {name: Raw(text) for name, text in row.items()}
-
-
-_MYSQL_COLUMNS = {
-    kind: column
-    for column, kinds in {
-        "smallint": ("tinyint", "smallint", "year"),
-        "integer": ("mediumint", "int", "integer"),
-        "bigint": ("bigint",),
-        "numeric": ("decimal", "numeric"),
-        "real": ("float",),
-        "double precision": ("double",),
-        "date": ("date",),
-        "timestamp": ("datetime", "timestamp"),
-        "jsonb": ("json",),
-        "bytea": ("binary", "varbinary", "tinyblob", "blob", "mediumblob", "longblob"),
-    }.items()
-    for kind in kinds
-}
-_FRACTION = re.compile(rb'"-?\d+\.\d+"')
-_WIDER = {"smallint": "integer", "integer": "bigint", "bigint": "numeric"}
-
-
-def _mysql_column(kind: str) -> str:
-    """Return the type of a column that holds what MySQL's type does; text where that is not certain."""
-    kind = kind.lower()
-    column = _MYSQL_COLUMNS.get(kind.split("(")[0].split(" ")[0], "text")
-    return _WIDER.get(column, column) if "unsigned" in kind else column
-
-
-def _from_mysql(kind: str, text: bytes, column: Column | None) -> bytes:
-    """Write a value, all of which are texts, as a column of another kind than text takes it."""
-    name = None if column is None else name_of(column.type_oid)
-    if kind == "json" and name in ("json", "jsonb") and text != b"null":
-        return document_in(msgspec.json.decode(text, type=str), column)
-    if name in ("bit", "varbit") and text != b"null" and (length := re.fullmatch(r"bit(?:\((\d+)\))?", kind)):
-        bits = int(msgspec.json.decode(text, type=str))  # whose digits would else be read as bits
-        return msgspec.json.encode(f"{bits:0{length[1] or 1}b}")
-    if name == "money" and _FRACTION.fullmatch(text):
-        return text.strip(b'"')  # a number, which money does not take
-    if name == "bytea" and text != b"null":  # bytes as the characters of the same numbers
-        return msgspec.json.encode(msgspec.json.decode(text, type=str).encode("latin-1"))
-    return text

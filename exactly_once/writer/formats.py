@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -34,6 +35,9 @@ FormatName = Literal["debezium", "connect", "maxwell", "canal", "cloudevents", "
 # Fields that hold the row: who fills a column from one of them knows what the messages are.
 _WRAPPERS = {"payload", "before", "after", "data"}
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+# How a timestamp of MessagePack begins that has nanoseconds.
+_FINE_TIMES = (b"\xd7\xff", b"\xc7\x0c\xff")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What is raised for a message that is not of its format.
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 # What may be where an object was.
@@ -201,10 +205,12 @@ def format_of(
     on_truncate: Literal["refuse", "skip"] = "refuse",
     decimal: Collection[str] = (),
     lax: bool = False,
+    drop: Collection[str] = (),
 ) -> Format:
     """Return a format by its name; ``columns`` and ``delimiter`` are those of CSV.
 
-    ``decimal`` names the columns whose numbers are bytes; with ``lax`` numbers may be texts.
+    ``decimal`` names the columns whose numbers are bytes, ``drop`` fields whose values may be left out by the source;
+    with ``lax`` numbers may be texts.
 
     :raises ConfigurationError: for a name that is none.
     """
@@ -217,7 +223,7 @@ def format_of(
     if name not in get_args(EnvelopeName):
         raise ConfigurationError(f"format={name!r} is not possible; choose one of {', '.join(get_args(FormatName))}")
     how: dict[str, Any] = {"missing": missing, "on_tombstone": on_tombstone, "on_truncate": on_truncate}
-    return Envelope(name, decimal=decimal, lax=lax, **how)
+    return Envelope(name, decimal=decimal, lax=lax, drop=drop, **how)
 
 
 class Simple(Format):
@@ -234,7 +240,7 @@ class Simple(Format):
 class MessagePack(Format):
     """Maps of MessagePack; bytes are base64 for a column of bytes or JSON, and text in UTF-8 for any other.
 
-    For the columns in ``decimal``, and in maps in maps, they are base64, too.
+    For the columns in ``decimal``, and in maps in maps, they are base64, too. An extension is an object, with base64.
     """
 
     def __init__(self, decimal: Collection[str] = ()) -> None:
@@ -258,7 +264,7 @@ class MessagePack(Format):
         """Return the row, or the delete that a message without a value is."""
         if (value := message.value()) is None:
             return ((message.key(), None),)
-        found = msgspec.msgpack.decode(value)
+        found = _unpacked(value) if any(hint in value for hint in _FINE_TIMES) else msgspec.msgpack.decode(value)
         if not isinstance(found, dict):
             raise ValueError(f"a map of MessagePack is wanted, not {cut(found)}")
         for name, column in self._texts.items():
@@ -280,6 +286,25 @@ class MessagePack(Format):
         self._bytes_in |= {name for name, value in fields.items() if isinstance(value, bytes)}
         self._others_in |= {name for name, value in fields.items() if not isinstance(value, (bytes, type(None)))}
         return {name: "text" if name in self._others_in else "bytea" for name in fields if name in self._bytes_in}
+
+
+def _unpacked(value: bytes) -> Any:
+    """Decode MessagePack, with the timestamps that are finer than a microsecond as texts: a datetime is not."""
+    found = msgspec.msgpack.decode(value)
+    if isinstance(found, dict):
+        fields = msgspec.msgpack.decode(value, type=dict[Any, Raw])
+        return {name: _unpacked(bytes(each)) for name, each in fields.items()}
+    if isinstance(found, list):
+        return [_unpacked(bytes(each)) for each in msgspec.msgpack.decode(value, type=list[Raw])]
+    if not value.startswith(_FINE_TIMES):
+        return found
+    data = bytes(msgspec.msgpack.decode(value, type=msgspec.msgpack.Ext).data)
+    if len(data) == 8:  # the seconds are the lower 34 bits
+        nanoseconds, seconds = divmod(int.from_bytes(data, "big"), 1 << 34)
+    else:
+        nanoseconds, seconds = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:], "big", signed=True)
+    moment = (_EPOCH + timedelta(seconds=seconds)).isoformat().removesuffix("+00:00")
+    return f"{moment}.{nanoseconds:09d}Z" if nanoseconds % 1000 else found
 
 
 def _has_text(value: Any) -> bool:
@@ -380,21 +405,27 @@ class Shaped(Format):
 def _text_at(row: Mapping[str, Raw], path: Sequence[str]) -> str | None:
     """Return a value as JSON writes it, without the quotes; None where there is none.
 
-    A field whose own name has the dots, such as ``service.name``, comes before one in an object.
-
     :raises ValueError: for a value that the source left out.
     """
-    raw: bytes | None = None
-    for name in path if (whole := ".".join(path)) not in row else [whole]:
-        raw = bytes(row[name]) if name in row else None
-        if raw == UNAVAILABLE:
-            raise ValueError(
-                f"the event leaves {whole} out, which decides whether it is wanted: set REPLICA IDENTITY FULL"
-            )
-        row = fields_in(raw) if raw is not None and raw.startswith(b"{") else {}
+    raw = _found_at(row, path)
+    if raw == UNAVAILABLE:
+        name = ".".join(path)
+        raise ValueError(f"the event leaves {name} out, which decides whether it is wanted: set REPLICA IDENTITY FULL")
     if raw is None or raw == NULL_DOCUMENT:
         return None if raw is None else NULL.decode()
     return msgspec.json.decode(raw) if raw.startswith(b'"') else raw.decode()
+
+
+def _found_at(row: Mapping[str, Raw], path: Sequence[str]) -> bytes | None:
+    """Find a value; a field whose own name has dots, such as ``service.name``, comes before one in an object."""
+    for length in range(len(path), 0, -1):
+        if (name := ".".join(path[:length])) in row:
+            raw = bytes(row[name])
+            if length == len(path) or raw == UNAVAILABLE:
+                return raw
+            if raw.startswith(b"{") and (found := _found_at(fields_in(raw), path[length:])) is not None:
+                return found
+    return None
 
 
 def jsonable(value: Any) -> Any:
@@ -404,6 +435,8 @@ def jsonable(value: Any) -> Any:
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else _NAMES.get(value, "NaN")
+    if isinstance(value, msgspec.msgpack.Ext):
+        return {"extension": value.code, "data": base64.b64encode(value.data).decode()}
     if isinstance(value, dict):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise ValueError(f"a field's name is no text: {cut(wrong[0])}")

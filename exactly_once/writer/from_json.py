@@ -97,7 +97,7 @@ class JsonDecoder:
         if self._fields is not None and self._rename:
             raise ConfigurationError("fields= names all columns that are filled, so there is no rename= beside it")
         # Dots may be between names or in one.
-        self._drop = [*dict.fromkeys(names for path in drop for names in (path_of(path), (path,)))]
+        self._drop = [*dict.fromkeys(names for path in drop for names in _readings(path_of(path)))]
         self._envelope = Envelope(metadata, constants)
         self._rest = rest
         self._reading = Reading(
@@ -110,7 +110,7 @@ class JsonDecoder:
         )
         self._missing = missing
         self._on_tombstone = on_tombstone
-        # The columns that a field has filled so far, and the others by their positions.
+        # The columns that a message has filled so far, and the others by their positions.
         self._filled: set[str] = set()
         self._unfilled: dict[int, str] = {}
         # Columns whose names Postgres may have cut: filled from longer ones, or known to have a field of their own.
@@ -127,7 +127,7 @@ class JsonDecoder:
         """Build the decoder of this table's columns."""
         if self._on_tombstone == "delete" and mode != "upsert":
             raise ConfigurationError("on_tombstone='delete' needs mode='upsert'")
-        self._envelope.prepare(table)
+        self._envelope.prepare(table, self._reading)
         if self._rest is not None and base_name(table.pick([self._rest])[0]) not in ("json", "jsonb"):
             raise TableError(f"{table}: rest={self._rest!r} needs a column of json or jsonb")
         self._table = table
@@ -179,7 +179,7 @@ class JsonDecoder:
         :raises TableError: for options for columns that no field fills, or that are of another kind.
         """
         columns, reading = self._table.pick(list(self._paths)), self._reading
-        names = {c.name: base_name(c) for c in columns}
+        names = {c.name: base_name(c) for c in (*columns, *self._table.pick(self._envelope.read_columns))}
         for option, given, kinds in (
             ("epoch", set(reading.epoch), TIMES),
             ("decimal", set(reading.decimal), {"numeric"}),
@@ -206,7 +206,8 @@ class JsonDecoder:
         unsure += [_NUL] if reading.nul == "strip" else []
         self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
         self._unfilled.clear()
-        self._unfilled.update((i, c.name) for i, c in enumerate(columns) if c.name not in self._filled)
+        from_messages = {*self._paths, *self._envelope.sources} - self._filled
+        self._unfilled.update((i, name) for i, name in enumerate(self._columns) if name in from_messages)
         self._pick = self._shape.pick
         key = self._key_columns
         self._key = None if key is None else _Key(self._table, key, self._paths, self._reading)
@@ -256,10 +257,12 @@ class JsonDecoder:
         for name, read in () if self._counts else self._shape.ignored:
             if count := sum(map(bool, map(read, objects))):
                 unused[name] += count
-        self._note_filled(rows)
         if self._counts:
             rows = [self._finished(*each, unused) for each in zip(rows, lefts, names, strict=True)]
-        return [(*row, *more) for row, more in zip(rows, added, strict=True)] if added else rows
+        if added:
+            rows = [(*row, *more) for row, more in zip(rows, added, strict=True)]
+        self._note_filled(rows)
+        return rows
 
     def _among_tombstones(
         self, messages: Sequence[Message], what: OnTombstone, unused: Counter[str]
@@ -268,7 +271,7 @@ class JsonDecoder:
         kept = [m for m in messages if m.value() is not None]
         rows = self._at_once(kept, what, unused) if kept else []
         stored = iter(rows or ())
-        return None if rows is None else [tombstone or next(stored) for tombstone in deleted]
+        return None if rows is None else [next(stored) if tombstone is None else tombstone for tombstone in deleted]
 
     def _is_doubtful(self, rows: Sequence[Row], values: Sequence[bytes]) -> bool:
         """Tell whether one of several messages needs a closer look, although msgspec has decoded it."""
@@ -338,8 +341,9 @@ class JsonDecoder:
                 assert raw is not None
                 raise BadRow(self._reason(column, raw, error), message=message, column=column.name) from error
         row = self._finished(tuple(values), left, names, unused)
+        row = (*row, *self._envelope.values(message)) if self._envelope.columns else row
         self._note_filled([row])
-        return (*row, *self._envelope.values(message)) if self._envelope.columns else row
+        return row
 
     def _finished(self, row: Row, left: Left, names: Collection[str], unused: Counter[str]) -> Row:
         """Add what no column takes to the column for the rest, or count it."""
@@ -417,6 +421,15 @@ class JsonDecoder:
 def path_of(given: str | Sequence[str]) -> Path:
     """Return a path: dots stand between its names, unless it is given as those."""
     return tuple(given.split(".")) if isinstance(given, str) else tuple(given)
+
+
+def _readings(path: Path) -> list[Path]:
+    """Return the paths that look alike with dots: those in which some names, or all, are one."""
+    return [
+        (".".join(path[:length]), *rest)
+        for length in range(1, len(path) + 1)
+        for rest in (_readings(path[length:]) or [()])
+    ]
 
 
 class _Key:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import msgspec
+from confluent_kafka import Message
 from msgspec import Meta
 
 from . import changes
@@ -24,7 +25,7 @@ from .codec import Codec, Naive, record
 from .codecs import codec_of, name_of
 from .errors import cut
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
-from .numbers import decimal_of, whole_of
+from .numbers import decimal_of, oid_of, whole_of
 from .table import Column
 from .times import BEYOND, clock_of, span_of
 
@@ -164,6 +165,24 @@ def checked(column: Column, reading: Reading) -> Reader:
         return converted
 
     return read_checked
+
+
+def part_of(find: Callable[[Message], bytes | None], column: Column, reading: Reading) -> Callable[[Message], Any]:
+    """Return what reads the JSON that is found in a message as fields of values are read; None where there is none.
+
+    It raises ValueError for what the column does not take.
+    """
+    read = checked(column, reading)
+
+    def get(message: Message) -> Any:
+        raw = find(message) or NULL
+        try:
+            return read(raw)
+        except UNREADABLE as error:
+            hint = advice(column, raw, reading)
+            raise ValueError(f"{column.type_name}: {error}{f'; {hint}' if hint else ''}") from error
+
+    return get
 
 
 def advice(column: Column, raw: bytes, reading: Reading) -> str:
@@ -407,6 +426,7 @@ def _array(element: Column, reading: Reading) -> Reader:
 
 _SIMPLE: dict[str, Reader] = {
     **dict.fromkeys(_WHOLE, _whole),
+    "oid": lambda raw: oid_of(text_of(raw)),
     "numeric": lambda raw: Decimal(raw.decode()) if raw[0] in _NUMBER_STARTS else decimal_of(text_of(raw)),
     "bytea": _bytes,
     "date": lambda raw: date(*_parts(raw)) if raw.startswith(b"[") else _words(raw),

@@ -16,6 +16,7 @@ from .errors import cut
 
 # What Postgres reads; Python reads more: digits of other scripts, NaN with a payload.
 _WHOLE_TEXT = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
+_OCTAL_TEXT = re.compile(r"\s*[+-]?0\d", re.ASCII)
 _NUMBER_TEXT = re.compile(
     r"\s*(?:[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|[+-]?inf(?:inity)?)\s*", re.ASCII | re.IGNORECASE
 )
@@ -43,9 +44,7 @@ def _between(name: str, low: int, high: int) -> Codec:
 
 
 def _to_oid(value: Any) -> Any:
-    if isinstance(value, str) and value.strip().startswith("0") and value.strip() != "0":
-        raise ValueError(f"{cut(value)} begins with 0, with which Postgres reads an oid as octal")
-    return _OID.coerce(value)
+    return oid_of(value) if isinstance(value, str) else _OID.coerce(value)
 
 
 def _check_float4(value: float) -> None:
@@ -152,6 +151,16 @@ def whole_of(text: str) -> int:
     :raises ValueError: for any other text.
     """
     return int(_matching(_WHOLE_TEXT, text, "whole number"))
+
+
+def oid_of(text: str) -> int:
+    """Read an oid that every version of Postgres reads alike: from 16 on a 0 before other digits makes it octal.
+
+    :raises ValueError: for any other text.
+    """
+    if _OCTAL_TEXT.match(text):
+        raise ValueError(f"{cut(text)} begins with 0, with which Postgres reads an oid as octal")
+    return whole_of(text)
 
 
 def decimal_of(text: str) -> Decimal:

@@ -242,7 +242,7 @@ class Router:
     """Hands each topic's messages to its own sink, all in the transaction of the unit.
 
     ``set_aside`` takes messages of which no row can be made, so that many of them cost no units of their own. ``find``
-    makes the sink of a topic that is none of those given, or returns None; it is given the messages, too.
+    makes the sink of a topic that is none of those given from its messages; with None they are nothing to any table.
     """
 
     def __init__(
@@ -269,10 +269,10 @@ class Router:
         for message in unit.messages:
             by_topic.setdefault(message.topic(), []).append(message)
         for topic in by_topic.keys() - self._sinks.keys() - self._found.keys():
-            sink = self._find(str(topic), by_topic[topic]) if self._find is not None else None
-            if sink is None:
+            if self._find is None:
                 raise TableError(f"no table for topic {topic}")
-            self._found = dict(sorted({**self._found, str(topic): sink}.items()))
+            if (sink := self._find(str(topic), by_topic[topic])) is not None:
+                self._found = dict(sorted({**self._found, str(topic): sink}.items()))
         for topic, sink in {**self._sinks, **self._found}.items():
             if messages := by_topic.get(topic):
                 sink.write(unit.connection, messages, set_aside=set_aside, claim=unit.claim_many)

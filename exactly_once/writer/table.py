@@ -89,7 +89,7 @@ class Table:
     notices_deletes: bool = False
     """Whether something hangs on deletes: a foreign key that points here, or a trigger."""
     shape: str = field(default="", repr=False)
-    """Names and types of the columns, as the server tells them for comparison."""
+    """All of this, as the server tells it for comparison."""
 
     @property
     def identifier(self) -> sql.Identifier:
@@ -161,19 +161,22 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
 
 
 def read_shape(connection: Connection, identifier: sql.Identifier) -> str:
-    """Tell what the columns are now; empty when the table is gone."""
-    parameters = {"name": identifier.as_string(None)}
-    row = cursor_on(connection).execute(query("shape_of_table", ""), parameters, prepare=False).fetchone()
-    return str(row[0]) if row and row[0] else ""
+    """Tell what the table is now; empty when it is gone."""
+    row = cursor_on(connection).execute(_shape_of(identifier), prepare=False).fetchone()
+    return str(row[0]) if row else ""
 
 
 def lock_shape(connection: Connection, table: Table) -> str:
     """Tell the same, and see to it that it stays so until the transaction ends."""
     if table.is_foreign:  # cannot be locked, and is not copied to byte by byte either
         return read_shape(connection, table.identifier)
-    statement = query("lock_shape", "", table=table.identifier, qualified=sql.Literal(str(table)))
+    statement = sql.SQL("; ").join([query("lock_table", "", table=table.identifier), _shape_of(table.identifier)])
     (shape,) = last_row(cursor_on(connection).execute(statement, prepare=False))
     return str(shape)
+
+
+def _shape_of(identifier: sql.Identifier) -> sql.Composed:
+    return query("shape_of_table", "", qualified=sql.Literal(identifier.as_string(None)))
 
 
 def _columns(connection: Connection, oid: int) -> list[Column]:

@@ -288,6 +288,8 @@ class TableWriter:
         reads_value = found is not None and found[2] is not None and state.startswith(_OF_READERS) and state != "42501"
         if self._add and state in _NO_OPERATOR and not (reads_value or error.diag.context):
             return TableError(f"{plan.table}: add={list(self._add)} cannot be: {error.diag.message_primary}")
+        if state == "42501":  # a grant is missing, or a policy refuses a row: said by Postgres
+            return error
         if not reads_value and state.startswith(_STALE):
             self._table, self._stages = None, True
             if not is_settled:

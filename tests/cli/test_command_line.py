@@ -50,6 +50,11 @@ def test_the_help_of_a_command_names_its_options_and_the_exit_codes(command: Com
     assert "EXACTLY_ONCE_CONNINFO" in result.out
 
 
+def test_the_example_of_a_file_in_the_help_is_no_wider_than_a_terminal(command: Command) -> None:
+    example = command("sink", "--help").out.partition("A file with two tables")[2]
+    assert max(map(len, example.splitlines())) <= 80
+
+
 def test_the_help_names_every_command_and_the_exit_codes(command: Command) -> None:
     result = command("--help")
     assert result.code == 0

@@ -1,11 +1,14 @@
 """Tables that come and grow while the sink runs: topics of a pattern, and columns that two workers add at once."""
 
+# ruff: noqa: PLR0917 - fixtures and parameters are positional
+
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +196,73 @@ def test_what_shows_no_columns_makes_no_table(
     assert result.code == 1
     assert f"none of 3 messages in the sample of {name} makes a row to learn columns from" in result.err
     assert db.execute("SELECT to_regclass(%s)", (name,)).fetchone() == (None,)
+
+
+def holds(db: Database, query: str, expected: list[Any]) -> bool:
+    """Tell whether a query returns these rows; a table that is not there has none."""
+    try:
+        return db.execute(query).fetchall() == expected
+    except psycopg.errors.UndefinedTable:
+        return False
+
+
+def test_topics_that_show_no_columns_yet_do_not_hold_up_the_others(
+    operate: Command, bootstrap_servers: str, conninfo: str, name: str, db: Database, tmp_path: Path
+) -> None:
+    """One is empty, one holds tombstones only; both get their tables when rows come."""
+    lines = []
+    for each in ("empty", "deleted", "full"):
+        create_topic(bootstrap_servers, 1, name=f"{name}-{each}")
+        lines.append(f'[[sink]]\ntopics = ["{name}-{each}"]\ntable = "{name}_{each}"\nmode = "upsert"\nkey = ["id"]')
+    (tmp_path / "sink.toml").write_text("\n".join(lines))
+    send(bootstrap_servers, f"{name}-deleted", [("1", None), ("2", None)], 1)
+    send(bootstrap_servers, f"{name}-full", [("1", {"id": 1})], 1)
+    command = ["sink", "--config", str(tmp_path / "sink.toml"), "--create-table"]
+    shown = operate(*command, "--dry-run", "--json")
+    assert [sink["table"] for sink in shown.json["sinks"]] == [f"{name}_full"]
+    ended = operate(*command, "--start", "earliest", "--until-end")
+    assert ended.code == 0, ended.err
+    assert rows(db, f"{name}_full", "id") == [(1,)]
+    for result in (shown, ended):
+        assert f"{name}-empty holds no messages to learn columns from" in result.err
+        assert f"none of 2 messages in the sample of {name}-deleted makes a row" in result.err
+    assert ended.err.count(f"{name}_empty is not made") == 1, "at the end"
+    where = ["--conninfo", conninfo, "--bootstrap-servers", bootstrap_servers, "--group-id", name]
+    arguments = [sys.executable, "-m", "exactly_once", *command, *where]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            send(bootstrap_servers, f"{name}-full", [("2", {"id": 2})], 1)
+            until(lambda: rows(db, f"{name}_full", "id") == [(1,), (2,)], 60, "the topic that has columns")
+            for each in ("empty", "deleted"):
+                changes: list[Any] = [("1", None), ("7", {"id": 7, "v": each}), ("8", {"id": 8})]
+                send(bootstrap_servers, f"{name}-{each}", changes, 1)
+            for each in ("empty", "deleted"):
+                query = f"SELECT id, v FROM {name}_{each} ORDER BY id"
+                until(partial(holds, db, query, [(7, each), (8, None)]), 60, each)
+        finally:
+            process.terminate()
+            _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+
+
+def test_what_would_be_refused_is_refused_where_there_is_no_table_yet(
+    operate: Command, bootstrap_servers: str, name: str, db: Database, tmp_path: Path
+) -> None:
+    file = tmp_path / "sink.toml"
+    lines = []
+    for each in ("deleted", "full"):
+        create_topic(bootstrap_servers, 1, name=f"{name}-{each}")
+        lines.append(f'[[sink]]\ntopics = ["{name}-{each}"]\ntable = "{name}_{each}"')
+    file.write_text("\n".join(lines))
+    send(bootstrap_servers, f"{name}-deleted", [("1", None), ("2", None)], 1)
+    send(bootstrap_servers, f"{name}-full", [("1", {"id": 1})], 1)
+    command = ["sink", "--config", str(file), "--create-table", "--until-end"]
+    result = operate(*command)
+    assert result.code == 1
+    assert f"{name}-deleted[0] offset 0: the message has no value" in result.err
+    result = operate(*command, "--on-poison", "dead-letter")
+    assert result.code == 0, result.err
+    assert rows(db, f"{name}_full", "id") == [(1,)]
 
 
 CANNOT_BE: list[tuple[list[str], Any, str]] = [

@@ -122,7 +122,7 @@ WRITING = (
         (
             "oid-octal",
             "an oid with leading zeros is another number",
-            'if isinstance(value, str) and value.strip().startswith("0") and value.strip() != "0":',
+            "if _OCTAL_TEXT.match(text):",
             "if False:",
         ),
     ),

@@ -41,6 +41,7 @@ DOUBTFUL = 3
 VALUES = {k: [j for j, _ in values] for row in TYPES for k, values in row.values.items()}
 KINDS = [
     *(k for k in VALUES if k != "json[]"),
+    *("xid", "cid", "oid[]"),
     "smallint[]",
     "real[]",
     "timestamp[]",
@@ -118,7 +119,10 @@ class Values:
         return f"{{{','.join(f'{json.dumps(n)}:{self._rng.choice(self._makers)()}' for n in names)}}}"
 
     def _maybe_quoted(self, text: str) -> str:
-        return text if self._rng.random() < 0.7 else f'"{text}"'
+        if self._rng.random() < 0.7:
+            return text
+        # Which some types read as octal or hexadecimal.
+        return f'"{self._rng.choice(("", "", "", "0", "+0", " 0", "0x", "00"))}{text}"'
 
     def _mutated(self, text: str) -> str:
         if self._rng.random() < 0.5 or not text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
@@ -140,6 +141,39 @@ def test_bytes_of_messagepack_in_a_column_of_text_are_text(db: Database, name: s
     assert format_of("msgpack").types(message(msgspec.msgpack.encode(sent))) == {"name": "bytea"}
 
 
+EXTENSION = msgspec.msgpack.Ext(5, b"\0\xff")
+
+
+def test_extensions_of_messagepack_are_json_and_hold_up_nothing_where_no_column_takes_them(
+    db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, doc jsonb, list jsonb)")
+    value = {"id": 1, "doc": EXTENSION, "list": [EXTENSION], "other": EXTENSION}
+    sink = Flow(topics=("t",), table=name, format="msgpack").sink()
+    with db.transaction():
+        sink.write(db, [message(msgspec.msgpack.encode(value))])
+    shown = {"extension": 5, "data": "AP8="}
+    assert rows(db, name) == [(1, shown, [shown])]
+    assert sink.unused_fields == {"other": 1}
+
+
+def test_timestamps_of_messagepack_keep_their_nanoseconds(db: Database, name: str) -> None:
+    """A column rounds them as Postgres does with the text of ISO 8601."""
+    db.execute(f"CREATE TABLE {name} (id int, at timestamptz, told text, rest jsonb)")
+    last = 999_999_999
+    for number, (seconds, nanoseconds) in enumerate([(1, 123_456_789), (1, 500), (-1, last), (2**33, 1000)]):
+        wide = msgspec.msgpack.Ext(-1, struct.pack(">Iq", nanoseconds, seconds))
+        narrow = msgspec.msgpack.Ext(-1, (nanoseconds << 34 | seconds).to_bytes(8, "big")) if seconds > 0 else wide
+        value = {"id": number, "at": wide, "told": narrow, "a": {"b": [wide, None, 1.5], "c": [{}]}}
+        write(db, name, {"format": "msgpack", "rest": "rest"}, message(msgspec.msgpack.encode(value)))
+    for number, text in enumerate(
+        ["1970-01-01T00:00:01.123456789Z", "1970-01-01T00:00:01.000000500Z", f"1969-12-31T23:59:59.{last}Z"]
+    ):
+        found = rows(db, name, f"id, at = '{text}', told, rest")[number]
+        assert found == (number, True, text, {"a": {"b": [text, None, 1.5], "c": [{}]}})
+    assert rows(db, name, "id, told")[3] == (3, "2242-03-16T12:56:32.000001Z")
+
+
 @pytest.mark.parametrize("value", ["test", "bob", ["bob"]])
 def test_text_of_messagepack_is_not_read_as_base64(value: Any, db: Database, name: str) -> None:
     """MessagePack has bytes of its own, so text in a column of bytes is a mistake."""
@@ -168,7 +202,9 @@ def test_bytes_in_maps_of_messagepack_are_base64(db: Database, name: str) -> Non
         (msgspec.msgpack.encode([1]), "a map of MessagePack is wanted"),
         (msgspec.msgpack.encode({1: 2}), "a field's name is no text: 1"),
         (msgspec.msgpack.encode({"id": {b"x": 2}}), "a field's name is no text"),
-        (msgspec.msgpack.encode({"id": msgspec.msgpack.Ext(5, b"x")}), "Ext"),
+        (msgspec.msgpack.encode({"id": EXTENSION}), r'column id: .*"extension":5.*; jsonb takes it'),
+        (msgspec.msgpack.encode({"raw": EXTENSION}), r'column raw: .*"extension":5.*; jsonb takes it'),
+        (msgspec.msgpack.encode({"id": msgspec.msgpack.Ext(-1, b"x")}), "Invalid MessagePack timestamp"),
         (msgspec.msgpack.encode({"other": 1}), "no field of the message has a column"),
         (b"\x81", "truncated"),
         (b"", "truncated"),
@@ -176,7 +212,7 @@ def test_bytes_in_maps_of_messagepack_are_base64(db: Database, name: str) -> Non
     ],
 )
 def test_what_is_no_row_of_messagepack_is_refused(value: bytes, said: str, db: Database, name: str) -> None:
-    db.execute(f"CREATE TABLE {name} (id int)")
+    db.execute(f"CREATE TABLE {name} (id int, raw bytea)")
     refused(db, name, {"format": "msgpack"}, message(value), said)
 
 
@@ -272,6 +308,65 @@ def test_events_of_canal_end_as_the_rows_of_the_source(db: Database, name: str, 
     for one in sent:
         write(db, name, {"format": "canal", "mode": "upsert"}, one)
     assert rows(db, name, "id, name, at, doc, raw, is_on") == expected
+
+
+SENT = {
+    "bit(4)": "10", "bit(1)": "1", "BIT(16)": "258",
+    "varbinary(9)": "\xc3\xa9", "BLOB": "\xc3\xa9\xff", "binary(2)": "\0A", "geometry": "\0\xff",
+    "varchar(9)": "\xe9", "text": "\u4e2d", "int(11)": "5",
+    "enum('a','it''s','1,2')": "2", "ENUM('x','Y')": "0", "set('a','b','c,d')": "5",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "stored"),
+    [
+        ("bit(4)", "bit(4)", "1010"),
+        ("bit(4)", "int", "10"),
+        ("bit(1)", "boolean", "true"),
+        ("BIT(16)", "bit varying", "0000000100000010"),
+        ("varbinary(9)", "bytea", r"\xc3a9"),
+        ("varbinary(9)", "text", "é"),
+        ("varbinary(9)", "jsonb", '"w6k="'),
+        ("binary(2)", "bytea", r"\x0041"),
+        ("BLOB", "bytea", r"\xc3a9ff"),
+        ("geometry", "bytea", r"\x00ff"),
+        ("varchar(9)", "text", "é"),
+        ("text", "text", "中"),
+        ("enum('a','it''s','1,2')", "text", "it's"),
+        ("enum('a','it''s','1,2')", "int", "2"),
+        ("ENUM('x','Y')", "text", ""),
+        ("set('a','b','c,d')", "text", "a,c,d"),
+        ("set('a','b','c,d')", "bigint", "5"),
+    ],
+)
+def test_values_of_canal_are_read_by_the_types_of_mysql(
+    kind: str, column: str, stored: str, db: Database, name: str
+) -> None:
+    """Canal sends bytes as the characters of ISO 8859-1, bits, enums and sets as decimal numbers."""
+    db.execute(f"CREATE TABLE {name} (v {column})")
+    one = canal("INSERT", ({"v": SENT[kind]}, None), mysqlType={"v": kind})
+    write(db, name, {"format": "canal"}, one)
+    assert rows(db, name, "v::text") == [(stored,)]
+    (made,) = format_of("canal").types(one).values()
+    assert made == "bytea" or column != "bytea", "a table that is made takes it"
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "said"),
+    [
+        *((kind, "bytea", "column v: .* no bytes") for kind in ("bit(4)", "varchar(9)", "text", "int(11)", None)),
+        ("BLOB", "text", "column v: .* make the column bytea"),
+        ("enum('a')", "text", "column v: .* has no number 2"),
+        ("set('a')", "text", "column v: .* has no number 2"),
+    ],
+)
+def test_values_of_canal_that_a_column_would_take_for_others_are_refused(
+    kind: str | None, column: str, said: str, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (v {column})")
+    one = canal("INSERT", ({"v": SENT.get(kind or "int(11)", "2")}, None), mysqlType={"v": kind} if kind else None)
+    refused(db, name, {"format": "canal"}, one, said)
 
 
 @pytest.mark.parametrize(

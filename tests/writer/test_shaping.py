@@ -1,5 +1,7 @@
 """Shaping: what becomes of fields, keys and headers on their way into columns, without code."""
 
+# ruff: noqa: PLR0917 - fixtures and parameters are positional
+
 from __future__ import annotations
 
 import json
@@ -50,6 +52,54 @@ def test_names_with_dots_of_their_own_are_found_by_filters_and_dropped(
     messages = [{"id": i, "service.name": s, "host.ip": "::1", "n": i} for i, s in enumerate(["shop", "bank", "shop"])]
     write(db, name, flow, *map(message, messages))
     assert rows(db, name) == [(0, "shop", {"n": 0}), (2, "shop", {"n": 2})]
+
+
+@pytest.mark.parametrize("flat", [{}, {"flatten": True}])
+def test_names_with_dots_are_found_by_filters_and_dropped_within_objects(
+    db: Database, name: str, flat: dict[str, Any]
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, rest jsonb)")
+    flow = {"where": {"a.service.name": "x"}, "where_not": {"a.b.host.ip": "::1"}, "drop": ("a", "c.d.e"), **flat}
+    values: list[Any] = [
+        {"id": 0, "a": {"service.name": "x", "b": {"host.ip": "::2"}}, "c": {"d.e": 1, "f": 2}},
+        {"id": 1, "a": {"service": {"name": "x"}, "b.host": {"ip": "::2"}}, "c.d": {"e": 1}},
+        {"id": 2, "a.service": {"name": "x"}, "a": {"b.host.ip": "::2"}},
+        {"id": 3, "a": {"service.name": "x", "b": {"host.ip": "::1"}}},
+        {"id": 4, "a": {"service.name": "y"}},
+        {"id": 5, "a.service": 5, "a": {"service.name": "x"}},
+    ]
+    sink = write(db, name, {**flow, "rest": "rest"}, *map(message, values))
+    assert [row[0] for row in rows(db, name)] == [0, 1, 2, 5]
+    assert sink.filtered_messages == 2
+    assert "e" not in json.dumps([rest for _, rest in rows(db, name)][:2])
+
+
+def test_a_field_that_is_dropped_may_be_left_out_by_the_source(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, rest jsonb)")
+    event = {"op": "u", "before": None, "after": {"id": 1, "body": "__debezium_unavailable_value"}, "source": {}}
+    with pytest.raises(BadRow, match="column body: a large value that did not change"):
+        write(db, name, {"format": "debezium"}, message(event))
+    for flow in ({}, {"rest": "rest"}, {"flatten": True}):
+        write(db, name, {"format": "debezium", "drop": ("body",), **flow}, message(event))
+    assert [row[0] for row in rows(db, name)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("form", "sent"), [("maxwell", "data"), ("canal", "data")])
+def test_a_time_of_mysql_is_an_interval_or_a_time_of_day(form: Any, sent: str, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (t time, i interval)")
+    base: dict[str, Any] = {"database": "d", "table": "t", "mysqlType": {"t": "time(3)", "i": "time(3)"}}
+
+    def event(t: str, i: str) -> Message:
+        row = {"t": t, "i": i}
+        return message(base | {"type": "INSERT", "data": [row]} if form == "canal" else {
+            "database": "d", "table": "t", "type": "insert", "data": row
+        })  # fmt: skip
+
+    write(db, name, {"format": form}, event("23:59:59.123", "-838:59:59"), event("00:00:00", "25:00:00.500"))
+    assert rows(db, name, "t::text, i::text") == [("00:00:00", "25:00:00.5"), ("23:59:59.123", "-838:59:59")]
+    for beyond in ("25:00:00", "-01:00:00"):
+        with pytest.raises(BadRow, match="column t: "):
+            write(db, name, {"format": form}, event(beyond, "1:00"))
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -242,8 +292,8 @@ def test_headers_parts_of_keys_and_constants_fill_columns(db: Database, name: st
     for bad, said in (
         (message({"id": 1}, headers=[("n", b"x")]), "column n"),
         (message({"id": 1}, headers=[("trace", b"\xff")]), "utf-8"),
-        (message({"id": 1}, key=b"plain"), "Expecting value"),
-        (message({"id": 1}, key=b"5"), "the key is no object, so it has no"),
+        (message({"id": 1}, key=b"plain"), "no object in JSON"),
+        (message({"id": 1}, key=b"5"), "the key is no object in JSON"),
     ):
         with pytest.raises(BadRow, match=rf"t\[0\] offset 7: .*{said}"):
             write(db, name, {"metadata": metadata}, bad)
@@ -260,3 +310,68 @@ def test_a_key_may_be_of_the_messages_key_and_a_constant(db: Database, name: str
     write(db, name, {**flow, "format": "connect"}, message({"payload": {"v": 5}}, key={"payload": {"id": 5}}))
     write(db, name, {**flow, "format": "connect"}, message(None, key={"id": 2}))
     assert rows(db, name) == [("a", 5, 5), ("b", 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "stored"),
+    [
+        ("jsonb", b"1.50", "1.50"),
+        ("jsonb", b'{"a": 12345678901234567890.10, "b": [1e2]}', '{"a": 12345678901234567890.10, "b": [100]}'),
+        ("jsonb", b'"5"', '"5"'),
+        ("jsonb", b'"x"', '"x"'),
+        ("json", b'{"b":  1.50}', '{"b":  1.50}'),
+        ("text", b"1.50", "1.50"),
+        ("text", b"7", "7"),
+        ("numeric", b"0.1000000000000000055511151231257827", "0.1000000000000000055511151231257827"),
+        ("double precision", b"-0", "-0"),
+        ("bytea", b'"AP8="', r"\x00ff"),
+        ("numeric[]", b"[1.50, null]", "{1.50,NULL}"),
+        ("timestamp", b'"2026-01-02T03:04:05"', "2026-01-02 03:04:05"),
+    ],
+)
+@pytest.mark.parametrize("has_schema", [False, True])
+def test_a_part_of_a_key_is_read_as_a_value_is(
+    kind: str, part: bytes, stored: str, has_schema: Any, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, v {kind}, k {kind})")
+    key = b'{"a": {"v": %b}}' % part
+    key = b'{"schema": {"type": "struct"}, "payload": %b}' % key if has_schema else key
+    write(db, name, {"metadata": {"k": "key:a.v"}}, message(b'{"id": 1, "v": %b}' % part, key=key))
+    assert rows(db, name, "v::text, k::text") == [(stored, stored)]
+
+
+@pytest.mark.parametrize(("kind", "part"), [("int", b"1e2"), ("boolean", b'"true"'), ("interval", b"5"), ("int", b"[")])
+def test_a_part_of_a_key_that_no_field_could_be_is_refused(kind: str, part: bytes, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, k {kind})")
+    with pytest.raises(BadRow, match=r"t\[0\] offset 7: column k: key:k: "):
+        write(db, name, {"metadata": {"k": "key:k"}}, message({"id": 1}, key=b'{"k": %b}' % part))
+
+
+def test_options_of_a_column_hold_for_a_part_of_a_key_and_a_header(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, at timestamptz, sent timestamptz, doc jsonb, price numeric)")
+    flow = {
+        "metadata": {"at": "key:at", "sent": "header:sent", "doc": "key:doc", "price": "key:price"},
+        "epoch": {"at": "ms", "sent": "s"}, "json_text": ("doc",), "decimal": {"price": 2},
+    }  # fmt: skip
+    key = {"at": 1000, "doc": '{"a": 1}', "price": "AP8="}
+    write(db, name, flow, message({"id": 1}, key=key, headers=[("sent", b"5")]))
+    found = rows(db, name, "extract(epoch FROM at)::int, extract(epoch FROM sent)::int, doc, price::text")
+    assert found == [(1, 5, {"a": 1}, "2.55")]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_headers_and_parts_of_keys_that_never_came_are_columns_that_nothing_fills(
+    mode: Any, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, a int, h text, k int, at timestamptz, c text, rest jsonb)")
+    flow = {"metadata": {"h": "header:x", "k": "key:k", "at": "timestamp"}, "constants": {"c": "c"}, "mode": mode}
+    sink = Flow(topics=("t",), table=name, rest="rest", **flow).sink()
+    for id_, more, key, headers, unfilled in (
+        (1, {}, None, None, {"a", "h", "k"}),
+        (2, {"x": 5}, {"k": 1}, None, {"a", "h"}),
+        (3, {"a": 1}, {}, [("x", b"")], set()),
+        (4, {}, None, None, set()),
+    ):
+        with db.transaction():
+            sink.write(db, [message({"id": id_, **more}, key=key, headers=headers)])
+        assert sink.unfilled_columns == unfilled

@@ -387,6 +387,18 @@ def test_a_table_with_policies_is_written_without_copy(work: Connection, make_ta
     assert rows_of(work, table) == [(1, "x"), (3, "x")]
 
 
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_a_row_that_a_policy_refuses_is_no_sign_of_an_altered_table(
+    mode: Any, small_batch: int, work: Connection, make_table: MakeTable, name: str
+) -> None:
+    table = make_table("(id int PRIMARY KEY, a text)")
+    work.execute(f"CREATE ROLE {name}; GRANT ALL ON {table} TO {name}")
+    work.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY; CREATE POLICY p ON {table} USING (id < 10)")
+    work.execute(f"SET LOCAL ROLE {name}")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="row-level security policy"):
+        TableWriter(table, mode=mode, small_batch=small_batch).write(work, [(1, "x"), (11, "x")])
+
+
 def test_a_role_that_may_make_no_temporary_table_is_told(work: Connection, make_table: MakeTable, name: str) -> None:
     table = make_table("(id int PRIMARY KEY, a text)")
     work.execute(f"CREATE ROLE {name}; GRANT ALL ON {table} TO {name}")
@@ -555,6 +567,88 @@ def test_an_upsert_notices_alterations_too(
     else:
         with pytest.raises((TableError, BadRow), match=r"\bb\b"):
             writer.write(work, [(1, 2**40)])
+
+
+LOGS_DELETES = """
+    CREATE TABLE {0}_log (id int);
+    CREATE FUNCTION {0}_log() RETURNS trigger LANGUAGE plpgsql AS
+    $$ BEGIN INSERT INTO {0}_log VALUES (OLD.id); RETURN OLD; END $$;
+    CREATE TRIGGER log AFTER DELETE ON {1} FOR EACH ROW EXECUTE FUNCTION {0}_log()"""
+REFERS = "CREATE TABLE {0}_log (id int REFERENCES {0} ON DELETE SET NULL, was int); INSERT INTO {0}_log VALUES (1, 1)"
+
+
+@pytest.mark.parametrize(
+    ("partitions", "ddl", "found"),
+    [
+        ("", LOGS_DELETES.replace("{1}", "{0}"), [(1,)]),
+        ("PARTITION BY HASH (id)", LOGS_DELETES.replace("{1}", "{0}"), [(1,)]),
+        ("PARTITION BY HASH (id)", LOGS_DELETES.replace("{1}", "{0}_0"), [(1,)]),
+        ("", REFERS, [(None, 1)]),
+        ("PARTITION BY HASH (id)", REFERS, [(None, 1)]),
+    ],
+    ids=["trigger", "trigger above partitions", "trigger of a partition", "key", "key to partitions"],
+)
+def test_what_is_made_to_notice_deletes_notices_those_of_the_next_batch(
+    partitions: str, ddl: str, found: Any, db: Connection, work: Connection, make_table: MakeTable
+) -> None:
+    """A delete behind which the row comes again is no delete else."""
+    table = make_table(f"(id int PRIMARY KEY, a text) {partitions}")
+    if partitions:
+        db.execute(f"CREATE TABLE {table}_0 PARTITION OF {table} FOR VALUES WITH (MODULUS 1, REMAINDER 0)")
+    writer = TableWriter(table, mode="upsert")
+    writer.write(work, [(1, "a")])
+    work.commit()
+    db.execute(ddl.format(table))
+    writer.write(work, [Tombstone((1,)), (1, "b")])
+    work.commit()
+    assert rows_of(work, f"{table}_log") == found
+    assert rows_of(work, table) == [(1, "b")]
+    work.commit()
+    db.execute(f"DROP TABLE {table}_log CASCADE; DROP FUNCTION IF EXISTS {table}_log CASCADE")
+
+
+@pytest.mark.parametrize(
+    ("ddl", "fact", "before", "after"),
+    [
+        ("ALTER TABLE {0} ADD PRIMARY KEY (b)", "keys", [("a",)], [("b",), ("a",)]),
+        ("CREATE UNIQUE INDEX ON {0} (b)", "keys", [("a",)], [("a",), ("b",)]),
+        ("ALTER TABLE {0} DROP CONSTRAINT {0}_a_key", "keys", [("a",)], []),
+        ("CREATE RULE r AS ON INSERT TO {0} DO ALSO NOTHING", "has_rules", False, True),
+        ("CREATE SEQUENCE {0}_n; ALTER TABLE {0} ALTER n SET DEFAULT nextval('{0}_n')", "numbered", [], ["n"]),
+    ],
+)
+def test_what_was_altered_about_a_table_is_known_in_the_next_batch(
+    ddl: str, fact: str, before: Any, after: Any, db: Connection, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(a int UNIQUE, b int NOT NULL, n int DEFAULT 1)")
+    writer = TableWriter(table)
+
+    def known() -> Any:
+        found = writer.table(work)
+        work.commit()
+        return [c.name for c in found.columns if c.is_numbered] if fact == "numbered" else getattr(found, fact)
+
+    assert known() == before
+    db.execute(ddl.format(table))
+    assert known() == after
+    db.execute(f"DROP SEQUENCE IF EXISTS {table}_n CASCADE")
+
+
+def test_policies_that_come_to_hold_are_known_in_the_next_batch(
+    db: Connection, work: Connection, make_table: MakeTable, name: str
+) -> None:
+    table = make_table("(id int)")
+    db.execute(f"CREATE ROLE {name}; GRANT ALL ON {table} TO {name}")
+    writer = TableWriter(table)
+    for id_ in (1, 2):
+        work.execute(f"SET LOCAL ROLE {name}")
+        writer.write(work, [(id_,)])
+        work.commit()
+        db.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY; DROP POLICY IF EXISTS p ON {table}")
+        db.execute(f"CREATE POLICY p ON {table} USING (id < 10)")
+    assert rows_of(work, table) == [(1,), (2,)]
+    work.rollback()
+    db.execute(f"DROP OWNED BY {name}; DROP ROLE {name}")
 
 
 def test_columns_that_moved_or_were_added_do_not_matter(

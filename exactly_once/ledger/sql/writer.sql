@@ -7,8 +7,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind::text, row_security_active(c.oid),
        EXISTS (SELECT FROM pg_rewrite
                WHERE ev_class = c.oid AND (ev_type = '2' OR ev_type = '3' AND ev_enabled IN (
                    'A', CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END))),
-       EXISTS (SELECT FROM pg_constraint WHERE confrelid = c.oid AND contype = 'f')
-           OR EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal AND tgtype & 8 <> 0)
+       EXISTS (SELECT FROM pg_trigger t WHERE t.tgtype & 8 <> 0
+                 AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))))
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%(name)s)
 
@@ -69,26 +69,29 @@ WHERE i.indrelid = %(oid)s AND i.indisunique AND i.indisvalid AND i.indimmediate
   AND i.indpred IS NULL AND i.indexprs IS NULL
 ORDER BY i.indisprimary DESC, i.indexrelid
 
--- name: shape_of_table
--- Tell the columns as they are now, to be compared with what was read before.
-SELECT string_agg(concat_ws(' ', a.attrelid, a.attname, a.atttypid, a.atttypmod, a.attcollation, a.attnotnull,
-                            a.atthasdef, a.attidentity, a.attgenerated,
-                            CASE WHEN c.relhasrules THEN ARRAY(SELECT concat(ev_type, ev_enabled) FROM pg_rewrite
-                                                               WHERE ev_class = c.oid ORDER BY oid) END),
-                  ', ' ORDER BY a.attnum)
-FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
-WHERE a.attrelid = to_regclass(%(name)s) AND a.attnum > 0 AND NOT a.attisdropped
+-- name: lock_table
+-- See to it that from here on nobody can alter a table before our transaction ends; partitions need no lock.
+LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE
 
--- name: lock_shape
--- The same, of a table that from here on nobody can alter before our transaction ends; partitions need no lock.
-LOCK TABLE ONLY {table} IN ROW EXCLUSIVE MODE;
-SELECT string_agg(concat_ws(' ', a.attrelid, a.attname, a.atttypid, a.atttypmod, a.attcollation, a.attnotnull,
-                            a.atthasdef, a.attidentity, a.attgenerated,
-                            CASE WHEN c.relhasrules THEN ARRAY(SELECT concat(ev_type, ev_enabled) FROM pg_rewrite
-                                                               WHERE ev_class = c.oid ORDER BY oid) END),
-                  ', ' ORDER BY a.attnum)
-FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
-WHERE a.attrelid = to_regclass({qualified}) AND a.attnum > 0 AND NOT a.attisdropped
+-- name: shape_of_table
+-- Tell all that is read of a table as it is now, to be compared with what was read before. A foreign key that points here
+-- has triggers for deletes, too; one of a partition fires for its rows.
+SELECT concat_ws(', ', (
+    SELECT string_agg(concat_ws(' ', a.attrelid, a.attname, a.atttypid, a.atttypmod, a.attcollation, a.attnotnull,
+                                a.attidentity, a.attgenerated,
+                                CASE WHEN a.atthasdef THEN (SELECT d.oid FROM pg_attrdef d
+                                                            WHERE d.adrelid = a.attrelid AND d.adnum = a.attnum) END),
+                      ', ' ORDER BY a.attnum)
+    FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
+    row_security_active(c.oid),
+    CASE WHEN c.relhasrules THEN ARRAY(SELECT concat(ev_type, ev_enabled) FROM pg_rewrite
+                                       WHERE ev_class = c.oid ORDER BY oid) END,
+    CASE WHEN c.relhasindex THEN ARRAY(SELECT concat(indexrelid, indisprimary, indisvalid) FROM pg_index
+                                       WHERE indrelid = c.oid AND indisunique ORDER BY indexrelid) END,
+    CASE WHEN c.relhastriggers THEN EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND tgtype & 8 <> 0) END,
+    CASE c.relkind WHEN 'p' THEN EXISTS (SELECT FROM pg_partition_tree(c.oid) p JOIN pg_trigger t ON t.tgrelid = p.relid
+                                         WHERE t.tgtype & 8 <> 0) END)
+FROM pg_class c WHERE c.oid = to_regclass({qualified})
 
 -- name: create_table
 -- Make a table for what is to be written, unless there is one.
