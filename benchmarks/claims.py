@@ -22,7 +22,7 @@ Connection = psycopg.Connection[tuple[object, ...]]
 def server_seconds(pid: int) -> float:
     """Read the processor time of a backend on this machine; a tick is ten milliseconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
+    return (int(fields[11]) + int(fields[12])) / 100  # user and system; the name, which may hold blanks, is cut off
 
 
 def measure(connection: Connection, batches: int, size: int, draw: Callable[[], Key]) -> str:
@@ -58,6 +58,7 @@ def main() -> None:
         with embedded.Postgres() as postgres, psycopg.connect(postgres.conninfo, autocommit=True) as connection:
             migrate(connection)
             print(f"{kind}, older empty:", measure(connection, args.batches, args.size, draw))
+            # The window is over at once, and one turn makes the keys of before the older generation.
             connection.execute("SELECT exactly_once.claim_keep('benchmark', 1e-9)")
             connection.execute("SELECT exactly_once.claim_turn('benchmark')")
             print(f"{kind}, older full: ", measure(connection, args.batches, args.size, draw))

@@ -14,15 +14,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import psycopg
-from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
+from common import make_topic, ratio, show, spread
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from exactly_once import embedded
 from exactly_once.ledger.migrate import migrate
@@ -43,7 +42,8 @@ from exactly_once.publish import (
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.publish.reference import PlainSet, ReferenceFilter
 
-BATCH = 1000
+BATCH = 1000  # what producers hand over at a time, and as often poll
+PARTITIONS = 3
 Make = Callable[[], Filter[Any]]
 
 
@@ -66,25 +66,24 @@ def in_batches(made: Filter[Any], keys: Sequence[Any]) -> None:
 def seconds(run: Callable[[Filter[Any], Sequence[Any]], None], make: Make, keys: Sequence[Any]) -> float:
     """Time one pass over the keys; the processor's time, because others may use this machine, too."""
     made = make()
-    gc.collect()
+    gc.collect()  # of what the program before has left
     began = time.process_time()
     run(made, keys)
     return time.process_time() - began
 
 
-def compare(name: str, make: Make, reference: Make, keys: Sequence[Any], rounds: int) -> str:
-    """Alternate a filter with the reference; return a row of the table."""
+def compare(
+    name: str, make: Make, reference: Make, keys: Sequence[Any], *, rounds: int, plain: Sequence[Any] | None = None
+) -> str:
+    """Alternate a filter with the reference; return a row of the table.
+
+    The reference gets *plain* where the filter's own keys would be slow in a set.
+    """
     cells = []
     for run in (one_by_one, in_batches):
-        ratios, times = [], []
-        for _ in range(rounds):
-            plain = seconds(run, reference, keys)
-            own = seconds(run, make, keys)
-            ratios.append(own / plain)
-            times.append(own / len(keys) * 1e9)
-        cells.append(
-            f"{statistics.median(times):,.0f} | {statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"
-        )
+        pairs = [(seconds(run, reference, plain or keys), seconds(run, make, keys)) for _ in range(rounds)]
+        per_key = statistics.median(own for _, own in pairs) / len(keys) * 1e9
+        cells.append(f"{per_key:,.0f} | {spread([own / base for base, own in pairs])}")
     return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -95,29 +94,20 @@ def filters(count: int, rounds: int) -> Iterator[str]:
     slots = slots_for(count // 10, 1e-6, 8) // 16 * 16 + 16
     yield "| filter | ns a key | ratio, one by one | ns a key | ratio, batches of 1,000 |"
     yield "|---|---|---|---|---|"
-    yield compare("WindowFilter", lambda: WindowFilter(keys=count // 4), ReferenceFilter, keys, rounds)
+    yield compare("WindowFilter", lambda: WindowFilter(keys=count // 4), ReferenceFilter, keys, rounds=rounds)
     for ways in (1, 8, 16):
         make = lambda ways=ways: SlotFilter(slots, ways=ways)  # noqa: E731
-        yield compare(f"SlotFilter, {ways} ways, whole keys", make, ReferenceFilter, keys, rounds)  # type: ignore[arg-type]
+        yield compare(f"SlotFilter, {ways} ways, whole keys", make, ReferenceFilter, keys, rounds=rounds)  # type: ignore[arg-type]
     for bits in (64, 128):
         make = lambda bits=bits: SlotFilter(slots, ways=8, fingerprint=bits)  # noqa: E731
-        yield compare(f"SlotFilter, 8 ways, {bits} bits", make, ReferenceFilter, keys, rounds)  # type: ignore[arg-type]
-    yield compare("SequenceFilter, in order", SequenceFilter, PlainSet, list(range(count)), rounds)
+        yield compare(f"SlotFilter, 8 ways, {bits} bits", make, ReferenceFilter, keys, rounds=rounds)  # type: ignore[arg-type]
+    yield compare("SequenceFilter, in order", SequenceFilter, PlainSet, list(range(count)), rounds=rounds)
     links = [Link("chain", n) for n in range(count)]
     plain = [("chain", n) for n in range(count)]
-    yield against_tuples("ChainFilter, dense, in order", lambda: ChainFilter(dense=True), links, plain, rounds)
+    yield compare(
+        "ChainFilter, dense, in order", lambda: ChainFilter(dense=True), PlainSet, links, rounds=rounds, plain=plain
+    )
     yield f"8 ways: {slots:,} slots, 8 bytes each and the keys (49 bytes) or 8 or 16 bytes each in all"
-
-
-def against_tuples(name: str, make: Make, keys: Sequence[Any], plain: Sequence[Any], rounds: int) -> str:
-    """As compare, where the filter's own keys would be slow in a set."""
-    cells = []
-    for run in (one_by_one, in_batches):
-        pairs = [(seconds(run, PlainSet, plain), seconds(run, make, keys)) for _ in range(rounds)]
-        ratios = [own / base for base, own in pairs]
-        per_key = statistics.median(own for _, own in pairs) / len(keys) * 1e9
-        cells.append(f"{per_key:,.0f} | {statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]")
-    return f"| {name} | {' | '.join(cells)} |"
 
 
 def growth(limit: int) -> Iterator[str]:
@@ -126,7 +116,7 @@ def growth(limit: int) -> Iterator[str]:
     yield "|---|---|---|"
     window, slots = WindowFilter(keys=100_000), SlotFilter(1 << 17, ways=8, fingerprint=64)
     seen = {id(window): 0, id(slots): 0}
-    count = 10_000
+    count = 10_000  # a tenth of what the filters hold; from the second step on they are full
     while count <= limit:
         cells = []
         for made in (window, slots):
@@ -172,12 +162,9 @@ def postgres(batches: int, rounds: int) -> Iterator[str]:
                     bare, own = bare_insert(connection, keys), reserve_and_confirm(made, keys)
                     ratios.append(own / bare)
                     rates.append((bare, own))
-                    connection.execute("CHECKPOINT")
+                    connection.execute("CHECKPOINT")  # else the next one pays for it
                 bare, own = (statistics.median(column) for column in zip(*rates, strict=True))
-                yield (
-                    f"| {size:,} | {bare:,.0f} | {own:,.0f} "
-                    f"| {statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}] |"
-                )
+                yield f"| {size:,} | {bare:,.0f} | {own:,.0f} | {spread(ratios)} |"
 
 
 def bare_insert(connection: psycopg.Connection[Any], batches: list[list[bytes]]) -> float:
@@ -205,28 +192,26 @@ def producer(messages: int, rounds: int) -> Iterator[str]:
     yield "| producer | messages/s of processor time, median | ratio, median [min-max] |"
     yield "|---|---|---|"
     with embedded.Kafka() as kafka:
-        runs = {
-            "confluent_kafka.Producer, delivery callback": plain_rate,
-            "DedupProducer with WindowFilter": dedup_rate,
+        runs: dict[str, Callable[[str, int], float]] = {
+            "confluent_kafka.Producer, delivery callback": partial(plain_rate, send=plain),
+            "DedupProducer with WindowFilter": partial(key_rate, send=keyed),
             "the same with a set kept by hand, a closure for each message": by_hand_rate,
-            "the same, produce_many with 1,000 records": many_rate,
-            "the same, produce_many with 1,000 payloads and their keys": payloads_rate,
-            "confluent_kafka.Producer with one header": header_rate,
-            "DedupProducer with SequenceFilter": sequence_rate,
-            "the same, produce_many with 1,000 payloads and their numbers": numbers_rate,
+            "the same, produce_many with 1,000 records": partial(key_rate, send=keyed_records),
+            "the same, produce_many with 1,000 payloads and their keys": partial(key_rate, send=keyed_payloads),
+            "confluent_kafka.Producer with one header": partial(plain_rate, send=with_header),
+            "DedupProducer with SequenceFilter": partial(number_rate, send=numbered),
+            "the same, produce_many with 1,000 payloads and their numbers": partial(
+                number_rate, send=numbered_payloads
+            ),
         }
         rates: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(rounds + 1):
             for name, run in runs.items():
-                rate = run(kafka.bootstrap_servers, messages)
+                measured = run(kafka.bootstrap_servers, messages)
                 if number:  # the first round warms up
-                    rates[name].append(rate)
-        plain = next(iter(rates.values()))
+                    rates[name].append(measured)
         for name, found in rates.items():
-            ratios = [a / b for a, b in zip(found, plain, strict=True)]
-            low, high = min(ratios), max(ratios)
-            rate, ratio = statistics.median(found), statistics.median(ratios)
-            yield f"| {name} | {rate:,.0f} | {ratio:.2f} [{low:.2f}-{high:.2f}] |"
+            yield f"| {name} | {statistics.median(found):,.0f} | {ratio(found, next(iter(rates.values())))} |"
 
 
 def settings(bootstrap_servers: str) -> dict[str, Any]:
@@ -236,147 +221,100 @@ def settings(bootstrap_servers: str) -> dict[str, Any]:
         "enable.idempotence": True,
         "acks": "all",
         "linger.ms": 20,
-        "queue.buffering.max.messages": 1_000_000,
+        "queue.buffering.max.messages": 1_000_000,  # all of a run: no program waits for the broker
     }
 
 
-def make_topic(bootstrap_servers: str) -> str:
-    """Create an empty topic."""
-    name = f"bench-{uuid4().hex[:8]}"
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    admin.create_topics([NewTopic(name, 3, 1)])[name].result(30)
-    return name
+# Hands a thousand numbered messages to a producer.
+Send = Callable[[Any, str, range], object]
 
 
-def plain_rate(bootstrap_servers: str, messages: int) -> float:
-    """Produce as an ordinary program does."""
-    topic, client = make_topic(bootstrap_servers), Producer(settings(bootstrap_servers))
-    failed = 0
-
-    def delivered(error: object, _: object) -> None:
-        nonlocal failed
-        failed += error is not None
-
+def rate(client: Any, bootstrap_servers: str, messages: int, send: Send) -> float:
+    """Produce a thousand messages after the other; every program has this loop."""
+    topic = make_topic(bootstrap_servers, PARTITIONS)
+    if isinstance(client, DedupProducer):
+        client.filter_of(topic)  # what starting up costs is no cost of a message
     began = time.process_time()
-    for n in range(messages):
-        client.produce(topic, b"%0100d" % n, on_delivery=delivered)
-        if not n % BATCH:
-            client.poll(0)
+    for start in range(0, messages, BATCH):
+        send(client, topic, range(start, start + BATCH))
+        client.poll(0)
     client.flush()
-    assert not failed
     return messages / (time.process_time() - began)
 
 
-def dedup_rate(bootstrap_servers: str, messages: int) -> float:
-    """The same with a key for each message."""
-    topic = make_topic(bootstrap_servers)
-    with DedupProducer(settings(bootstrap_servers), dedup=WindowFilter(keys=messages)) as client:
-        client.filter_of(topic)
-        began = time.process_time()
-        for n in range(messages):
-            value = b"%0100d" % n
-            client.produce(topic, value, dedup_key=value[-16:])
-            if not n % BATCH:
-                client.poll(0)
-        client.flush()
-        return messages / (time.process_time() - began)
+def plain_rate(bootstrap_servers: str, messages: int, send: Send) -> float:
+    return rate(Producer(settings(bootstrap_servers)), bootstrap_servers, messages, send)
 
 
-def many_rate(bootstrap_servers: str, messages: int) -> float:
-    """The same with a thousand messages a call."""
-    topic = make_topic(bootstrap_servers)
+def key_rate(bootstrap_servers: str, messages: int, send: Send) -> float:
     with DedupProducer(settings(bootstrap_servers), dedup=WindowFilter(keys=messages)) as client:
-        client.filter_of(topic)
-        began = time.process_time()
-        for start in range(0, messages, BATCH):
-            values = [b"%0100d" % n for n in range(start, start + BATCH)]
-            client.produce_many(topic, [ProducerRecord(value, dedup_key=value[-16:]) for value in values])
-            client.poll(0)
-        client.flush()
-        return messages / (time.process_time() - began)
+        return rate(client, bootstrap_servers, messages, send)
+
+
+def number_rate(bootstrap_servers: str, messages: int, send: Send) -> float:
+    with DedupProducer(settings(bootstrap_servers), dedup=SequenceFilter(max_outstanding=messages)) as client:
+        return rate(client, bootstrap_servers, messages, send)
 
 
 def by_hand_rate(bootstrap_servers: str, messages: int) -> float:
     """What one would write: a set of what was acknowledged."""
-    topic, client = make_topic(bootstrap_servers), Producer(settings(bootstrap_servers))
     seen: set[bytes] = set()
-    began = time.process_time()
-    for n in range(messages):
-        value = b"%0100d" % n
-        key = value[-16:]
-        if key not in seen:
 
-            def delivered(error: object, _: object, key: bytes = key) -> None:
-                if error is None:
-                    seen.add(key)
+    def send(client: Producer, topic: str, numbers: range) -> None:
+        for n in numbers:
+            value = b"%0100d" % n
+            key = value[-16:]
+            if key not in seen:
 
-            client.produce(topic, value, on_delivery=delivered)
-        if not n % BATCH:
-            client.poll(0)
-    client.flush()
-    return messages / (time.process_time() - began)
+                def delivered(error: object, _: object, key: bytes = key) -> None:
+                    if error is None:
+                        seen.add(key)
+
+                client.produce(topic, value, on_delivery=delivered)
+
+    return plain_rate(bootstrap_servers, messages, send)
 
 
-def header_rate(bootstrap_servers: str, messages: int) -> float:
+def delivered(error: KafkaError | None, _: object) -> None:
+    if error is not None:
+        raise KafkaException(error)
+
+
+def plain(client: Producer, topic: str, numbers: range) -> None:
+    for n in numbers:
+        client.produce(topic, b"%0100d" % n, on_delivery=delivered)
+
+
+def with_header(client: Producer, topic: str, numbers: range) -> None:
     """What numbered messages must be compared with: they carry a header."""
-    topic, client = make_topic(bootstrap_servers), Producer(settings(bootstrap_servers))
-    failed = 0
-
-    def delivered(error: object, _: object) -> None:
-        nonlocal failed
-        failed += error is not None
-
-    began = time.process_time()
-    for n in range(messages):
+    for n in numbers:
         headers = [("exactly-once-sequence", b"%d:%d:name" % (n - 1, n))]
         client.produce(topic, b"%0100d" % n, headers=headers, on_delivery=delivered)
-        if not n % BATCH:
-            client.poll(0)
-    client.flush()
-    assert not failed
-    return messages / (time.process_time() - began)
 
 
-def payloads_rate(bootstrap_servers: str, messages: int) -> float:
-    """As many_rate, without a record for each message."""
-    topic = make_topic(bootstrap_servers)
-    with DedupProducer(settings(bootstrap_servers), dedup=WindowFilter(keys=messages)) as client:
-        client.filter_of(topic)
-        began = time.process_time()
-        for start in range(0, messages, BATCH):
-            values = [b"%0100d" % n for n in range(start, start + BATCH)]
-            client.produce_many(topic, values, dedup_keys=[value[-16:] for value in values])
-            client.poll(0)
-        client.flush()
-        return messages / (time.process_time() - began)
+def keyed(client: DedupProducer, topic: str, numbers: range) -> None:
+    for n in numbers:
+        value = b"%0100d" % n
+        client.produce(topic, value, dedup_key=value[-16:])
 
 
-def numbers_rate(bootstrap_servers: str, messages: int) -> float:
-    """As payloads_rate, with numbers."""
-    topic = make_topic(bootstrap_servers)
-    with DedupProducer(settings(bootstrap_servers), dedup=SequenceFilter(max_outstanding=messages)) as client:
-        client.filter_of(topic)
-        began = time.process_time()
-        for start in range(0, messages, BATCH):
-            values = [b"%0100d" % n for n in range(start, start + BATCH)]
-            client.produce_many(topic, values, sequences=range(start, start + BATCH))
-            client.poll(0)
-        client.flush()
-        return messages / (time.process_time() - began)
+def keyed_records(client: DedupProducer, topic: str, numbers: range) -> None:
+    values = [b"%0100d" % n for n in numbers]
+    client.produce_many(topic, [ProducerRecord(value, dedup_key=value[-16:]) for value in values])
 
 
-def sequence_rate(bootstrap_servers: str, messages: int) -> float:
-    """The same with a number, which is written into a header."""
-    topic = make_topic(bootstrap_servers)
-    with DedupProducer(settings(bootstrap_servers), dedup=SequenceFilter(max_outstanding=messages)) as client:
-        client.filter_of(topic)
-        began = time.process_time()
-        for n in range(messages):
-            client.produce(topic, b"%0100d" % n, sequence=n)
-            if not n % BATCH:
-                client.poll(0)
-        client.flush()
-        return messages / (time.process_time() - began)
+def keyed_payloads(client: DedupProducer, topic: str, numbers: range) -> None:
+    values = [b"%0100d" % n for n in numbers]
+    client.produce_many(topic, values, dedup_keys=[value[-16:] for value in values])
+
+
+def numbered(client: DedupProducer, topic: str, numbers: range) -> None:
+    for n in numbers:
+        client.produce(topic, b"%0100d" % n, sequence=n)
+
+
+def numbered_payloads(client: DedupProducer, topic: str, numbers: range) -> None:
+    client.produce_many(topic, [b"%0100d" % n for n in numbers], sequences=numbers)
 
 
 def main() -> None:
@@ -396,9 +334,7 @@ def main() -> None:
         "producer": lambda: producer(args.messages, args.rounds),
     }
     for name in [args.only] if args.only else parts:
-        for line in parts[name]():
-            print(line, flush=True)
-        print(flush=True)
+        show(parts[name]())
 
 
 if __name__ == "__main__":

@@ -22,12 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import NamedTuple
-from uuid import uuid4
 
 import psycopg
-from confluent_kafka import Consumer, KafkaError, Message, Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
+from common import consumer_settings, filled_topic, make_topic, plain_settings, show, spread
+from confluent_kafka import Consumer, Message, Producer
 
 from exactly_once import ExactlyOnceConsumer, embedded
 from exactly_once.ledger.migrate import migrate
@@ -53,16 +51,6 @@ class Servers(NamedTuple):
     topic: str
 
 
-def settings(servers: Servers) -> dict[str, object]:
-    """Give both programs the same client, in a group of its own each time."""
-    return {
-        "bootstrap.servers": servers.bootstrap_servers,
-        "group.id": f"bench-{uuid4().hex[:8]}",
-        "fetch.queue.backoff.ms": 10,
-        "isolation.level": "read_committed",
-    }
-
-
 def write(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
     """Binary COPY of one batch."""
     with connection.cursor() as cursor, cursor.copy(COPY) as copy:
@@ -77,11 +65,11 @@ def ignore(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
 
 def plain(servers: Servers, size: int, limit: int, effect: Callable[..., None], *, commits: bool = True) -> Run:
     """Batches of the plain client, each with its effect and a COMMIT, and no offset anywhere."""
-    client = Consumer({**settings(servers), "enable.auto.commit": False, "auto.offset.reset": "earliest"})
+    client = Consumer(plain_settings(servers.bootstrap_servers))
     client.subscribe([servers.topic])
     done = units = 0
     with psycopg.connect(servers.conninfo) as connection:
-        batch = client.consume(1, 30)
+        batch = client.consume(1, 30)  # what joining a group takes is in no rate
         began = time.perf_counter()
         while done < limit:
             batch += client.consume(size - len(batch), 0.05)
@@ -100,7 +88,9 @@ def plain(servers: Servers, size: int, limit: int, effect: Callable[..., None], 
 def library(servers: Servers, size: int, limit: int, effect: Callable[..., None]) -> Run:
     """The same through the library."""
     done = units = 0
-    with ExactlyOnceConsumer(settings(servers), conninfo=servers.conninfo, max_messages=size) as consumer:
+    with ExactlyOnceConsumer(
+        consumer_settings(servers.bootstrap_servers), conninfo=servers.conninfo, max_messages=size
+    ) as consumer:
         consumer.subscribe([servers.topic])
         began = 0.0
         for unit in consumer:
@@ -118,6 +108,7 @@ def throughput(servers: Servers, messages: int, rounds: int) -> Iterator[str]:
     """Compare rates for several sizes of a unit."""
     yield "| messages a unit | plain, units/s | added a unit | ratio of rates, median [min-max] |"
     yield "|---|---|---|---|"
+    # Small units take longer for a message: fewer of them do.
     for size, share in ((10_000, 1.0), (1_000, 0.5), (100, 0.1), (1, 0.003)):
         limit = int(messages * share)
         pairs = []
@@ -145,10 +136,7 @@ def row(pairs: list[tuple[Run, Run]]) -> str:
     ratios = [(b.messages / b.seconds) / (a.messages / a.seconds) for a, b in pairs]
     added = [b.seconds / b.units - a.seconds / a.units for a, b in pairs]
     rate = statistics.median(a.units / a.seconds for a, _ in pairs)
-    return (
-        f"{rate:,.0f} | {statistics.median(added) * 1000:.2f} ms "
-        f"| {statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}] |"
-    )
+    return f"{rate:,.0f} | {statistics.median(added) * 1000:.2f} ms | {spread(ratios)} |"
 
 
 INSERT = "INSERT INTO sink (p, o, v) VALUES (%s, %s, %s)"
@@ -175,6 +163,7 @@ class Laps:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.seconds: list[float] = []
+        # When the last unit ended, none before the first; and what this thread had used when that one ended.
         self._last = self._cpu = 0.0
 
     def is_over_after_one_more(self) -> bool:
@@ -196,7 +185,7 @@ class Laps:
 
 def by_hand(servers: Servers, size: int, laps: Laps) -> None:
     """The plain client, the effect, COMMIT; no offset anywhere."""
-    client = Consumer({**settings(servers), "enable.auto.commit": False, "auto.offset.reset": "earliest"})
+    client = Consumer(plain_settings(servers.bootstrap_servers))
     client.subscribe([servers.topic])
     with psycopg.connect(servers.conninfo) as connection:
         while True:
@@ -210,7 +199,9 @@ def by_hand(servers: Servers, size: int, laps: Laps) -> None:
 
 def by_library(servers: Servers, size: int, laps: Laps, *, defers: bool = False) -> None:
     """The same through the library."""
-    with ExactlyOnceConsumer(settings(servers), conninfo=servers.conninfo, max_messages=size) as consumer:
+    with ExactlyOnceConsumer(
+        consumer_settings(servers.bootstrap_servers), conninfo=servers.conninfo, max_messages=size
+    ) as consumer:
         consumer.subscribe([servers.topic])
         for unit in consumer:
             with unit:
@@ -289,10 +280,11 @@ def latency(servers: Servers, seconds: float, rounds: int) -> Iterator[str]:
 
 def measure(servers: Servers, seconds: float, program: Callable[[Servers, Event, Event], None]) -> tuple[float, float]:
     """Run one program beside a steady producer; return median and p99 in milliseconds."""
-    servers = servers._replace(topic=make_topic(servers.bootstrap_servers))
+    servers = servers._replace(topic=make_topic(servers.bootstrap_servers, PARTITIONS))
     truncate(servers)
     # A process of its own: beside the producer, two loops would wait for one interpreter lock.
     context = multiprocessing.get_context("spawn")
+    # Set by the program: it has written, so nothing is met for the first time; and by us: it may end.
     ready, stop = context.Event(), context.Event()
     process = context.Process(target=program, args=(servers, ready, stop))
     process.start()
@@ -322,7 +314,7 @@ def measure(servers: Servers, seconds: float, program: Callable[[Servers, Event,
 
 def ordinary_for(servers: Servers, ready: Event, stop: Event) -> None:
     """The ordinary loop: poll, write, commit the database, commit Kafka."""
-    client = Consumer({**settings(servers), "enable.auto.commit": False, "auto.offset.reset": "earliest"})
+    client = Consumer(plain_settings(servers.bootstrap_servers))
     client.subscribe([servers.topic])
     warm(servers)
     with psycopg.connect(servers.conninfo) as connection:
@@ -339,7 +331,7 @@ def ordinary_for(servers: Servers, ready: Event, stop: Event) -> None:
 
 def library_for(servers: Servers, ready: Event, stop: Event) -> None:
     """The same with the library."""
-    with ExactlyOnceConsumer(settings(servers), conninfo=servers.conninfo) as consumer:
+    with ExactlyOnceConsumer(consumer_settings(servers.bootstrap_servers), conninfo=servers.conninfo) as consumer:
         consumer.subscribe([servers.topic])
         warm(servers)
         threading.Thread(target=stop_later, args=(consumer, stop)).start()
@@ -375,28 +367,10 @@ def warm(servers: Servers) -> None:
     producer.flush()
 
 
-def make_topic(bootstrap_servers: str) -> str:
-    """Create an empty topic."""
-    name = f"bench-{uuid4().hex[:8]}"
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    admin.create_topics([NewTopic(name, PARTITIONS, 1)])[name].result(30)
-    return name
-
-
-def fill(bootstrap_servers: str, topic: str, messages: int) -> None:
-    """Produce small JSON payments."""
-    producer = Producer(
-        {"bootstrap.servers": bootstrap_servers, "linger.ms": 50, "queue.buffering.max.messages": 1_000_000}
-    )
-    for number in range(messages):
-        value = json.dumps({"payment": number, "account": number % 1000, "amount": "12.50", "currency": "EUR"})
-        while True:
-            try:
-                producer.produce(topic, value, partition=number % PARTITIONS)
-                break
-            except BufferError:
-                producer.poll(0.1)
-    assert producer.flush(120) == 0, KafkaError
+def payments(count: int) -> Iterator[str]:
+    """Make small JSON payments."""
+    for number in range(count):
+        yield json.dumps({"payment": number, "account": number % 1000, "amount": "12.50", "currency": "EUR"})
 
 
 def truncate(servers: Servers) -> None:
@@ -426,9 +400,9 @@ def main() -> None:
         with psycopg.connect(postgres.conninfo, autocommit=True) as connection:
             migrate(connection)
             connection.execute("CREATE TABLE sink (p int4, o int8, v bytea)")
-        servers = Servers(kafka.bootstrap_servers, postgres.conninfo, make_topic(kafka.bootstrap_servers))
-        if args.only != "latency":
-            fill(servers.bootstrap_servers, servers.topic, args.messages)
+        messages = payments(0 if args.only == "latency" else args.messages)  # latency has topics of its own
+        topic = filled_topic(kafka.bootstrap_servers, PARTITIONS, messages)
+        servers = Servers(kafka.bootstrap_servers, postgres.conninfo, topic)
         parts = {
             "throughput": lambda: throughput(servers, args.messages, args.rounds),
             "consuming": lambda: consuming(servers, args.messages, args.rounds),
@@ -436,9 +410,7 @@ def main() -> None:
             "latency": lambda: latency(servers, args.latency_seconds, args.rounds),
         }
         for name in [args.only] if args.only else parts:
-            for line in parts[name]():
-                print(line, flush=True)
-            print(flush=True)
+            show(parts[name]())
 
 
 if __name__ == "__main__":

@@ -22,12 +22,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
-from uuid import uuid4
 
 import psycopg
+from common import make_topic, show
 from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import ExactlyOnceConsumer, Unit, embedded
 from exactly_once.ledger.migrate import migrate
@@ -81,9 +79,7 @@ class Fleet:
 
     def __init__(self, bootstrap_servers: str, conninfo: str, kafka: Mapping[str, Any], *, is_static: bool) -> None:
         self.conninfo = conninfo
-        self.topic = f"bench-{uuid4().hex[:8]}"
-        admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-        admin.create_topics([NewTopic(self.topic, PARTITIONS, 1)])[self.topic].result(30)
+        self.topic = make_topic(bootstrap_servers, PARTITIONS)
         self._kafka = {"bootstrap.servers": bootstrap_servers, "group.id": self.topic, **kafka}
         self._is_static = is_static
         self._started = 0
@@ -233,11 +229,9 @@ def main() -> None:
             connection.execute("CREATE TABLE sink (p int4, o int8, worker text)")
         print(f"{os.cpu_count()} cores; {WORKERS} workers, {PARTITIONS} partitions, {RATE} messages/s", flush=True)
         if args.only != "kill":
-            for line in rolling(postgres.conninfo, args.rounds, args.only):
-                print(line, flush=True)
+            show(rolling(postgres.conninfo, args.rounds, args.only))
         if args.only in (None, "kill"):
-            for line in killing(postgres.conninfo, args.kills):
-                print(line, flush=True)
+            show(killing(postgres.conninfo, args.kills))
 
 
 if __name__ == "__main__":

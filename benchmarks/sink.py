@@ -28,9 +28,8 @@ from uuid import uuid4
 
 import psutil
 import psycopg
-from confluent_kafka import Consumer, Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
+from common import consumer_settings, filled_topic, plain_settings, ratio, show
+from confluent_kafka import Consumer
 from rivals import connect, quix
 
 from exactly_once import ExactlyOnceConsumer, embedded
@@ -45,6 +44,7 @@ RIVALS = Path(__file__).with_name("rivals")
 SCHEMA = {
     "type": "struct",
     "optional": False,
+    # With the types that Kafka Connect's own converters give; a timestamp with a zone is Debezium's.
     "fields": [
         {"field": "id", "type": "int64", "optional": False},
         {"field": "name", "type": "string", "optional": False},
@@ -84,7 +84,7 @@ class Servers:
 def whole(servers: Servers, count: int, rounds: int) -> Iterator[str]:
     """Compare the whole way of a message with psql's \\copy of the same rows as CSV, and with no library."""
     bootstrap_servers, conninfo = servers.bootstrap_servers, servers.conninfo
-    topic = filled_topic(bootstrap_servers, count, plain)
+    topic = topic_of(bootstrap_servers, count, plain)
     programs: dict[str, Callable[[], float]] = {
         "psql \\copy of a CSV file": lambda: by_psql(conninfo, count),
         "sink": lambda: by_sink(bootstrap_servers, conninfo, topic, count),
@@ -106,11 +106,7 @@ def whole(servers: Servers, count: int, rounds: int) -> Iterator[str]:
     yield "| program | rows/s | of \\copy, median [min-max] |"
     yield "|---|---|---|"
     for name, times in took.items():
-        ratios = [a / b for a, b in zip(next(iter(took.values())), times, strict=True)]
-        yield (
-            f"| {name} | {count / statistics.median(times):,.0f} "
-            f"| {statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}] |"
-        )
+        yield f"| {name} | {count / statistics.median(times):,.0f} | {ratio(next(iter(took.values())), times)} |"
 
 
 def by_psql(conninfo: str, count: int) -> float:
@@ -128,7 +124,7 @@ def by_psql(conninfo: str, count: int) -> float:
 def by_sink(bootstrap_servers: str, conninfo: str, topic: str, count: int) -> float:
     sink = TableSink("payment", decoder=JsonDecoder())
     done = began = 0.0
-    with ExactlyOnceConsumer(settings(bootstrap_servers), conninfo=conninfo, max_messages=UNIT) as consumer:
+    with ExactlyOnceConsumer(consumer_settings(bootstrap_servers), conninfo=conninfo, max_messages=UNIT) as consumer:
         consumer.subscribe([topic])
         for unit in consumer:
             began = began or time.perf_counter()
@@ -144,10 +140,10 @@ def by_plain_loop(bootstrap_servers: str, conninfo: str, topic: str, count: int)
     """The same writer behind the plain client."""
     sink = TableSink("payment", decoder=JsonDecoder())
     done = 0
-    client = Consumer({**settings(bootstrap_servers), "enable.auto.commit": False, "auto.offset.reset": "earliest"})
+    client = Consumer(plain_settings(bootstrap_servers))
     client.subscribe([topic])
     with psycopg.connect(conninfo, prepare_threshold=None) as connection:
-        batch = client.consume(1, 30)
+        batch = client.consume(1, 30)  # what joining a group takes is in no rate
         began = time.perf_counter()
         while done < count:
             batch += client.consume(UNIT - len(batch), 0.05)
@@ -161,7 +157,7 @@ def by_plain_loop(bootstrap_servers: str, conninfo: str, topic: str, count: int)
 
 
 def by_nothing(bootstrap_servers: str, topic: str, count: int) -> float:
-    client = Consumer({**settings(bootstrap_servers), "enable.auto.commit": False, "auto.offset.reset": "earliest"})
+    client = Consumer(plain_settings(bootstrap_servers))
     client.subscribe([topic])
     done = len(client.consume(1, 30))
     began = time.perf_counter()
@@ -170,15 +166,6 @@ def by_nothing(bootstrap_servers: str, topic: str, count: int) -> float:
     took = time.perf_counter() - began
     client.close()
     return took
-
-
-def settings(bootstrap_servers: str) -> dict[str, Any]:
-    return {
-        "bootstrap.servers": bootstrap_servers,
-        "group.id": f"bench-{uuid4().hex[:8]}",
-        "fetch.queue.backoff.ms": 10,
-        "isolation.level": "read_committed",
-    }
 
 
 # Whole processes.
@@ -196,7 +183,7 @@ class Taken:
 
 def rivals(servers: Servers, count: int, rounds: int) -> Iterator[str]:
     """Compare the command with what users would take instead."""
-    topic = filled_topic(servers.bootstrap_servers, count, with_schema)
+    topic = topic_of(servers.bootstrap_servers, count, with_schema)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         commands: dict[str, Callable[[], list[str]]] = {
@@ -278,10 +265,10 @@ def prepare(connection: Connection, rows: int) -> None:
 
 def follow(process: subprocess.Popen[bytes], connection: Connection, count: int) -> tuple[float, float]:
     """Watch until the table has *count* rows; return CPU seconds and the peak of the memory of all its processes."""
-    empty = size = size_of_table(connection)
+    empty = size = size_of_table(connection)  # the size is cheap to ask for; rows are counted when it stands still
     started = cpu = peak = 0.0
     while True:
-        time.sleep(0.2)
+        time.sleep(0.2)  # often enough to find the peak of the memory, and little beside the work
         cpu, memory = usage(process, cpu)
         peak = max(peak, memory)
         now = size_of_table(connection)
@@ -317,7 +304,7 @@ def memory(servers: Servers, count: int, rounds: int) -> Iterator[str]:
     yield "|---|---|"
     with tempfile.TemporaryDirectory() as directory:
         for messages in (count, 10 * count):
-            topic = filled_topic(servers.bootstrap_servers, messages, plain)
+            topic = topic_of(servers.bootstrap_servers, messages, plain)
             taken = run(our_command(Path(directory), servers, topic, "", "--until-end"), servers.conninfo, messages)
             yield f"| {messages:,} | {taken.peak_megabytes:,.0f} |"
 
@@ -330,14 +317,14 @@ def growth(servers: Servers, count: int, rounds: int) -> Iterator[str]:
         directory = Path(name)
         rates = {}
         for partitions in (6, 1, 60, 600):
-            topic = filled_topic(servers.bootstrap_servers, count, plain, partitions=partitions)
+            topic = topic_of(servers.bootstrap_servers, count, plain, partitions=partitions)
             commands = [our_command(directory, servers, topic, "", "--until-end") for _ in range(rounds)]
             rates[partitions] = statistics.median(run(c, servers.conninfo, count).rows_per_second for c in commands)
             yield f"| {partitions} | {rates[partitions] / rates[6]:.2f} |"
         yield ""
         yield "| rows in the table before | rate, of that into an empty one |"
         yield "|---|---|"
-        topic = filled_topic(servers.bootstrap_servers, count, plain)
+        topic = topic_of(servers.bootstrap_servers, count, plain)
         for rows in (0, 10_000, 1_000_000, 50_000_000):
             commands = [our_command(directory, servers, topic, "", "--until-end") for _ in range(rounds)]
             all_taken = [run(command, servers.conninfo, count, before=rows) for command in commands]
@@ -345,24 +332,8 @@ def growth(servers: Servers, count: int, rounds: int) -> Iterator[str]:
             yield f"| {rows:,} | {rates[-rows] / rates[0]:.2f} |"
 
 
-def filled_topic(
-    bootstrap_servers: str, count: int, value: Callable[[int], bytes], *, partitions: int = PARTITIONS
-) -> str:
-    topic = f"bench-{uuid4().hex[:8]}"
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result(60)
-    producer = Producer(
-        {"bootstrap.servers": bootstrap_servers, "linger.ms": 50, "queue.buffering.max.messages": 1_000_000}
-    )
-    for number in range(count):
-        while True:
-            try:
-                producer.produce(topic, value(number), partition=number % partitions)
-                break
-            except BufferError:
-                producer.poll(0.1)
-    assert producer.flush(120) == 0
-    return topic
+def topic_of(bootstrap_servers: str, count: int, value: Callable[[int], bytes], *, partitions: int = PARTITIONS) -> str:
+    return filled_topic(bootstrap_servers, partitions, map(value, range(count)))
 
 
 PARTS = {"whole": whole, "rivals": rivals, "memory": memory, "growth": growth}
@@ -381,9 +352,7 @@ def main() -> None:
             migrate(connection)
         for name, part in PARTS.items():
             if args.only in (None, name):
-                for line in part(Servers(kafka.bootstrap_servers, postgres.conninfo), args.messages, args.rounds):
-                    print(line, flush=True)
-                print(flush=True)
+                show(part(Servers(kafka.bootstrap_servers, postgres.conninfo), args.messages, args.rounds))
 
 
 if __name__ == "__main__":

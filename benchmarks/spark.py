@@ -23,25 +23,22 @@ from uuid import uuid4
 
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
-from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
+from common import filled_topic, ratio, show
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from exactly_once import embedded
+from exactly_once.demo.spark_driver import jdbc
 from exactly_once.embedded import spark
-from exactly_once.embedded.jars import fetched
 from exactly_once.ledger.migrate import migrate
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
 from spark_sink import PostgresSink
 from spark_sink.attempt import tables
 
-PARTITIONS = 4
+PARTITIONS = 4  # twice as many as tasks at once, and as many as the curve ends with
 COLUMNS = ("id", "name", "value", "at")
 TABLE = "CREATE TABLE sink (id bigint, name text, value float8, at timestamptz)"
-DRIVER = "org.postgresql:postgresql:42.7.8"
 PLACES = ("topic", "partition", "offset")
 
 Program = Callable[[DataFrame, int], Any]
@@ -179,6 +176,7 @@ def in_memory(bench: Bench, written: int) -> tuple[DataFrame, str]:
     """Make rows that lie in memory, and the checkpoint that Spark would have: as if they came from two partitions."""
     columns = ("id", "lpad(cast(id as string), 32, '0') name", "rand(1) value", "timestamp_seconds(id) at")
     places = ("'cached' topic", f"cast(id >= {written // 2} as int) partition", f"id % {written // 2} offset")
+    # Two partitions: as many tasks as run at once.
     frame = bench.session.range(0, written, 1, 2).selectExpr(*columns, *places).persist()
     frame.count()
     return frame, checkpoint_of(bench, {"cached": {"0": written // 2, "1": written // 2}})
@@ -242,12 +240,6 @@ def without_first(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: found[1:] for name, found in seconds.items()}
 
 
-def ratio(left: list[float], right: list[float]) -> str:
-    """Tell the median of the ratios of one round each, and their range."""
-    found = [a / b for a, b in zip(left, right, strict=True)]
-    return f"{statistics.median(found):.2f} [{min(found):.2f}-{max(found):.2f}]"
-
-
 def empty(bench: Bench) -> None:
     """Start each program with an empty table and a checkpoint behind it."""
     with psycopg.connect(bench.conninfo, autocommit=True) as connection:
@@ -257,28 +249,19 @@ def empty(bench: Bench) -> None:
 
 def fill(bootstrap_servers: str, rows: int) -> str:
     """Make a topic of JSON rows."""
-    topic = f"bench-{uuid4().hex[:8]}"
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    admin.create_topics([NewTopic(topic, PARTITIONS, 1)])[topic].result(30)
-    producer = Producer({"bootstrap.servers": bootstrap_servers, "linger.ms": 50})
-    for number in range(rows):
-        row = {"id": number, "name": f"{number:032d}", "value": number / 7, "at": "2026-01-02T03:04:05Z"}
-        while True:
-            try:
-                producer.produce(topic, json.dumps(row), partition=number % PARTITIONS)
-                break
-            except BufferError:
-                producer.poll(0.1)
-    assert producer.flush(120) == 0
-    return topic
+    made = (
+        {"id": number, "name": f"{number:032d}", "value": number / 7, "at": "2026-01-02T03:04:05Z"}
+        for number in range(rows)
+    )
+    return filled_topic(bootstrap_servers, PARTITIONS, map(json.dumps, made))
 
 
 @contextlib.contextmanager
 def open_bench(servers: embedded.Servers, topic: str, *, cores: int) -> Iterator[Bench]:
     """Start Spark with so many tasks at once, and JDBC's driver."""
-    jars = [*spark.kafka_source(), *fetched(DRIVER, "postgresql-jdbc-42.7.8", "JDBC for Postgres").glob("postgresql*")]
+    jars = [*spark.kafka_source(), *jdbc()]
     settings = {
-        "spark.driver.memory": "4g",
+        "spark.driver.memory": "4g",  # a million cached rows, and what JDBC buffers of them
         "spark.jars": ",".join(map(str, jars)),
         "spark.sql.streaming.numRecentProgressUpdates": "1000",
     }
@@ -336,13 +319,6 @@ def main() -> None:
                 show(made[name])
         if "curve" in wanted:
             show(curve(servers, topic, args.rounds))
-
-
-def show(lines: Iterator[str]) -> None:
-    """Print a table as it comes."""
-    for line in lines:
-        print(line, flush=True)
-    print(flush=True)
 
 
 if __name__ == "__main__":

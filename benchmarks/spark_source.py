@@ -18,8 +18,9 @@ from typing import Any
 from uuid import uuid4
 
 import psycopg
+from common import ratio, show
 from pyspark.sql import DataFrame
-from spark import TABLE, Bench, by_jdbc, empty, fill, in_memory, open_bench, orders, ratio, show, without_first
+from spark import TABLE, Bench, by_jdbc, empty, fill, in_memory, open_bench, orders, without_first
 
 from exactly_once import embedded
 from exactly_once.ledger.migrate import migrate

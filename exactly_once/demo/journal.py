@@ -12,6 +12,7 @@ from uuid import uuid4
 import tenacity
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
+# What clients report of a partition while its broker is down or its next leader is not known to all.
 _NO_LEADER = {
     KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
     KafkaError.LEADER_NOT_AVAILABLE,
@@ -140,6 +141,13 @@ def plain_consumer(bootstrap_servers: str, isolation_level: str) -> Consumer:
 def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict[int, int]:
     """Return where each log ends; a read_committed consumer gets the start of the first open transaction."""
     consumer = plain_consumer(bootstrap_servers, "read_uncommitted")
+    # While a broker comes back, the client says of a partition without a leader that it is unknown.
+    until_led = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(lambda e: isinstance(e, KafkaException) and e.args[0].code() in _NO_LEADER),
+        wait=tenacity.wait_fixed(0.1),
+        stop=tenacity.stop_after_delay(timeout_seconds),
+        reraise=True,
+    )
     try:
         metadata = consumer.list_topics(topic, timeout=timeout_seconds).topics[topic]
         if metadata.error is not None:
@@ -147,19 +155,7 @@ def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict
         ends = {}
         for partition in metadata.partitions:
             of_partition = TopicPartition(topic, partition)
-            for attempt in _until_led(timeout_seconds):
-                with attempt:
-                    ends[partition] = consumer.get_watermark_offsets(of_partition, timeout=timeout_seconds)[1]
+            _, ends[partition] = until_led(consumer.get_watermark_offsets, of_partition, timeout=timeout_seconds)
         return ends
     finally:
         consumer.close()
-
-
-def _until_led(seconds: float) -> tenacity.Retrying:
-    """Ask again while a broker comes back: the client says of a partition without a leader that it is unknown."""
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(lambda e: isinstance(e, KafkaException) and e.args[0].code() in _NO_LEADER),
-        wait=tenacity.wait_fixed(0.1),
-        stop=tenacity.stop_after_delay(seconds),
-        reraise=True,
-    )

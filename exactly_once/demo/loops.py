@@ -120,14 +120,10 @@ def _telling(event: str) -> Callable[[Any, list[TopicPartition]], None]:
     return lambda _, partitions: report(event, partitions=[tp.partition for tp in partitions])
 
 
-def main() -> None:
-
-    def apply_payments(line: str, injury: Injury) -> None:
-        order = Order.from_line(line)
-        {"exactly_once": exactly_once, "at_least_once": at_least_once}[order.loop](order, injury)
-
-    serve(apply_payments)
+def apply_payments(line: str, injury: Injury) -> None:
+    order = Order.from_line(line)
+    {"exactly_once": exactly_once, "at_least_once": at_least_once}[order.loop](order, injury)
 
 
 if __name__ == "__main__":
-    main()
+    serve(apply_payments)

@@ -158,7 +158,6 @@ def as_json(results: Mapping[str, Result], *, seed: int) -> dict[str, Any]:
 def rows(results: Mapping[str, Result]) -> list[Row]:
     """Return the table without its head; a side that was cut short has no figures."""
     sides = [results["exactly_once"], results["at_least_once"]]
-
     texts = [
         ("messages in the topic", [f"{s.verdict.messages:,}" for s in sides]),
         ("crashes (kill -9)", [f"{s.tally.crashes}" for s in sides]),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from spark_sink import SinkUnit
 
+# Of a fixed version: what it is fetched from is checked against `jars.sha256`.
 _DRIVER = "org.postgresql:postgresql:42.7.8"
 _COLUMNS = ("id", "customer", "gross", "partition", "offset")
 _COUNT = sql.SQL("UPDATE {}.total SET orders = orders + %s")
@@ -81,7 +82,7 @@ def by_jdbc(order: Order) -> Callable[[DataFrame, int], None]:
     """Return what writes as the guides show it: append by JDBC, and a statement of one's own beside it."""
 
     def write(frame: DataFrame, _: int) -> None:
-        frame.persist()
+        frame.persist()  # it is read twice: written, and counted
         rows = frame.select(*_COLUMNS)
         rows.write.jdbc(order.jdbc_url, f"{order.schema}.orders", "append", {"driver": "org.postgresql.Driver"})
         with psycopg.connect(order.conninfo) as connection:

@@ -31,7 +31,7 @@ from .payments import create_topic
 from .spark_driver import Order, jdbc
 from .trial import PATIENCE_SECONDS, Stuck
 
-PARTITIONS = 3
+PARTITIONS = 3  # more than Spark has tasks at a time, so that a killed worker leaves some of a batch undone
 FAULTS = ("driver", "worker", "checkpoint")
 TITLES = {
     "exactly_once": "With the sink of this library: foreachBatch(PostgresSink(...))",
@@ -104,6 +104,7 @@ class Driver:
     """A driver in a process of its own, how far it is, and what it complained of."""
 
     def __init__(self, order: Order, log: TextIO) -> None:
+        # Both are written by the reader's thread, line by line: the offsets behind its last batch, and when it said so.
         self.reached = 0
         self.heard_at = time.monotonic()
         self._process = psutil.Popen(
@@ -170,10 +171,11 @@ class SparkTrial:
             topic=self._topic,
             schema=self._schema,
             checkpoint=str(self._directory / "checkpoint"),
+            # Ten batches of what comes in with each fault: any of them may be the one under way.
             batch_messages=max(1, setting.orders // (len(setting.faults) + 1) // 10),
         )
-        self._driver: Driver | None = None
-        self._published = 0
+        self._driver: Driver | None = None  # none until it is first waited for, and after each kill of one
+        self._published = 0  # how many orders are in the topic
 
     def run(self) -> Result:
         """Publish all orders while faults strike, wait until all are applied, and compare."""
@@ -194,7 +196,9 @@ class SparkTrial:
         except Stuck as trouble:
             self.result.cut_short = str(trouble)
             self._display.log(f"gave up waiting for {trouble}", style="bold red")
-            self._display.line("".join((self._directory / "log").read_text().splitlines(keepends=True)[-20:]))
+            self._display.line(
+                "".join((self._directory / "log").read_text().splitlines(keepends=True)[-20:])
+            )  # a traceback
         finally:
             if self._driver is not None:
                 self._driver.kill()

@@ -111,9 +111,9 @@ class Kafka:
             raise
         return self
 
-    def wait(self, *, timeout_seconds: float = _START_SECONDS) -> None:
+    def wait(self) -> None:
         """Return when every running broker takes part in the cluster."""
-        self._wait_for([node for node in self._nodes if self.is_running(node)], timeout_seconds)
+        self._wait_for([node for node in self._nodes if self.is_running(node)])
 
     def stop(self, node: int | None = None) -> None:
         """Stop one broker, or all, in good order; the data stays."""
@@ -144,7 +144,7 @@ class Kafka:
         self._node(node)
         self.stop(node)
         self._launch(node)
-        self._wait_for([node], _START_SECONDS)
+        self._wait_for([node])
 
     def close(self) -> None:
         """End all brokers and delete the temporary directory; may be called again."""
@@ -163,8 +163,8 @@ class Kafka:
             remove = self._directory if self._given_directory is None else None
             self._processes[node] = broker.run(self._nodes[node], remove=remove)
 
-    def _wait_for(self, nodes: list[int], timeout_seconds: float) -> None:
-        deadline = time.monotonic() + timeout_seconds
+    def _wait_for(self, nodes: list[int]) -> None:
+        deadline = time.monotonic() + _START_SECONDS
 
         def wait(node: int, is_up: Callable[[], bool]) -> None:
             name = f"Kafka broker {node}"

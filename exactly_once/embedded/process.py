@@ -18,6 +18,7 @@ _GUARD = Path(__file__).with_name("guard.py")
 
 _FREEZE_SECONDS = 10.0  # a thread stops when it next leaves the kernel: at once, unless it waits for a disk
 _POLL_SECONDS = 0.002  # it takes about as long
+_TAIL_LINES = 20  # an error of Postgres, or the head of a stack trace of Kafka
 
 
 class ServerProcess:
@@ -101,13 +102,13 @@ class ServerProcess:
             self._guard.wait()
         self._close()
 
-    def log_tail(self, lines: int = 20) -> str:
-        """Return the last *lines* of the server's log."""
+    def log_tail(self) -> str:
+        """Return the end of the server's log."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError as error:
             return f"(no log: {error})"
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     def come_up(self, name: str, is_up: Callable[[], bool], *, deadline: float, poll_seconds: float) -> None:
         """Wait until the server is up, till ``deadline`` by the monotonic clock.

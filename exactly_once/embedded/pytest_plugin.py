@@ -45,6 +45,9 @@ def pytest_report_header() -> str:
     return f"servers: Kafka {kafka}; Postgres {postgres}"
 
 
+# The objects have fixtures of their own, so that a test that asks for one server's address starts one server.
+
+
 @pytest.fixture(scope="session")
 def _embedded_kafka() -> Iterator[Kafka | None]:
     if os.environ.get(_BOOTSTRAP_SERVERS):

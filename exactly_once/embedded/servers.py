@@ -37,6 +37,7 @@ class Servers:
 
     def close(self) -> None:
         """End both servers and delete their data; may be called again."""
+        # An error of the one must not leave the other running.
         try:
             self.kafka.close()
         finally:

@@ -54,7 +54,7 @@ _SETTINGS = {
 
 @contextlib.contextmanager
 def session(
-    name: str, *, master: str = "local[2]", settings: Mapping[str, str] | None = None, log_level: str = "ERROR"
+    name: str, *, master: str = "local[2]", settings: Mapping[str, str] | None = None
 ) -> Iterator[SparkSession]:
     """Start Spark and end it, its Java process included, on leaving; one at a time in a process.
 
@@ -77,7 +77,7 @@ def session(
         builder = builder.config(key, value)
     try:
         running = builder.getOrCreate()
-        running.sparkContext.setLogLevel(log_level)
+        running.sparkContext.setLogLevel("ERROR")  # it warns of its own settings, dozens of lines
         try:
             yield running
         finally:

@@ -43,7 +43,9 @@ _QUICK_SECONDS = 0.5
 # The client's own time-out comes first: it brings the answers of those leaders that are not waited for.
 _GRACE = 1.2
 
+# How the client writes the id of a topic where the broker gives none: sixteen bytes of zero.
 _ZERO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
+# Where topics cannot be described, by lack of a right or by their age; their metadata can be asked for all the same.
 _NO_IDS = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
@@ -87,8 +89,8 @@ class Cluster:
         self._clients: dict[str, AdminClient] = {}
         self._closed = False
         self.servers = str(settings.get("bootstrap.servers", "(no bootstrap.servers)"))
-        self._said: set[str] = set()
-        self._topic: str | None = None
+        self._said: set[str] = set()  # topics of which it was logged that they have no id: once is enough
+        self._topic: str | None = None  # the last that was asked for, with which the list of brokers is refreshed
         self.cluster_id: str | None = None
 
     def __enter__(self) -> Self:
@@ -161,7 +163,7 @@ class Cluster:
     def described(self, name: str, future: Future[Any]) -> Topic:
         """Read the answer to :meth:`ask`; raises as :meth:`describe` does."""
         try:
-            answer = future.result(REQUEST_SECONDS + 1)
+            answer = future.result(REQUEST_SECONDS + 1)  # the client's own time-out comes first, and says why
         except (KafkaException, TimeoutError) as error:
             code = error.args[0].code() if isinstance(error, KafkaException) else None
             if code == KafkaError.UNKNOWN_TOPIC_OR_PART:

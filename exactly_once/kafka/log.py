@@ -23,6 +23,7 @@ class Unrepeated(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
+        # By the line without its numbers: when it may pass again, the pause until then, how many were left out since.
         self._seen: dict[str, tuple[float, float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -7,6 +7,7 @@ from enum import Enum
 
 from exactly_once._model import MIRRORED
 
+# In place of what the worker's role may not read.
 _UNKNOWN = "-"
 
 
@@ -37,6 +38,7 @@ class Relation(Enum):
 
 def origin_of(metadata: str | None) -> Origin | None:
     """Read the origin from the metadata of a committed offset; None where there is none."""
+    # Others commit for a group, too, with words of their own or none; what we do not know we take for no origin.
     words = (metadata or "").split()
     if len(words) < 4 or words[0] != MIRRORED:
         return None

@@ -104,7 +104,15 @@ class ClaimsWindow:
             return
         try:
             if not self._is_agreed:
-                self._agree(self.seconds)
+                before = self._ask("claim_keep", seconds=self.seconds)
+                self._is_agreed = True
+                if before not in (None, self.seconds):
+                    text = (
+                        "claims_window=%g: the group's keys were held for %g s until now; the last member to start "
+                        "decides"
+                    )
+                    extra = about("claims_window_changed", group=self.group_id)
+                    logger.warning(text, self.seconds, before, extra=extra)
             left = self._ask("claim_turn")
             self._postponed = 0
         except psycopg.errors.LockNotAvailable:
@@ -119,13 +127,6 @@ class ClaimsWindow:
                 logger.warning(text, extra=about("claims_turn_postponed", group=self.group_id))
         wait = _LONGEST_SECONDS if left is None else min(left, _LONGEST_SECONDS)
         self._next_turn = time.monotonic() + wait * random.uniform(1, 1 + _JITTER)  # noqa: S311
-
-    def _agree(self, seconds: float) -> None:
-        before = self._ask("claim_keep", seconds=seconds)
-        self._is_agreed = True
-        if before not in (None, seconds):
-            text = "claims_window=%g: the group's keys were held for %g s until now; the last member to start decides"
-            logger.warning(text, seconds, before, extra=about("claims_window_changed", group=self.group_id))
 
     def _ask(self, name: str, **parameters: Any) -> float | None:
         with self.session.ledger_transaction(lock_timeout_seconds=_LOCK_SECONDS) as (connection, _):

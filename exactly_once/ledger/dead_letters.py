@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 from psycopg import sql
+from psycopg.rows import class_row
 
 from exactly_once._failpoints import failpoint
 from exactly_once._log import about, text_of
@@ -41,7 +42,9 @@ class DeadLetterLimit:
     are counted in the database, so a restart does not begin anew.
     """
 
+    # Ten failures with no success between them: the handler is broken, not ten messages.
     in_a_row: int = 10
+    # Bad messages between good ones: with so many in an hour their producer is broken, and nobody will read them all.
     in_window: int = 1000
     window_seconds: float = 3600.0
 
@@ -131,6 +134,7 @@ def store(
     headers cannot be read, the error says so, and there are none.
     """
     said = text_of(error)
+    # Of a message whose headers the client cannot read the buffer has made another one, which raises here.
     try:
         headers = message.headers()
     except ValueError as unreadable:
@@ -214,27 +218,22 @@ def find(
     limit: int | None = None,
 ) -> list[DeadLetter]:
     """Return dead letters in the order of the log."""
-    # Binary: times come as they are whatever DateStyle the database has.
-    parameters = {
-        "group_id": group_id,
-        "topic": topic,
-        "partition": partition,
-        "ids": None if ids is None else list(ids),
-        "status": status,
-        "limit": limit,
-    }
-    cursor = cursor_on(connection)
-    cursor.execute(query("list_dead_letters", schema, columns=COLUMNS), parameters, prepare=False, binary=True)
-    return [_letter(row) for row in cursor]
+    return _letters(
+        connection,
+        query("list_dead_letters", schema, columns=COLUMNS),
+        group_id=group_id,
+        topic=topic,
+        partition=partition,
+        ids=None if ids is None else list(ids),
+        status=status,
+        limit=limit,
+    )
 
 
 def settle(connection: Connection, letter_id: int, status: Status, *, schema: str) -> DeadLetter | None:
     """Take a dead letter off the list in the open transaction; None when it is not on it any more."""
-    cursor = cursor_on(connection)
-    parameters = {"id": letter_id, "status": status}
-    cursor.execute(query("settle_dead_letter", schema, columns=COLUMNS), parameters, prepare=False, binary=True)
-    row = cursor.fetchone()
-    return None if row is None else _letter(row)
+    statement = query("settle_dead_letter", schema, columns=COLUMNS)
+    return next(iter(_letters(connection, statement, id=letter_id, status=status)), None)
 
 
 def place_of(message: Message) -> str:
@@ -242,8 +241,10 @@ def place_of(message: Message) -> str:
     return f"{Partition.of(message)} offset {message.offset()}"
 
 
-def _letter(row: tuple[Any, ...]) -> DeadLetter:
-    return DeadLetter(**dict(zip((field.name for field in fields(DeadLetter)), row, strict=True)))
+def _letters(connection: Connection, statement: sql.Composed, **parameters: Any) -> list[DeadLetter]:
+    # Binary: times come as they are whatever DateStyle the database has.
+    cursor = cursor_on(connection, class_row(DeadLetter))
+    return cursor.execute(statement, parameters, prepare=False, binary=True).fetchall()
 
 
 def as_bytes(value: str | bytes | None) -> bytes | None:

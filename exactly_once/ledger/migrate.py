@@ -27,11 +27,13 @@ def migrate(connection: Connection, schema: str = DEFAULT_SCHEMA) -> list[int]:
     """
     cursor = cursor_on(connection)
     with connection.transaction():
+        # What a role has for its own statements is too short for DDL that waits for workers.
         cursor.execute(query("no_timeouts", schema), prepare=False)
         cursor.execute(query("migration_lock", schema), {"schema": schema}, prepare=False)
         found = _installed(cursor, schema)
         if found is not None:
             _refuse_too_new(connection, schema, found)
+        # Read under the lock: of processes that start at once the first one migrates, the others find it done.
         todo = {n: ddl for n, ddl in migrations(schema).items() if found is None or n > found[0]}
         if found is None:
             cursor.execute(query("create_schema", schema))
@@ -85,5 +87,6 @@ def _installed(cursor: psycopg.Cursor[tuple[object, ...]], schema: str) -> tuple
 
 def check_schema_name(schema: str) -> None:
     """Refuse names that Postgres would cut, that are none, or that look like a placeholder to psycopg."""
+    # 63 bytes is Postgres' limit, as it is built everywhere; it cuts longer names, with a notice that nobody reads.
     if not schema or len(schema.encode()) > 63 or "\0" in schema or "%" in schema:
         raise ConfigurationError(f"schema={schema!r} is not the name of a schema (1 to 63 bytes, no %)")

@@ -58,6 +58,7 @@ class Endpoints:
         self._server = _Server((host, port), self._answer)
         # The port; where 0 was given, the one that was free.
         self.port: int = self._server.server_address[1]
+        # It looks ten times a second whether it is to end: `close` waits for that.
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="exactly_once-endpoints", daemon=True
         )
@@ -89,7 +90,7 @@ class Endpoints:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+    daemon_threads = True  # a client that keeps its connection open must not keep the process
 
     def __init__(self, address: tuple[str, int], answer: Callable[[str, str], tuple[HTTPStatus, str, bytes]]) -> None:
         self.answer = answer
@@ -106,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = _CLIENT_SECONDS
     server_version = "exactly-once"
-    sys_version = ""
+    sys_version = ""  # which Python this is is nobody's business
 
     def do_GET(self) -> None:
         status, content_type, text = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))

@@ -30,8 +30,11 @@ class PrometheusMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
+        # Of counters and histograms; gauges are made anew whenever they are read.
         self._parents: dict[Metric, Counter | Histogram] = {}
+        # Filled as labels are met, by consumers' threads: two that meet at one get the same child from its parent.
         self._children: dict[tuple[Metric, tuple[str, ...]], Any] = {}
+        # Replaced, never changed: a scraper's thread goes through it meanwhile.
         self._readers: tuple[Read, ...] = ()
         registry.register(self)
         for metric in METRICS:

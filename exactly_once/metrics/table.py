@@ -81,6 +81,7 @@ GAPS = Metric(
     "gaps",
     "Holes between consecutive offsets, left by compaction and by markers and aborted messages of transactions.",
 )
+# Up to 300 seconds, Kafka's default for `max.poll.interval.ms`.
 UNIT_SECONDS = Metric(
     "exactly_once_unit_seconds",
     "histogram",
@@ -88,6 +89,7 @@ UNIT_SECONDS = Metric(
     "From BEGIN until a unit was known to be committed, handler included.",
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
 )
+# From what an answer takes on one machine, to ten seconds, by which a COMMIT waits for a lock or a standby.
 COMMIT_SECONDS = Metric(
     "exactly_once_commit_seconds",
     "histogram",

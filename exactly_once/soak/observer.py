@@ -40,6 +40,7 @@ class Tail(threading.Thread):
     def __init__(self, bootstrap_servers: str, topics: Mapping[str, int]) -> None:
         super().__init__(name="tail", daemon=True)
         self.places: list[Place] = [(topic, number) for topic, count in topics.items() for number in range(count)]
+        # Written by this thread, read by others without a lock: an offset is in its list before `_upto` goes beyond it.
         self._offsets: dict[Place, list[int]] = {place: [] for place in self.places}
         self._upto: dict[Place, int] = dict.fromkeys(self.places, 0)
         self._stopping = threading.Event()
@@ -56,6 +57,7 @@ class Tail(threading.Thread):
                     self._offsets[place].append(offset)
                     self._upto[place] = offset + 1
                 elif error.code() == KafkaError._PARTITION_EOF:
+                    # What lies between the last message and here is markers and aborted messages, and never counts.
                     self._upto[place] = max(self._upto[place], offset)
                 else:
                     logger.info("tail: %s", error)
@@ -124,6 +126,7 @@ def judge(view: View, row: Row, effects: Sequence[int], known: Sequence[int], up
             yield "doubled", f"offset {offset} has {times[offset]} effects"
         if offset >= row.next_offset:
             yield "offset_behind", f"offset {offset} has an effect and the ledger stands at {row.next_offset}"
+    # Behind it the ledger promises nothing yet, or the tail does not know what counts.
     horizon = min(row.next_offset, upto)
     counts = set(known)
     for offset in known:
@@ -143,6 +146,7 @@ class Observer(threading.Thread):
         self._groups = groups
         self._tail = tail
         self._stopping = threading.Event()
+        # These three are written by this thread and read by the soak's.
         self.views = {(group, place): View() for group in groups for place in tail.places}
         self.snapshots = 0
         self.anomalies: set[Anomaly] = set()
@@ -150,6 +154,7 @@ class Observer(threading.Thread):
     def run(self) -> None:
         while not self._stopping.wait(_PAUSE_SECONDS):
             with contextlib.suppress(psycopg.OperationalError), psycopg.connect(self._conninfo) as connection:
+                # The ledger and the effects of one moment: between two snapshots a unit may commit.
                 connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
                 connection.read_only = True
                 while not self._stopping.wait(_PAUSE_SECONDS):

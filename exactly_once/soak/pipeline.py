@@ -93,7 +93,7 @@ class Pipeline:
             self.signal(process, signal.SIGTERM)
         for process in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+                process.wait(20)  # seconds for an end in good order; nothing is counted behind it
             self.signal(process, signal.SIGKILL)
             process.wait()
 
@@ -157,7 +157,7 @@ def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
             conninfo = proxy.conninfo
         places = {"bootstrap_servers": plan.bootstrap_servers, "conninfo": conninfo, "topic": plan.topic}
         command = [word.format(**places) for word in shlex.split(plan.start)]
-        published = publish(0.1)
+        published = publish(0.1)  # what it starts with; the rest comes in while faults strike, a tenth behind them
         pipeline = stack.enter_context(Pipeline(command, plan.processes, log))
         while (elapsed := time.monotonic() - began_at) < plan.seconds:
             published = publish(0.1 + 0.8 * elapsed / plan.seconds)
@@ -216,4 +216,5 @@ def compare(verdict: Verdict, found: Mapping[str, int]) -> None:
         "foreign": sorted(found.keys() - published),
     }
     verdict.lost, verdict.doubled, verdict.foreign = (len(numbers) for numbers in wrong.values())
+    # Five of a kind show whether they are neighbours, the messages of one batch.
     verdict.examples = {kind: numbers[:5] for kind, numbers in wrong.items() if numbers}

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 
 from exactly_once._failpoints import OF_A_UNIT
-from exactly_once.demo.crew import Crew, Event, Worker
+from exactly_once.demo.crew import Crew, Worker
 from exactly_once.demo.display import Display
 from exactly_once.demo.journal import log_ends
 from exactly_once.demo.payments import create_topic
@@ -205,7 +205,29 @@ class Soak:
     def _turn(self) -> None:
         """Do what is due: take in reports, thaw, replace the dead, look how far everybody is."""
         for worker, event in self._crew.received(_TURN_SECONDS):
-            self._take(worker, event)
+            name = event["event"]
+            self._reports[name] += 1
+            worker.receive(event)
+            if name == "dying":
+                self._count("kill -9 at a failpoint")
+                self._killed.add(worker)
+            elif name == "frozen":
+                self._count("freeze at a failpoint")
+                self._thaw_later(worker)
+            elif name == "instance fenced":
+                self._display.log(f"worker {worker.number} ends: {event['why']}", style="yellow")
+            elif name == "ended":
+                is_expected = worker in self._leaving and worker.status in _STOPPED
+                if not (is_expected or worker in self._killed or "instance fenced" in worker.reports):
+                    self._found("ended", f"worker {worker.number} ({self._orders[worker.number]})", worker.last_words())
+                self._leaving.pop(worker, None)
+                self._frozen.discard(worker)
+                self._killed.discard(worker)
+                self._crew.dismiss(worker)
+                if sum(anomaly.kind == "ended" for anomaly in self._anomalies) > _MOST_ENDED:
+                    raise Wedged("all", f"{_MOST_ENDED} workers ended by themselves")
+                if worker.number in self._wanted:
+                    self._hire(worker.number)
         now = time.monotonic()
         if self._outage is None:
             self._up += now - self._turned_at
@@ -225,32 +247,6 @@ class Soak:
         if now - self._looked_at > _LOOK_SECONDS:
             self._look()
             self._looked_at = now
-
-    def _take(self, worker: Worker, event: Event) -> None:
-        """Note what a worker reports; replace one that ended, if its place is wanted."""
-        name = event["event"]
-        self._reports[name] += 1
-        worker.receive(event)
-        if name == "dying":
-            self._count("kill -9 at a failpoint")
-            self._killed.add(worker)
-        elif name == "frozen":
-            self._count("freeze at a failpoint")
-            self._thaw_later(worker)
-        elif name == "instance fenced":
-            self._display.log(f"worker {worker.number} ends: {event['why']}", style="yellow")
-        elif name == "ended":
-            is_expected = worker in self._leaving and worker.status in _STOPPED
-            if not (is_expected or worker in self._killed or "instance fenced" in worker.reports):
-                self._found("ended", f"worker {worker.number} ({self._orders[worker.number]})", worker.last_words())
-            self._leaving.pop(worker, None)
-            self._frozen.discard(worker)
-            self._killed.discard(worker)
-            self._crew.dismiss(worker)
-            if sum(anomaly.kind == "ended" for anomaly in self._anomalies) > _MOST_ENDED:
-                raise Wedged("all", f"{_MOST_ENDED} workers ended by themselves")
-            if worker.number in self._wanted:
-                self._hire(worker.number)
 
     # What a turn and a fault do to workers.
 

@@ -18,7 +18,7 @@ from exactly_once import ExactlyOnceConsumer, Fenced, InstanceFenced, Redelivere
 from exactly_once.cli.sink_flows import Flow, Run, Task
 from exactly_once.cli.sink_worker import work
 from exactly_once.demo import worker as demo_worker
-from exactly_once.demo.worker import Injury, report, serve
+from exactly_once.demo.worker import report, serve
 
 SCHEMA = "soak"
 # Topics and how many partitions each has; every group reads all of them.
@@ -134,19 +134,15 @@ def create_tables(connection: psycopg.Connection[Any], groups: Sequence[str]) ->
 def main() -> None:
     # The soak asks whoever stands still where that is.
     faulthandler.register(signal.SIGUSR1)
-
-    def obey(line: str, _: Injury) -> None:
-        try:
-            _apply(Order.from_line(line))
-        except InstanceFenced as error:
-            # Met shortly after a kill of the coordinator, which may not have stored yet who has the id. A supervisor
-            # would start another process, and so does the soak.
-            report("instance fenced", why=str(error))
-
-    serve(obey)
+    try:
+        serve(lambda line, _: apply(Order.from_line(line)))
+    except InstanceFenced as error:
+        # Met shortly after a kill of the coordinator, which may not have stored yet who has the id. A supervisor
+        # would start another process, and so does the soak.
+        report("instance fenced", why=str(error))
 
 
-def _apply(order: Order) -> None:
+def apply(order: Order) -> None:
     """Apply messages as the order says, until this process is asked to end."""
     if order.mode == "sink":
         flow = Flow(

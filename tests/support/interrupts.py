@@ -11,8 +11,6 @@ from typing import Any
 
 import exactly_once
 
-CALLBACKS = ("callback", "contained", "_hold_back", "_let_go")
-"""What is called by librdkafka, and contains whatever is raised in it."""
 LIBRARY = str(Path(exactly_once.__file__).parent)
 
 
@@ -38,11 +36,7 @@ class Interrupter:
             sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, _: object) -> Any:
-        code = frame.f_code
-        is_callback = code.co_name in CALLBACKS and code.co_filename.endswith("assignment.py")
-        if not code.co_filename.startswith(LIBRARY) or is_callback:
-            return None
-        return self._line
+        return self._line if frame.f_code.co_filename.startswith(LIBRARY) else None
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line" and self.left > 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 import psycopg
 
+from exactly_once.embedded.ports import free_port
 from tests.support.waiting import until
 
 _UNPRIVILEGED = "nobody"  # PgBouncer refuses to run as root
@@ -48,7 +48,7 @@ class PgBouncer:
         if program is None:
             raise FileNotFoundError(pgbouncer_missing())
         self._directory = Path(tempfile.mkdtemp(prefix="pgbouncer-"))
-        self.port = _free_port()
+        self.port = free_port()
         self._write_config()
         user = _UNPRIVILEGED if os.geteuid() == 0 else None
         if user is not None:
@@ -121,12 +121,6 @@ class PgBouncer:
 def _program() -> str | None:
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])
     return shutil.which("pgbouncer", path=search)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _quoted(value: object) -> str:

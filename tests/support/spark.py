@@ -62,14 +62,14 @@ class Driver:
     ``Driver("-m", "tests.spark.some_driver", argument)``; use it in a ``with`` statement.
     """
 
-    def __init__(self, *arguments: str, cwd: Path = ROOT) -> None:
+    def __init__(self, *arguments: str) -> None:
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._log = tempfile.NamedTemporaryFile("w+", prefix="driver-")  # noqa: SIM115  (open as long as it writes)
         # The session is what its Java and its Python workers have in common with it, also when it is dead.
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
-            cwd=cwd,
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,

@@ -54,7 +54,7 @@ WHERE d.group_id = %(group_id)s AND d.topic = moved.topic AND d.partition = move
 
 -- name: list_dead_letters
 -- Dead letters in the order of the log; of one group, topic, status or some ids, if asked.
-SELECT {columns}, extract(epoch FROM clock_timestamp() - dead_at)::float8
+SELECT {columns}, extract(epoch FROM clock_timestamp() - dead_at)::float8 AS dead_seconds_ago
 FROM {schema}.dead_letter
 WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
   AND (%(topic)s::text IS NULL OR topic = %(topic)s)
@@ -68,7 +68,7 @@ LIMIT %(limit)s
 -- Take a dead letter off the list; another transaction that does the same waits here and finds nothing.
 UPDATE {schema}.dead_letter SET status = %(status)s, settled_at = clock_timestamp(), settled_by = session_user
 WHERE id = %(id)s AND status = 'dead'
-RETURNING {columns}, extract(epoch FROM clock_timestamp() - dead_at)::float8
+RETURNING {columns}, extract(epoch FROM clock_timestamp() - dead_at)::float8 AS dead_seconds_ago
 
 -- name: dead_letters_by_group
 -- How many messages of each group wait for an operator; other groups have no row.
