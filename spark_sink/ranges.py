@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
@@ -15,6 +17,9 @@ from exactly_once.errors import TopicRecreated
 from exactly_once.writer import BadRow
 
 from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder
+
+if TYPE_CHECKING:
+    from .offset_log import Failure
 
 # How the names of columns begin that travel with a batch and are never written.
 RESERVED = "__exactly_once_"
@@ -101,6 +106,25 @@ def behind(
         f"{partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the query goes on at {known}, "
         f"so {known - (next_offset or 0)} offsets would be lost. The database was set back (a failover that lost "
         f"commits, a restore) or the ledger was reset. {way}"
+    )
+
+
+def not_written(
+    failure: Failure, batch_id: int, ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str
+) -> LedgerBehindCheckpoint:
+    """Describe a batch that failed, behind which Spark goes on all the same."""
+    left_out = {r.partition: r.start for r in ranges if r.start is not None}
+    short = {p: start for p, start in left_out.items() if next_offsets.get(p, -1) < start}
+    ways = "start the query with a new checkpoint and startingOffsets from the ledger"
+    resets = [f"--topic {p.topic} --partition {p.number} --to-offset {start}" for p, start in sorted(short.items())]
+    if any(partition.counts_batches for partition in short):
+        ways = "empty the table and start the query with a new checkpoint and another group_id"
+        resets = [f"--to-batch {batch_id - 1}"]
+    return LedgerBehindCheckpoint(
+        f"group {group_id!r}: batch {failure.batch_id} failed and was not written since, and Spark goes on with batch "
+        f"{batch_id}: the function that foreachBatch was given has caught the error, or it has not called the sink "
+        f"when the batch came again. The error was {failure.error}. To write what is missing {ways}; to leave it out: "
+        + "; ".join(f"exactly-once reset --group-id {shlex.quote(group_id)} {each}" for each in resets)
     )
 
 
