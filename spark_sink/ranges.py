@@ -26,6 +26,7 @@ RESERVED = "__exactly_once_"
 TOPIC, PARTITION, OFFSET = f"{RESERVED}topic", f"{RESERVED}partition", f"{RESERVED}offset"
 """Copies of the three columns under names and types that are known."""
 PLACES = (TOPIC, PARTITION, OFFSET)
+_KEY = f"{RESERVED}key"
 
 # A partition, lowest and highest offset; None where a row lacks one, or topic or partition.
 ObservedRange = tuple[Partition, int | None, int | None]
@@ -227,7 +228,8 @@ class OffsetFilter:
             kept = rows.filter(reduce(pc.or_, is_new))
         self.dropped += rows.num_rows - kept.num_rows
         if self._claim is not None and kept.num_rows:
-            self._check_keys(kept.select([*PLACES, self._claim]), self._claim)
+            # Under a name of ours: of one that begins with a dot Arrow would read a path.
+            self._check_keys(kept.select([*PLACES, self._claim]).rename_columns([*PLACES, _KEY]), self._claim)
         return kept
 
     def _check_keys(self, rows: pa.Table, claim: str) -> None:
@@ -239,12 +241,12 @@ class OffsetFilter:
         self._edge = [rows.filter(pc.equal(rows.column(OFFSET), rows.column(OFFSET)[-1]))]
         if _count(rows, PLACES).num_rows == rows.num_rows:
             return  # one row of each message, as mostly
-        counts = _count(rows, [*PLACES, claim])
+        counts = _count(rows, [*PLACES, _KEY])
         for each in counts.filter(pc.greater(counts.column(f"{OFFSET}_count"), 1)).to_pylist():
-            if each[claim] not in (None, ""):
+            if each[_KEY] not in (None, ""):
                 raise FrameError(
                     f"several rows of {Partition(each[TOPIC], each[PARTITION])} offset {each[OFFSET]} have one key to "
-                    f"claim, {claim} {each[claim]!r}: all but the first would be left out, as an event that came "
+                    f"claim, {claim} {each[_KEY]!r}: all but the first would be left out, as an event that came "
                     "before. Rows that an explode or a join makes of one message need a key each, such as "
                     f"concat({claim}, '-', pos) behind a posexplode"
                 )

@@ -287,8 +287,10 @@ class Run:
             frame = to_one_task(frame, order=[OFFSET] if in_order else [])
         else:
             frame = to_tasks(frame, [share.partition for share in todo])
+        task = partial(write_task, replace(work, names=tuple(frame.columns)))
+        numbered = frame.toDF(*map(str, range(len(frame.columns))))
         # The only action on the frame.
-        result = self._weighed(read_results(frame.mapInArrow(partial(write_task, work), REPORT).collect()), offsets)
+        result = self._weighed(read_results(numbered.mapInArrow(task, REPORT).collect()), offsets)
         # Only now: Spark says that every task has succeeded.
         reached = {Partition(topic, number): offset for topic, number, offset in result.reached}
         self._patiently(self._owners.finish, todo, reached, batch_id=batch_id)
