@@ -88,6 +88,8 @@ class Work:
     report: Mapping[str, Any] | None = None
     """What is written down of a batch in its transaction; None leaves it to the driver."""
     rows_a_copy: int = field(default_factory=lambda: ROWS)
+    names: tuple[str, ...] = ()
+    """What the columns are called that a task sees under numbers: pyspark's ``mapInArrow`` fails for dots in names."""
 
 
 @dataclass(slots=True)
@@ -435,6 +437,8 @@ def write_task(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Rec
     """
     is_whole = work.options.transaction == "batch"
     stream = (table for table in tables(batches, rows_a_copy=work.rows_a_copy) if is_whole or table.num_rows)
+    if work.names:
+        stream = (table.rename_columns(list(work.names)) for table in stream)
     # No transaction stands open while rows are still read and sorted.
     first = list(itertools.islice(stream, 1))
     if not (first or is_whole):

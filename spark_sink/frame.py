@@ -246,23 +246,23 @@ def _as_json(field: StructField) -> SparkColumn:
 def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
     """Return SQL that tells whether NaN or infinity is within; None where none can be."""
     name, item = kind.typeName(), f"x{depth}"
-    parts: list[tuple[str, str]] = []
+    parts: list[str] = []
     if name in ("float", "double"):
         return f"coalesce({value} IN (double('NaN'), double('Infinity'), -double('Infinity')), false)"
     if name == "struct":
         for each in kind.fields:  # type: ignore[attr-defined]
             found = _not_a_number(f"{value}.{_quoted(each.name)}", each.dataType, depth)
-            parts += [] if found is None else [("{}", found)]
+            parts += [] if found is None else [found]
     elif name == "array":
         found = _not_a_number(item, kind.elementType, depth + 1)  # type: ignore[attr-defined]
-        parts += [] if found is None else [(f"coalesce(exists({value}, {item} -> {{}}), false)", found)]
+        parts += [] if found is None else [f"coalesce(exists({value}, {item} -> {found}), false)"]
     elif name == "map":
         key = kind.keyType.typeName()  # type: ignore[attr-defined]
         if key not in ("string", "byte", "short", "integer", "long", "boolean"):
             raise FrameError(f"{value} is a map with keys of type {key}, which JSON has not; cast them to string")
         found = _not_a_number(item, kind.valueType, depth + 1)  # type: ignore[attr-defined]
-        parts += [] if found is None else [(f"coalesce(exists(map_values({value}), {item} -> {{}}), false)", found)]
-    return " OR ".join(form.format(found) for form, found in parts) or None
+        parts += [] if found is None else [f"coalesce(exists(map_values({value}), {item} -> {found}), false)"]
+    return " OR ".join(parts) or None
 
 
 def _quoted(name: str) -> str:

@@ -38,11 +38,22 @@ Read = Callable[[str], "bytes | None"]
 Write = Callable[[str, bytes], None]
 
 
+class Failure(NamedTuple):
+    """What a group has not written of a checkpoint, which Spark may count as done all the same."""
+
+    batch_id: int
+    """The first batch that failed."""
+    error: str
+    ends: dict[Partition, int]
+    """Where the last batch ends that failed since."""
+
+
 class Mark(NamedTuple):
     """What a group has written from a checkpoint, kept beside it: it stays when the database loses commits."""
 
-    batch_id: int
-    offsets: dict[Partition, int]
+    batch_id: int | None = None
+    offsets: dict[Partition, int] = {}  # noqa: RUF012 - nobody changes it
+    failure: Failure | None = None
 
 
 class NotKafka(ConfigurationError):
@@ -57,6 +68,8 @@ class OffsetLog:
         self._read = read
         self._write = write
         self._marks: dict[str, Mark] = {}
+        # What is in the files of them, as far as this run has written it.
+        self._stored: dict[str, Mark] = {}
         self._ends: tuple[int, dict[Partition, int]] | None = None
 
     def query_id(self) -> str:
@@ -101,27 +114,53 @@ class OffsetLog:
             return None
         return hashlib.sha256("\n".join(_sources(text, self.location).values()).encode()).hexdigest()
 
-    def mark(self, group_id: str) -> Mark | None:
-        """Return what the group has written from this checkpoint; None if it never has."""
+    def mark(self, group_id: str) -> Mark:
+        """Return what the group has written from this checkpoint."""
         if group_id not in self._marks:
             text = self._read(_mark_of(group_id))
-            if text is None:
-                return None
-            said = json.loads(text)
-            self._marks[group_id] = Mark(said["batch_id"], _kafka_offsets(json.dumps(said["offsets"])))
+            said = {} if text is None else json.loads(text)
+            failed = said.get("failure")
+            self._marks[group_id] = self._stored[group_id] = Mark(
+                said.get("batch_id"),
+                _kafka_offsets(json.dumps(said.get("offsets"))),
+                failed and Failure(failed["batch_id"], failed["error"], _kafka_offsets(json.dumps(failed["ends"]))),
+            )
         return self._marks[group_id]
 
     def note(self, group_id: str, batch_id: int, ends: Mapping[Partition, int]) -> None:
         """Write down that the group has written a batch, before Spark counts it as done."""
         before = self.mark(group_id)
-        now = Mark(batch_id, {**(before.offsets if before is not None else {}), **ends})
-        if now == before or self._write is None:
+        failure = before.failure
+        if failure is not None and failure.batch_id <= batch_id:
+            failure = None
+        self._keep(group_id, Mark(batch_id, {**before.offsets, **ends}, failure))
+
+    def note_failure(self, group_id: str, batch_id: int, ends: Mapping[Partition, int], error: str) -> None:
+        """Write down that a batch failed: Spark counts it as done where the user's function catches the error.
+
+        An earlier one stays the first until it was written, or was found in the ledger.
+        """
+        known = self._marks.pop(group_id, Mark()).failure
+        before = self.mark(group_id)  # another driver may have fenced this one, and written since
+        this = Failure(batch_id, error, dict(ends))
+        other = before.failure or known or this
+        together = {p: max(other.ends.get(p, 0), ends.get(p, 0)) for p in {*other.ends, *ends}}
+        first = min(other, this, key=lambda failure: failure.batch_id)  # of one batch the first error
+        self._keep(group_id, before._replace(failure=first._replace(ends=together)))
+
+    def settle_failure(self, group_id: str) -> None:
+        """Forget a failure of which the ledger has all by now."""
+        self._keep(group_id, self.mark(group_id)._replace(failure=None))
+
+    def _keep(self, group_id: str, mark: Mark) -> None:
+        self._marks[group_id] = mark  # for this run also where the storage fails
+        if self._write is None or mark == self._stored.get(group_id):
             return
-        offsets: dict[str, dict[str, int]] = {}
-        for partition, end in sorted(now.offsets.items()):
-            offsets.setdefault(partition.topic, {})[str(partition.number)] = end
-        self._write(_mark_of(group_id), json.dumps({"batch_id": batch_id, "offsets": offsets}).encode())
-        self._marks[group_id] = now
+        failure = mark.failure
+        failed = failure and {**failure._asdict(), "ends": _by_topic(failure.ends)}
+        document = {"batch_id": mark.batch_id, "offsets": _by_topic(mark.offsets), "failure": failed}
+        self._write(_mark_of(group_id), json.dumps(document).encode())
+        self._stored[group_id] = mark
 
     def stateful(self) -> list[str]:
         """Return the query's operators that have a state; before Spark 4.0 they are not known until it is written."""
@@ -160,6 +199,13 @@ def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
 def parse_initial(text: bytes) -> dict[Partition, int]:
     """Read the first offsets of a source; the file begins with a zero byte, for the sake of Spark 2.1."""
     return _kafka_offsets(text.lstrip(b"\0").decode().partition("\n")[2].strip())
+
+
+def _by_topic(offsets: Mapping[Partition, int]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for partition, offset in sorted(offsets.items()):
+        found.setdefault(partition.topic, {})[str(partition.number)] = offset
+    return found
 
 
 def _mark_of(group_id: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
@@ -16,11 +18,15 @@ from exactly_once.writer import BadRow
 
 from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder
 
+if TYPE_CHECKING:
+    from .offset_log import Failure
+
 # How the names of columns begin that travel with a batch and are never written.
 RESERVED = "__exactly_once_"
 TOPIC, PARTITION, OFFSET = f"{RESERVED}topic", f"{RESERVED}partition", f"{RESERVED}offset"
 """Copies of the three columns under names and types that are known."""
 PLACES = (TOPIC, PARTITION, OFFSET)
+_KEY = f"{RESERVED}key"
 
 # A partition, lowest and highest offset; None where a row lacks one, or topic or partition.
 ObservedRange = tuple[Partition, int | None, int | None]
@@ -101,6 +107,25 @@ def behind(
         f"{partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the query goes on at {known}, "
         f"so {known - (next_offset or 0)} offsets would be lost. The database was set back (a failover that lost "
         f"commits, a restore) or the ledger was reset. {way}"
+    )
+
+
+def not_written(
+    failure: Failure, batch_id: int, ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str
+) -> LedgerBehindCheckpoint:
+    """Describe a batch that failed, behind which Spark goes on all the same."""
+    left_out = {r.partition: r.start for r in ranges if r.start is not None}
+    short = {p: start for p, start in left_out.items() if next_offsets.get(p, -1) < start}
+    ways = "start the query with a new checkpoint and startingOffsets from the ledger"
+    resets = [f"--topic {p.topic} --partition {p.number} --to-offset {start}" for p, start in sorted(short.items())]
+    if any(partition.counts_batches for partition in short):
+        ways = "empty the table and start the query with a new checkpoint and another group_id"
+        resets = [f"--to-batch {batch_id - 1}"]
+    return LedgerBehindCheckpoint(
+        f"group {group_id!r}: batch {failure.batch_id} failed and was not written since, and Spark goes on with batch "
+        f"{batch_id}: the function that foreachBatch was given has caught the error, or it has not called the sink "
+        f"when the batch came again. The error was {failure.error}. To write what is missing {ways}; to leave it out: "
+        + "; ".join(f"exactly-once reset --group-id {shlex.quote(group_id)} {each}" for each in resets)
     )
 
 
@@ -203,7 +228,8 @@ class OffsetFilter:
             kept = rows.filter(reduce(pc.or_, is_new))
         self.dropped += rows.num_rows - kept.num_rows
         if self._claim is not None and kept.num_rows:
-            self._check_keys(kept.select([*PLACES, self._claim]), self._claim)
+            # Under a name of ours: of one that begins with a dot Arrow would read a path.
+            self._check_keys(kept.select([*PLACES, self._claim]).rename_columns([*PLACES, _KEY]), self._claim)
         return kept
 
     def _check_keys(self, rows: pa.Table, claim: str) -> None:
@@ -215,12 +241,12 @@ class OffsetFilter:
         self._edge = [rows.filter(pc.equal(rows.column(OFFSET), rows.column(OFFSET)[-1]))]
         if _count(rows, PLACES).num_rows == rows.num_rows:
             return  # one row of each message, as mostly
-        counts = _count(rows, [*PLACES, claim])
+        counts = _count(rows, [*PLACES, _KEY])
         for each in counts.filter(pc.greater(counts.column(f"{OFFSET}_count"), 1)).to_pylist():
-            if each[claim] not in (None, ""):
+            if each[_KEY] not in (None, ""):
                 raise FrameError(
                     f"several rows of {Partition(each[TOPIC], each[PARTITION])} offset {each[OFFSET]} have one key to "
-                    f"claim, {claim} {each[claim]!r}: all but the first would be left out, as an event that came "
+                    f"claim, {claim} {each[_KEY]!r}: all but the first would be left out, as an event that came "
                     "before. Rows that an explode or a join makes of one message need a key each, such as "
                     f"concat({claim}, '-', pos) behind a posexplode"
                 )

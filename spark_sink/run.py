@@ -36,12 +36,12 @@ from .attempt import (
     write_task,
 )
 from .define import define, log, new_columns
-from .errors import FrameError, RowsOutOfOrder
+from .errors import FrameError, LedgerBehindCheckpoint, RowsOutOfOrder
 from .frame import combine, fit, has_places, match
 from .offset_log import OffsetLog, reader
 from .options import Options
 from .owners import Claim, Owners, claim, query_row
-from .ranges import OFFSET, Range, one_batch, over_skipped, refuse_older, remaining
+from .ranges import OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
 from .stream_query import StreamQuery, refuse_choosing, refuse_kept_rows
 
@@ -103,7 +103,6 @@ class Run:
             for run in _runs:
                 run.close_ended()
             _runs.add(self)
-        check(self._session.connection, options.schema)
         # By its name what is known of each table: options, writer, itself, its key; empty before the first batch.
         self._tables: dict[str, tuple[Options, TableWriter, Table, tuple[str, ...]]] = {}
         # Of the last batch that was written; 0 until one was, when Spark's own limit of results is what guards.
@@ -135,6 +134,21 @@ class Run:
             with suppress(psycopg.Error):
                 self._ask("spark_report", **self._report(batch_id), row_count=report.rows, dropped=report.dropped)
         return report
+
+    def note_failure(self, batch_id: int, error: BaseException) -> None:
+        """Write down, beside the checkpoint, that a batch failed; its error is raised also where that cannot be."""
+        try:
+            ends: Mapping[Partition, int] = {query_row(self.query_id): batch_id + 1}
+            if not self._counts:
+                with suppress(ConfigurationError):  # where that is what failed
+                    ends = self._log.ends(batch_id) or {}
+            told = str(error).strip().splitlines() or [""]
+            # What a task has raised stands at the end of its trace.
+            line = told[-1 if any("Traceback" in each for each in told) else 0]
+            self._log.note_failure(self._options.group_id, batch_id, ends, f"{type(error).__name__}: {line}")
+        except Exception:
+            logger.exception("batch %s failed, and its checkpoint cannot be told so", batch_id)
+            raise error  # noqa: B904 - what failed behind it is its context
 
     def release(self) -> None:
         """Give back what is owned, over a connection of its own: a batch may be at work on the other one."""
@@ -169,6 +183,8 @@ class Run:
         return combine(fitted), tuple(parts)
 
     def _look_at_tables(self, schemas: Mapping[str, StructType], stateful: list[str]) -> None:
+        if not self._tables:
+            check(self._session.connection, self._options.schema)
         with self._short() as (connection, pid), self._watcher.acquiring(pid, ()):
             found, executed = {}, []
             for target in self._sent.targets:
@@ -187,35 +203,60 @@ class Run:
             self._known = known
         self._tables = found
 
-    def _write(self, frame: DataFrame, parts: tuple[Part, ...], batch_id: int) -> Result | None:
-        mark, known = self._log.mark(self._options.group_id), self._known
-        row = query_row(self.query_id)
+    def _take(self, batch_id: int) -> tuple[list[Range], list[Range], dict[Partition, int]]:
+        """Own what a batch covers; return that, what of it is still to be written, and where the ledger stands.
+
+        :raises LedgerBehindCheckpoint: where an earlier batch is missing.
+        """
+        group_id, row = self._options.group_id, query_row(self.query_id)
+        mark, known = self._log.mark(group_id), self._known
+        ranges = one_batch(row, batch_id) if self._counts else self._log.ranges(batch_id)
+        written = mark.offsets
         if self._counts:
-            ranges = one_batch(row, batch_id)
-            written = {} if mark is None else {row: mark.batch_id + 1}
+            written = {} if mark.batch_id is None else {row: mark.batch_id + 1}
+        failure = mark.failure if mark.failure is not None and mark.failure.batch_id < batch_id else None
+        if failure is not None:
+            written = failure.ends
+            # A partition that the query does not read any more is looked at as well.
+            gone = {p for p in written if p.counts_batches == self._counts} - {r.partition for r in ranges}
+            ranges += [Range(partition=p, start=written[p], end=written[p]) for p in sorted(gone)]
+        if self._counts:
             for trial in self._patiently if row not in self._owners.held else ():
                 with trial, self._short() as (connection, pid):
                     self._owners.take_query(connection, pid, self.query_id, self._watcher, first=0)
         else:
-            ranges = self._log.ranges(batch_id)
-            written = {} if mark is None else mark.offsets
-            if new := [r for r in ranges if r.partition not in written and r.partition not in self._owners.held]:
+            new = [r for r in ranges if r.partition not in written and r.partition not in self._owners.held]
+            # Behind a batch that failed nothing that has a start is new.
+            if new := [r for r in new if failure is None or r.start is None]:
                 # Nothing of theirs was written from this checkpoint, so nothing can be missing: the ledger begins here.
                 self._patiently(self._owners.take, new, batch_id=0)
                 if batch_id > 0 and any(r.start for r in new) and not (known.is_known_query or known.has_others):
                     logger.warning(
                         "group %r begins at batch %s of its query, %s: what earlier batches held was written "
                         "elsewhere, or by nobody, and not by this sink",
-                        self._options.group_id,
+                        group_id,
                         batch_id,
                         ", ".join(f"{r.partition} offset {r.start}" for r in new),
-                        extra=about("adopted", group=self._options.group_id, several=[r.partition for r in new]),
+                        extra=about("adopted", group=group_id, several=[r.partition for r in new]),
                     )
-        next_offsets = self._patiently(self._owners.take, ranges, batch_id=batch_id)
-        ranges = over_skipped(ranges, next_offsets, written)
-        todo = remaining(ranges, next_offsets, group_id=self._options.group_id)
+        next_offsets: dict[Partition, int] = {}
+        try:
+            next_offsets = self._patiently(self._owners.take, ranges, batch_id=batch_id)
+            ranges = over_skipped(ranges, next_offsets, written)
+            todo = remaining(ranges, next_offsets, group_id=group_id)
+        except LedgerBehindCheckpoint:
+            was_set_back = any(next_offsets.get(r.partition, 0) < mark.offsets.get(r.partition, 0) for r in ranges)
+            if failure is None or was_set_back:
+                raise
+            raise not_written(failure, batch_id, ranges, next_offsets, group_id=group_id) from None
+        if failure is not None:
+            self._log.settle_failure(group_id)
+        return ranges, todo, next_offsets
+
+    def _write(self, frame: DataFrame, parts: tuple[Part, ...], batch_id: int) -> Result | None:
+        ranges, todo, next_offsets = self._take(batch_id)
         if not todo:
-            return self._leave_out(frame, ranges, batch_id, next_offsets.get(row, 0))
+            return self._leave_out(frame, ranges, batch_id, next_offsets.get(query_row(self.query_id), 0))
         work = Work(
             options=self._sent,
             batch_id=batch_id,
@@ -246,8 +287,10 @@ class Run:
             frame = to_one_task(frame, order=[OFFSET] if in_order else [])
         else:
             frame = to_tasks(frame, [share.partition for share in todo])
+        task = partial(write_task, replace(work, names=tuple(frame.columns)))
+        numbered = frame.toDF(*map(str, range(len(frame.columns))))
         # The only action on the frame.
-        result = self._weighed(read_results(frame.mapInArrow(partial(write_task, work), REPORT).collect()), offsets)
+        result = self._weighed(read_results(numbered.mapInArrow(task, REPORT).collect()), offsets)
         # Only now: Spark says that every task has succeeded.
         reached = {Partition(topic, number): offset for topic, number, offset in result.reached}
         self._patiently(self._owners.finish, todo, reached, batch_id=batch_id)

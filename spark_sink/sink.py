@@ -125,20 +125,14 @@ class PostgresSink:
         a batch of which the ledger has a part is refused then. Raises as a call does.
         """
         try:
-            if not frames or (unknown := sorted(set(frames) - {each.table for each in self._options.targets})):
-                what = f"there is no table {unknown[0]!r} among the sink's" if frames else "there is no frame"
-                raise ConfigurationError(f"write(): {what}; say table= or tables= where the sink is made")
-            run = self._run_of(next(iter(frames.values())).sparkSession)
-            writes = run.run_id, self._options.group_id
-            if _written.get(writes) == batch_id:
-                raise ConfigurationError(
-                    f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger counts "
-                    "the batch as written, so that its rows would be dropped as a replay. Call one sink once a batch, "
-                    "with all rows; for several tables say tables= and call its write(), or make another sink, with a "
-                    "group_id of its own"
-                )
-            report = run.write(frames, batch_id)
-            _written[writes] = batch_id
+            if not frames:
+                raise ConfigurationError("write(): there is no frame; give one for each table, by their names")
+            run = self._run_of(next(iter(frames.values())).sparkSession, batch_id)
+            try:
+                report = self._write(run, frames, batch_id)
+            except BaseException as error:
+                run.note_failure(batch_id, error)
+                raise
             level = logging.WARNING if report.is_replay else logging.INFO
             logger.log(level, "%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
             if self._options.on_report is not None:
@@ -147,6 +141,23 @@ class PostgresSink:
             self.error = error
             raise
         self.error = None
+
+    def _write(self, run: Run, frames: Mapping[str, DataFrame], batch_id: int) -> BatchReport:
+        if unknown := sorted(set(frames) - {each.table for each in self._options.targets}):
+            raise ConfigurationError(
+                f"write(): there is no table {unknown[0]!r} among the sink's; say table= or tables= where it is made"
+            )
+        writes = run.run_id, self._options.group_id
+        if _written.get(writes) == batch_id:
+            raise ConfigurationError(
+                f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger counts "
+                "the batch as written, so that its rows would be dropped as a replay. Call one sink once a batch, "
+                "with all rows; for several tables say tables= and call its write(), or make another sink, with a "
+                "group_id of its own"
+            )
+        report = run.write(frames, batch_id)
+        _written[writes] = batch_id
+        return report
 
     def release(self) -> None:
         """Give the rows of the ledger back, best effort: for a hand-over to the plain consumer.
@@ -173,18 +184,20 @@ class PostgresSink:
         names = {"onQueryStarted": nothing, "onQueryProgress": nothing, "onQueryTerminated": ended}
         return type("Listener", (StreamingQueryListener,), names)()  # type: ignore[no-any-return]
 
-    def _run_of(self, session: SparkSession) -> Run:
+    def _run_of(self, session: SparkSession, batch_id: int) -> Run:
         """Return the run that calls; each start of a query is a new owner."""
         query = find(session)
         run_id = None if query is None else query.run_id
         if self._run is None or self._run.run_id != run_id:
             if self._run is not None:
                 if self._run.query is not None and self._run.query.is_active:
-                    raise ConfigurationError(
+                    error = ConfigurationError(
                         f"this sink writes for query {self._run.query_id}, which still runs, and query "
                         f"{query and query.query_id} calls it as well: each would take the group from the other. Make "
                         "a sink for each query, with a group_id of its own"
                     )
+                    Run(self._options, query, session).note_failure(batch_id, error)
+                    raise error
                 self._run.close()
             self._run = None
             self._run = Run(self._options, query, session)

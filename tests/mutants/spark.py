@@ -104,7 +104,7 @@ SPARK = (
         (
             "keys-alike",
             "rows of one message pass for an event that came before: loses",
-            'if each[claim] not in (None, ""):',
+            'if each[_KEY] not in (None, ""):',
             "if False:",
         ),
         (

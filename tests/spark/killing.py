@@ -2,9 +2,11 @@
 
     python -m tests.spark.killing KILLS [SEED]
 
-starts Kafka and Postgres, prints what became of each mode, and exits with 1 where one lost or doubled anything. One
-driver runs a query of each mode, so that every kill strikes all of them. The tables have no keys that would hide
-anything, but those that sums are kept by; they are compared with the topic as a reader of its own finds it.
+starts Kafka and Postgres, kills until each mode was struck so often, prints what became of it, and exits with 1 where
+one lost or doubled anything. One driver runs a query of each mode; a kill strikes those that are writing a batch in
+that moment: the sink was called and has not returned, or rows are staged and not published. The tables have no keys
+that would hide anything, but those that sums are kept by; they are compared with the topic as a reader of its own
+finds it.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ from tests.support.topics import create_topic, produce
 PARTITIONS = 3
 A_ROUND, A_BATCH = 600, 60
 """Messages that come in for each driver, and how many of them make a batch: it is killed among ten of each mode."""
+ROUNDS_A_KILL = 20
+"""Drivers that are killed at most for each kill of each mode."""
 ROWS = ("batch", "small", "partition", "source", "several")
 """Modes whose tables have a row for each message."""
 SUMS = ("counted", "several_sums")
 """Modes whose tables have how many messages there are of each partition."""
+SINKS = ("batch", "small", "partition", "several", "counted")
+"""The queries with a sink; the one of the data source is the other."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ def start(session: Any, bootstrap_servers: str, conninfo: str, topic: str, place
         def function(frame: Any, batch_id: int) -> None:
             print("batch", mode, batch_id)
             write(frame, batch_id)
+            print("wrote", mode, batch_id)
 
         return function
 
@@ -114,23 +121,45 @@ def create_tables(conninfo: str) -> None:
 
 
 def kill_drivers(bootstrap_servers: str, conninfo: str, place: Path, *, kills: int, seed: int) -> list[Verdict]:
-    """Kill so many drivers, let another one finish, and compare."""
+    """Kill drivers until each query was struck so often, let another driver finish, and compare."""
     chance = random.Random(seed)
     topic = create_topic(bootstrap_servers, PARTITIONS)
     create_tables(conninfo)
     arguments = ("-m", "tests.spark.killing", "drive", bootstrap_servers, conninfo, topic, str(place))
-    for number in range(kills):
-        produce(bootstrap_servers, topic, A_ROUND, PARTITIONS, start=number * A_ROUND)
-        with Driver(*arguments, str(A_BATCH)) as driver:
+    struck = Counter(dict.fromkeys((*SINKS, "source"), 0))
+    rounds = 0
+    while min(struck.values()) < kills:
+        assert rounds < ROUNDS_A_KILL * kills, f"too few kills strike a batch: {struck}"
+        produce(bootstrap_servers, topic, A_ROUND, PARTITIONS, start=rounds * A_ROUND)
+        rounds += 1
+        aim = min(struck, key=lambda query: (struck[query], chance.random()))
+        with psycopg.connect(conninfo, autocommit=True) as db, Driver(*arguments, str(A_BATCH)) as driver:
+            left = staged_runs(db)
             driver.wait("batch")
             time.sleep(chance.uniform(0, 6))  # at any moment of the batches that follow
+            while driver.status is None and aim not in writing_now(driver, staged_runs(db) - left):
+                time.sleep(0.002)  # a driver that has drained all of it ends, and strikes nothing
             assert driver.status is None or "drained" in driver.lines, driver.story()
             driver.kill(everything=chance.random() < 0.5)
-            print(f"killed {number + 1} of {kills} behind {len(driver.lines)} batches", flush=True)
-    with Driver(*arguments, str(kills * A_ROUND)) as driver:  # what was left over, in few batches
+            hit = writing_now(driver, staged_runs(db) - left)
+            struck.update(hit)
+            print(f"kill {rounds} struck {', '.join(hit) or 'none'}; so far {dict(struck)}", flush=True)
+    with Driver(*arguments, str(rounds * A_ROUND)) as driver:  # what was left over, in few batches
         driver.wait("drained", 600)
         assert driver.wait_ended() == 0
     return compare(bootstrap_servers, conninfo, topic)
+
+
+def staged_runs(db: psycopg.Connection[Any]) -> set[Any]:
+    """Return the runs of the data source of which rows are staged and not published."""
+    return set(db.execute("SELECT DISTINCT run_id FROM exactly_once.spark_stage WHERE group_id = 'source'").fetchall())
+
+
+def writing_now(driver: Driver, staged: set[Any]) -> list[str]:
+    """Return the queries that are within a batch, or were when their driver was killed."""
+    words = [line.split() for line in driver.lines]
+    last = {line[1]: line[0] for line in words if line[0] in ("batch", "wrote")}
+    return [*(query for query in SINKS if last.get(query) == "batch"), *(["source"] if staged else [])]
 
 
 def compare(bootstrap_servers: str, conninfo: str, topic: str) -> list[Verdict]:

@@ -67,6 +67,7 @@ def test_the_sink_makes_its_table(client: Client, name: str, db: psycopg.Connect
 
 def test_a_sink_that_cannot_find_the_checkpoint_is_refused_with_what_mends_it(client: Client) -> None:
     with client("checkpoint_location=") as running:
-        assert running.wait_ended() == 1
-        assert "as over Spark Connect" in running.story()
-        assert "give checkpoint_location=" in running.story()
+        assert running.wait_ended() == 1, running.story()
+        said = running.logged()
+    assert "as over Spark Connect" in said
+    assert "give checkpoint_location=" in said

@@ -257,5 +257,5 @@ def test_a_zombie_driver_is_fenced_by_its_successor(scene: Scene, tmp_path: Path
         scene.run(per_trigger=600)
         zombie.cont()
         zombie.wait("failed")
-        assert "Fenced" in zombie.story()
+        assert "Fenced" in zombie.logged() + "".join(zombie.lines)
     scene.check()

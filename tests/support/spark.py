@@ -109,9 +109,11 @@ class Driver:
                     raise AssertionError(f"no line with {text!r} from the driver: {why}\n{self.story()}")
 
     def wait_ended(self, timeout_seconds: float = 240) -> int:
-        """Return its exit status when it and all that it started are gone."""
+        """Return its exit status when it and all that it started are gone, and what they printed is read."""
         status = self._process.wait(timeout_seconds)
         self._wait_gone(timeout_seconds)
+        self._reader.join(timeout_seconds)
+        assert not self._reader.is_alive(), self.story()
         return status
 
     def kill(self, *, everything: bool = False) -> None:
@@ -123,6 +125,7 @@ class Driver:
             self._signal(pid, signal.SIGKILL)
         self._process.wait(30)
         self._wait_gone(60)
+        self._reader.join(60)
 
     def stop(self) -> None:
         """Freeze the driver, its Java and its workers, and return when all stand still."""
@@ -148,10 +151,13 @@ class Driver:
         self._process.stdout.close()
         self._log.close()
 
+    def logged(self) -> str:
+        """Return all that it and its Java and Python workers have logged."""
+        return Path(self._log.name).read_text(errors="replace")
+
     def story(self) -> str:
-        """Return the end of what it printed and logged."""
-        log = Path(self._log.name).read_text(errors="replace").splitlines()
-        return "\n".join(["-- printed", *self.lines[-40:], "-- logged", *log[-60:]])
+        """Return the end of what it printed and logged, for whoever reads of a test that failed."""
+        return "\n".join(["-- printed", *self.lines[-40:], "-- logged", *self.logged().splitlines()[-60:]])
 
     def _read(self) -> None:
         assert self._process.stdout is not None
