@@ -196,6 +196,30 @@ def test_attempts_are_counted_of_each_message_and_told_of_the_one_with_most() ->
     assert (delivery.next_batch(MANY, MANY)[1], delivery.attempt) == ({A0: Span(4, 5, 7)}, 2)
 
 
+def test_what_was_kept_is_handed_out_for_the_first_time_behind_what_came_again() -> None:
+    delivery = delivering(A0)
+    delivery.add([message(A0, 0)])
+    delivery.requeue(delivery.next_batch(MANY, MANY)[0])
+    delivery.add([message(A0, 1)], keep=True)
+    attempts = []
+    for _ in range(3):
+        batch, _ = delivery.next_batch(MANY, MANY)
+        attempts.append((batch[0].offset(), delivery.attempt))
+        if attempts == [(0, 2), (1, 1)]:
+            delivery.requeue(batch)
+    assert attempts == [(0, 2), (1, 1), (1, 2)]
+
+
+def test_all_that_waits_can_be_dropped() -> None:
+    delivery = delivering(A0)
+    delivery.add([message(A0, 0)])
+    again, _ = delivery.next_batch(MANY, MANY)
+    delivery.add([message(A0, 1)])
+    delivery.requeue(again)
+    delivery.drop_all()
+    assert (delivery.waiting, delivery.repeats) == (0, False)
+
+
 def test_two_fetches_come_with_the_ends_of_both() -> None:
     delivery = delivering(A0, A1)
     delivery.add([message(A0, 0)])
