@@ -83,6 +83,31 @@ def test_an_unknown_key_stays_as_long_as_a_confirmed_one() -> None:
     assert made.reserve("a") is State.UNKNOWN
 
 
+def test_unknown_keys_leave_by_age_too() -> None:
+    clock = Clock()
+    made = WindowFilter(seconds=10, clock=clock)
+    made.reserve("a")
+    made.mark_unknown("a")
+    clock.now += 100
+    assert (made.stats().unknown, made.stats().evicted) == (0, 1)
+    assert made.reserve("a") is State.NEW
+
+
+def test_of_unknown_keys_the_latest_are_kept() -> None:
+    made = WindowFilter(keys=2)
+    for key in "abc":
+        made.reserve(key)
+        made.mark_unknown(key)
+    assert (made.stats().unknown, made.stats().evicted) == (2, 1)
+    assert made.reserve_many("abc") == [State.NEW, State.UNKNOWN, State.UNKNOWN]
+
+
+def test_a_window_of_one_key_is_one() -> None:
+    made = WindowFilter(keys=1)
+    assert (send(made, "a"), send(made, "b"), made.reserve("b")) == (State.NEW, State.NEW, State.DUPLICATE)
+    assert (made.writes_key, WindowFilter(keys=1, writes_key=True).writes_key) == (False, True)
+
+
 def test_a_window_without_an_end_keeps_all() -> None:
     clock = Clock()
     made = WindowFilter(seconds=math.inf, clock=clock)

@@ -142,8 +142,14 @@ def test_a_batch_is_bounded_by_count_and_by_bytes(queue_bytes: int) -> None:
     delivery = delivering(A0, queue_bytes=queue_bytes)
     delivery.add([message(A0, offset, size=10) for offset in range(6)])
     assert [m.offset() for m in delivery.next_batch(2, 49)[0]] == [0, 1]
-    assert [m.offset() for m in delivery.next_batch(9, 29)[0]] == [2, 3]
+    assert [m.offset() for m in delivery.next_batch(9, 20)[0]] == [2, 3], "just what is allowed"
     assert [m.offset() for m in delivery.next_batch(9, 20)[0]] == [4, 5]
+
+
+def test_keys_count_as_bytes_too() -> None:
+    delivery = delivering(A0)
+    delivery.add([Message(topic="a", partition=0, offset=n, key=b"k" * 6, value=b"v" * 4) for n in range(3)])
+    assert [m.offset() for m in delivery.next_batch(9, 29)[0]] == [0, 1]
 
 
 def test_a_message_larger_than_the_bound_comes_alone() -> None:
@@ -171,6 +177,47 @@ def test_a_batch_that_is_put_back_may_come_in_parts() -> None:
     delivery.requeue(delivery.next_batch(MANY, MANY)[0])
     assert delivery.next_batch(2, MANY)[1] == {A0: Span(0, 2, 7)}
     assert delivery.next_batch(2, MANY)[1] == {A0: Span(2, 4, 7)}
+
+
+def test_attempts_are_counted_of_each_message_and_told_of_the_one_with_most() -> None:
+    delivery = delivering(A0)
+    delivery.add([message(A0, offset) for offset in range(4)])
+    attempts = []
+    for count in (MANY, 2, 2, MANY, 3):
+        batch, _ = delivery.next_batch(count, MANY)
+        attempts.append(delivery.attempt)
+        delivery.requeue(batch)
+    assert attempts == [1, 2, 3, 4, 5]
+    for attempt in (6, 4):
+        delivery.next_batch(2, MANY)
+        assert delivery.attempt == attempt
+    delivery.add([message(A0, 4)])
+    delivery.requeue(delivery.next_batch(MANY, MANY)[0])
+    assert (delivery.next_batch(MANY, MANY)[1], delivery.attempt) == ({A0: Span(4, 5, 7)}, 2)
+
+
+def test_what_was_kept_is_handed_out_for_the_first_time_behind_what_came_again() -> None:
+    delivery = delivering(A0)
+    delivery.add([message(A0, 0)])
+    delivery.requeue(delivery.next_batch(MANY, MANY)[0])
+    delivery.add([message(A0, 1)], keep=True)
+    attempts = []
+    for _ in range(3):
+        batch, _ = delivery.next_batch(MANY, MANY)
+        attempts.append((batch[0].offset(), delivery.attempt))
+        if attempts == [(0, 2), (1, 1)]:
+            delivery.requeue(batch)
+    assert attempts == [(0, 2), (1, 1), (1, 2)]
+
+
+def test_all_that_waits_can_be_dropped() -> None:
+    delivery = delivering(A0)
+    delivery.add([message(A0, 0)])
+    again, _ = delivery.next_batch(MANY, MANY)
+    delivery.add([message(A0, 1)])
+    delivery.requeue(again)
+    delivery.drop_all()
+    assert (delivery.waiting, delivery.repeats) == (0, False)
 
 
 def test_two_fetches_come_with_the_ends_of_both() -> None:
@@ -243,6 +290,21 @@ def test_no_more_is_kept_than_the_client_holds() -> None:
         assert delivery.to_pause is None
         delivery.next_batch(1, MANY)
         assert delivery.to_pause == {A0}
+
+
+def test_what_was_kept_of_a_partition_that_is_gone_takes_no_memory() -> None:
+    """Or nothing would be fetched any more, as if enough were kept."""
+    delivery = delivering(A0, A1, queue_bytes=10_000)
+    delivery.add([message(A0, 0, size=6000), message(A1, 0, size=3000), message(A1, 1)], keep=True)
+    assert (delivery.to_pause, delivery.waiting) == (None, 3)
+    delivery.ownership.revoked([A0])
+    delivery.discard()
+    assert delivery.to_pause == {A1}
+    delivery.drop_all()
+    assert not delivery.keeps
+    assert delivery.waiting == 0
+    delivery.add([message(A1, 2, size=9400)], keep=True)
+    assert delivery.to_pause == {A1}, "what was dropped counts no more"
 
 
 class Interleavings(RuleBasedStateMachine):

@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 from tests.mutants.__main__ import patched
+from tests.mutants.equivalent import EQUIVALENT
+from tests.mutants.generated import changes
 from tests.mutants.patches import MUTANTS
 from tests.support.findings import nothing
 
@@ -46,3 +48,27 @@ def test_the_page_counts_them_by_the_directory_that_is_patched() -> None:
     page = (ROOT / "docs" / "mutants.md").read_text("utf-8")
     told = {name: int(count) for name, count in re.findall(r"^\| `([\w/]+)` \| (\d+) \|$", page, re.MULTILINE)}
     assert told == dict(found)
+
+
+def test_each_equivalent_mutant_is_still_generated() -> None:
+    for file, known in EQUIVALENT.items():
+        generated = {change.where for change in changes((ROOT / file).read_text("utf-8"))}
+        nothing(known.keys() - generated, f"{file} has no such mutant")
+
+
+def test_generated_mutants_change_conditions_boundaries_and_statements() -> None:
+    assert [
+        change.where for change in changes("def f(a, b):\n    if a < 1 and not b:\n        g()\n    return a\n")
+    ] == [
+        "f: if a < 1 and (not b): -> if not (a < 1 and (not b)):",
+        "f: a < 1 and (not b) -> a < 1 or not b",
+        "f: a < 1 and (not b) -> not b",
+        "f: a < 1 and (not b) -> a < 1",
+        "f: a < 1 -> a <= 1",
+        "f: a < 1 -> a >= 1",
+        "f: 1 -> 2",
+        "f: 1 -> 0",
+        "f: not b -> b",
+        "f: g() -> pass",
+        "f: return a -> return None",
+    ]

@@ -92,6 +92,32 @@ def test_an_advance_says_all_that_the_ledger_must_compare() -> None:
     ]
 
 
+def test_who_had_a_row_and_did_not_release_it_is_known() -> None:
+    """Its process may stand still with locks that we need."""
+    ownership = Ownership()
+    ownership.assigned([P])
+    mine = replace(row(P), previous_instance=uuid4())
+    ownership.acquired([mine])
+    assert ownership.states[P].previous_instance == mine.previous_instance
+
+
+@pytest.mark.parametrize("path", ["resolved", "classify", "seen"])
+def test_a_row_that_is_followed_elsewhere_is_believed_in_all_that_an_advance_compares(path: str) -> None:
+    ownership, rows, advances = in_doubt(P)
+    moved = replace(rows[P], next_offset=5, generation=4, leader_epoch=2)
+    if path == "resolved":
+        resolved(ownership, advances, [moved])
+    elif path == "classify":
+        assert ownership.classify(advances, [moved]) == {P: Conflict.AHEAD}
+    else:
+        ownership.seen([P], [moved])
+    ownership.positioned([P])
+    assert ownership.states[P].leader_epoch == 2
+    (advance,) = ownership.hand_out({P: Span(5, 6, 2)})
+    assert (advance.expected, advance.generation, advance.after) == (5, 4, None)
+    assert conflict_of(advance, moved) is Conflict.OK
+
+
 def test_a_unit_that_was_not_accounted_for_stops_the_next() -> None:
     ownership, _ = owning(P)
     ownership.hand_out({P: Span(0, 3, None)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,3 +79,44 @@ def test_messages_that_errors_name_cost_two_failures_each(messages: int, poisono
     assert applied == messages - len(there)
     assert failures <= 2 * len(there)
     assert handed_out <= 4 * messages + (BATCH + 66) * (len(there) + 1)
+
+
+def growing(search: Bisection) -> list[int]:
+    """Commit units of the size that is allowed, until any size is; return the sizes."""
+    sizes = []
+    while (size := search.max_messages) is not None:
+        sizes.append(size)
+        search.committed(size)
+    return sizes
+
+
+@pytest.mark.parametrize(("messages", "sizes"), [(1000, [200, 400, 800]), (800, [200, 400]), (101, [200])])
+def test_behind_a_message_that_was_named_units_double_up_to_the_size_that_failed(
+    messages: int, sizes: list[int]
+) -> None:
+    search = Bisection()
+    search.named(messages, 100)
+    assert search.max_messages == 100, "those before it"
+    search.committed(40)
+    assert search.max_messages == 60
+    search.committed(60)
+    assert search.max_messages == 1, "it alone"
+    search.committed(1)
+    assert growing(search) == sizes
+
+
+def test_the_next_one_that_is_named_begins_anew_with_the_size_that_failed_first() -> None:
+    search = Bisection()
+    search.named(1000, 100)
+    search.committed(101)
+    search.named(200, 0)
+    assert growing(search) == [1, 64, 128, 256, 512]
+    search.named(10, 0)
+    assert growing(search) == [1, 64], "nothing of an earlier one counts"
+
+
+def test_messages_before_the_one_that_was_named_may_fail_too() -> None:
+    search = Bisection()
+    search.named(1000, 100)
+    search.failed(100)
+    assert search.max_messages == 50
