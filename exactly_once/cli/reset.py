@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         keep_help="leave the offsets; fence and release owners, un-halt (no brokers needed)",
         needs_topic=False,
     )
-    a_batch = options.number("is not a batch: -1, 0 or more", least=-1, most=_MAX_BATCH)
+    a_batch = options.number(int, "is not a batch: -1, 0 or more", least=-1, most=_MAX_BATCH)
     to.add_argument(
         "--to-batch",
         dest="target",

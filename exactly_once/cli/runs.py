@@ -9,16 +9,17 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from .options import number
+from .options import INT32, INT64, number
 
 # The exit code of a run that shows nothing.
 CUT_SHORT = 3
-positive = number("must be a number above 0", least=1)
+positive = number(int, "must be a whole number above 0", least=1, most=INT32)
+_a_seed = number(int, "must be a whole number, 0 or more", least=0, most=INT64)
 
 
 def add_seed(parser: argparse.ArgumentParser, repeats: str) -> None:
     """Add the options of a run that is drawn from a seed and ends in a verdict."""
-    parser.add_argument("--seed", type=int, metavar="N", help=repeats)
+    parser.add_argument("--seed", type=_a_seed, metavar="N", help=repeats)
     parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
 
 

@@ -38,7 +38,7 @@ _HEADER = ("PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "ADVANCED")
 _OWNER, _PARTITION = _HEADER.index("OWNER"), _HEADER.index("PARTITION")
 _QUERY_HEADER = ("GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED", "WRITTEN", "COUNTED")
 _WATCH_SECONDS = 2.0  # a look costs the database a few milliseconds, and offsets move about once a second
-_WATCH_FROM, _WATCH_TO = 0.1, 86_400  # faster nobody reads; a day is longer than anybody means
+_WATCH_FROM = 0.1  # faster nobody reads
 _SHORT_ID = 8  # characters of a process's id: nobody reads more of it
 _CLEAR = "\x1b[H\x1b[2J"  # moves the cursor of a terminal to the top and clears it
 
@@ -143,13 +143,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     way.add_argument("--check", action="store_true", help=_CHECK)
     way.add_argument(
         "--watch",
-        type=_seconds,
+        type=options.number(
+            float,
+            f"is not a number of seconds from {_WATCH_FROM} to {options.DAY_SECONDS:,.0f}",
+            least=_WATCH_FROM,
+            most=options.DAY_SECONDS,
+        ),
         nargs="?",
         const=_WATCH_SECONDS,
         metavar="SECONDS",
         help=f"look again after so many seconds ({_WATCH_SECONDS:g}), until Ctrl-C",
     )
-    limit = options.number("is not a number: 0 or more")
+    limit = options.number(int, "must be a whole number, 0 or more", least=0, most=options.INT64)
     parser.add_argument("--max-lag", type=limit, metavar="N", help="with --check: of any partition")
     parser.add_argument("--max-dead-letters", type=limit, metavar="N", help="with --check: of any group")
     options.add_common(parser)
@@ -354,13 +359,3 @@ def _document(report: Report, troubles: list[str] | None) -> dict[str, Any]:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 'S' if what.isupper() else 's'}"
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not _WATCH_FROM <= seconds <= _WATCH_TO:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from {_WATCH_FROM} to {_WATCH_TO}")
-    return seconds

@@ -17,6 +17,7 @@ from exactly_once.demo.display import Display
 from exactly_once.demo.payments import create_topic
 from exactly_once.soak.pipeline import FAULTS, Plan, verify
 
+from .options import YEAR_SECONDS, number
 from .runs import add_seed, drawn, ending_on_sigterm, positive
 
 # The options that a plan has by the same name.
@@ -55,10 +56,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--processes", type=positive, default=2, metavar="N", help="of the pipeline (2)")
     parser.add_argument("--messages", type=positive, default=20_000, metavar="N", help="how many (20,000)")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help="for how long faults strike (60)")
+    seconds = number(float, "must be a number of seconds from 1 to a year", least=1, most=YEAR_SECONDS)
+    parser.add_argument("--seconds", type=seconds, default=60.0, metavar="N", help="for how long faults strike (60)")
     parser.add_argument(
         "--patience-seconds",
-        type=float,
+        type=seconds,
         default=60.0,
         metavar="N",
         help="what stands still for so long in the end is lost (60)",
