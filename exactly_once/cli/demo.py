@@ -17,7 +17,8 @@ from exactly_once.demo import result
 from exactly_once.demo.display import Display
 from exactly_once.demo.result import MESSAGES, QUICK_MESSAGES
 
-from .runs import CUT_SHORT, add_seed, drawn, ending_on_sigterm, positive
+from .problems import CUT_SHORT
+from .runs import add_seed, drawn, ending_on_sigterm, positive
 
 _SINK = (
     "sink --group-id payments-to-table --topic payments-exactly-once --table payment --create-table --start earliest "
@@ -87,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
                 if not is_spark:
                     display.line(f"  {command} {_SINK}")
                     journal = "TABLE demo_exactly_once.journal LIMIT 10"
-                    display.line(f"  psql {shlex.quote(servers.conninfo)} -c '{journal}'")
+                    look = ["psql", servers.conninfo, "-c", journal]
+                    if shutil.which("psql") is None:  # which the embedded Postgres does not bring
+                        rows = f"psycopg.connect({servers.conninfo!r}).execute({journal!r})"
+                        look = [sys.executable, "-c", f"import psycopg; print(*{rows}, sep='\\n')"]
+                    display.line(f"  {shlex.join(look)}")
                 with contextlib.suppress(KeyboardInterrupt):
                     threading.Event().wait()
                 display.line("")

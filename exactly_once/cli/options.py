@@ -42,10 +42,11 @@ _SECRET_KEY = re.compile(r"password|passphrase|secret|token|jaas|oauthbearer\.co
 
 EPILOG = f"""\
 The command line goes before the environment, which goes before the file. A file:
-  conninfo = "postgresql://bank@db.example:5432/bank"    # better without a password: ~/.pgpass, PGPASSFILE
+  # better without a password: ~/.pgpass, PGPASSFILE
+  conninfo = "postgresql://bank@db.example:5432/bank"
   bootstrap_servers = "kafka.example:9092"
   group_id = "accounts"
-  [kafka]                                                # any setting of librdkafka
+  [kafka]    # any setting of librdkafka
   security.protocol = "SASL_SSL"
 Where passwords expire, functions take their place: instead of conninfo  connect = "package.module:function"
 which returns a psycopg.Connection; in [kafka]  oauth_cb = "package.module:function"  which returns a token.

@@ -15,7 +15,7 @@ Copy the messages of topics into a table: one batch, one transaction, together w
 message is there once whatever dies when. Several topics and tables: a [[sink]] for each in the file."""
 _EXAMPLE = """
 A file with two tables; options of a pair are tables there, by the same names:
-  [run]                                    # what stands under "run" above, with _ for -
+  [run]    # what stands under "run" above, with _ for -
   workers = 2
   [[sink]]
   topics = ["payments"]
@@ -50,7 +50,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     what.add_argument("--key", action="append", metavar="COLUMN", help="of an upsert (the primary key)")
     what.add_argument(
-        "--format", choices=_FORMATS, help="what messages are: JSON (default), or raw: columns key and value"
+        "--format",
+        choices=_FORMATS,
+        metavar="FORMAT",
+        help=f"what messages are: {', '.join(_FORMATS)}; JSON by default, and raw has the columns key and value",
     )
     what.add_argument("--schema-registry", metavar="URL", help="where the schemas of Avro, Protobuf, JSON Schema are")
     what.add_argument(

@@ -13,7 +13,8 @@ from exactly_once.soak.run import Soak
 from exactly_once.soak.verdict import KINDS
 
 from .options import number
-from .runs import CUT_SHORT, add_seed, drawn, ending_on_sigterm
+from .problems import CUT_SHORT
+from .runs import add_seed, drawn, ending_on_sigterm
 
 _MINUTES = 2.0  # every kind of fault strikes at least once
 # In less, workers are hardly ready; a year is longer than anybody means.
