@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 
 from .options import INT32, INT64, number
+from .problems import CommandError
 
+_ROOM_BYTES = 20 << 20  # Postgres asks for 16 MB at a time
 positive = number(int, "must be a whole number above 0", least=1, most=INT32)
 _a_seed = number(int, "must be a whole number, 0 or more", least=0, most=INT64)
 
@@ -25,6 +29,20 @@ def add_seed(parser: argparse.ArgumentParser, repeats: str) -> None:
 def drawn(args: argparse.Namespace, below: int) -> int:
     """Return the seed that was given, or one that is short enough to be typed again."""
     return random.SystemRandom().randrange(below) if args.seed is None else int(args.seed)
+
+
+@contextlib.contextmanager
+def naming_a_full_disk() -> Iterator[None]:
+    """Name a full disk as the cause of an error; of servers without room one gets to know in other words only."""
+    try:
+        yield
+    except Exception as error:
+        place = tempfile.gettempdir()
+        if shutil.disk_usage(place).free > _ROOM_BYTES:
+            raise
+        raise CommandError(
+            f"the disk of {place} is full, and the servers keep their data there; TMPDIR names another place: {error}"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from exactly_once.soak.verdict import KINDS
 
 from .options import number
 from .problems import CUT_SHORT
-from .runs import add_seed, drawn, ending_on_sigterm
+from .runs import add_seed, drawn, ending_on_sigterm, naming_a_full_disk
 
 _MINUTES = 2.0  # every kind of fault strikes at least once
 # In less, workers are hardly ready; a year is longer than anybody means.
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         display.log(f"starting Kafka and Postgres; --seed {seed} draws the same faults")
         seconds = args.minutes * 60
         try:
-            with embedded.start(brokers=args.brokers) as servers:
+            with embedded.start(brokers=args.brokers) as servers, naming_a_full_disk():
                 verdict = Soak(servers, seed=seed, seconds=seconds, brokers=args.brokers, display=display).run()
         except StartError as error:
             display.log(f"cut short, nothing is shown: {error}", style="bold red")

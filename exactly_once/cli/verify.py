@@ -27,7 +27,7 @@ from exactly_once.soak.pipeline import FAULTS, NothingShown, Plan, counted, veri
 
 from .options import YEAR_SECONDS, Settings, number
 from .problems import CUT_SHORT, UsageError
-from .runs import add_seed, drawn, ending_on_sigterm, positive
+from .runs import add_seed, drawn, ending_on_sigterm, naming_a_full_disk, positive
 from .servers import open_cluster, open_database
 
 # The options that a plan has by the same name.
@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
             given = replace(given, bootstrap_servers=stack.enter_context(embedded.Kafka()).bootstrap_servers)
         if args.conninfo is None:
             given = replace(given, conninfo=stack.enter_context(embedded.Postgres()).conninfo)
+        stack.enter_context(naming_a_full_disk())
         plan = Plan(
             bootstrap_servers=given.required("bootstrap_servers"),
             conninfo=given.required("conninfo"),
