@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             display.line(f"\n{kind.conclusion(results, seed=seed)}")
             if not is_spark:
                 display.line(
-                    "Next: the README does it with your own consumer; docs/guarantees.md says what is promised."
+                    "Next: the README does it with your own consumer; docs/guarantees.md has what is promised."
                 )
             if args.keep:
                 command = shutil.which("exactly-once") or str(Path(sys.executable).with_name("exactly-once"))

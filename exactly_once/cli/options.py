@@ -142,7 +142,7 @@ def add_execute(parser: argparse.ArgumentParser, *, does: str = "do it") -> None
 def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
     """Put together what was given; leaves in ``args`` what no output may show. ``more`` are a command's own keys.
 
-    :raises UsageError: for a key that nobody knows, or a value of the wrong kind.
+    :raises UsageError: for an unknown key, or a value of the wrong kind.
     """
     stored = _read(args.config, more) if args.config is not None else {}
     kafka = undotted(stored.pop("kafka", {}))

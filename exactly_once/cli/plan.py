@@ -80,7 +80,7 @@ class Move:
         return max(0, end - start)
 
     def brings_again(self, letter: DeadLetter) -> bool:
-        """Tell whether a dead letter's message is applied again: it is in the log, as far as that is known."""
+        """Return whether a dead letter's message is applied again: it is in the log, as far as that is known."""
         if self.result is None or self.old_offset is None:
             return False
         is_there = self.log is None or self.log.start <= letter.message_offset < self.log.end

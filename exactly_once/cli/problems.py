@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def other_distribution() -> str | None:
-    """Say so if the package that was imported as ``exactly_once`` is not this one."""
+    """Return a message if the package that was imported as ``exactly_once`` is not this one."""
     package = importlib.import_module("exactly_once")
     if hasattr(package, "ExactlyOnceConsumer"):
         return None

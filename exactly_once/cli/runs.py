@@ -33,7 +33,7 @@ def drawn(args: argparse.Namespace, below: int) -> int:
 
 @contextlib.contextmanager
 def naming_a_full_disk() -> Iterator[None]:
-    """Name a full disk as the cause of an error; of servers without room one gets to know in other words only."""
+    """Name a full disk as the cause of an error; servers without room report it in other words."""
     try:
         yield
     except Exception as error:

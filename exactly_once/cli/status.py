@@ -27,7 +27,7 @@ _DESCRIPTION = """\
 Show each group, and each of its partitions in the ledger: the next offset to be applied, how far that is
 from the end of the log (in offsets, so gaps of compaction and transactions count), its owner, and when it
 last moved. What is wrong with a partition is below the table. All groups, unless --group-id is given. Without
---bootstrap-servers it shows what the database knows. Spark queries follow with what each wrote last;
+--bootstrap-servers it shows what the database has. Spark queries follow with what each wrote last;
 COUNTED is the last batch in the ledger, where it counts batches. The last line is about what lets the ledger's
 table grow: dead rows, and who holds the oldest snapshot, for which they must stay (of other roles only with
 pg_read_all_stats). In a terminal, long names are shortened in the middle."""
@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(session: Session, settings: options.Settings, connect: Callable[[], CommandCluster]) -> Report:
-    """Find out what the database and, if they answer, the brokers know."""
+    """Find out what the database and, if they answer, the brokers have."""
     rows = stored_rows(session, group_id=settings.group_id)
     wanted = {"group_id": settings.group_id, "schema": session.schema}
     with cursor_on(session.connection, dict_row) as cursor:
@@ -219,7 +219,7 @@ def look(session: Session, settings: options.Settings, connect: Callable[[], Com
         if settings.bootstrap_servers:
             lines = beside_logs(rows, connect(), settings.schema)
     except BrokerUnreachable as error:
-        unreachable = error  # what the database knows is shown all the same
+        unreachable = error  # what the database has is shown all the same
     of_group = {name: list(found) for name, found in groupby(lines, lambda line: line.stored.group_id)}
     groups = [
         Group(group_id=name, lines=of_group.get(name, []), dead_letters=dead.get(name, 0), claims=claims.get(name))
@@ -320,7 +320,7 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> lis
         elif topic is None:
             problem = f"the topic is gone{mend}"
         elif not topic.partitions:
-            problem = "Kafka does not say which partitions the topic has: may this principal DESCRIBE it?"
+            problem = "Kafka does not report which partitions the topic has: may this principal DESCRIBE it?"
         elif log is None:
             problem = f"the topic has no such partition{mend}"
         elif None not in (row.topic_id, topic.topic_id) and row.topic_id != topic.topic_id:

@@ -51,7 +51,7 @@ class Display:
         self._console.print(f"\n{text}", style="bold")
 
     def log(self, text: str, *, style: str = "") -> None:
-        """Say what happens, in one line; ``style`` is a colour, where there are colours."""
+        """Print what happens, in one line; ``style`` is a colour, where there are colours."""
         seconds = f"{time.monotonic() - self._began_at:5.1f}s"
         self._console.print(Text.assemble((seconds, "dim"), "  ", (text, style)))
 

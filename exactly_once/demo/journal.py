@@ -156,7 +156,7 @@ def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict
 
 
 def _until_led(seconds: float) -> tenacity.Retrying:
-    """Ask again while a broker comes back: the client says of a partition without a leader that it is unknown."""
+    """Ask again while a broker comes back: the client reports a partition without a leader as unknown."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(lambda e: isinstance(e, KafkaException) and e.args[0].code() in _NO_LEADER),
         wait=tenacity.wait_fixed(0.1),

@@ -116,7 +116,7 @@ class Postgres:
         return path
 
     def is_running(self) -> bool:
-        """Tell whether the postmaster has not ended; a paused one is running."""
+        """Return whether the postmaster has not ended; a paused one is running."""
         return self._process is not None and self._process.is_running()
 
     def start(self) -> Self:
