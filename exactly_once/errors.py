@@ -33,15 +33,15 @@ ExactlyOnceError
 │   ├── UnitNotUsed                     a test's handler did not use the unit
 │   ├── HandlerCommitted                the handler committed: fatal
 │   ├── UnitTooSlow                     a unit of one message was lost to its own duration
-│   ├── PoisonMessage                   one message cannot be applied, and nobody set it aside
+│   ├── PoisonMessage                   one message cannot be applied, and it became no dead letter
 │   └── TooManyDeadLetters              it is hardly the messages' fault any more
 ├── NoProgress                          the same messages have failed for too long
-├── TransactionOutcomeUnknown           the server no longer knows what became of a transaction
+├── TransactionOutcomeUnknown           the outcome of a transaction cannot be found out any more
 ├── InstanceFenced                      another process uses the same group.instance.id
 ├── ClientFailed                        librdkafka reported an error that does not pass
 └── Redelivered (psycopg.OperationalError)   nobody's fault; the same messages come again
     ├── Fenced                          another owner acquired the partition
-    ├── AlreadyApplied                  an earlier attempt had landed
+    ├── AlreadyApplied                  an earlier attempt had committed
     ├── LedgerRewound                   the database went back (a failover that lost commits)
     └── OutcomePending                  COMMIT got no answer; the next iteration finds out
 """
@@ -217,7 +217,7 @@ class NoProgress(ExactlyOnceError):
 
 
 class TransactionOutcomeUnknown(ExactlyOnceError):
-    """The server no longer knows whether a transaction committed; an operator must look."""
+    """The server no longer reports whether a transaction committed; an operator must look."""
 
 
 class InstanceFenced(ExactlyOnceError):
@@ -241,7 +241,7 @@ class Fenced(Redelivered):
 
 
 class AlreadyApplied(Redelivered):
-    """An earlier attempt of this owner had landed; the consumer goes on from the ledger."""
+    """An earlier attempt of this owner had committed; the consumer goes on from the ledger."""
 
 
 class LedgerRewound(Redelivered):

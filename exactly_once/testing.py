@@ -78,7 +78,7 @@ def unit(
 
     Look at the effects inside the block, through the unit, which then executes what was deferred. At its end everything
     is checked as before a real COMMIT, deferred constraints too. What you did before in an open transaction of your own
-    stays. ``schema`` is needed only by handlers that claim keys or set dead letters aside.
+    stays. ``schema`` is needed only by handlers that claim keys or make dead letters.
 
     :raises HandlerCommitted: when the handler sent COMMIT by itself; your test database keeps its effects.
     :raises UnitNotUsed: when nobody used the unit, so that what the handler did went elsewhere; ``unused_ok`` allows

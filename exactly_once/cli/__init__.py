@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
-from .problems import EXIT_CODES, CommandParser, UsageError, one_line, other_distribution, without_secrets
+from .problems import CUT_SHORT, EXIT_CODES, CommandParser, UsageError, one_line, other_distribution, without_secrets
 
 COMMANDS = (
     "migrate",
@@ -30,13 +30,17 @@ COMMANDS = (
     "soak",
     "verify",
 )
-_NEED_EXTRA = ("demo", "soak", "verify")
+# They need an extra, and end in a verdict: what ended by an error shows nothing.
+_RUNS = ("demo", "soak", "verify")
 _DEMO_EXTRA = "pip install 'kafka-exactly-once[demo]'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse itself exits with 2 on a wrong command line."""
     given = sys.argv[1:] if argv is None else list(argv)
+    # A stream that was closed before we began is None, and its number would be that of the next file.
+    if sys.stdout is None or sys.stderr is None:
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: PTH123, SIM115
     # What the terminal's encoding lacks is escaped, as on stderr: what was done must not end as an error.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -67,26 +71,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever read our output has left; the interpreter would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        # Whoever read our output has left.
+        _discard_output()
+        return 141  # as shells count: 128 + SIGPIPE
     except KeyboardInterrupt:
         return 130  # as shells count: 128 + SIGINT
     except Exception as error:  # noqa: BLE001  (the last place where an error can become one line)
         secrets = getattr(args, "secrets", ())
         text = one_line(error, secrets)
-        if isinstance(error, ImportError) and named in _NEED_EXTRA and _DEMO_EXTRA not in text:
+        if isinstance(error, ImportError) and named in _RUNS and _DEMO_EXTRA not in text:
             text = f"the {named} needs packages that are not installed ({text}): {_DEMO_EXTRA}"
         if getattr(args, "debug", False):
             sys.stderr.write(without_secrets("".join(traceback.format_exception(error)), secrets))
-        return _fail(text, code=2 if isinstance(error, UsageError) else 1)
+        code = CUT_SHORT if named in _RUNS else 1
+        return _fail(text, code=2 if isinstance(error, UsageError) else code)
 
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f".{name.replace('-', '_')}", __name__)
 
 
+def _discard_output() -> None:
+    """Have what is not written yet go nowhere; the interpreter would complain once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str, code: int = 1) -> int:
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
     print(f"exactly-once: error: {message}", file=sys.stderr)
     return code

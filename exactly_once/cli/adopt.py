@@ -12,7 +12,7 @@ from .servers import open_database
 
 _DESCRIPTION = """\
 A topic that was deleted and made again, or that moved to another cluster, has other offsets than the
-ledger knows, so consumers refuse to start. This command gives the rows of a group the ids that Kafka has
+ledger has, so consumers refuse to start. This command gives the rows of a group the ids that Kafka has
 now, and offsets by one of --to-... or --keep-offsets; rows that have these ids are left alone. A dry run
 unless --execute is given; then everything happens in one transaction, is kept in the audit table, and a
 live owner is fenced."""

@@ -56,6 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "dead-letters", help="list, show, replay or drop messages that could not be applied", description=_DESCRIPTION
     )
+    an_id = options.number(int, "is not the id of a dead letter", least=1, most=options.INT64)
     actions = parser.add_subparsers(dest="action", metavar="action", required=True, parser_class=CommandParser)
     for action, text, more in (
         ("list", "list dead letters", None),
@@ -64,14 +65,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         ("drop", "take dead letters off the list without applying them", None),
     ):
         one = actions.add_parser(action, help=text, description=more, epilog=options.EPILOG)
-        one.add_argument("ids", nargs="*", type=int, metavar="ID", help="only these")
+        one.add_argument("ids", nargs="*", type=an_id, metavar="ID", help="only these")
         one.add_argument("--topic", help="only of this topic")
-        one.add_argument("--partition", type=int, metavar="N", help="only of this partition")
+        one.add_argument("--partition", type=options.partition, metavar="N", help="only of this partition")
         options.add_common(one)
         if action == "list":
             one.add_argument("--all", action="store_true", help="also those that were replayed or dropped")
-            least = options.number("is not a number: 1 or more", least=1)
-            one.add_argument("--limit", type=least, default=_LIST_LIMIT, help="how many at most (%(default)s)")
+            a_limit = options.number(int, "must be a whole number above 0", least=1, most=options.INT32)
+            one.add_argument("--limit", type=a_limit, default=_LIST_LIMIT, help="how many at most (%(default)s)")
         elif action == "replay":
             what = "what is called with a unit, as by run()"
             one.add_argument("--handler", required=True, metavar="MODULE:FUNCTION", help=what)

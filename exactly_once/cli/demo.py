@@ -17,7 +17,8 @@ from exactly_once.demo import result
 from exactly_once.demo.display import Display
 from exactly_once.demo.result import MESSAGES, QUICK_MESSAGES
 
-from .runs import CUT_SHORT, add_seed, drawn, ending_on_sigterm, positive
+from .problems import CUT_SHORT
+from .runs import add_seed, drawn, ending_on_sigterm, naming_a_full_disk, positive
 
 _SINK = (
     "sink --group-id payments-to-table --topic payments-exactly-once --table payment --create-table --start earliest "
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     results: dict[str, Any] = {}
     with ending_on_sigterm(), Display() as display:
         display.log(f"starting the servers; --seed {seed} repeats what is sent and the faults")
-        with embedded.start() as servers:
+        with embedded.start() as servers, naming_a_full_disk():
             for side, title in kind.TITLES.items():
                 display.title(title)
                 results[side] = kind.run(side, servers, display, seed=seed, messages=args.messages, quick=args.quick)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             display.line(f"\n{kind.conclusion(results, seed=seed)}")
             if not is_spark:
                 display.line(
-                    "Next: the README does it with your own consumer; docs/guarantees.md says what is promised."
+                    "Next: the README does it with your own consumer; docs/guarantees.md has what is promised."
                 )
             if args.keep:
                 command = shutil.which("exactly-once") or str(Path(sys.executable).with_name("exactly-once"))
@@ -87,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
                 if not is_spark:
                     display.line(f"  {command} {_SINK}")
                     journal = "TABLE demo_exactly_once.journal LIMIT 10"
-                    display.line(f"  psql {shlex.quote(servers.conninfo)} -c '{journal}'")
+                    look = ["psql", servers.conninfo, "-c", journal]
+                    if shutil.which("psql") is None:  # which the embedded Postgres does not bring
+                        rows = f"psycopg.connect({servers.conninfo!r}).execute({journal!r})"
+                        look = [sys.executable, "-c", f"import psycopg; print(*{rows}, sep='\\n')"]
+                    display.line(f"  {shlex.join(look)}")
                 with contextlib.suppress(KeyboardInterrupt):
                     threading.Event().wait()
                 display.line("")

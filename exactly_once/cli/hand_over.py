@@ -109,7 +109,7 @@ def _show(
         last = output.ago(min((row.advanced_seconds_ago for row in owned if row.advanced_seconds_ago), default=None))
         owner = f"{owned[0].owner_kind} {owned[0].owner}"
         text = f"dry run: nothing was changed. {owner} has not released its rows; it last moved one {last or 'never'}. "
-        notes = [text + "See to it that it has stopped, then say --execute"]
+        notes = [text + "See to it that it has stopped, then pass --execute"]
     elif starts is not None:
         notes = ["ready: start the query with a new checkpoint and, for its Kafka source,"]
     released = "released from" if args.execute else "owned by"

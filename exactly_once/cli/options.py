@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import psycopg
@@ -24,6 +24,11 @@ from exactly_once.ledger.session import Connection, connector
 from .named import Named, NamedConnect
 from .problems import EXIT_CODES, UsageError
 
+N = TypeVar("N", int, float)
+_SHOWN = 40  # characters of a text that is no number
+# What columns of Postgres and fields of Kafka's protocol hold.
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+DAY_SECONDS, YEAR_SECONDS = 86_400.0, 31_536_000.0  # longer than anybody means, and no overflow of a timer
 _KEYS = ("bootstrap_servers", "group_id", "conninfo", "schema")
 _IN_FILE = (*_KEYS, "connect")  # a function has no place on a command line or in the environment
 _ENVIRONMENT = {key: f"EXACTLY_ONCE_{key.upper()}" for key in ("bootstrap_servers", "group_id", "conninfo")}
@@ -37,10 +42,11 @@ _SECRET_KEY = re.compile(r"password|passphrase|secret|token|jaas|oauthbearer\.co
 
 EPILOG = f"""\
 The command line goes before the environment, which goes before the file. A file:
-  conninfo = "postgresql://bank@db.example:5432/bank"    # better without a password: ~/.pgpass, PGPASSFILE
+  # better without a password: ~/.pgpass, PGPASSFILE
+  conninfo = "postgresql://bank@db.example:5432/bank"
   bootstrap_servers = "kafka.example:9092"
   group_id = "accounts"
-  [kafka]                                                # any setting of librdkafka
+  [kafka]    # any setting of librdkafka
   security.protocol = "SASL_SSL"
 Where passwords expire, functions take their place: instead of conninfo  connect = "package.module:function"
 which returns a psycopg.Connection; in [kafka]  oauth_cb = "package.module:function"  which returns a token.
@@ -108,15 +114,22 @@ def add_common(parser: argparse.ArgumentParser, *, json: str = "print one JSON d
     look.add_argument("--debug", action="store_true", help="on an error print the traceback, too")
 
 
-def number(complaint: str, *, least: int = 0, most: int = sys.maxsize) -> Callable[[str], int]:
-    """Return a type of argparse: a whole number within bounds. ``complaint`` follows a text that is none."""
+def number(kind: type[N], complaint: str, *, least: N, most: N) -> Callable[[str], N]:
+    """Return a type of argparse: a number within bounds. ``complaint`` follows a text that is none.
 
-    def read(text: str) -> int:
-        if not (text.removeprefix("-").isdecimal() and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"{text} {complaint}")
-        return int(text)
+    There is no number without bounds: `float` reads "nan", which compares with nothing, and "inf".
+    """
+
+    def read(text: str) -> N:
+        with contextlib.suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN] or 'an empty text'} {complaint}")
 
     return read
+
+
+partition = number(int, "is not the number of a partition", least=0, most=INT32)
 
 
 def add_execute(parser: argparse.ArgumentParser, *, does: str = "do it") -> None:
@@ -129,7 +142,7 @@ def add_execute(parser: argparse.ArgumentParser, *, does: str = "do it") -> None
 def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
     """Put together what was given; leaves in ``args`` what no output may show. ``more`` are a command's own keys.
 
-    :raises UsageError: for a key that nobody knows, or a value of the wrong kind.
+    :raises UsageError: for an unknown key, or a value of the wrong kind.
     """
     stored = _read(args.config, more) if args.config is not None else {}
     kafka = undotted(stored.pop("kafka", {}))

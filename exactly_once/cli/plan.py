@@ -20,15 +20,13 @@ from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
 from exactly_once.ledger.session import Connection, Session, cursor_on
 from exactly_once.ledger.sql import query
 
-from . import output
-from .options import Settings, add_execute, number
+from . import options, output
+from .options import Settings, add_execute
 from .problems import CommandError
 from .servers import CommandCluster, Log, Stored, forget_command, open_cluster, stored_rows
 
 _HEADER = ("PARTITION", "OLD OFFSET", "", "NEW OFFSET", "LOG START", "LOG END", "NOTE")
 _NAMED = 5  # dead letters; `dead-letters list` has all
-_MAX_PARTITION = 2**31 - 1  # an int32 of Kafka's protocol
-_MAX_OFFSET = 2**63 - 1  # an int64
 
 
 class Target(NamedTuple):
@@ -82,7 +80,7 @@ class Move:
         return max(0, end - start)
 
     def brings_again(self, letter: DeadLetter) -> bool:
-        """Tell whether a dead letter's message is applied again: it is in the log, as far as that is known."""
+        """Return whether a dead letter's message is applied again: it is in the log, as far as that is known."""
         if self.result is None or self.old_offset is None:
             return False
         is_there = self.log is None or self.log.start <= letter.message_offset < self.log.end
@@ -113,10 +111,15 @@ def add_targets(
 ) -> argparse._MutuallyExclusiveGroup:
     """Add options for which partitions are moved, where to, and whether really; return those of where to."""
     parser.add_argument("--topic", required=needs_topic, help="the topic")
-    a_partition = number("is not the number of a partition", most=_MAX_PARTITION)
-    an_offset = number("is not an offset: 0 or more; see also --to-earliest and --to-latest", most=_MAX_OFFSET)
+    no_offset = "is not an offset: 0 or more; see also --to-earliest and --to-latest"
+    an_offset = options.number(int, no_offset, least=0, most=options.INT64)
     parser.add_argument(
-        "--partition", type=a_partition, nargs="+", action="extend", metavar="N", help="only these of its partitions"
+        "--partition",
+        type=options.partition,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help="only these of its partitions",
     )
     to = parser.add_mutually_exclusive_group(required=True)
     committed = "what another consumer has committed to Kafka since; partitions where none did stay"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
+import textwrap
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, NoReturn
 
 EXIT_CODES = """\
@@ -13,8 +16,12 @@ exit codes:
   1    not done: stderr has one line about why and what mends it; status --check: something needs an operator
   2    the command line, an environment variable or the configuration file is wrong
   130  interrupted
-  143  sink: SIGTERM, and the end that --until-end asked for was not reached, or the transaction in hand was given
-       up, after --stop-seconds or a second SIGTERM; it comes again"""
+  141  whoever read the output has left
+  143  sink: SIGTERM, and the end that --until-end asked for was not reached, or the transaction in hand was given up, \
+after --stop-seconds or a second SIGTERM; it comes again"""
+
+# The exit code of a run that shows nothing.
+CUT_SHORT = 3
 
 # By the name of the class: psycopg, which defines them, must not be imported here.
 _HINTS = {
@@ -36,13 +43,42 @@ class UsageError(CommandError):
     """The command line, the environment and the configuration file lack something, or do not fit."""
 
 
+class _Help(argparse.HelpFormatter):
+    """Help as wide as the terminal: paragraphs are filled, exit codes too; other lines that are indented are code."""
+
+    def _format_usage(self, *given: Any) -> str:
+        # Options of which one is to be given stay in one line, however long.
+        lines: list[str] = []
+        for line in super()._format_usage(*given).splitlines():
+            indent = " " * (len(line) - len(line.lstrip()) + 1)
+            lines += textwrap.wrap(
+                line, self._width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+            ) or [line]
+        return "\n".join(lines) + "\n\n"
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for is_paragraph, block in groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+            if is_paragraph:
+                lines += textwrap.wrap(" ".join(block), width, break_on_hyphens=False, break_long_words=False)
+                continue
+            for line in block:
+                code = re.match(r"  \d+ +", line)
+                lines += textwrap.wrap(line, width, subsequent_indent=" " * code.end()) if code else [line]
+        return "\n".join(indent + line for line in lines)
+
+
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose complaints repeat no secret and whose help keeps its line breaks."""
+    """A parser whose complaints repeat no secret and whose help fits the terminal."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _Help)
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse would take no notice of a reader that has left or a disk that is full.
+        print(message, end="", file=file, flush=True)
 
     def error(self, message: str) -> NoReturn:
         """Exit with 2 and one line; argparse would repeat a connection string that it cannot place."""
@@ -51,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def other_distribution() -> str | None:
-    """Say so if the package that was imported as ``exactly_once`` is not this one."""
+    """Return a message if the package that was imported as ``exactly_once`` is not this one."""
     package = importlib.import_module("exactly_once")
     if hasattr(package, "ExactlyOnceConsumer"):
         return None

@@ -24,7 +24,7 @@ back applies messages a second time, moving on leaves messages out. --to-committ
 an ordinary consumer has worked for the group. --to-batch is for a Spark
 query whose batches the ledger counts (ledger="batch-id", or the data source): they have no topics.
 --forget deletes the rows of partitions that are gone for good, of which `exactly-once status --check` would
-complain for ever. What comes back begins as new to the group: a topic by start=, a partition at its log's start."""
+report a problem. What comes back begins as new to the group: a topic by start=, a partition at its log's start."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         keep_help="leave the offsets; fence and release owners, un-halt (no brokers needed)",
         needs_topic=False,
     )
-    a_batch = options.number("is not a batch: -1, 0 or more", least=-1, most=_MAX_BATCH)
+    a_batch = options.number(int, "is not a batch: -1, 0 or more", least=-1, most=_MAX_BATCH)
     to.add_argument(
         "--to-batch",
         dest="target",
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.topic is None:
         raise UsageError("the following arguments are required: --topic")
     if args.topic.startswith(QUERY):
-        raise UsageError(f"{args.topic} has batch ids, no offsets: say --to-batch N")
+        raise UsageError(f"{args.topic} has batch ids, no offsets: pass --to-batch N")
     is_kept = args.target.kind == "current"
     # An offset that is forced is compared with nothing, so it can be set while Kafka is away.
     is_blind = args.force and args.target.kind == "offset" and not settings.bootstrap_servers
@@ -154,7 +154,7 @@ def _forget(settings: Settings, args: argparse.Namespace) -> int:
 
 
 def _reset_batch(settings: Settings, args: argparse.Namespace) -> int:
-    """Show which batch would count as the last one, or say so; fence the query, un-halt its group.
+    """Show which batch would count as the last one, or set it; fence the query, un-halt its group.
 
     :raises CommandError: when the group counts no batches, or those of several queries.
     """

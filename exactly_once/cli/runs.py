@@ -5,26 +5,44 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 
-from .options import number
+from .options import INT32, INT64, number
+from .problems import CommandError
 
-# The exit code of a run that shows nothing.
-CUT_SHORT = 3
-positive = number("must be a number above 0", least=1)
+_ROOM_BYTES = 20 << 20  # Postgres asks for 16 MB at a time
+positive = number(int, "must be a whole number above 0", least=1, most=INT32)
+_a_seed = number(int, "must be a whole number, 0 or more", least=0, most=INT64)
 
 
 def add_seed(parser: argparse.ArgumentParser, repeats: str) -> None:
     """Add the options of a run that is drawn from a seed and ends in a verdict."""
-    parser.add_argument("--seed", type=int, metavar="N", help=repeats)
+    parser.add_argument("--seed", type=_a_seed, metavar="N", help=repeats)
     parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
+    parser.add_argument("--debug", action="store_true", help="on an error print the traceback, too")
 
 
 def drawn(args: argparse.Namespace, below: int) -> int:
     """Return the seed that was given, or one that is short enough to be typed again."""
     return random.SystemRandom().randrange(below) if args.seed is None else int(args.seed)
+
+
+@contextlib.contextmanager
+def naming_a_full_disk() -> Iterator[None]:
+    """Name a full disk as the cause of an error; servers without room report it in other words."""
+    try:
+        yield
+    except Exception as error:
+        place = tempfile.gettempdir()
+        if shutil.disk_usage(place).free > _ROOM_BYTES:
+            raise
+        raise CommandError(
+            f"the disk of {place} is full, and the servers keep their data there; TMPDIR names another place: {error}"
+        ) from error
 
 
 @contextlib.contextmanager

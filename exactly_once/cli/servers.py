@@ -93,7 +93,7 @@ class CommandCluster(Cluster):
         found = self.topics([name]).get(name)
         if found is not None and not found.partitions:
             raise CommandError(
-                f"Kafka does not say how many partitions {name!r} has: may this principal DESCRIBE the topic?"
+                f"Kafka does not report how many partitions {name!r} has: may this principal DESCRIBE the topic?"
             )
         return found
 

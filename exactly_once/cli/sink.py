@@ -50,7 +50,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     what.add_argument("--key", action="append", metavar="COLUMN", help="of an upsert (the primary key)")
     what.add_argument(
-        "--format", choices=_FORMATS, help="what messages are: JSON (default), or raw: columns key and value"
+        "--format",
+        choices=_FORMATS,
+        metavar="FORMAT",
+        help=f"what messages are: {', '.join(_FORMATS)}; JSON by default, and raw has the columns key and value",
     )
     what.add_argument("--schema-registry", metavar="URL", help="where the schemas of Avro, Protobuf, JSON Schema are")
     what.add_argument(
@@ -74,15 +77,18 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     run_.add_argument(
         "--start", metavar="WHERE", help="for a group without offsets: earliest, latest, committed, a time"
     )
+    # How much is too much is up to what reads the file: it has the same keys.
+    whole = options.number(int, "must be a whole number, 0 or more", least=0, most=options.INT64)
+    seconds = options.number(float, "must be a number of seconds, 0 or more", least=0, most=options.YEAR_SECONDS)
     for option, kind, name, text in (
-        ("workers", int, "N", "processes of the group (1)"),
-        ("max-messages", int, "N", "in a transaction (10000)"),
-        ("linger-seconds", float, "S", "wait so long for a transaction to fill (0.05)"),
-        ("stop-seconds", float, "S", "what the transaction in hand may take after SIGTERM (20.0)"),
-        ("dead-letter-limit", int, "N", "stop after so many in a row (10)"),
-        ("dead-letter-window", int, "N", "or after so many of the group in an hour (1000)"),
-        ("claims-window", float, "S", "hold the keys of --claim at least so long (for ever)"),
-        ("metrics-port", int, "PORT", "serve /metrics, /livez and /readyz"),
+        ("workers", whole, "N", "processes of the group (1)"),
+        ("max-messages", whole, "N", "in a transaction (10000)"),
+        ("linger-seconds", seconds, "S", "wait so long for a transaction to fill (0.05)"),
+        ("stop-seconds", seconds, "S", "what the transaction in hand may take after SIGTERM (20.0)"),
+        ("dead-letter-limit", whole, "N", "stop after so many in a row (10)"),
+        ("dead-letter-window", whole, "N", "or after so many of the group in an hour (1000)"),
+        ("claims-window", seconds, "S", "hold the keys of --claim at least so long (for ever)"),
+        ("metrics-port", whole, "PORT", "serve /metrics, /livez and /readyz"),
         ("metrics-host", str, "HOST", "at this address (127.0.0.1)"),
     ):
         run_.add_argument(f"--{option}", type=kind, metavar=name, help=text)
@@ -151,7 +157,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _scale(text: str) -> tuple[str, int]:
     name, value = _pair(text)
-    return name, int(value)
+    return name, options.number(int, "must be a whole number, 0 or more", least=0, most=options.INT32)(value)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,9 +12,13 @@ from exactly_once.embedded.errors import StartError
 from exactly_once.soak.run import Soak
 from exactly_once.soak.verdict import KINDS
 
-from .runs import CUT_SHORT, add_seed, drawn, ending_on_sigterm, positive
+from .options import number
+from .problems import CUT_SHORT
+from .runs import add_seed, drawn, ending_on_sigterm, naming_a_full_disk
 
 _MINUTES = 2.0  # every kind of fault strikes at least once
+# In less, workers are hardly ready; a year is longer than anybody means.
+_FROM_MINUTES, _TO_MINUTES = 0.1, 525_600.0
 _DESCRIPTION = """\
 Start a Kafka and a Postgres of its own. Groups of each rebalance protocol and the sink command apply the same
 messages, published by transactions of which some are aborted, while workers are killed and frozen, join and
@@ -24,15 +28,18 @@ meanwhile, and everything at the end.
 exit codes:
   0    every message took effect once in every group, offsets agreed with effects, and nothing stood still
   1    an anomaly was found: the verdict counts and names it
-  3    it was cut short: a server did not come up again"""
+  3    nothing is shown: a server did not come up again, or no fault struck"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "soak", help="injure it for as long as you like, and count", description=_DESCRIPTION
     )
-    parser.add_argument("--minutes", type=float, default=_MINUTES, metavar="N", help=f"faults for N ({_MINUTES:g})")
-    parser.add_argument("--brokers", type=positive, choices=(1, 3), default=1, help="how many (1)")
+    bounds = f"must be a number from {_FROM_MINUTES:g} to {_TO_MINUTES:,.0f}"
+    minutes = number(float, bounds, least=_FROM_MINUTES, most=_TO_MINUTES)
+    parser.add_argument("--minutes", type=minutes, default=_MINUTES, metavar="N", help=f"faults for N ({_MINUTES:g})")
+    one_or_three = number(int, "must be 1 or 3", least=1, most=3)
+    parser.add_argument("--brokers", type=one_or_three, choices=(1, 3), default=1, help="how many (1)")
     add_seed(parser, "draw the same faults and messages as another run")
 
 
@@ -42,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         display.log(f"starting Kafka and Postgres; --seed {seed} draws the same faults")
         seconds = args.minutes * 60
         try:
-            with embedded.start(brokers=args.brokers) as servers:
+            with embedded.start(brokers=args.brokers) as servers, naming_a_full_disk():
                 verdict = Soak(servers, seed=seed, seconds=seconds, brokers=args.brokers, display=display).run()
         except StartError as error:
             display.log(f"cut short, nothing is shown: {error}", style="bold red")
@@ -56,4 +63,8 @@ def run(args: argparse.Namespace) -> int:
             f"{verdict['messages']:,} messages for each of {len(verdict['groups'])} groups, "
             f"{verdict['faults_total']:,} faults, {verdict['seconds']:,} s, --seed {seed}: {found}"
         )
-    return 0 if verdict["ok"] else 1
+        if not verdict["faults_total"]:
+            display.log("nothing is shown: no fault struck; give it more --minutes", style="bold red")
+    if verdict["anomalies"]:
+        return 1
+    return 0 if verdict["ok"] else CUT_SHORT

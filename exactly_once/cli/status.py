@@ -27,7 +27,7 @@ _DESCRIPTION = """\
 Show each group, and each of its partitions in the ledger: the next offset to be applied, how far that is
 from the end of the log (in offsets, so gaps of compaction and transactions count), its owner, and when it
 last moved. What is wrong with a partition is below the table. All groups, unless --group-id is given. Without
---bootstrap-servers it shows what the database knows. Spark queries follow with what each wrote last;
+--bootstrap-servers it shows what the database has. Spark queries follow with what each wrote last;
 COUNTED is the last batch in the ledger, where it counts batches. The last line is about what lets the ledger's
 table grow: dead rows, and who holds the oldest snapshot, for which they must stay (of other roles only with
 pg_read_all_stats). In a terminal, long names are shortened in the middle."""
@@ -38,7 +38,7 @@ _HEADER = ("PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "ADVANCED")
 _OWNER, _PARTITION = _HEADER.index("OWNER"), _HEADER.index("PARTITION")
 _QUERY_HEADER = ("GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED", "WRITTEN", "COUNTED")
 _WATCH_SECONDS = 2.0  # a look costs the database a few milliseconds, and offsets move about once a second
-_WATCH_FROM, _WATCH_TO = 0.1, 86_400  # faster nobody reads; a day is longer than anybody means
+_WATCH_FROM = 0.1  # faster nobody reads
 _SHORT_ID = 8  # characters of a process's id: nobody reads more of it
 _CLEAR = "\x1b[H\x1b[2J"  # moves the cursor of a terminal to the top and clears it
 
@@ -143,13 +143,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     way.add_argument("--check", action="store_true", help=_CHECK)
     way.add_argument(
         "--watch",
-        type=_seconds,
+        type=options.number(
+            float,
+            f"is not a number of seconds from {_WATCH_FROM} to {options.DAY_SECONDS:,.0f}",
+            least=_WATCH_FROM,
+            most=options.DAY_SECONDS,
+        ),
         nargs="?",
         const=_WATCH_SECONDS,
         metavar="SECONDS",
         help=f"look again after so many seconds ({_WATCH_SECONDS:g}), until Ctrl-C",
     )
-    limit = options.number("is not a number: 0 or more")
+    limit = options.number(int, "must be a whole number, 0 or more", least=0, most=options.INT64)
     parser.add_argument("--max-lag", type=limit, metavar="N", help="with --check: of any partition")
     parser.add_argument("--max-dead-letters", type=limit, metavar="N", help="with --check: of any group")
     options.add_common(parser)
@@ -196,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(session: Session, settings: options.Settings, connect: Callable[[], CommandCluster]) -> Report:
-    """Find out what the database and, if they answer, the brokers know."""
+    """Find out what the database and, if they answer, the brokers have."""
     rows = stored_rows(session, group_id=settings.group_id)
     wanted = {"group_id": settings.group_id, "schema": session.schema}
     with cursor_on(session.connection, dict_row) as cursor:
@@ -214,7 +219,7 @@ def look(session: Session, settings: options.Settings, connect: Callable[[], Com
         if settings.bootstrap_servers:
             lines = beside_logs(rows, connect(), settings.schema)
     except BrokerUnreachable as error:
-        unreachable = error  # what the database knows is shown all the same
+        unreachable = error  # what the database has is shown all the same
     of_group = {name: list(found) for name, found in groupby(lines, lambda line: line.stored.group_id)}
     groups = [
         Group(group_id=name, lines=of_group.get(name, []), dead_letters=dead.get(name, 0), claims=claims.get(name))
@@ -315,7 +320,7 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> lis
         elif topic is None:
             problem = f"the topic is gone{mend}"
         elif not topic.partitions:
-            problem = "Kafka does not say which partitions the topic has: may this principal DESCRIBE it?"
+            problem = "Kafka does not report which partitions the topic has: may this principal DESCRIBE it?"
         elif log is None:
             problem = f"the topic has no such partition{mend}"
         elif None not in (row.topic_id, topic.topic_id) and row.topic_id != topic.topic_id:
@@ -354,13 +359,3 @@ def _document(report: Report, troubles: list[str] | None) -> dict[str, Any]:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 'S' if what.isupper() else 's'}"
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not _WATCH_FROM <= seconds <= _WATCH_TO:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from {_WATCH_FROM} to {_WATCH_TO}")
-    return seconds

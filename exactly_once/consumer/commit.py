@@ -394,11 +394,11 @@ class CommitProtocol:
         return resolution
 
     def log_rewound(self, partition: Partition, *, mirrored: int) -> None:
-        """Tell of commits that were lost while nobody held the partition: Kafka was told a later offset."""
+        """Log commits that were lost while nobody held the partition: Kafka holds a later offset."""
         offset = self.ownership.states[partition].next_offset
         self.counters.rewound += 1
         logger.warning(
-            "%s: Kafka was told offset %s, the ledger is at %s: the database lost commits in a failover or a restore, "
+            "%s: Kafka holds offset %s, the ledger is at %s: the database lost commits in a failover or a restore, "
             "effects and offsets together; going on from the ledger",
             partition,
             mirrored,

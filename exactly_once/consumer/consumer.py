@@ -81,7 +81,7 @@ CLOSE_SECONDS = 8.0
 _GOODBYE_SECONDS = 2.0
 # How long to wait before joining again under a ``group.instance.id`` that is taken: it expires after many seconds.
 _REOPEN_SECONDS = 1.0
-# A second fence by the instance id within this time is another process: of two that run, one is told by then.
+# A second fence by the instance id within this time is another process: of two that run, one gets an error by then.
 TWIN_SECONDS = 60.0
 _FATAL = KafkaError._FATAL  # noqa: SLF001 - that is its public name
 _ONE_ASSIGNOR = (
@@ -215,7 +215,7 @@ class ExactlyOnceConsumer:
         self._must_reopen = ""
         # The end of the present client, where it was begun.
         self._closing_client: Closing | None = None
-        # What the client said when it was fenced by its instance id, until it is opened anew.
+        # What the client reported when it was fenced by its instance id, until it is opened anew.
         self._fence: str | None = None
         # When it was the last time, on the monotonic clock.
         self._fenced_at = -math.inf
@@ -320,7 +320,7 @@ class ExactlyOnceConsumer:
         The callbacks are called by the loop, ``on_assign`` after acquisition and with the real
         offsets; what they raise is raised by the iteration.
 
-        A server that is away is waited for and told about, for ``startup_seconds`` each.
+        A server that is away is waited for and logged, for ``startup_seconds`` each.
 
         :raises DatabaseUnreachable: or :raises BrokerUnreachable: after that; for a wrong password, database, host
             name or certificate at once.

@@ -1,7 +1,7 @@
-"""KafkaOffsets: what is told to Kafka after the fact, for lag dashboards and as a check of membership.
+"""KafkaOffsets: what is committed to Kafka after the fact, for lag dashboards and as a check of membership.
 
 Commits to Kafka are asynchronous and best effort. No offset of it is ever started from; but what Kafka holds is
-compared with the ledger, because another database may have told it.
+compared with the ledger, because another database may have committed it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHECK_SECONDS = 10.0
 
 @dataclass(slots=True)
 class MembershipCheck:
-    """One commit that is told from the mirrored ones by its metadata."""
+    """One commit that differs from the mirrored ones by its metadata."""
 
     metadata: str
     deadline: float
@@ -52,7 +52,7 @@ class KafkaOffsets:
         self._sent_at = 0.0
         # How many commits were not answered; written by librdkafka's callback, which runs inside of a poll.
         self._in_flight = 0
-        # Of which partitions Kafka has not taken what it was told last: told again with the next commit.
+        # Of which partitions Kafka has not taken the last commit: sent again with the next one.
         self._refused: set[Partition] = set()
         # The question that is on its way. Rebalances end it: its answer would be about what we were before.
         self._check: MembershipCheck | None = None
@@ -66,14 +66,14 @@ class KafkaOffsets:
         self._check = None
 
     def send(self, client: Consumer, states: Mapping[Partition, PartitionState], *, at_once: bool = False) -> None:
-        """Commit what Kafka was not told yet of partitions that are ours, if the last time is long enough ago.
+        """Commit what was not committed yet of partitions that are ours, if the last time is long enough ago.
 
-        For the others somebody else may have told Kafka a later offset by now.
+        For the others somebody else may have committed a later offset by now.
         """
         if not (at_once or time.monotonic() - self._sent_at >= MIRROR_SECONDS):
             return
         mine = {p: h for p, h in states.items() if h.phase is Phase.OWNED}
-        # Again only what was compared since it was acquired: another database may have told Kafka a later offset.
+        # Again only what was compared since it was acquired: another database may have committed a later offset.
         again = {p for p, h in mine.items() if p in self._refused and h.compared_epoch == h.epoch}
         due = {p: h for p, h in mine.items() if h.is_to_mirror or p in again}
         if due:

@@ -51,12 +51,12 @@ PARTITIONS_PER_SECOND = 40
 _JITTER = 0.2
 # How long a log must have had nothing more before the ledger is moved to its end: a busy one moves with its units.
 QUIET_SECONDS = 1.0
-# When a bad partition is told of again, and tried again if that may help; twice as long each time.
+# When a bad partition is logged again, and tried again if that may help; twice as long each time.
 BAD_SECONDS = 30.0
 # The longest of these pauses: once an hour shows in every log that is kept for a day.
 _BAD_MOST_SECONDS = 3600.0
 # How long a member without partitions waits until it believes that: longer than two heartbeats, in which others are
-# told to give up and do it. Only under the eager protocol does Kafka say it once and for all.
+# asked to give up and do it. Only under the eager protocol does Kafka report it once and for all.
 SETTLE_SECONDS = 10.0
 # How often what Kafka holds of the group is compared with the ledger: each time is a request to its coordinator.
 COMPARE_SECONDS = 10.0
@@ -133,7 +133,7 @@ class Maintenance:
         self._next_comparison = 0.0
         # until this, where the group's coordinator gave no answer.
         self._compare_new_from = 0.0
-        # Whether Kafka has said what is ours, be it nothing, and has not taken all of it since.
+        # Whether Kafka has reported what is ours, be it nothing, and has not taken all of it since.
         self.is_member = False
         # Since when it has not, and when that is told next.
         self._joining: tuple[float, float] | None = None
@@ -202,7 +202,7 @@ class Maintenance:
                 self._news.append((event.change, [TopicPartition(*p) for p in event.partitions]))
             extra = self._about(event.change.value, several=event.partitions)
             names = ", ".join(map(str, event.partitions)) or "nothing"
-            logger.info("Kafka says that %s is %s", names, event.change.value, extra=extra)
+            logger.info("Kafka reports that %s is %s", names, event.change.value, extra=extra)
             self.is_member = event.change is Change.ASSIGNED or bool(self.ownership.states)
             self._assigned_at = time.monotonic()
             self._buffer.discard()
@@ -362,7 +362,7 @@ class Maintenance:
         return rows, locked
 
     def _reject(self, bad: Mapping[Partition, ExactlyOnceError], rows: Mapping[Partition, Row] | None = None) -> None:
-        """Leave bad partitions unread and tell why, without hurry from the second time on.
+        """Leave bad partitions unread and log why, without hurry from the second time on.
 
         :raises ExactlyOnceError: the first of them, where that is asked for; it comes again at the next try.
         """
@@ -379,7 +379,7 @@ class Maintenance:
             raise next(iter(bad.values()))
 
     def _retry_bad(self) -> None:
-        """Tell again of what is still bad, and try again what may have passed."""
+        """Log again what is still bad, and try again what may have passed."""
         now = time.monotonic()
         for partition in self.ownership.bad():
             known = self.ownership.states[partition].report
@@ -521,12 +521,12 @@ class Maintenance:
         self._joining = None if self.is_member else (since, due)
 
     def _compare_origins(self, client: Consumer) -> None:
-        """Compare the ledger with what Kafka was told: by another database, by a copy, before commits were lost."""
+        """Compare the ledger with offsets in Kafka: of another database, of a copy, from before commits were lost."""
         owned = {p: self.ownership.states[p] for p in self.ownership.owned()}
         new = {p for p, state in owned.items() if state.compared_epoch != state.epoch}
         if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
             return
-        # Kafka first: what this database has told it, it had stored before.
+        # Kafka first: what this database has committed there, it had stored before.
         others = [p for p in self._start_offsets.partitions({p.topic for p in owned}) if p not in new]
         if len(others) > _COMPARED_AT_MOST:
             others = random.sample(others, _COMPARED_AT_MOST)  # another one each time
@@ -596,7 +596,7 @@ class Maintenance:
             logger.info("%s is applied to the end of its log, offset %s", end.partition, end.next_offset, extra=extra)
 
     def _act_on_rows(self, partitions: list[Partition], rows: list[Row]) -> None:
-        """Act on rows that are not as they were left, and tell of them."""
+        """Act on rows that are not as they were left, and log them."""
         expected = {p: self.ownership.states[p].next_offset for p in partitions}
         mended = set(self.ownership.bad()).intersection(partitions)
         conflicts = self.ownership.seen(partitions, rows)

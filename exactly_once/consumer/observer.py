@@ -24,7 +24,7 @@ from .partitions import PartitionState, Phase
 
 logger = logging.getLogger(__name__)
 
-# How long one look at the gauges waits for Kafka to tell where the logs end.
+# How long one look at the gauges waits for Kafka to report where the logs end.
 LAG_SECONDS = 1.0
 
 
@@ -81,7 +81,7 @@ class Observer:
             yield m.Sample(m.LAG, labels, max(0, end - owned[partition].applied))
 
     def health(self, *, is_subscribed: bool, is_stopping: bool) -> Health:
-        """Say how the consumer is, from any thread and without asking any server."""
+        """Report how the consumer is, from any thread and without asking any server."""
         states = self._states()
         since_poll = time.monotonic() - self._polled_at
         is_alive = since_poll <= self._poll_interval_seconds or not is_subscribed
@@ -145,7 +145,7 @@ class Observer:
             if not self._has_failed:
                 self._has_failed = True
                 extra = about("metrics_failed", group=self._common[0])
-                logger.exception("metrics could not be published; this is said once", extra=extra)
+                logger.exception("metrics could not be published; this is logged once", extra=extra)
 
 
 _Count = Callable[[CommitProtocol, FetchBuffer], int]

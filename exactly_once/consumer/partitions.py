@@ -54,7 +54,7 @@ class Report:
 
 @dataclass(slots=True)
 class PartitionState:
-    """All that this member knows of one partition that Kafka assigned to it.
+    """All that this member keeps of one partition that Kafka assigned to it.
 
     Every assignment and every new try to acquire makes a new object, so nothing of an earlier one is believed; only
     ``report`` and ``stop_at`` go from one try to the next. A unit starts only where ``next_offset`` and
@@ -102,7 +102,7 @@ class PartitionState:
     last_applied: int | None = None
     """The offset after the message that was applied last, if that was since the offset was read from the ledger."""
     is_to_mirror: bool = False
-    """Whether Kafka was not told ``next_offset`` yet: set by commits, cleared when it is sent or the row is lost."""
+    """Whether ``next_offset`` is to be committed to Kafka: set by commits, cleared once it is sent or the row lost."""
     compared_epoch: int = -1
     """The owner epoch under which the ledger was compared with what Kafka holds: a new owner compares anew."""
     checked_at: int | None = None
@@ -151,13 +151,13 @@ class PartitionState:
 class Resolution(Enum):
     """What became of a unit that was in doubt."""
 
-    COMMITTED = "it had landed"
-    ABORTED = "it will never land"
+    COMMITTED = "it had committed"
+    ABORTED = "it will never commit"
     FENCED = "the rows belong to somebody else by now"
 
 
 class Ownership:
-    """The partitions of one member, what it knows of each, and what must be done next."""
+    """The partitions of one member, what it keeps of each, and what must be done next."""
 
     def __init__(self) -> None:
         self.states: dict[Partition, PartitionState] = {}
@@ -181,7 +181,7 @@ class Ownership:
         """Whether it is known of every unit what became of it."""
         return all(h.in_flight_until == h.next_offset for h in self.states.values() if h.positioned)
 
-    # What Kafka says.
+    # What Kafka reports.
 
     def assigned(self, partitions: Iterable[Partition]) -> None:
         """Take note of new partitions; they are pending until their rows are acquired."""
@@ -193,7 +193,7 @@ class Ownership:
         for partition in partitions:
             self._let_go(partition, self.states.pop(partition, None))
 
-    # What the ledger says.
+    # What the ledger has.
 
     def acquired(self, rows: Iterable[Row]) -> None:
         """Take note of rows that are ours now. They are not read from before :meth:`started`."""
@@ -327,12 +327,12 @@ class Ownership:
                 state.count_advance(generations[advance.partition])
 
     def doubted(self, advances: Iterable[Advance]) -> None:
-        """Acquire again what was to be moved to its end: the answer is lacking, so it may have landed, or may yet."""
+        """Acquire again what was to be moved to its end. The answer is lacking: it may have committed, or may yet."""
         for advance, state in self._held(advances):
             self._replace(advance.partition, _again(state))
 
     def aborted(self, advances: Iterable[Advance]) -> None:
-        """Take back what a unit was given: it will never land."""
+        """Take back what a unit was given: it will never commit."""
         for _, state in self._held(advances):
             state.in_flight_until = state.next_offset
 
@@ -430,7 +430,7 @@ class Ownership:
         return self._in_phase(Phase.FENCED)
 
     def to_position(self) -> dict[Partition, PartitionState]:
-        """Return what the client must be told to fetch, or to fetch from elsewhere."""
+        """Return what the client must fetch, or fetch from elsewhere."""
         return {p: h for p, h in self.states.items() if h.phase is Phase.OWNED and not h.positioned}
 
     def owned(self) -> list[Partition]:

@@ -1,4 +1,4 @@
-"""Assignment: librdkafka's rebalance callbacks turned into events, and the client told what to fetch.
+"""Assignment: librdkafka's rebalance callbacks turned into events, and what the client is to fetch.
 
 Callbacks never raise and never wait: an exception out of them loses messages. A new partition is
 assigned to nothing at first; only when its row was acquired does :meth:`Assignment.position` make the

@@ -31,7 +31,7 @@ class AlreadySettled(Exception):
 
 
 class DeadAgain(Exception):
-    """A handler set the message of a dead letter aside once more: nothing of that is stored, and the letter stays."""
+    """A handler made the message of a dead letter one once more: nothing of that is stored, and the letter stays."""
 
 
 class Replay:
@@ -52,7 +52,7 @@ class Replay:
         and leaves the letter dead.
 
         :raises HandlerCommitted: when the handler committed by itself; the letter is marked then.
-        :raises DeadAgain: when the handler set the message aside.
+        :raises DeadAgain: when the handler made the message a dead letter.
         """
         ledger = Ledger(self._session, group_id=letter.group_id, owner_kind="consumer")
         work = UnitOfWork(ledger, isolation=self._isolation)
@@ -118,7 +118,7 @@ class _Commits(EndsUnits):
             logger.warning(text, self.letter.id, extra=extra)
         try:
             if unit.dead_letters:
-                raise DeadAgain("the handler has set the message aside again")
+                raise DeadAgain("the handler made the message a dead letter again")
             self.work.commit([])
         except BaseException as error:
             if self.work.is_unknown:

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _IN_FAILED_TRANSACTION = "25P02"
-_HOW_ON = 'on_poison="dead-letter" sets such messages aside'
-_SWALLOWED = "it cannot be set aside, because a SQL error was swallowed, and nobody knows whose fault that was"
+_HOW_ON = 'on_poison="dead-letter" stores such messages as dead letters'
+_SWALLOWED = "it cannot be stored as a dead letter, because a SQL error was swallowed and its cause is unknown"
 
 
 # What becomes of a message that cannot be applied. A callable is called in the transaction that skips it.
@@ -49,7 +49,7 @@ class _Suspect:
     failures: int = 0
     """How often of these the handler or the message was at fault."""
     poison: Exception | None = None
-    """What it is to be set aside for, once that is decided."""
+    """What it is to become a dead letter for, once that is decided."""
 
     @property
     def place(self) -> str:
@@ -64,7 +64,7 @@ class _Suspect:
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """Calls the handler unit by unit; tries again what is nobody's fault, and sets poison aside."""
+    """Calls the handler unit by unit; tries again what is nobody's fault, and stores poison as dead letters."""
 
     units: Units
     handler: Callable[[Unit], object]
@@ -82,7 +82,7 @@ class Service:
     _searched: dict[Partition, int] = field(default_factory=dict, init=False)
     # Whether the handler could apply a part of it.
     _has_committed: bool = field(default=False, init=False)
-    # How many messages of it were set aside.
+    # How many messages of it became dead letters.
     _found: int = field(default=0, init=False)
     # The message that the last error named, until it was tried alone.
     _named: tuple[Partition, int] | None = field(default=None, init=False)
@@ -131,7 +131,7 @@ class Service:
         return True
 
     def _apply(self, unit: Unit) -> bool:
-        """Call the handler; return False when its messages are to be tried in smaller units, or set aside."""
+        """Call the handler; return False when its messages are to be tried in smaller units, or are dead letters."""
         try:
             apply(self.handler, unit)
         except Exception as error:
@@ -204,7 +204,7 @@ class Service:
         suspect.poison = error
 
     def _decide(self, unit: Unit) -> bool:
-        """Set doubtful messages aside together with the next one, which is applied: so nothing was missing for all.
+        """Dead-letter doubtful messages together with the next one, which is applied: so nothing was missing for all.
 
         Return False when the next one fails, too.
 
@@ -257,7 +257,7 @@ class Service:
             offset=suspect.offset,
             owner_epoch=epochs[suspect.partition],
         )
-        logger.error("%s was set aside: %s", suspect.place, named(suspect.poison), extra=extra)
+        logger.error("%s was stored as a dead letter: %s", suspect.place, named(suspect.poison), extra=extra)
 
 
 class _Stopped(BaseException):

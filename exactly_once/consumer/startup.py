@@ -1,4 +1,4 @@
-"""Start-up: the first contact with both servers, waited for, told about, and given up in time."""
+"""Start-up: the first contact with both servers, waited for, logged, and given up in time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .rebalance import Assignment
 
 logger = logging.getLogger(__name__)
 
-# How long brokers may take to hear of a new topic; seconds, where a cluster is busy.
+# How long brokers may take to learn of a new topic; seconds, where a cluster is busy.
 _LAGGING_SECONDS = 3.0
 # Between two questions for a topic that may be new.
 _AGAIN_SECONDS = 0.1

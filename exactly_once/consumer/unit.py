@@ -94,7 +94,7 @@ class Unit:
         self.stage = Stage.NEW
         # Whose fault it was that the unit failed.
         self.fault: Fault | None = None
-        # How many messages were set aside.
+        # How many messages became dead letters.
         self.dead_letters = 0
         # Whether the handler has asked the unit for its connection, or for what goes over it.
         self.is_touched = False
@@ -270,7 +270,7 @@ class Unit:
         return claims.claim(self._flushed(), keys, schema=self.work.schema, group_id=self.work.group_id)
 
     def dead_letter(self, message: Message, error: BaseException | str) -> None:
-        """Set a message of this unit aside, in the transaction: it counts as applied once the unit commits.
+        """Make a message of this unit a dead letter, in the transaction: it counts as applied once the unit commits.
 
         What is stored is what the broker sent, also after ``message.set_value()`` and the like. What is a dead letter
         already stays the one that it is, and a warning says so.
@@ -303,7 +303,7 @@ class Unit:
         if advance.cluster_id is None or advance.topic_id is None:
             raise ConfigurationError(
                 f"{dead_letters.place_of(message)} has no identity: the broker gives no id of its topic or cluster. "
-                "Grant DESCRIBE on the topic, or make a key of what the message says"
+                "Grant DESCRIBE on the topic, or make a key of the content of the message"
             )
         return Identity(advance.cluster_id, advance.topic_id, advance.partition.number, message.offset() or 0)
 

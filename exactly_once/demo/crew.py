@@ -79,7 +79,7 @@ class Worker:
                 self.partitions[partition] = event["time"]
 
     def has_since(self, partitions: Iterable[int], moment: float) -> bool:
-        """Tell whether it was given all of these after ``moment``; the clock is one for all processes."""
+        """Return whether it was given all of these after ``moment``; the clock is one for all processes."""
         return all(self.partitions.get(partition, 0.0) > moment for partition in partitions)
 
     def begin(self, order: Order) -> None:

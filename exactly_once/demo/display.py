@@ -23,12 +23,18 @@ def row(name: str, texts: Sequence[str], cut_short: Sequence[object]) -> Row:
     return name, left, right
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command: rich would exit with 1, which is a verdict."""
+        raise  # noqa: PLE0704  (called where the error is handled)
+
+
 class Display:
     """Lines, each with the time since the beginning, above a bar. Honours NO_COLOR."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._began_at = time.monotonic()
-        self._console = Console(file=out or sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console = _Console(file=out or sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
         bar = (TextColumn("       "), BarColumn(_BAR_COLUMNS), MofNCompleteColumn(), TextColumn("applied"))
         # Without a terminal a bar would be lines of its own.
         is_live = self._console.is_terminal
@@ -45,7 +51,7 @@ class Display:
         self._console.print(f"\n{text}", style="bold")
 
     def log(self, text: str, *, style: str = "") -> None:
-        """Say what happens, in one line; ``style`` is a colour, where there are colours."""
+        """Print what happens, in one line; ``style`` is a colour, where there are colours."""
         seconds = f"{time.monotonic() - self._began_at:5.1f}s"
         self._console.print(Text.assemble((seconds, "dim"), "  ", (text, style)))
 

@@ -67,7 +67,7 @@ def exactly_once(order: Order, injury: Injury) -> None:
                     break
                 with unit:
                     payments.apply(unit.connection, order.schema, unit.messages, order.name)
-                _landed(injury)
+                _stored(injury)
             except Redelivered as error:
                 report("fenced" if isinstance(error, Fenced) else "redelivered", why=str(error))
                 injury.was_frozen = False
@@ -97,7 +97,7 @@ def at_least_once(order: Order, injury: Injury) -> None:
                 payments.apply(connection, order.schema, messages, order.name)
                 for moment in ("handled", "guarded", "advanced"):
                     failpoint(moment)
-            _landed(injury)
+            _stored(injury)
             failpoint("committed")
             try:
                 client.commit(asynchronous=False)
@@ -109,10 +109,10 @@ def at_least_once(order: Order, injury: Injury) -> None:
     report("stopped")
 
 
-def _landed(injury: Injury) -> None:
+def _stored(injury: Injury) -> None:
     """Tell of effects that were stored by a worker whose partitions had been given to another."""
     if injury.was_frozen:
-        report("landed")
+        report("stored")
         injury.was_frozen = False
 
 

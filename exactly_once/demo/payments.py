@@ -24,6 +24,7 @@ ACCOUNTS = 100
 OPENING_BALANCE = 1_000
 _REGRETTED = 5  # payments of a transaction that is aborted: they are in the log and must take no effect
 _NETWORKS = ("visa", "mastercard", "amex")
+_ROOM_SECONDS = 0.1  # less than a viewer notices; a report of delivery ends the wait
 _SECONDS = 30  # longer than a broker on a busy machine takes to answer
 
 _CREATE = """
@@ -68,6 +69,18 @@ def create_tables(connection: psycopg.Connection[Any], schema: str) -> None:
 def create_topic(bootstrap_servers: str, topic: str, partitions: int = BRANCHES, replicas: int = 1) -> None:
     with AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2}) as admin:
         admin.create_topics([NewTopic(topic, partitions, replicas)])[topic].result(_SECONDS)
+
+
+def send(producer: Producer, *message: Any, **options: Any) -> None:
+    """Hand a message to the client, and wait for room where its queue is full: `Producer.produce` would raise."""
+    while True:
+        try:
+            producer.produce(*message, **options)
+        except BufferError:
+            producer.poll(_ROOM_SECONDS)
+        else:
+            producer.poll(0)
+            return
 
 
 def apply(connection: psycopg.Connection[Any], schema: str, messages: Sequence[Message], worker: str) -> None:
@@ -130,7 +143,6 @@ class Publisher:
             payment = {"from": payer, "to": payee, "amount": self._random.randint(1, 50)}
             card = {"network": _NETWORKS[payer % len(_NETWORKS)], "last_digits": f"{payer:04}"}
             value = json.dumps({**payment, "card": card})
-            self._producer.produce(self._topic, value, str(payer), partition=branch, on_delivery=delivered)
-            self._producer.poll(0)
+            send(self._producer, self._topic, value, str(payer), partition=branch, on_delivery=delivered)
         # In the log before the transaction ends, also if it ends by an abort.
         self._producer.flush(_SECONDS)

@@ -108,7 +108,7 @@ class Result:
             f"{verdict.duplicated:,} duplicated": verdict.duplicated,
             f"{verdict.foreign:,} effects of aborted messages": verdict.foreign,
             f"{verdict.balance - TOTAL:+,} in the sum of balances": verdict.balance != TOTAL,
-            f"{tally.landed} zombies not fenced": tally.landed,
+            f"{tally.unfenced} zombies not fenced": tally.unfenced,
             f"{tally.errors} workers ended by themselves": tally.errors,
         }
         at_the_end = {

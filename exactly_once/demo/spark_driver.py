@@ -36,7 +36,7 @@ _COUNT = sql.SQL("UPDATE {}.total SET orders = orders + %s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order(worker.Order):
-    """What a driver is told to do."""
+    """What a driver is to do."""
 
     side: str
     bootstrap_servers: str

@@ -27,7 +27,7 @@ from exactly_once.ledger.migrate import migrate
 
 from .display import Display, Row, row
 from .journal import scan
-from .payments import create_topic
+from .payments import create_topic, send
 from .spark_driver import Order, jdbc
 from .trial import PATIENCE_SECONDS, Stuck
 
@@ -225,8 +225,7 @@ class SparkTrial:
         producer = Producer({"bootstrap.servers": self._setting.bootstrap_servers, "linger.ms": 5, "log_level": 2})
         for number in range(self._published, until):
             order = {"id": number, "customer": f"customer {number % 100}", "net": number % 1000}
-            producer.produce(self._topic, json.dumps(order), partition=number % PARTITIONS)
-            producer.poll(0)
+            send(producer, self._topic, json.dumps(order), partition=number % PARTITIONS)
         if producer.flush(60):
             raise Stuck("Kafka to take the orders")
         self._published = until

@@ -98,7 +98,7 @@ class Tally:
     crashes: int = 0
     frozen: int = 0
     fenced: int = 0
-    landed: int = 0
+    unfenced: int = 0
     """Zombies whose effects were stored nevertheless."""
     errors: int = 0
     """Workers that ended by themselves."""
@@ -219,12 +219,12 @@ class Trial:
         log(f"worker {other.number} took over after {seconds:.1f} s; worker {number} wakes up, a zombie", style="cyan")
         before = len(victim.reports)
         victim.send(signal.SIGCONT)
-        ends = {"fenced", "landed", "redelivered", "ended"}
+        ends = {"fenced", "stored", "redelivered", "ended"}
         self._until(lambda: not ends.isdisjoint(victim.reports[before:]), f"the outcome of the batch of {victim}")
         end = next(report for report in victim.reports[before:] if report in ends)
         self.tally.fenced += end == "fenced"
-        self.tally.landed += end == "landed"
-        if end == "landed":
+        self.tally.unfenced += end == "stored"
+        if end == "stored":
             log(f"worker {number} stored its batch, and so does its successor", style="red")
         else:
             why = "was fenced" if end == "fenced" else "lost its transaction"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tenacity
 
-from .errors import DownloadError, package_directory
+from .errors import DownloadError, EmbeddedError, package_directory
 
 KAFKA_VERSION = "4.3.0"
 _COORDINATES = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}+org.slf4j:slf4j-simple:1.7.36"
@@ -81,10 +81,21 @@ def cache_directory() -> Path:
     return Path(cache, "kafka-exactly-once")
 
 
+def make_writable(directory: Path) -> None:
+    """Make a directory of the cache; raise `EmbeddedError` where nothing can be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()  # a directory that is there says nothing of that
+    except OSError as error:
+        raise EmbeddedError(
+            f"the cache {directory} cannot be written ({error.strerror}); XDG_CACHE_HOME names another place for it"
+        ) from error
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes from making *path* at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Keep other processes from making *path*, in the cache, at the same time."""
+    make_writable(path.parent)
     with path.with_name(path.name + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

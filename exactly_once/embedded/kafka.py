@@ -86,7 +86,7 @@ class Kafka:
         return self._process(node).pid
 
     def is_running(self, node: int = 1) -> bool:
-        """Tell whether the broker's process has not ended; a paused one is running."""
+        """Return whether the broker's process has not ended; a paused one is running."""
         return node in self._processes and self._processes[node].is_running()
 
     def start(self, *, wait: bool = True) -> Self:

@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def accepts(port: int) -> bool:
-    """Tell whether something accepts connections on *port* of 127.0.0.1."""
+    """Return whether something accepts connections on *port* of 127.0.0.1."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:

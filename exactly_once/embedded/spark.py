@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import DownloadError, EmbeddedError, MissingExtra, package_directory
-from .jars import Progress, cache_directory, fetched, locked
+from .jars import Progress, cache_directory, fetched, locked, make_writable
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -65,7 +65,7 @@ def session(
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     scratch = cache_directory() / "spark-scratch"
-    scratch.mkdir(parents=True, exist_ok=True)
+    make_writable(scratch)
     chosen = _SETTINGS | {
         # Spark leaves empty directories in the one it works in.
         "spark.driver.extraJavaOptions": f"-Duser.dir={shlex.quote(str(scratch))}",

@@ -1,4 +1,4 @@
-"""The cluster: what Kafka knows of topics, their identity and the ranges of their logs."""
+"""The cluster: what Kafka reports of topics, their identity and the ranges of their logs."""
 
 from __future__ import annotations
 
@@ -207,12 +207,12 @@ class Cluster:
     def ends_within(
         self, seconds: float, partitions: list[Partition], *, read_committed: bool = True
     ) -> dict[Partition, int]:
-        """Return the ends that brokers tell so quickly; none is no error. Safe from any thread."""
+        """Return the ends that brokers report so quickly; none is no error. Safe from any thread."""
         told = self._ask_quickly(seconds, partitions, read_committed=read_committed)
         return {p: found.offset for p, found in told.items()}
 
     def leader_epochs(self, partitions: list[Partition]) -> dict[Partition, int]:
-        """Return the leader epochs that logs end in now, of those partitions whose leaders tell it quickly."""
+        """Return the leader epochs that logs end in now, of those partitions whose leaders report it quickly."""
         told = self._ask_quickly(_QUICK_SECONDS, partitions, read_committed=False)
         return {p: found.leader_epoch for p, found in told.items() if known_epoch(found.leader_epoch) is not None}
 
@@ -249,7 +249,7 @@ class Cluster:
         }
 
     def foreign_members(self, group_id: str) -> list[str]:
-        """Return the client ids and hosts of members of a group that are not ours, as far as the broker tells.
+        """Return the client ids and hosts of members of a group that are not ours, as far as the broker reports them.
 
         It does for the classic protocols only. ListGroups is old, but describing a group by the newer call aborts the
         process where its coordinator goes away meanwhile (librdkafka, issue 4605).
@@ -296,7 +296,7 @@ class Cluster:
         read_committed: bool = False,
         seconds: float = REQUEST_SECONDS,
     ) -> tuple[dict[Partition, Any], dict[Partition, Exception]]:
-        """Ask the leaders of partitions; return what they tell, and of those that do not, why."""
+        """Ask the leaders of partitions; return what they answer, and of those that do not, why."""
         if not partitions:
             return {}, {}
         futures: dict[TopicPartition, Future[Any]] = self._admin.list_offsets(
@@ -312,7 +312,7 @@ class Cluster:
             error = future.exception() if future.done() else TimeoutError(f"no offsets of {partition} in {seconds:g} s")
             # Where a leader is gone librdkafka may answer without an error and without an offset.
             if error is None and future.result().offset == OFFSET_INVALID:
-                error = LookupError(f"nobody tells the offsets of {partition}")
+                error = LookupError(f"no broker answers for the offsets of {partition}")
             if isinstance(error, Exception):
                 silent[partition] = error
             else:
@@ -329,7 +329,7 @@ class Cluster:
             )
 
     def reason(self) -> str | None:
-        """Tell what the client says of its trouble so far, if it does. Safe from any thread."""
+        """Return what the client reports of its trouble so far, if anything. Safe from any thread."""
         client = self._clients.get("admin")
         if client is not None:
             client.poll(0)

@@ -1,4 +1,4 @@
-"""Origin: which database told Kafka an offset, and whether that can have been ours. Pure."""
+"""Origin: which database committed an offset to Kafka, and whether that can have been ours. Pure."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Origin:
     ledger_id: str
     """Drawn when the schema was made. A copy by dump and restore has the same."""
     server: str | None = None
-    """The server's system identifier and the database's oid, which tell such a copy from its original."""
+    """The server's system identifier and the database's oid, which distinguish such a copy from its original."""
     timeline: int | None = None
-    """Raised by each promotion of a standby, which tells a new primary from the old one."""
+    """Raised by each promotion of a standby, which distinguishes a new primary from the old one."""
 
     def __str__(self) -> str:
         return f"{MIRRORED} {self.ledger_id} {self.server or _UNKNOWN} {self.timeline or _UNKNOWN}"
 
 
 class Relation(Enum):
-    """What an offset that Kafka holds says about the ledger."""
+    """What an offset that Kafka holds shows about the ledger."""
 
-    OURS = "this database told it, or nobody knows"
-    REWOUND = "this database told it, and has lost commits since"
-    OTHER = "another database told it"
-    COPY = "a copy of this database told it, which has applied more"
-    OUTLIVED = "this database told it after a failover that this server has missed"
+    OURS = "committed by this database, or by an unknown one"
+    REWOUND = "committed by this database, which has lost commits since"
+    OTHER = "committed by another database"
+    COPY = "committed by a copy of this database, which has applied more"
+    OUTLIVED = "committed by this database after a failover that this server has missed"
 
 
 def origin_of(metadata: str | None) -> Origin | None:
@@ -47,9 +47,9 @@ def origin_of(metadata: str | None) -> Origin | None:
 
 
 def relate(own: Origin, found: Origin | None, *, mirrored: int, stored: int | None) -> Relation:
-    """Compare who told Kafka the offset ``mirrored`` with ourselves, whose ledger is at ``stored``.
+    """Compare who committed the offset ``mirrored`` to Kafka with ourselves, whose ledger is at ``stored``.
 
-    Kafka is told afterwards, so a ledger that is ahead of it is as it should be, and one that is behind is not.
+    Kafka gets it afterwards, so a ledger that is ahead of it is as it should be, and one that is behind is not.
     """
     is_behind = mirrored > (stored or 0)
     if found is None:

@@ -78,19 +78,19 @@ def admin_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_incremental(kafka: Mapping[str, Any]) -> bool:
-    """Tell whether rebalances of this client are incremental: cooperative-sticky or the new protocol."""
+    """Return whether rebalances of this client are incremental: cooperative-sticky or the new protocol."""
     if str(kafka.get("group.protocol", "classic")).lower() == "consumer":
         return True
     return "cooperative-sticky" in str(kafka.get("partition.assignment.strategy", ""))
 
 
 def calls_back_for_nothing(kafka: Mapping[str, Any]) -> bool:
-    """Tell whether a member that is given no partitions is told so: the new protocol calls back for changes only."""
+    """Return whether a member that is given no partitions is told so: the new protocol calls back for changes only."""
     return str(kafka.get("group.protocol", "classic")).lower() != "consumer"
 
 
 def reads_committed(kafka: Mapping[str, Any]) -> bool:
-    """Tell whether messages of open and aborted transactions are left out."""
+    """Return whether messages of open and aborted transactions are left out."""
     # The client takes the words in any case.
     return str(kafka.get("isolation.level") or _DEFAULTS["isolation.level"]).lower() != "read_uncommitted"
 
@@ -111,7 +111,7 @@ def check_topics(topics: Sequence[str]) -> None:
     if isinstance(topics, str) or not names or not all(isinstance(name, str) and name for name in names):
         raise ConfigurationError(f"topics={topics!r} is not possible; give a list of names: ['payments']")
     for topic in topics:
-        # Of a pattern the client itself says what is wrong, but that it would stop reading at a NUL.
+        # Of a pattern the client itself reports what is wrong, but that it would stop reading at a NUL.
         if "\0" in topic or not (topic.startswith("^") or _TOPIC.fullmatch(topic)):
             raise ConfigurationError(
                 f"{topic!r} cannot be the name of a topic: up to 249 letters and digits of ASCII, '.', '_' and '-'; "

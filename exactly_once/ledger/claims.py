@@ -34,7 +34,7 @@ _DIGEST_BYTES = 32
 _LOCK_SECONDS = 0.5
 # When a turn that had to give up is tried again.
 _AGAIN_SECONDS = 10.0
-# After how many such tries in a row that is told of: one or two are usual where units take seconds.
+# After how many such tries in a row that is logged: one or two are usual where units take seconds.
 _TOLD_TRIES = 6
 # How long the window is not looked at at most: another member may have made it shorter.
 _LONGEST_SECONDS = 3600.0

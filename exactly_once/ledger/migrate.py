@@ -71,8 +71,8 @@ def _refuse_too_new(connection: Connection, schema: str, found: tuple[int, int])
     version, oldest_reader = found
     if oldest_reader > VERSION:
         raise SchemaTooNew(
-            f"schema {schema!r} in {address(connection)} has version {version}, which needs a release that knows "
-            f"version {oldest_reader}; this one knows {VERSION}. Upgrade kafka-exactly-once"
+            f"schema {schema!r} in {address(connection)} has version {version}, which needs a release that supports "
+            f"version {oldest_reader}; this one supports {VERSION}. Upgrade kafka-exactly-once"
         )
 
 

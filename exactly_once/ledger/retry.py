@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=5.0)
 # What happens once, and the action of its record.
 _TOLD_EACH_TIME = {LedgerRewound: "rewound", AlreadyApplied: "ahead", Fenced: "fenced"}
-# After how long a start-up that waits says so: no server that is well takes longer to answer.
+# After how long a start-up that waits logs it: no server that is well takes longer to answer.
 TOLD_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def retry_for(seconds: float) -> tenacity.Retrying:
 
 
 def waiting(seconds: float, *, group_id: str) -> tenacity.Retrying:
-    """Return a retrier as :func:`retry_for` does, which tells what it waits for; what waiting does not mend is raised.
+    """Return a retrier as :func:`retry_for` does, which logs what it waits for; what waiting does not mend is raised.
 
     It belongs around whole transactions: within one that is open a second try gets another error, or a lost connection.
     """
@@ -103,7 +103,7 @@ def _bounded(
 def at_start(
     ask: Callable[[], T], *, seconds: float, what: str, group_id: str, reason: Callable[[], str | None] = lambda: None
 ) -> T:
-    """Return what ``ask`` returns, waiting so long for a server as :func:`retry_for` does, and tell what is waited for.
+    """Return what ``ask`` returns, waiting so long for a server as :func:`retry_for` does, and log what is waited for.
 
     What waiting does not mend, a wrong password or name, is raised at once. ``reason`` is called from another thread,
     while one try lasts, for what is known by then.
@@ -121,7 +121,7 @@ def at_start(
             waited += pause
             text, extra = "waiting for %s for %.0f s: %s", about("waiting", group=group_id)
             logger.warning(text, what, waited, reason() or why, extra=extra)
-            pause = waited  # told after 1, 2, 4, 8, ... seconds
+            pause = waited  # logged after 1, 2, 4, 8, ... seconds
 
     # From a thread of its own, because one question may take long.
     threading.Thread(target=tell, name="exactly_once-start", daemon=True).start()
@@ -136,7 +136,7 @@ def _may_start_later(error: BaseException) -> bool:
 
 
 def _log(group_id: str, state: tenacity.RetryCallState) -> None:
-    """Say at once that something is waited for, then less and less often; what happens once is told each time."""
+    """Log at once that something is waited for, then less and less often; what happens once is logged each time."""
     count, error = state.attempt_number, state.outcome.exception() if state.outcome is not None else None
     action = next((action for kind, action in _TOLD_EACH_TIME.items() if isinstance(error, kind)), None)
     if action is not None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # How long a change of the ledger waits for rows that another transaction has locked.
 LOCK_SECONDS = 4.0
-# How servers refuse to say which one they are: for a grant that lacks, or for good, as managed ones do.
+# How servers refuse to report which one they are: for a grant that lacks, or for good, as managed ones do.
 _REFUSALS = (
     psycopg.errors.InsufficientPrivilege,
     psycopg.errors.FeatureNotSupported,
@@ -124,7 +124,7 @@ class Ledger:
         except _REFUSALS as error:
             self._can_identify = False
             logger.warning(
-                "copies of this database and its old primaries cannot be told from it: %s. Where a grant "
+                "copies of this database and its old primaries cannot be distinguished from it: %s. Where a grant "
                 "lacks: GRANT EXECUTE ON FUNCTION pg_control_system, pg_walfile_name, pg_current_wal_lsn TO the role "
                 "of the workers",
                 error,

@@ -447,7 +447,7 @@ class Session:
                 return status
             if status != "in progress":
                 raise TransactionOutcomeUnknown(
-                    f"Postgres cannot say what became of transaction {begun.xid} (it answered {status!r}); "
+                    f"Postgres no longer reports what became of transaction {begun.xid} (it answered {status!r}); "
                     "look whether its effects are there, then use exactly-once reset"
                 )
             may_end = True

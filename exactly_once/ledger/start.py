@@ -217,8 +217,8 @@ class StartOffsets:
     ) -> set[Partition]:
         """Compare what Kafka holds, read before, with the ledger; return those of ``partitions`` that lost commits.
 
-        :raises OffsetsNotAdopted: when another database, a copy or a later incarnation of this one, has told Kafka an
-            offset of the topics, and no operator has decided since.
+        :raises OffsetsNotAdopted: when another database, a copy or a later incarnation of this one, has committed an
+            offset of the topics to Kafka, and no operator has decided since.
         """
         stored = self._ledger.offsets({p.topic for p in held})
         rewound = set()
@@ -233,9 +233,9 @@ class StartOffsets:
                 there = f"ledger {origin.ledger_id}, server {origin.server}, timeline {origin.timeline}"
                 raise OffsetsNotAdopted(
                     f"{partition} of group {self._group_id!r}: the ledger in {here}, timeline {own.timeline}) is at "
-                    f"offset {next_offset}; Kafka was told offset {offset} by {_FOREIGN[relation]} ({there}). Look at "
-                    "the connection string and the schema, and stop the workers of one of the two or give them another "
-                    "group.id. If this database is to go on from its own offsets: "
+                    f"offset {next_offset}; Kafka holds offset {offset}, committed by {_FOREIGN[relation]} ({there}). "
+                    "Look at the connection string and the schema, and stop the workers of one of the two or give them "
+                    "another group.id. If this database is to go on from its own offsets: "
                     f"exactly-once reset --topic {partition.topic} --to-current --execute"
                 )
             rewound.add(partition)
@@ -277,7 +277,7 @@ class StartOffsets:
             raise OffsetsNotAdopted(
                 f"Kafka holds offsets that this library mirrored for group {self._group_id!r} and topic {topic!r}, but "
                 "the ledger has no rows: it was lost, or this is another database or schema (here is ledger "
-                f"{self._ledger.origin().ledger_id} in {address(self._ledger.session.connection)}, Kafka was told by "
+                f"{self._ledger.origin().ledger_id} in {address(self._ledger.session.connection)}, Kafka's are of "
                 f"ledger {', '.join(sorted(origins)) or 'of an unknown id'}). Find out which messages "
                 f"took effect here, then: exactly-once reset --topic {topic} --to-earliest (or --to-latest, --to-time)"
             )

@@ -44,7 +44,7 @@ class HasHealth(Protocol):
 class Endpoints:
     """Serves from threads of its own until :meth:`close`; a process with several consumers is as well as all of them.
 
-    ``host`` is this machine only unless told otherwise: in a container say ``host="0.0.0.0"``, or ``"::"`` with IPv6.
+    ``host`` is this machine only by default: in a container pass ``host="0.0.0.0"``, or ``"::"`` with IPv6.
     Anybody who reaches the port reads names of topics and texts of errors; there is no login.
 
     :raises OSError: when the port is taken.
@@ -52,7 +52,7 @@ class Endpoints:
 
     def __init__(self, *consumers: HasHealth, port: int, host: str = "127.0.0.1", render: Render | None = None) -> None:
         if not consumers:
-            raise ConfigurationError("Endpoints needs a consumer to tell of: Endpoints(consumer, port=9400)")
+            raise ConfigurationError("Endpoints needs a consumer: Endpoints(consumer, port=9400)")
         self._consumers = consumers
         self._render = render
         self._server = _Server((host, port), self._answer)

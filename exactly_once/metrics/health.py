@@ -1,4 +1,4 @@
-"""Health: what a consumer says of itself to whoever must decide about its process."""
+"""Health: what a consumer reports of itself to whoever must decide about its process."""
 
 from __future__ import annotations
 

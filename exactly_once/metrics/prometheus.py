@@ -23,7 +23,7 @@ from .table import METRICS, Metric, Read
 class PrometheusMetrics(Collector):
     """Takes the measurements of every consumer of this process; make it once per registry.
 
-    Consumers of one group in one process need different names (``name=``), or their gauges are told apart by nothing.
+    Consumers of one group in one process need different names (``name=``), or their gauges have the same labels.
 
     :raises ValueError: when the registry has these metrics already.
     """
@@ -62,7 +62,7 @@ class PrometheusMetrics(Collector):
         self._readers = tuple(r for r in self._readers if r != read)
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        """Return the gauges without samples, so that the registry knows their names."""
+        """Return the gauges without samples, so that the registry has their names."""
         return [_family(metric) for metric in METRICS if metric.kind == "gauge"]
 
     def collect(self) -> Iterable[GaugeMetricFamily]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shlex
 import signal
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from typing import IO, Any
 
 import psutil
 import psycopg
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, Message, Producer
 
 from exactly_once.demo.display import Display
-from exactly_once.embedded.proxy import PostgresProxy
+from exactly_once.demo.payments import send
+from exactly_once.embedded.proxy import Fault, PostgresProxy
 
 FAULTS = ("kill", "pause", "cut-before", "cut-after")
 # How long a pipeline works between two faults.
@@ -28,6 +29,13 @@ _PAUSE_SECONDS = 12.0
 # How long a COMMIT is waited for that is to be cut.
 _CUT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
+_FLUSH_SECONDS = 60.0  # more than a broker that is started again takes to come up
+# Processes that may fail before anything took effect: one may meet another that makes the same table.
+_MOST_FAILED = 5
+
+
+class NothingShown(Exception):
+    """The faults could not begin, or their effects not be counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +45,10 @@ class Plan:
     bootstrap_servers: str
     topic: str
     conninfo: str
-    start: str
-    """The command line of one process, with ``{bootstrap_servers}``, ``{conninfo}`` and ``{topic}`` filled in."""
+    start: Sequence[str]
+    """The command line of one process, with ``{bootstrap_servers}``, ``{conninfo}`` and ``{topic}`` to be filled in."""
     effects: str
-    """A query of two columns: the number of a message, and how often it took effect."""
+    """A query of two columns: the number of a message, and how often it took effect. It finds none before."""
     value: str
     """What a message holds, with its number for ``{n}``."""
     processes: int
@@ -48,7 +56,7 @@ class Plan:
     seconds: float
     """For how long faults strike."""
     patience_seconds: float
-    """How long the effects may stand still at the end, until what lacks counts as lost."""
+    """How long the first effect may take, and how long effects may stand still at the end, until what lacks is lost."""
     faults: Sequence[str]
     seed: int
 
@@ -70,18 +78,23 @@ class Verdict:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     @property
+    def is_shown(self) -> bool:
+        """Whether there is anything to conclude: without a fault any pipeline is exact."""
+        return self.faults.total() > 0
+
+    @property
     def is_exact(self) -> bool:
         return not (self.lost or self.doubled or self.foreign)
 
     def as_dict(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"ok": self.is_exact}
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"ok": self.is_exact and self.is_shown}
 
 
 class Pipeline:
     """Processes of somebody else's, in groups of their own, started again whenever one has ended."""
 
     def __init__(self, command: Sequence[str], processes: int, log: IO[bytes]) -> None:
-        self.ended = 0
+        self.ended = self.failed = 0
         self._command, self._log = command, log
         self._running: list[subprocess.Popen[bytes]] = [self._start() for _ in range(processes)]
 
@@ -102,6 +115,7 @@ class Pipeline:
         for place, process in enumerate(self._running):
             if process.poll() is not None:
                 self.ended += 1
+                self.failed += process.returncode != 0
                 self._running[place] = self._start()
 
     def kill(self, chance: random.Random) -> None:
@@ -133,34 +147,77 @@ class Pipeline:
         return subprocess.Popen(self._command, stdout=self._log, stderr=self._log, start_new_session=True)
 
 
+class Source:
+    """Publishes numbered messages."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.published = 0
+        self._plan = plan
+        self._refused: list[str] = []
+        self._producer = Producer(
+            {"bootstrap.servers": plan.bootstrap_servers, "linger.ms": 5, "enable.idempotence": True, "log_level": 2}
+        )
+
+    def publish(self, until: float) -> None:
+        """Publish up to a share of all messages.
+
+        :raises NothingShown: when Kafka does not take them.
+        """
+        plan = self._plan
+        while self.published < until * plan.messages:
+            number = str(self.published)
+            send(self._producer, plan.topic, plan.value.replace("{n}", number), number, on_delivery=self._delivered)
+            self.published += 1
+        left = self._producer.flush(_FLUSH_SECONDS)
+        if left or self._refused:
+            what = self._refused[0] if self._refused else f"{left} messages within {_FLUSH_SECONDS:g} s"
+            raise NothingShown(f"Kafka did not take {what}")
+
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self._refused.append(f"message {(message.key() or b'').decode()}: {error.str()}")
+
+
+def wait_for_an_effect(plan: Plan, pipeline: Pipeline) -> None:
+    """Wait until the pipeline works, before there are faults.
+
+    :raises NothingShown: when it does not.
+    """
+    began_at = time.monotonic()
+    while not effects(plan):
+        time.sleep(_LOOK_SECONDS)
+        pipeline.replace()
+        if pipeline.failed > _MOST_FAILED:
+            raise NothingShown(f"the pipeline failed {pipeline.failed} times before any message took effect")
+        if time.monotonic() - began_at > plan.patience_seconds:
+            raise NothingShown(
+                f"no message took effect within {plan.patience_seconds:g} s, without a fault. Does the pipeline read "
+                "the topic from its beginning, does --effects count what it writes, is --patience-seconds long enough?"
+            )
+
+
 def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
-    """Run the pipeline under faults, let it catch up, and count; the topic must be there and empty."""
+    """Run the pipeline under faults, let it catch up, and count; the topic must be there and empty.
+
+    :raises NothingShown: for a pipeline that does nothing before there are faults, and for what ends their run.
+    """
     chance = random.Random(plan.seed)  # noqa: S311  (to be repeated, not to be secret)
-    verdict, began_at, published = Verdict(messages=plan.messages), time.monotonic(), 0
-    producer = Producer({"bootstrap.servers": plan.bootstrap_servers, "linger.ms": 5, "enable.idempotence": True})
-
-    def publish(until: float) -> int:
-        """Publish up to a share of all messages."""
-        number = published
-        while number < until * plan.messages:
-            producer.produce(plan.topic, plan.value.replace("{n}", str(number)), str(number))
-            producer.poll(0)
-            number += 1
-        if producer.flush(60):
-            raise TimeoutError("Kafka did not take the messages within a minute")
-        return number
-
+    verdict, source = Verdict(messages=plan.messages), Source(plan)
+    late: list[tuple[str, Fault]] = []
     with contextlib.ExitStack() as stack:
         conninfo = plan.conninfo
         if any(fault.startswith("cut") for fault in plan.faults):
             proxy = stack.enter_context(PostgresProxy(plan.conninfo))
             conninfo = proxy.conninfo
         places = {"bootstrap_servers": plan.bootstrap_servers, "conninfo": conninfo, "topic": plan.topic}
-        command = [word.format(**places) for word in shlex.split(plan.start)]
-        published = publish(0.1)  # what it starts with; the rest comes in while faults strike, a tenth behind them
+        command = [word.format(**places) for word in plan.start]
+        source.publish(0.1)  # what it starts with; the rest comes in while faults strike, a tenth behind them
         pipeline = stack.enter_context(Pipeline(command, plan.processes, log))
+        display.log("no faults before something takes effect")
+        wait_for_an_effect(plan, pipeline)
+        began_at = time.monotonic()
         while (elapsed := time.monotonic() - began_at) < plan.seconds:
-            published = publish(0.1 + 0.8 * elapsed / plan.seconds)
+            source.publish(0.1 + 0.8 * elapsed / plan.seconds)
             time.sleep(chance.uniform(*_BETWEEN_SECONDS))
             pipeline.replace()
             fault = chance.choice(plan.faults)
@@ -172,10 +229,11 @@ def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
             else:
                 armed = proxy.cut_before() if fault == "cut-before" else proxy.cut_after()
                 if not armed.fired.wait(_CUT_SECONDS):
-                    continue  # no COMMIT came by; it strikes the next one, uncounted
+                    late.append((fault, armed))  # no COMMIT came by: it strikes the next one
+                    continue
             verdict.faults[fault] += 1
-            display.log(f"{fault}; {published:,} messages published", style="red")
-        published = publish(1)
+            display.log(f"{fault}; {source.published:,} messages published", style="red")
+        source.publish(1)
         display.log("no more faults; waiting until the effects stand still")
         found, still_since = None, time.monotonic()
         while time.monotonic() - still_since < plan.patience_seconds:
@@ -188,6 +246,7 @@ def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
             if len(now) >= plan.messages and time.monotonic() - still_since > plan.patience_seconds / 4:
                 break  # what might still be doubled has had its time
         display.no_progress()
+    verdict.faults.update(fault for fault, armed in late if armed.fired.is_set())
     compare(verdict, effects(plan))
     verdict.ended, verdict.seconds = pipeline.ended, round(time.monotonic() - began_at, 1)
     return verdict
@@ -203,7 +262,9 @@ def counted(rows: Iterable[tuple[Any, ...]]) -> Counter[str]:
     found = Counter[str]()
     for number, times in rows:
         if times:
-            found[str(number)] += int(times)
+            # Of a number that JSON or a column keeps as 5.0, too.
+            whole = isinstance(number, (float, Decimal)) and number == number // 1
+            found[str(int(number) if whole else number)] += int(times)
     return found
 
 

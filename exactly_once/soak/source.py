@@ -9,6 +9,8 @@ import threading
 
 from confluent_kafka import KafkaException, Producer
 
+from exactly_once.demo.payments import send
+
 logger = logging.getLogger(__name__)
 
 # The shares of transactions; one that is left open hides what is behind it until the next producer ends it.
@@ -63,7 +65,7 @@ class Source(threading.Thread):
                 while not self._stopping.is_set() and not is_open:
                     is_open = not self.paused and not self._publish(producer)
                     self._stopping.wait(self._chance.uniform(0, _PAUSE_SECONDS))
-            except (KafkaException, BufferError) as error:
+            except KafkaException as error:
                 # What became of the last round is nobody's business: the log is what counts.
                 logger.info("%s: %s; another producer goes on", self.name, error)
                 is_over = False
@@ -77,7 +79,7 @@ class Source(threading.Thread):
         for _ in range(count):
             self._number += 1
             value = json.dumps({"number": self._number})
-            producer.produce(self._topic, value, partition=self._chance.randrange(self._partitions))
+            send(producer, self._topic, value, partition=self._chance.randrange(self._partitions))
         # In the log before the transaction ends, also if it ends by an abort.
         producer.flush(_SECONDS)
         end = self._chance.random() if self._is_transactional else 1.0

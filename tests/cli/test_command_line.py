@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import exactly_once
 from exactly_once import cli
+from exactly_once.cli.problems import EXIT_CODES, CommandParser
 from tests.cli.conftest import Command
 from tests.support.require import skip_unless
 
@@ -118,7 +123,58 @@ def test_a_reader_that_leaves_early_is_no_error(conninfo: str) -> None:
     args = [sys.executable, "-m", "exactly_once", "status", "--conninfo", conninfo, "--json"]
     result = subprocess.run(args, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(write)
-    assert (result.returncode, result.stderr) == (1, "")
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["sink", "--help"], ["migrate", "--sql"], ["demo"]])
+def test_a_closed_or_full_output_is_no_defect(words: list[str]) -> None:
+    """The demo starts servers, but not before it has written its first line."""
+    command = [sys.executable, "-m", "exactly_once", *words]
+    read, write = os.pipe()
+    os.close(read)
+    left = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (left.returncode, left.stderr) == (141, "")
+    with Path("/dev/full").open("w") as full:
+        none = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert none.returncode == (3 if words == ["demo"] else 1)
+    assert none.stderr == "exactly-once: error: [Errno 28] No space left on device\n"
+    if words != ["demo"]:
+        shell = ["bash", "-c", f"{shlex.join(command)} >&-"]
+        closed = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+        assert (closed.returncode, closed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("columns", ["40", None, "150"])
+def test_help_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: str | None) -> None:
+    width = 80
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+        width = int(columns)
+    parser = CommandParser(prog="exactly-once", epilog=EXIT_CODES)
+    commands = parser.add_subparsers(parser_class=CommandParser)
+    for name in cli.COMMANDS:
+        importlib.import_module(f"exactly_once.cli.{name.replace('-', '_')}").add_parser(commands)
+    texts = list(helps(parser))
+    assert len(texts) > 15
+    for text in texts:
+        lines = text.splitlines()
+        # In a narrow terminal an option and a line of code are not broken.
+        prose = (
+            lines
+            if width >= 80
+            else [line for line in lines if line[:1].strip() not in ("", "f") or line.startswith(" " * 24)]
+        )
+        assert [line for line in prose if len(line) > width and " " in line.strip()] == []
+    assert max(len(line) for text in texts for line in text.splitlines()) > width - 10
+
+
+def helps(parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield parser.format_help()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from helps(command)
 
 
 def test_the_commands_import_nothing_beyond_the_core() -> None:
@@ -145,7 +201,7 @@ def test_a_demo_without_its_extra_names_the_extra() -> None:
         "sys.exit(main(sys.argv[1:]))"
     )
     named = python("-c", script, "demo")
-    assert named.returncode == 1
+    assert named.returncode == 3
     assert "pip install 'kafka-exactly-once[demo]'" in named.stderr
     assert named.stderr.count("\n") == 1
     listed = python("-c", script, "--help")

@@ -150,7 +150,7 @@ def test_list_tells_that_there_are_more(which: str, letters: Command, dead: Dead
         assert (listed.code, len(listed.out.splitlines()) - 1, listed.err) == (0, limit, told)
     refused = letters("list", "--limit", 0)
     assert refused.code == 2
-    assert "0 is not a number: 1 or more" in refused.err
+    assert "0 must be a whole number above 0" in refused.err
 
 
 def test_empty_list_says_so(letters: Command) -> None:

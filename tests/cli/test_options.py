@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from exactly_once import cli
+from exactly_once.cli.problems import CommandParser
 from tests.cli.conftest import Command
 
 NOWHERE = "host=127.0.0.1 port=1 dbname=nowhere"
@@ -117,3 +123,42 @@ def test_what_is_missing_is_named_with_the_places_to_say_it(command: Command, ar
 
 def test_a_schema_that_is_no_name_is_refused(command: Command) -> None:
     assert "is not the name of a schema" in command("migrate", "--sql", "--schema", "x" * 64).err
+
+
+def numeric_options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, Callable[[str], Any]]]:
+    """Yield every option whose type takes 7 or column=7, with that text and its type."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from numeric_options(command)
+        elif callable(action.type):
+            for text in ("7", "column=7"):
+                try:
+                    value = action.type(text)
+                except (ValueError, argparse.ArgumentTypeError):
+                    continue
+                if isinstance(value, (int, float)) or 7 in (value if isinstance(value, tuple) else ()):
+                    yield f"{parser.prog} {action.metavar or action.dest}", text, action.type
+
+
+@pytest.mark.parametrize("wrong", ["nan", "inf", "-inf", "1e999", "-1e999", "-5", "9" * 5000, "", "seven"])
+def test_no_option_takes_a_number_that_is_none_or_has_no_bounds(wrong: str) -> None:
+    """Compared with NaN nothing is above or below: `soak --minutes nan` injected no fault and found nothing lost."""
+    parser = CommandParser(prog="exactly-once")
+    commands = parser.add_subparsers(parser_class=CommandParser)
+    for name in cli.COMMANDS:
+        importlib.import_module(f"exactly_once.cli.{name.replace('-', '_')}").add_parser(commands)
+    options = list(numeric_options(parser))
+    assert len(options) > 25
+    for name, text, kind in options:
+        with pytest.raises(argparse.ArgumentTypeError, match=r"must be|is not"):
+            pytest.fail(f"{name} took {wrong[:10]} as {kind(text.replace('7', wrong))!r}")
+
+
+@pytest.mark.parametrize("option", ["--minutes=nan", "--minutes=1e999", "--minutes=-1", "--minutes=0", "--brokers=0"])
+def test_a_number_that_is_refused_is_named_with_its_bounds(command: Command, option: str) -> None:
+    result = command("soak", option)
+    assert (result.code, result.out) == (2, "")
+    assert option.split("=", maxsplit=1)[0] in result.err
+    assert "must be" in result.err
+    assert result.err.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from confluent_kafka import Producer
 from psycopg import sql
 
+from exactly_once.cli import main
 from exactly_once.demo.journal import Record, scan
 from exactly_once.soak import verdict
 from exactly_once.soak.worker import COLUMNS, create_tables, table
@@ -102,3 +104,24 @@ def test_checker_names_what_is_wrong(
     messages, anomalies = verdict.check(bootstrap_servers, conninfo, [topic], [group], is_drained=True)
     assert messages == MESSAGES
     assert verdict.counts(anomalies) == dict.fromkeys(verdict.KINDS, 0) | found
+
+
+@pytest.mark.parametrize(
+    ("anomalies", "status"), [([], 3), (["lost: group eager, soak-singles [0]: offset 5"], 1)], ids=["none", "one"]
+)
+def test_a_soak_without_a_fault_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], anomalies: list[str], status: int
+) -> None:
+    """The real one draws too many faults to be without any, so this one has no servers and no groups."""
+
+    class Calm:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def run(self) -> dict[str, Any]:
+            counts = dict.fromkeys(verdict.KINDS, 0) | {"messages": 5, "faults_total": 0, "seconds": 6.0}
+            return counts | {"ok": False, "groups": [], "anomalies": anomalies}
+
+    monkeypatch.setattr("exactly_once.cli.soak.embedded.start", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr("exactly_once.cli.soak.Soak", Calm)
+    assert main(["soak", "--minutes", "0.1"]) == status
+    assert "nothing is shown: no fault struck" in capsys.readouterr().out

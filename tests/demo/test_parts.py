@@ -128,7 +128,7 @@ def test_result_is_not_exact_if_the_check_found_something(wrong: str) -> None:
     assert not result.is_exact
 
 
-@pytest.mark.parametrize("wrong", [{"landed": 1}, {"errors": 1}])
+@pytest.mark.parametrize("wrong", [{"unfenced": 1}, {"errors": 1}])
 def test_result_is_not_exact_if_the_run_was_not_clean(wrong: dict[str, Any]) -> None:
     """A zombie's batch was stored, a worker ended by itself."""
     result = Result(replace(CALM, **wrong), EXACT, published=10)

@@ -560,3 +560,18 @@ def test_users_bring_their_own_servers(tmp_path: Path) -> None:
     )
     assert "from EXACTLY_ONCE_TEST_CONNINFO" in output
     assert "secret" not in output
+
+
+@pytest.mark.parametrize("command", ["Kafka().start()", "spark.session('x').__enter__()"])
+def test_a_cache_that_cannot_be_written_is_named_with_what_moves_it(tmp_path: Path, command: str) -> None:
+    (tmp_path / "cache").write_text("no directory")
+    code = f"from exactly_once.embedded import Kafka, spark; {command}"
+    # A Java that is installed needs no cache.
+    variables = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAVA_HOME": ""}
+    run = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert re.search(
+        rf"EmbeddedError: the cache {tmp_path}/cache/kafka-exactly-once\S* cannot be written \(Not a directory\); "
+        "XDG_CACHE_HOME names another place",
+        run.stderr,
+    ), run.stderr

@@ -89,7 +89,7 @@ def test_lost_commits_are_told_and_the_old_primary_is_refused(
     consumer = make_consumer(conninfo=standby.conninfo, max_messages=10)
     assert apply(consumer, name, 10) == 10
     assert consumer.counters.rewound == 1
-    assert f"{name}[0]: Kafka was told offset 30, the ledger is at 10" in caplog.text
+    assert f"{name}[0]: Kafka holds offset 30, the ledger is at 10" in caplog.text
     # The old primary is back and takes writes. It has applied more than the new one, and is the wrong one nevertheless.
     primary.start()
     with pytest.raises(OffsetsNotAdopted, match="the server here is the old primary") as refused:

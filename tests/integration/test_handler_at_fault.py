@@ -510,7 +510,11 @@ def test_a_search_is_told_once_and_so_is_what_it_finds(make_scene: MakeScene, ca
     run(scene.consumer(max_messages=200), failing(RAISE.format("22000"), 77, 78, 120), on_poison="dead-letter")
     begun, *found = told(caplog)
     assert "looking for the message in smaller units than <Unit failed: 200 messages" in begun
-    assert ["offset 77 was set aside" in found[0], "offset 120 was set aside" in found[2], len(found)] == [
+    assert [
+        "offset 77 was stored as a dead letter" in found[0],
+        "offset 120 was stored as a dead letter" in found[2],
+        len(found),
+    ] == [
         True,
         True,
         3,

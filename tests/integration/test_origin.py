@@ -288,7 +288,7 @@ def test_role_that_may_not_ask_the_server_still_knows_its_ledger(
         db.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(role)))
     (origin,) = origins
     assert origin.server is None
-    assert caplog.text.count("cannot be told from it") == 1
+    assert caplog.text.count("cannot be distinguished from it") == 1
 
 
 def test_coordinator_that_does_not_answer_keeps_nobody_from_work(

@@ -501,7 +501,7 @@ def test_the_row_is_found_in_messages_of_any_language(language: str, work: Conne
     try:
         work.execute(f"SET LOCAL lc_messages = '{language}'")
     except psycopg.Error:
-        skip_unless("locales", f"this machine has no locale {language}; Debian's locales-all has it")
+        skip_unless("locales", f"this machine has no locale {language}: localedef -i de_DE -f UTF-8 de_DE.UTF-8")
     with pytest.raises(BadRow) as caught:
         TableWriter(table).write(work, [("a",), ("\0",)])
     assert (caught.value.row, caught.value.column) == (1, "v")

@@ -223,7 +223,7 @@ SELECT {schema}.advance(
     %(next_offsets)s::bigint[], %(leader_epochs)s::int[], %(rotates)s::boolean)
 
 -- name: resolve
--- Acquire our own rows again, which are locked: whatever attempt was still on its way either landed before that, or never
+-- Acquire our own rows again, which are locked: whatever attempt was still on its way either committed before that, or never
 -- will.
 UPDATE {schema}.ledger l SET owner_token = %(token)s
 FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(generations)s::bigint[]) AS w(topic, partition, generation)
