@@ -28,7 +28,7 @@ from exactly_once.writer import Table
 
 from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged
 from .options import Options
-from .ranges import Range, behind
+from .ranges import Range, behind, resets
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ class Owners:
         # as it is, so ``generation`` stays.
         self.held: dict[Partition, Advance] = {}
 
+    def existing(self, topics: Iterable[str]) -> set[Partition]:
+        """Return which partitions of topics have rows."""
+        return self._ledger.known(topics)[0]
+
     def take(self, ranges: Sequence[Range], *, batch_id: int) -> dict[Partition, int]:
         """Own every partition of the ranges; return where their rows stand now.
 
@@ -75,12 +79,12 @@ class Owners:
                 if partition in ever_existed:
                     raise row_missing(group_id, partition)
                 if batch_id > 0 and given.start is not None:
+                    starts = {p: r.start for p, r in missing.items() if r.start is not None}
                     raise LedgerBehindCheckpoint(
                         f"the ledger has no row of {partition} for group {group_id!r}, and the checkpoint is at batch "
                         f"{batch_id}, offset {given.start}: the database was set back, this is another one, or the "
                         "query has not written through this sink before. Start with a new checkpoint, or say what was "
-                        f"written: exactly-once reset --topic {partition.topic} --partition {partition.number} "
-                        f"--to-offset {given.start}"
+                        f"written: {resets(starts, existing, group_id=group_id)}"
                     )
             if self.starter is not None:
                 self.starter.require(list(new))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -110,22 +110,37 @@ def behind(
     )
 
 
+def resets(offsets: Mapping[Partition, int], existing: Set[Partition], *, group_id: str) -> str:
+    """Return the commands that move the rows of partitions; ``existing`` has those that are there of their topics."""
+    # Where a topic has no row at all, reset makes those of all its partitions together.
+    absent = sorted({p.topic for p in offsets} - {p.topic for p in existing})
+    ways = [f"--topic {topic} --to-earliest" for topic in absent]
+    ways += [f"--topic {p.topic} --partition {p.number} --to-offset {offset}" for p, offset in sorted(offsets.items())]
+    return "; ".join(f"exactly-once reset --group-id {shlex.quote(group_id)} {way}" for way in ways)
+
+
 def not_written(
-    failure: Failure, batch_id: int, ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str
+    failure: Failure,
+    batch_id: int,
+    ranges: Iterable[Range],
+    next_offsets: Mapping[Partition, int],
+    existing: Set[Partition],
+    *,
+    group_id: str,
 ) -> LedgerBehindCheckpoint:
     """Describe a batch that failed, behind which Spark goes on all the same."""
     left_out = {r.partition: r.start for r in ranges if r.start is not None}
     short = {p: start for p, start in left_out.items() if next_offsets.get(p, -1) < start}
     ways = "start the query with a new checkpoint and startingOffsets from the ledger"
-    resets = [f"--topic {p.topic} --partition {p.number} --to-offset {start}" for p, start in sorted(short.items())]
+    commands = resets(short, existing, group_id=group_id)
     if any(partition.counts_batches for partition in short):
         ways = "empty the table and start the query with a new checkpoint and another group_id"
-        resets = [f"--to-batch {batch_id - 1}"]
+        commands = f"exactly-once reset --group-id {shlex.quote(group_id)} --to-batch {batch_id - 1}"
     return LedgerBehindCheckpoint(
         f"group {group_id!r}: batch {failure.batch_id} failed and was not written since, and Spark goes on with batch "
         f"{batch_id}: the function that foreachBatch was given has caught the error, or it has not called the sink "
         f"when the batch came again. The error was {failure.error}. To write what is missing {ways}; to leave it out: "
-        + "; ".join(f"exactly-once reset --group-id {shlex.quote(group_id)} {each}" for each in resets)
+        f"{commands}"
     )
 
 

@@ -147,7 +147,8 @@ class Run:
             line = told[-1 if any("Traceback" in each for each in told) else 0]
             self._log.note_failure(self._options.group_id, batch_id, ends, f"{type(error).__name__}: {line}")
         except Exception:
-            logger.exception("batch %s failed, and its checkpoint cannot be told so", batch_id)
+            said = "batch %s failed, and that cannot be written beside its checkpoint"
+            logger.exception(said, batch_id, extra=about("failure_not_noted", group=self._options.group_id))
             raise error  # noqa: B904 - what failed behind it is its context
 
     def release(self) -> None:
@@ -248,7 +249,8 @@ class Run:
             was_set_back = any(next_offsets.get(r.partition, 0) < mark.offsets.get(r.partition, 0) for r in ranges)
             if failure is None or was_set_back:
                 raise
-            raise not_written(failure, batch_id, ranges, next_offsets, group_id=group_id) from None
+            existing = self._patiently(self._owners.existing, {r.partition.topic for r in ranges})
+            raise not_written(failure, batch_id, ranges, next_offsets, existing, group_id=group_id) from None
         if failure is not None:
             self._log.settle_failure(group_id)
         return ranges, todo, next_offsets

@@ -58,7 +58,7 @@ def twice(*ranges: range) -> list[int]:
 
 def leave_out(scene: Scene, said: str) -> None:
     """Run the commands that an error names."""
-    commands = re.findall(r"exactly-once (reset [^;\n]*\d)", said)
+    commands = re.findall(r"exactly-once (reset [^;\n]*(?:\d|earliest))", said)
     assert commands, said
     where = ["--conninfo", scene.conninfo, "--bootstrap-servers", scene.bootstrap_servers, "--execute"]
     for command in commands:

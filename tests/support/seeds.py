@@ -46,10 +46,16 @@ def seeds(fixed: range | list[int], *, new: int) -> list[int]:
 def pytest_configure() -> None:
     """Let Hypothesis draw from this seed where it would try the same examples for ever, as it does in CI.
 
-    No example has a time limit of its own: on a busy machine any of them may take long.
+    No example has a time limit of its own, and drawing none either: on a busy machine any of them may take long.
     """
     is_repeated = hypothesis.settings().derandomize
-    hypothesis.settings.register_profile("seeded", hypothesis.settings(), derandomize=False, deadline=None)
+    hypothesis.settings.register_profile(
+        "seeded",
+        hypothesis.settings(),
+        derandomize=False,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
     hypothesis.settings.load_profile("seeded")
     if is_repeated:  # what --hypothesis-seed sets
         hypothesis.core.global_force_seed = first_seed()  # type: ignore[assignment]
