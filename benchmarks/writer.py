@@ -1,4 +1,4 @@
-"""What the table writer costs: where a message's time goes, and the ways of writing by rows a batch.
+"""What the table writer costs: where a message's time goes, the formats, and the ways of writing by rows a batch.
 
     python benchmarks/writer.py [--rounds N] [--only PART]
 
@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import psycopg
 from common import show
 from confluent_kafka import Message
 
 from exactly_once import embedded
 from exactly_once.writer import TableWriter
+from exactly_once.writer.formats import FormatDecoder, FormatName, format_of
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.plan import Plan
 
@@ -39,14 +41,14 @@ def value(number: int) -> bytes:
     return json.dumps({**document, "ts": "2026-01-01T10:00:00.123456Z"}).encode()
 
 
-def seconds(program: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    program()
-    return time.perf_counter() - began
-
-
 def best(program: Callable[[], object], rounds: int) -> float:
-    return min(seconds(program) for _ in range(rounds))
+    """Return the least processor time of the main thread in seconds."""
+    took = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        program()
+        took.append(time.thread_time() - began)
+    return min(took)
 
 
 def steps(connection: Connection, rounds: int) -> Iterator[str]:
@@ -73,6 +75,45 @@ def steps(connection: Connection, rounds: int) -> Iterator[str]:
     yield "|---|---|"
     for name, program in programs.items():
         yield f"| {name} | {best(program, rounds) / UNIT * 1e9:,.0f} |"
+    connection.rollback()
+
+
+def formats(connection: Connection, rounds: int) -> Iterator[str]:
+    """Compare what decoding the same rows costs in each format; ``json`` is what plain JSON costs."""
+    rows = [json.loads(value(i)) for i in range(UNIT)]
+    texts = [{name: str(each) for name, each in row.items()} for row in rows]
+    kinds = {"id": "int64", "name": "string", "amount": "double", "ts": "string"}
+    schema = {"type": "struct", "fields": [{"field": name, "type": kind} for name, kind in kinds.items()]}
+    mysql = {"id": "bigint", "name": "varchar(40)", "amount": "double", "ts": "varchar(40)"}
+    canal = {"type": "INSERT", "isDdl": False, "old": None, "mysqlType": mysql, "pkNames": ["id"]}
+    event = {"specversion": "1.0", "type": "payment", "source": "/payments", "datacontenttype": "application/json"}
+    sent: dict[FormatName, Callable[[int], bytes]] = {
+        "json": value,
+        "connect": lambda i: json.dumps({"schema": schema, "payload": rows[i]}).encode(),
+        "debezium": lambda i: json.dumps({"before": None, "after": rows[i], "op": "c", "source": {"lsn": i}}).encode(),
+        "maxwell": lambda i: json.dumps({"database": "d", "table": "t", "type": "insert", "data": rows[i]}).encode(),
+        "canal": lambda i: json.dumps({**canal, "database": "d", "table": "t", "data": [texts[i]]}).encode(),
+        "cloudevents": lambda i: json.dumps({**event, "id": str(i), "data": rows[i]}).encode(),
+        "csv": lambda i: ",".join(texts[i].values()).encode(),
+        "msgpack": lambda i: msgspec.msgpack.encode(rows[i]),
+    }
+    connection.execute(f"CREATE TEMP TABLE formed ({COLUMNS})")
+    table = TableWriter("formed").table(connection)
+    json_ns = 0.0
+    yield "| format | bytes a message | ns a message | times JSON |"
+    yield "|---|---|---|---|"
+    for name, make in sent.items():
+        fields = {column: f"data.{column}" for column in kinds} if name == "cloudevents" else None
+        decoder: Any = JsonDecoder(fields=fields, lax=name in ("canal", "csv"))
+        if name != "json":
+            form = format_of(name, columns=list(kinds) if name == "csv" else None, lax=True)
+            decoder = FormatDecoder(decoder, form, fields=fields)
+        decoder.prepare(table, mode="append", key=())
+        messages = [Message(topic="t", partition=0, offset=i, value=make(i)) for i in range(UNIT)]
+        ns = best(lambda d=decoder, m=messages: deque(d.decode(m), 0), rounds) / UNIT * 1e9  # type: ignore[misc]
+        json_ns = json_ns or ns
+        size = sum(len(message.value()) for message in messages) / UNIT
+        yield f"| {name} | {size:,.0f} | {ns:,.0f} | {ns / json_ns:.1f} |"
     connection.rollback()
 
 
@@ -126,7 +167,7 @@ def main() -> None:
     """Start a server, run the parts that were asked for, print tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["steps", "ways"])
+    parser.add_argument("--only", choices=["steps", "formats", "ways"])
     args = parser.parse_args()
     with (
         embedded.Postgres(settings={"max_wal_size": "8GB"}) as postgres,
@@ -134,6 +175,8 @@ def main() -> None:
     ):
         if args.only in (None, "steps"):
             show(steps(connection, args.rounds))
+        if args.only in (None, "formats"):
+            show(formats(connection, args.rounds))
         if args.only in (None, "ways"):
             show(ways(connection, args.rounds))
 
