@@ -67,6 +67,41 @@ _IN_OPTIONS = [
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
+class LateTables:
+    """The tables of topics that had no messages to make one from, or that a pattern has found meanwhile."""
+
+    def __init__(self, task: Task, filled: list[tuple[str, TableSink]]) -> None:
+        self._task = task
+        # All tables that are filled, by their names: what is made here is added.
+        self._filled = filled
+        # What was made so far, by the topics of their flows.
+        self._sinks: dict[tuple[str, ...], TableSink] = {}
+
+    def find(self, topic: str, messages: Sequence[Message]) -> TableSink | None:
+        """Return the sink of a topic, made of these messages if need be; None while they show no columns."""
+        if (flow := self._task.flow_of_new(topic)) is None:
+            raise TableError(f"no table for topic {topic}")
+        if flow.topics not in self._sinks:
+            ready = None
+            with contextlib.suppress(NoColumns):  # of which what is refused below is no consequence
+                ready = prepare(self._task, flow, messages)
+            if ready is None:
+                check_without_table(flow, messages)
+                return None
+            logger.info("topic %s is new, and goes to %s", topic, flow.table, extra={"action": "topic_found"})
+            self._sinks[flow.topics] = ready.sink()
+            self._filled.append((flow.table, self._sinks[flow.topics]))
+        return self._sinks[flow.topics]
+
+    def tell_waiting(self) -> None:
+        """Log which tables are not made so far."""
+        for flow in self._task.waiting:
+            if flow.topics not in self._sinks:
+                text = "table %s is not made: no message of %s has shown its columns so far"
+                extra = {"action": "table_waits", "table": flow.table}
+                logger.warning(text, flow.table, ", ".join(flow.topics), extra=extra)
+
+
 def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
     """Copy messages until a signal, the end or an error; ``report`` takes what would be shown else."""
     topics = [topic for flow in (*task.flows, *task.waiting) for topic in flow.topics]
@@ -74,33 +109,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
     flows = [*task.flows, *task.found.values()]
     filled = [(flow.table, flow.sink()) for flow in flows]
     sinks = {topic: sink for flow, (_, sink) in zip(flows, filled, strict=True) for topic in flow.topics}
-
-    late: dict[tuple[str, ...], TableSink] = {}
-    """The sinks that were made meanwhile, by the topics of their flows."""
-
-    def find(topic: str, messages: Sequence[Message]) -> TableSink | None:
-        """Make a sink for a topic that had no messages to make a table from, or that a pattern has found meanwhile."""
-        if (flow := task.flow_of_new(topic)) is None:
-            raise TableError(f"no table for topic {topic}")
-        if flow.topics not in late:
-            ready = None
-            with contextlib.suppress(NoColumns):  # of which what is refused below is no consequence
-                ready = prepare(task, flow, messages)
-            if ready is None:
-                check_without_table(flow, messages)
-                return None
-            logger.info("topic %s is new, and goes to %s", topic, flow.table, extra={"action": "topic_found"})
-            late[flow.topics] = ready.sink()
-            filled.append((flow.table, late[flow.topics]))
-        return late[flow.topics]
-
-    def tell_waiting() -> None:
-        for flow in task.waiting:
-            if flow.topics not in late:
-                text = "table %s is not made: no message of %s has shown its columns so far"
-                extra = {"action": "table_waits", "table": flow.table}
-                logger.warning(text, flow.table, ", ".join(flow.topics), extra=extra)
-
+    late = LateTables(task, filled)
     given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
     limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
     served = None
@@ -112,7 +121,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
     progress = Progress(measured.counts, is_live=task.is_live)
     with ExitStack() as stack:
         stack.enter_context(every(LEFT_OUT_SECONDS, LeftOut(filled).tell))
-        stack.enter_context(every(LEFT_OUT_SECONDS, tell_waiting))
+        stack.enter_context(every(LEFT_OUT_SECONDS, late.tell_waiting))
         if report is None:
             stack.callback(progress.end)
             stack.enter_context(every(progress.seconds, progress.tell))
@@ -146,7 +155,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         gc.freeze()
         set_aside = partial(_set_aside, limit, {}) if task.run.on_poison == "dead-letter" else None
         consumer.run(
-            Router(sinks, set_aside=set_aside, find=find),
+            Router(sinks, set_aside=set_aside, find=late.find),
             on_poison=task.run.on_poison,
             dead_letter_limit=limit,
             stop_seconds=task.run.stop_seconds,
