@@ -46,6 +46,7 @@ from exactly_once.publish import (
     end_positions,
 )
 from tests.support.topics import until_in_sync
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 # Two brokers lead; the third one only follows, so it is the one that may stand still.
@@ -226,6 +227,11 @@ class Publisher:
             self._news.notify_all()
 
 
+def topic_of(kind: str) -> str:
+    """Name the topic of a kind of publisher."""
+    return f"killed-{kind.replace(' ', '-')}"
+
+
 def create_led_topic(bootstrap_servers: str, name: str) -> str:
     """Create a topic that the follower has all of and leads nothing of."""
     orders = [[leader, *(n for n in LEADERS if n != leader), FOLLOWER] for leader in LEADERS]
@@ -234,6 +240,10 @@ def create_led_topic(bootstrap_servers: str, name: str) -> str:
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
         admin.create_topics([topic])[name].result(30)
     until_in_sync(bootstrap_servers, name)
+    # The one that stands still would go on to say that there is no such topic.
+    for server in bootstrap_servers.split(","):
+        with AdminClient({"bootstrap.servers": server}) as admin:
+            until(lambda a=admin: a.list_topics(name, timeout=10).topics[name].error is None, 60, f"{name} at {server}")  # type: ignore[misc]
     return name
 
 
@@ -261,7 +271,7 @@ def lagging(kafka: Kafka, chance: random.Random) -> Iterator[None]:
 def kill_publishers(kafka: Kafka, conninfo: str, place: Path, kind: str, *, kills: int, seed: str) -> Verdict:
     """Kill so many publishers of a kind, let another one finish, and compare."""
     chance = random.Random(seed)
-    topic = create_led_topic(kafka.bootstrap_servers, f"killed-{kind.replace(' ', '-')}")
+    topic = topic_of(kind)
     statuses, repeats = list[int](), Counter[int]()
     for life in range(1, kills + 2):
         is_last = life > kills
@@ -294,6 +304,8 @@ def kill_all(kafka: Kafka, conninfo: str, place: Path, *, kills: int, seed: int)
     def kill(kind: str) -> Verdict:
         return kill_publishers(kafka, conninfo, place, kind, kills=kills, seed=f"{seed} {kind}")
 
+    for kind in KINDS:
+        create_led_topic(kafka.bootstrap_servers, topic_of(kind))
     with ThreadPoolExecutor(len(KINDS)) as pool, lagging(kafka, random.Random(seed)):
         return list(pool.map(kill, KINDS))
 
