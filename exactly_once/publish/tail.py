@@ -34,6 +34,8 @@ _SECONDS = 120.0
 _ASK_SECONDS = 10.0
 _NOT_ALLOWED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 _RANGES_SECONDS = 30.0
+# What the client says of a partition that nobody leads.
+_NO_LEADER = -1
 # The brokers' default of replica.lag.time.max.ms, where they do not tell.
 _LAG_SECONDS = 30.0
 
@@ -73,15 +75,16 @@ def describe(kafka: Mapping[str, Any], topic: str) -> Log:
                 cluster_id, topic_id = cluster.identify(), cluster.describe([topic])[topic].topic_id
                 try:
                     found = admin.list_topics(topic, timeout=_ASK_SECONDS)
-                    # A client that has just connected again may know the topic and no broker, or no partition of it.
-                    if not found.brokers or not found.topics[topic].partitions:
-                        raise BrokerUnreachable(f"nobody describes {topic!r}: no broker is known")
+                    partitions = found.topics[topic].partitions.values()
+                    # A client that has just connected again may know the topic and no partition or leader of it.
+                    leaders = sorted({partition.leader for partition in partitions} - {_NO_LEADER})
+                    if not leaders:
+                        raise BrokerUnreachable(f"nobody describes {topic!r}: no leader is known")
                     policy = _setting(admin, ConfigResource.Type.TOPIC, topic, "cleanup.policy")
-                    broker = str(next(iter(found.brokers)))
-                    lag = _setting(admin, ConfigResource.Type.BROKER, broker, "replica.lag.time.max.ms")
+                    # A leader's setting decides, and each broker tells its own only: another one may be away.
+                    lag = _setting(admin, ConfigResource.Type.BROKER, str(leaders[0]), "replica.lag.time.max.ms")
                 except KafkaException as error:
                     raise BrokerUnreachable(f"nobody describes {topic!r}: {error.args[0].str()}") from error
-    partitions = found.topics[topic].partitions.values()
     return Log(
         cluster_id,
         topic_id,
