@@ -179,15 +179,24 @@ def attribute_of(error: BaseException, name: str) -> object:
 
 
 def driver_error(error: BaseException) -> psycopg.Error | None:
-    """Find psycopg's own error behind ``error``: itself, its ``orig``, its causes and contexts."""
+    """Find psycopg's own error behind ``error``: itself, its ``orig``, its causes and contexts.
+
+    The nearest one decides. Where it is psycopg's own and has no SQLSTATE, as "cannot exit pipeline mode" has none when
+    the server ended the session within it, the server's error that it hides decides.
+    """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
+    nearest: psycopg.Error | None = None
     while waiting:
         candidate = waiting.pop(0)
         if candidate is None or id(candidate) in seen:
             continue
         if isinstance(candidate, psycopg.Error):
-            return candidate
+            nearest = nearest or candidate
+            if candidate.sqlstate is not None:
+                return candidate
+            if not isinstance(candidate, psycopg.OperationalError):
+                return nearest
         seen.add(id(candidate))
         orig = attribute_of(candidate, "orig")
         waiting += [
@@ -195,4 +204,4 @@ def driver_error(error: BaseException) -> psycopg.Error | None:
             candidate.__cause__,
             candidate.__context__,
         ]
-    return None
+    return nearest

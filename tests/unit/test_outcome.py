@@ -114,6 +114,20 @@ def test_the_nearest_driver_error_decides() -> None:
     assert driver_error(caused_by(near)) is near
 
 
+def test_the_end_of_a_session_is_found_behind_the_pipeline_that_could_not_be_left() -> None:
+    """As a soak saw it: a backend was terminated between executemany's statement and its Sync.
+
+    The chain is put together here: the server cannot be made to end a session at just that place.
+    """
+    ended, stuck = server_error("57P01"), psycopg.OperationalError("cannot exit pipeline mode while busy")
+    stuck.__context__ = ended
+    assert driver_error(stuck) is ended
+    assert classify(while_handling(stuck), connection_lost=False) is Fault.ENVIRONMENT
+    alone = psycopg.InterfaceError("the cursor is closed")
+    alone.__context__ = ended
+    assert driver_error(alone) is alone, "an error of the handler's own use"
+
+
 def test_orig_comes_before_the_causes() -> None:
     wrapped = FrameworkError(server_error("22012"))
     wrapped.__cause__ = server_error("40001")
