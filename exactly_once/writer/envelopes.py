@@ -279,6 +279,11 @@ class Envelope(Format):
         """Read an object, its logical types as what they stand for; None for null or nothing."""
         if not (text := bytes(text)) or text == b"null":
             return None
+        if self._name == "debezium" and text.startswith(b'"'):
+            raise BadRow(
+                "the row is a text that holds a document, as Debezium for MongoDB writes it: have its transformation "
+                "ExtractNewDocumentState make fields of it, and say --format connect"
+            )
         row = {name: bytes(value) for name, value in fields_in(text).items()}
         # A topic of Debezium that was flattened is one of Connect.
         if self._name in ("debezium", "connect") and any(hint in text for hint in _HINTS):

@@ -141,6 +141,8 @@ def test_a_delete_takes_its_key_from_the_row_where_the_message_has_none(table: s
     [
         ("debezium", "upsert", ({"id": 1}, {"id": 1}), "no change event of Debezium"),
         ("debezium", "upsert", ({"id": 1}, b"[1]"), "Expected `object`"),
+        ("debezium", "upsert", ({"id": "1"}, change("c", None, '{"_id": 1}')), "ExtractNewDocumentState"),
+        ("debezium", "upsert", ({"id": "1"}, change("d", '{"_id": 1}', None)), "Debezium for MongoDB"),
         ("debezium", "upsert", (None, change("d", None, None)), "a delete without id: set REPLICA IDENTITY FULL"),
         ("debezium", "upsert", (None, change("t", None, None)), "on_truncate"),
         ("debezium", "append", ({"id": 1}, change("d", row(1, "a"), None)), "rows are only appended"),
