@@ -129,9 +129,9 @@ class Flow:
         lax = self.lax or self.format in ("csv", "canal")  # all of whose values are texts
         decoder = JsonDecoder(self.fields, rest=self.rest or None, lax=lax, **options)
         last = self.unwrapping(decoder) or decoder
-        return PlainDecoder(last, self.fields) if self.format is None and self.schema_registry is None else last
+        return PlainDecoder(last) if self.format is None and self.schema_registry is None else last
 
-    def unwrapping(self, decoder: Decoder) -> FormatDecoder | None:
+    def unwrapping(self, decoder: JsonDecoder) -> FormatDecoder | None:
         """Make what turns messages into JSON and gives them to a decoder; None for messages that are JSON."""
         binary = None
         if self.schema_registry is not None:
@@ -153,11 +153,7 @@ class Flow:
             where, where_not = ({f: _texts(v) for f, v in w.items()} for w in (self.where, self.where_not))
             flatten = "_" if self.flatten is True else self.flatten or None
             form = Shaped(form, where=where, where_not=where_not, flatten=flatten, drop=self.drop)
-        names = {name: getattr(self, name) for name in ("fields", "rename", "metadata")}
-        # A line of CSV has no field for the rest, either.
-        names["constants"] = {*self.constants, *filter(None, [self.rest])}
-        opens_keys = str(self.claim).startswith("key:")
-        return FormatDecoder(decoder, form, binary=binary, opens_keys=opens_keys, **names)
+        return FormatDecoder(decoder, form, binary=binary, opens_keys=str(self.claim).startswith("key:"))
 
     def _named(self, name: FormatName) -> Format:
         return format_of(

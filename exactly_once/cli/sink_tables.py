@@ -27,7 +27,7 @@ from exactly_once.writer import BadRow, TableError, ddl
 from exactly_once.writer.errors import NAME_BYTES, cut, way_on
 from exactly_once.writer.evolving import type_of, wider
 from exactly_once.writer.formats import hint_for
-from exactly_once.writer.from_json import JsonDecoder, path_of
+from exactly_once.writer.from_json import JsonDecoder, path_of, paths_of
 from exactly_once.writer.json_shape import UNAVAILABLE, Raw, Shape
 from exactly_once.writer.table import Table, read_table
 
@@ -347,11 +347,11 @@ def _types(flow: Flow, objects: Sequence[dict[str, Any]], types: Mapping[str, st
     """Find the type of each column."""
     if flow.fields is None:
         paths: dict[str, tuple[str, ...]] = {name: (name,) for one in [types, *objects] for name in one}
-        renamed = {column: path_of(path) for column, path in flow.rename.items()}
+        renamed = paths_of(flow.rename)
         taken = {*flow.metadata, *flow.constants, flow.rest, *flow.drop, *(path[0] for path in renamed.values())}
         paths = {name: path for name, path in paths.items() if name not in taken} | renamed
     else:
-        paths = {column: path_of(path) for column, path in flow.fields.items()}
+        paths = paths_of(flow.fields)
     found: dict[str, str] = {}
     for column, path in paths.items():
         kind: str | None = types.get(path[0]) if len(path) == 1 else None

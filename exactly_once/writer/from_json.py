@@ -92,13 +92,13 @@ class JsonDecoder:
         missing: Literal["default", "null", "apart"] = "default",
         on_tombstone: OnTombstone | None = None,
     ) -> None:
-        self._fields = dict(fields) if fields is not None else None
-        self._rename = {column: path_of(path) for column, path in (rename or {}).items()}
+        self._fields = None if fields is None else paths_of(fields)
+        self._rename = paths_of(rename or {})
         if self._fields is not None and self._rename:
             raise ConfigurationError("fields= names all columns that are filled, so there is no rename= beside it")
         # Dots may be between names or in one.
         self._drop = [*dict.fromkeys(names for path in drop for names in _readings(path_of(path)))]
-        self._envelope = Envelope(metadata, constants)
+        self.envelope = Envelope(metadata, constants)
         self._rest = rest
         self._reading = Reading(
             naive=naive_timestamps,
@@ -127,20 +127,23 @@ class JsonDecoder:
         """Build the decoder of this table's columns."""
         if self._on_tombstone == "delete" and mode != "upsert":
             raise ConfigurationError("on_tombstone='delete' needs mode='upsert'")
-        self._envelope.prepare(table, self._reading)
+        self.envelope.prepare(table, self._reading)
         if self._rest is not None and base_name(table.pick([self._rest])[0]) not in ("json", "jsonb"):
             raise TableError(f"{table}: rest={self._rest!r} needs a column of json or jsonb")
         self._table = table
         self._paths: dict[str, Path]
+        # The fields of all columns that are filled from fields; of those that are dropped, too.
+        self.paths: dict[str, Path]
         if self._fields is not None:
-            self._paths = {column: path_of(path) for column, path in self._fields.items()}
+            self.paths = self._paths = self._fields
         else:
-            taken = {*self._envelope.columns, self._rest}
-            named = {name: (name,) for name in table.writable if name not in taken and (name,) not in self._drop}
+            taken = {*self.envelope.columns, self._rest}
+            self.paths = {name: (name,) for name in table.writable if name not in taken} | self._rename
+            kept = {name: path for name, path in self.paths.items() if name in self._rename or path not in self._drop}
             # An altered table changes nothing about which field a column with a cut name is filled from.
-            self._adopted &= named.keys()
-            self._paths = named | {name: self._paths[name] for name in self._adopted} | self._rename
-        self._columns = (*self._paths, *([self._rest] if self._rest else []), *self._envelope.columns)
+            self._adopted &= kept.keys() - self._rename.keys()
+            self._paths = kept | {name: self._paths[name] for name in self._adopted}
+        self._columns = (*self._paths, *([self._rest] if self._rest else []), *self.envelope.columns)
         self._key_columns = key if mode == "upsert" else None
         self._fill()
 
@@ -179,7 +182,7 @@ class JsonDecoder:
         :raises TableError: for options for columns that no field fills, or that are of another kind.
         """
         columns, reading = self._table.pick(list(self._paths)), self._reading
-        names = {c.name: base_name(c) for c in (*columns, *self._table.pick(self._envelope.read_columns))}
+        names = {c.name: base_name(c) for c in (*columns, *self._table.pick(self.envelope.read_columns))}
         for option, given, kinds in (
             ("epoch", set(reading.epoch), TIMES),
             ("decimal", set(reading.decimal), {"numeric"}),
@@ -194,7 +197,7 @@ class JsonDecoder:
         self._shape = Shape(
             {name: (self._paths[name], kind) for name, kind in types.items()}, tells=tells, drop=self._drop
         )
-        self._exact = {c.name for c in columns if is_exact(c, reading)} | self._envelope.exact
+        self._exact = {c.name for c in columns if is_exact(c, reading)} | self.envelope.exact
         self._raw = [(i, reader_of(c, reading)) for i, c in enumerate(columns) if types[c.name] is Raw]
         self._readers = [(c, checked(c, reading)) for c in columns]
         self._absent = {name: MISSING if name in tells else None for name in types}
@@ -206,7 +209,7 @@ class JsonDecoder:
         unsure += [_NUL] if reading.nul == "strip" else []
         self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
         self._unfilled.clear()
-        from_messages = {*self._paths, *self._envelope.sources} - self._filled
+        from_messages = {*self._paths, *self.envelope.sources} - self._filled
         self._unfilled.update((i, name) for i, name in enumerate(self._columns) if name in from_messages)
         self._pick = self._shape.pick
         key = self._key_columns
@@ -251,7 +254,7 @@ class JsonDecoder:
                 # Whether a long name is that of a column depends on the fields beside it.
                 if any(len(name.encode()) > NAME_BYTES for name in new) or self._adopts(new, ()):
                     return None
-            added = list(map(self._envelope.values, messages)) if self._envelope.columns else []
+            added = list(map(self.envelope.values, messages)) if self.envelope.columns else []
         except UNREADABLE:
             return None
         for name, read in () if self._counts else self._shape.ignored:
@@ -299,7 +302,7 @@ class JsonDecoder:
         :raises BadRow: where it is none, or deletes nothing.
         """
         if what == "delete" and self._key is not None:
-            return self._key.tombstone(message, self._envelope)
+            return self._key.tombstone(message, self.envelope)
         raise BadRow(
             'the message has no value, so nothing can be stored; on_tombstone = "skip" passes over such',
             message=message,
@@ -341,7 +344,7 @@ class JsonDecoder:
                 assert raw is not None
                 raise BadRow(self._reason(column, raw, error), message=message, column=column.name) from error
         row = self._finished(tuple(values), left, names, unused)
-        row = (*row, *self._envelope.values(message)) if self._envelope.columns else row
+        row = (*row, *self.envelope.values(message)) if self.envelope.columns else row
         self._note_filled([row])
         return row
 
@@ -421,6 +424,11 @@ class JsonDecoder:
 def path_of(given: str | Sequence[str]) -> Path:
     """Return a path: dots stand between its names, unless it is given as those."""
     return tuple(given.split(".")) if isinstance(given, str) else tuple(given)
+
+
+def paths_of(given: Mapping[str, str | Sequence[str]]) -> dict[str, Path]:
+    """Return the paths of columns."""
+    return {column: path_of(path) for column, path in given.items()}
 
 
 def _readings(path: Path) -> list[Path]:

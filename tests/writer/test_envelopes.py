@@ -53,9 +53,7 @@ def sink(table: str, envelope: EnvelopeName, mode: Any = "upsert", **options: An
     decoder = JsonDecoder(missing="null" if missing == "null" else "apart", **options)
     own |= {name: options[name] for name in ("decimal", "lax") if name in options}
     form = format_of(envelope, missing=missing, on_tombstone=options.get("on_tombstone"), **own)
-    return TableSink(
-        table, decoder=FormatDecoder(decoder, form, fields=options.get("fields")), mode=mode, missing=missing
-    )
+    return TableSink(table, decoder=FormatDecoder(decoder, form), mode=mode, missing=missing)
 
 
 @pytest.fixture
@@ -271,7 +269,7 @@ def decoder_of(envelope: EnvelopeName, metadata: dict[str, str], *key: str) -> F
     """Decodes for a table whose key is a text ``src`` and a number ``id``; needs no server."""
     oids = {"src": 25, "id": 20, "name": 25}
     columns = [Column(name=n, type_name="", base_name="", type_oid=oid) for n, oid in oids.items()]
-    made = FormatDecoder(JsonDecoder(metadata=metadata), format_of(envelope), metadata=metadata)
+    made = FormatDecoder(JsonDecoder(metadata=metadata), format_of(envelope))
     made.prepare(Table(schema="public", name="t", columns=columns, keys=[key]), mode="upsert", key=key)
     return made
 
@@ -613,6 +611,6 @@ def test_updates_are_not_left_out_by_a_mode_that_only_inserts(table: str, db: Da
 def test_who_has_a_column_for_a_part_of_the_envelope_means_it(db: Database, name: str) -> None:
     db.execute(f"CREATE TABLE {name} (id int, op text)")
     fields = {"id": "after.id", "op": "op"}
-    plain = TableSink(name, decoder=PlainDecoder(JsonDecoder(fields), fields))
+    plain = TableSink(name, decoder=PlainDecoder(JsonDecoder(fields)))
     write(db, plain, [messages((None, change("c", None, row(1, "a"))))])
     assert rows(db, name) == [(1, "c")]
