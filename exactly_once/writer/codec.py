@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal, InvalidOperation
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from uuid import UUID
 
 from psycopg.postgres import types as registry
@@ -199,10 +199,16 @@ def by_text(coerce: Callable[[Any], Any] = as_literal) -> Codec:
     return Codec(wire=None, coerce=coerce)
 
 
-def refuse(what: str) -> Callable[[Any], Any]:
+def refuse(what: str) -> Callable[[Any], NoReturn]:
     """Make the conversion of a column that takes nothing but its own type."""
 
-    def refusing(value: Any) -> Any:
+    def refusing(value: Any) -> NoReturn:
         raise ValueError(f"{what}, not {type(value).__name__}: {cut(value)}")
 
     return refusing
+
+
+def text_or(what: str) -> Callable[[Any], str]:
+    """Make the conversion of a column that takes its own type, and text that is left to Postgres."""
+    wanted = refuse(what)
+    return lambda value: value if isinstance(value, str) else wanted(value)

@@ -342,10 +342,22 @@ class Envelope(Format):
         """Delete, because compaction may have left nothing but the tombstone of a delete."""
         if self._is_behind_delete or self._on_tombstone == "skip":
             return
-        key, is_object = self._key_of(message)
-        if self._name == "debezium" and self._deletes and not self._names_row(message, key if is_object else None):
-            return
-        if key is not None and not set(self._key) <= set(key):
+        (key, is_object), topic = self._key_of(message), message.topic()
+        lacks = key is not None and not set(self._key) <= set(key)
+        if self._name == "debezium" and self._deletes:
+            is_unknown = self._key and _bare_key(message) is not None and not self._bare_keys.get(topic, False)
+            if is_unknown or (is_object and lacks):  # where keys are something else, its delete event has done it
+                if topic not in self._told:
+                    self._told.add(topic)
+                    text = (
+                        "%s[%s] offset %s: a tombstone is passed over, as others of this topic will be: nothing shows "
+                        "that its key %s is the %s of a row. Its delete event deletes, unless compaction has removed "
+                        "that"
+                    )
+                    where = topic, message.partition(), message.offset()
+                    logger.warning(text, *where, cut(message.key()), ", ".join(self._key))
+                return
+        if lacks:
             raise BadRow(f"a tombstone whose key has no {', '.join(self._key)}: {cut(message.key())}")
         yield message.key() if key is None else self._key_text(message, {n: key[n] for n in self._key}), None
 
@@ -355,22 +367,6 @@ class Envelope(Format):
         if bare is not None and set(self._key) <= set(row):
             is_own = len(self._key) == 1 and _shown(bare) == _shown(row[self._key[0]])
             self._bare_keys[message.topic()] = is_own and self._bare_keys.get(message.topic(), True)
-
-    def _names_row(self, message: Message, key: Row | None) -> bool:
-        """Tell whether a tombstone of Debezium deletes; where keys are something else, its delete event has done it."""
-        topic = message.topic()
-        lacks = key is not None and not set(self._key) <= set(key)
-        if not lacks and (not self._key or _bare_key(message) is None or self._bare_keys.get(topic, False)):
-            return True
-        if topic not in self._told:
-            self._told.add(topic)
-            text = (
-                "%s[%s] offset %s: a tombstone is passed over, as others of this topic will be: nothing shows that its "
-                "key %s is the %s of a row. Its delete event deletes, unless compaction has removed that"
-            )
-            where = topic, message.partition(), message.offset()
-            logger.warning(text, *where, cut(message.key()), ", ".join(self._key))
-        return False
 
     def _key_text(self, message: Message, key: Row) -> bytes:
         """Write a key as an object, with what the message's own holds besides: a column may be filled from there."""

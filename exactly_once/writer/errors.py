@@ -22,6 +22,7 @@ from exactly_once.errors import ExactlyOnceError
 # Postgres cuts longer names.
 NAME_BYTES = 63
 _SHOWN = 100
+Place = tuple[str | None, int | None, int | None]
 
 
 class TableError(ExactlyOnceError, psycopg.ProgrammingError):
@@ -60,13 +61,13 @@ class BadRow(ValueError):
         reason: str,
         *,
         message: Message | None = None,
-        at: tuple[str, int, int] | None = None,
+        at: Place | None = None,
         row: int | None = None,
         column: str | None = None,
     ) -> None:
         self.reason = reason
         if message is not None:
-            at = message.topic(), message.partition(), message.offset()  # type: ignore[assignment]
+            at = place_of(message)
         self.topic: str | None
         self.partition: int | None
         self.offset: int | None
@@ -76,6 +77,11 @@ class BadRow(ValueError):
         place = f"{self.topic}[{self.partition}] offset {self.offset}" if at is not None else None
         place = place or (f"row {row}" if row is not None else None)
         super().__init__(": ".join(filter(None, (place, f"column {column}" if column else None, reason))))
+
+
+def place_of(message: Message) -> Place:
+    """Return topic, partition and offset of a message."""
+    return message.topic(), message.partition(), message.offset()
 
 
 def cut(value: Any) -> str:

@@ -357,12 +357,15 @@ class Shaped(Format):
                 yield key, value
                 continue
             flat = self._flat(row, "", ())
-            # What has a column that takes no objects was none: its null says nothing of columns with longer names.
+            # The columns of an object's fields have what is there for the object: null, or a value left out. What has a
+            # column that takes no objects was none: its null says nothing of columns with longer names.
             nothings = {
                 f: v for f, v in flat.items() if v in _NO_OBJECTS and (v != Raw(NULL) or f not in self._never_objects)
             }
-            if nothings:
-                self._spread(flat, nothings, self._flatten)
+            for name in self._names if nothings else ():
+                sources = [field for field in nothings if name.startswith(f"{field}{self._flatten}")]
+                if sources and not any(f"{name}{self._flatten}".startswith(each) for each in self._dropped):
+                    flat.setdefault(name, nothings[max(sources, key=len)])
             yield key, msgspec.json.encode(flat)
 
     def types(self, message: Message) -> dict[str, str]:
@@ -373,13 +376,6 @@ class Shaped(Format):
     def key_fields(self, message: Message) -> tuple[str, ...]:
         """Return what is told below."""
         return self._inner.key_fields(message)
-
-    def _spread(self, flat: dict[str, Raw], nothings: Mapping[str, Raw], between: str) -> None:
-        """Let the columns of an object's fields have what is there for the object: null, or a value left out."""
-        for name in self._names:
-            sources = [field for field in nothings if name.startswith(f"{field}{between}")]
-            if sources and not any(f"{name}{between}".startswith(each) for each in self._dropped):
-                flat.setdefault(name, nothings[max(sources, key=len)])
 
     def _flat(self, row: Mapping[str, Raw], prefix: str, path: tuple[str, ...]) -> dict[str, Raw]:
         flat: dict[str, Raw] = {}

@@ -243,10 +243,23 @@ class JsonDecoder:
                 return self._among_tombstones(messages, what, unused)
             objects = list(map(self._decode, values))
             rows: list[Row] = list(map(self._pick, objects))
-            if self._is_doubtful(rows, values):
+            # Although msgspec has decoded them.
+            joined = b"\n".join(values)
+            if self._shape.empty in rows or (self._is_unsure is not None and self._is_unsure(joined)):
+                return None
+            if self._rest is not None and UNAVAILABLE in joined:
+                return None
+            has_zero = any(0 in map(itemgetter(position), rows) for position in self._floats)
+            if has_zero and _UNSURE_ZERO.search(joined) is not None:
                 return None
             if self._raw or self._told:
-                rows = self._completed(rows)
+                columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
+                for position, read in self._raw:  # what msgspec left as it was
+                    raws = (v if v is None or v is UNSET else bytes(v) for v in columns[position])
+                    columns[position] = [v if v is None or v is UNSET else None if v == NULL else read(v) for v in raws]
+                for position in self._told:
+                    columns[position] = [MISSING if v is UNSET else v for v in columns[position]]
+                rows = list(zip(*columns, strict=True))
             lefts: list[Any] = list(map(self._shape.left, values)) if self._counts else []
             names: list[Collection[str]] = list(map(names_in, lefts)) if self._shape.is_deep else lefts
             if not all(map(self._ignored.issuperset, names)):
@@ -257,8 +270,8 @@ class JsonDecoder:
             added = list(map(self.envelope.values, messages)) if self.envelope.columns else []
         except UNREADABLE:
             return None
-        for name, read in () if self._counts else self._shape.ignored:
-            if count := sum(map(bool, map(read, objects))):
+        for name, find in () if self._counts else self._shape.ignored:
+            if count := sum(map(bool, map(find, objects))):
                 unused[name] += count
         if self._counts:
             rows = [self._finished(*each, unused) for each in zip(rows, lefts, names, strict=True)]
@@ -275,26 +288,6 @@ class JsonDecoder:
         rows = self._at_once(kept, what, unused) if kept else []
         stored = iter(rows or ())
         return None if rows is None else [next(stored) if tombstone is None else tombstone for tombstone in deleted]
-
-    def _is_doubtful(self, rows: Sequence[Row], values: Sequence[bytes]) -> bool:
-        """Tell whether one of several messages needs a closer look, although msgspec has decoded it."""
-        joined = b"\n".join(values)
-        if self._shape.empty in rows or (self._is_unsure is not None and self._is_unsure(joined)):
-            return True
-        if self._rest is not None and UNAVAILABLE in joined:
-            return True
-        has_zero = any(0 in map(itemgetter(position), rows) for position in self._floats)
-        return has_zero and _UNSURE_ZERO.search(joined) is not None
-
-    def _completed(self, rows: Sequence[Row]) -> list[Row]:
-        """Read what msgspec left as it was."""
-        columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
-        for position, read in self._raw:
-            raws = (v if v is None or v is UNSET else bytes(v) for v in columns[position])
-            columns[position] = [v if v is None or v is UNSET else None if v == NULL else read(v) for v in raws]
-        for position in self._told:
-            columns[position] = [MISSING if v is UNSET else v for v in columns[position]]
-        return list(zip(*columns, strict=True))
 
     def _tombstone(self, message: Message, what: OnTombstone) -> Tombstone:
         """Read the key of a message without a value.
