@@ -60,7 +60,7 @@ def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) ->
                 row[name] = convert(row[name], columns.get(name))
             except OverflowError as error:
                 raise BadRow(f"{cut(row[name])}: {error}", column=name) from error
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, LookupError) as error:
                 what = f"{cut(row[name])} is not of the type that the schema says: {error}"
                 raise BadRow(what, column=name) from error
     return row

@@ -500,11 +500,19 @@ def test_a_text_that_may_be_a_number_or_its_base64_is_refused_where_no_schema_te
     assert rows(db, name) == [(1, Decimal(text))]
 
 
-def test_a_value_that_is_not_of_its_logical_type_names_its_field(db: Database, name: str) -> None:
-    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, v numeric)")
-    kind = field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"})
-    wrapped = {"schema": {"type": "struct", "fields": [kind]}, "payload": {"id": 1, "v": "no base64!"}}
-    with pytest.raises(BadRow, match=r"t\[0\] offset 0: column v: .*no base64!"), db.transaction():
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        (field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), "no base64!", "no base64!"),
+        (field("v", "struct", f"{DEBEZIUM}data.geometry.Geometry"), {"wkb": "", "srid": None}, "is not of the type"),
+    ],
+)
+def test_a_value_that_is_not_of_its_logical_type_names_its_field(
+    kind: dict[str, Any], value: Any, said: str, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, v text)")
+    wrapped = {"schema": {"type": "struct", "fields": [kind]}, "payload": {"id": 1, "v": value}}
+    with pytest.raises(BadRow, match=rf"t\[0\] offset 0: column v: .*{said}"), db.transaction():
         sink(name, "connect").write(db, messages((None, wrapped)))
 
 
