@@ -17,8 +17,9 @@ from exactly_once.demo import result
 from exactly_once.demo.display import Display
 from exactly_once.demo.result import MESSAGES, QUICK_MESSAGES
 
+from .options import positive
 from .problems import CUT_SHORT
-from .runs import add_seed, drawn, ending_in_order, naming_a_full_disk, positive
+from .runs import add_seed, drawn, ending_in_order, naming_a_full_disk
 
 _SINK = (
     "sink --group-id payments-to-table --topic payments-exactly-once --table payment --create-table --start earliest "

@@ -13,17 +13,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .options import INT32, INT64, number
+from .options import whole
 from .problems import CommandError, UsageError, one_line
 
 _ROOM_BYTES = 20 << 20  # Postgres asks for 16 MB at a time
-positive = number(int, "must be a whole number above 0", least=1, most=INT32)
-_a_seed = number(int, "must be a whole number, 0 or more", least=0, most=INT64)
 
 
 def add_seed(parser: argparse.ArgumentParser, repeats: str) -> None:
     """Add the options of a run that is drawn from a seed and ends in a verdict."""
-    parser.add_argument("--seed", type=_a_seed, metavar="N", help=repeats)
+    parser.add_argument("--seed", type=whole, metavar="N", help=repeats)
     parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
     parser.add_argument("--debug", action="store_true", help="on an error print the traceback, too")
 

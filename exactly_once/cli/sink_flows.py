@@ -36,7 +36,6 @@ except ImportError as error:
     raise ImportError(f"{error}\nthe sink command needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
 
-FORMATS = ("json", *get_args(FormatName), "raw")
 # At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay.
 LINGER_SECONDS = 0.05
 
