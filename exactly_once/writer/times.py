@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -56,7 +55,7 @@ def timestamp(name: str, typmod: int, naive: Naive) -> Codec:
         zones = map(_ZONE, values)
         return all(zones) if is_zoned else not any(zones)
 
-    check = partial(_check, is_zoned=is_zoned, typmod=typmod)
+    check = _check(typmod, is_zoned=is_zoned)
     codec = named(name, {datetime}, coerce, check=check, check_all=check_all if typmod < 0 else None)
     return replace(codec, exact=frozenset()) if naive == "utc" else codec
 
@@ -89,7 +88,7 @@ def clock(name: str, typmod: int) -> Codec:
             raise ValueError(f"{cut(value)} {_ZONES[is_zoned]}")
         return read
 
-    return named(name, {time}, coerce, check=partial(_check, is_zoned=is_zoned, typmod=typmod))
+    return named(name, {time}, coerce, check=_check(typmod, is_zoned=is_zoned))
 
 
 def interval(typmod: int) -> Codec:
@@ -164,12 +163,15 @@ def _special(value: str, *, is_zoned: bool) -> str:
     raise ValueError(f"{cut(value)} is {BEYOND if _FAR_YEAR.match(text) else 'not in ISO 8601'}")
 
 
-def _check(value: datetime | time, *, is_zoned: bool, typmod: int) -> None:
-    if (value.tzinfo is not None) is not is_zoned:
-        remedy = ', unless naive_timestamps="utc"' if isinstance(value, datetime) else ""
-        raise ValueError(f"{value.isoformat()} {_ZONES[is_zoned]}{remedy}")
-    if 0 <= typmod < 6 and value.microsecond % 10 ** (6 - typmod):
-        raise ValueError(f"{value.isoformat()} has more than {typmod} digits of a second")
+def _check(typmod: int, *, is_zoned: bool) -> Callable[[datetime | time], None]:
+    def check(value: datetime | time) -> None:
+        if (value.tzinfo is not None) is not is_zoned:
+            remedy = ', unless naive_timestamps="utc"' if isinstance(value, datetime) else ""
+            raise ValueError(f"{value.isoformat()} {_ZONES[is_zoned]}{remedy}")
+        if 0 <= typmod < 6 and value.microsecond % 10 ** (6 - typmod):
+            raise ValueError(f"{value.isoformat()} has more than {typmod} digits of a second")
+
+    return check
 
 
 _ZONES = {
