@@ -58,7 +58,7 @@ def json_text(value: Any) -> str:
 
 def record(values: Sequence[Any]) -> str:
     """Write a value of a composite type, from those of its attributes."""
-    return "(" + ",".join("" if v is None else _quoted(literal(v) or "", doubled='"') for v in values) + ")"
+    return "(" + ",".join(map(_part, values)) + ")"
 
 
 def _array(values: Sequence[Any]) -> str:
@@ -81,12 +81,16 @@ def _quoted(text: str, *, doubled: str) -> str:
     return f'"{text}"'
 
 
+def _part(value: Any) -> str:
+    """Write an attribute of a record or a bound of a range."""
+    return "" if value is None else _quoted(literal(value) or "", doubled='"')
+
+
 def _range(value: Range[Any]) -> str:
     if value.isempty:
         return "empty"
-    lower = "" if value.lower is None else _quoted(literal(value.lower) or "", doubled='"')
-    upper = "" if value.upper is None else _quoted(literal(value.upper) or "", doubled='"')
-    return f"{'[' if value.lower_inc else '('}{lower},{upper}{']' if value.upper_inc else ')'}"
+    opening, closing = "[" if value.lower_inc else "(", "]" if value.upper_inc else ")"
+    return f"{opening}{_part(value.lower)},{_part(value.upper)}{closing}"
 
 
 _WRITERS: dict[type, Callable[[Any], str]] = {

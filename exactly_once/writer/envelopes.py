@@ -49,6 +49,8 @@ _PLACEHOLDERS: tuple[Any, ...] = (
 _HINTS = [hint.encode() for hint in (_TEXT, _BASE64, _UUID, "[95,95,", "[95, 95,", *_PLACES)]
 # Statements of which Canal tells that remove no rows.
 _WITHOUT_ROWS = ("CREATE", "ALTER", "QUERY", "CINDEX", "DINDEX")
+# What is raised for what is no JSON.
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Wrapped(msgspec.Struct):
@@ -82,7 +84,7 @@ def recognised(value: bytes | None) -> EnvelopeName | None:
         if found.schema and found.payload:
             inner = _read(found.payload) if bytes(found.payload).startswith(b"{") else _Wrapped()
             return "debezium" if inner.op and (inner.before or inner.after) else "connect"
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _MALFORMED:
         return None
     if found.op and found.source and (found.before or found.after):
         return "debezium"
@@ -199,7 +201,7 @@ class Envelope(Format):
             if self._name == "canal":
                 return _event(message).pkNames or ()
             return tuple(_fields_of_key(message))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except _MALFORMED:
             return ()
 
     # Each of these returns keys with rows, or with None for a delete.
@@ -382,7 +384,7 @@ class Envelope(Format):
             if payload is not None and payload.lstrip().startswith(b"{"):
                 return self._row(payload, schema), True
             msgspec.json.decode(payload or b"")
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except _MALFORMED:
             return None, False
         return ({self._key[0]: payload} if payload is not None and len(self._key) == 1 else None), False
 
@@ -411,7 +413,7 @@ def _fields_of_key(message: Message) -> dict[str, Raw]:
     try:
         _, payload = _opened(message.key())
         return fields_in(payload or b"")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _MALFORMED:
         return {}
 
 
@@ -419,7 +421,7 @@ def _bare_key(message: Message) -> bytes | None:
     """Return a message's key if it is neither null nor an object."""
     try:
         _, payload = _opened(message.key())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _MALFORMED:
         payload = message.key()
     return None if payload is None or payload.lstrip().startswith(b"{") else payload
 

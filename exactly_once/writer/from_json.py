@@ -26,18 +26,17 @@ from .json_values import (
     Epoch,
     Nul,
     Reading,
-    advice,
     base_name,
     checked,
     fast_type,
     is_exact,
     reader_of,
-    shown,
+    refusal,
     stripped,
     text_of,
 )
 from .statements import Mode
-from .table import Column, OnMissing, Table
+from .table import OnMissing, Table
 
 # What to do with a message without a value.
 OnTombstone = Literal["delete", "refuse", "skip"]
@@ -335,7 +334,10 @@ class JsonDecoder:
                 values.append(self._absent[column.name] if raw is None else read(raw))
             except UNREADABLE as error:
                 assert raw is not None
-                raise BadRow(self._reason(column, raw, error), message=message, column=column.name) from error
+                path = ".".join(self._paths[column.name])
+                field = f"field {path}: " if path != column.name else ""
+                reason = f"{field}{refusal(column, raw, error, self._reading)}"
+                raise BadRow(reason, message=message, column=column.name) from error
         row = self._finished(tuple(values), left, names, unused)
         row = (*row, *self.envelope.values(message)) if self.envelope.columns else row
         self._note_filled([row])
@@ -349,16 +351,6 @@ class JsonDecoder:
             return row
         rest = as_json(left)
         return (*row, stripped(rest) if self._reading.nul == "strip" else rest)
-
-    def _reason(self, column: Column, raw: bytes, error: Exception) -> str:
-        """Say what was wrong with a value, and what would take it."""
-        path = ".".join(self._paths[column.name])
-        field = f"field {path}: " if path != column.name else ""
-        value = shown(raw)
-        what = str(error) or type(error).__name__
-        what = what if value in what or value.strip('"') in what else f"{what}: {value}"
-        hint = advice(column, raw, self._reading)
-        return f"{field}{column.type_name}: {what}{f'; {hint}' if hint else ''}"
 
     def _no_column_for(self, names: Sequence[str]) -> str:
         some = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")

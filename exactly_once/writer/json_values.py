@@ -172,13 +172,19 @@ def part_of(find: Callable[[Message], bytes | None], column: Column, reading: Re
         try:
             return read(raw)
         except UNREADABLE as error:
-            hint = advice(column, raw, reading)
-            raise ValueError(f"{column.type_name}: {error}{f'; {hint}' if hint else ''}") from error
+            raise ValueError(refusal(column, raw, error, reading)) from error
 
     return get
 
 
-def advice(column: Column, raw: bytes, reading: Reading) -> str:
+def refusal(column: Column, raw: bytes, error: Exception, reading: Reading) -> str:
+    """Say what was wrong with a value, and what would take it."""
+    what, value, hint = str(error) or type(error).__name__, shown(raw), _advice(column, raw, reading)
+    what = what if value in what or value.strip('"') in what else f"{what}: {value}"
+    return f"{column.type_name}: {what}{f'; {hint}' if hint else ''}"
+
+
+def _advice(column: Column, raw: bytes, reading: Reading) -> str:
     """Say what option, or what other type, would take a value that its column did not; nothing if none is known."""
     name, is_text, is_number = base_name(column), raw.startswith(b'"'), raw[0] in _NUMBER_STARTS
     if is_number and name in TIMES and column.name in reading.epoch:
