@@ -90,6 +90,11 @@ def cut(value: Any) -> str:
         text = repr(value)
     except ValueError:  # Python refuses to write an int of thousands of digits
         return f"a {type(value).__name__} that is too long to be shown"
+    return short(text)
+
+
+def short(text: str) -> str:
+    """Leave out what of a text is too long to be shown."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -29,6 +29,7 @@ from .from_json import JsonDecoder, OnTombstone, path_of
 from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, Path, fields_in
 from .statements import Mode
 from .table import Column, Table
+from .times import EPOCH
 
 FormatName = Literal["debezium", "connect", "maxwell", "canal", "cloudevents", "csv", "msgpack"]
 
@@ -37,7 +38,6 @@ _WRAPPERS = {"payload", "before", "after", "data"}
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 # How a timestamp of MessagePack begins that has nanoseconds.
 _FINE_TIMES = (b"\xd7\xff", b"\xc7\x0c\xff")
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What is raised for a message that is not of its format.
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 # What may be where an object was.
@@ -296,7 +296,7 @@ def _unpacked(value: bytes) -> Any:
         nanoseconds, seconds = divmod(int.from_bytes(data, "big"), 1 << 34)
     else:
         nanoseconds, seconds = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:], "big", signed=True)
-    moment = (_EPOCH + timedelta(seconds=seconds)).isoformat().removesuffix("+00:00")
+    moment = (EPOCH + timedelta(seconds=seconds)).isoformat().removesuffix("+00:00")
     return f"{moment}.{nanoseconds:09d}Z" if nanoseconds % 1000 else found
 
 

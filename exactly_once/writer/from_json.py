@@ -22,6 +22,7 @@ from .json_shape import BYTE_ORDER_MARK, NULL, UNAVAILABLE, UNSET, Left, Path, R
 from .json_values import (
     FLOATS,
     TIMES,
+    TIMESTAMPS,
     UNREADABLE,
     Epoch,
     Nul,
@@ -51,7 +52,6 @@ _FEW = 16
 _UNSURE_ZERO = re.compile(rb"(?<!\d)-0|\d[eE]-|0{300}")
 # A fraction of a second of which msgspec does not make what Postgres makes of it.
 _UNSURE_HALF = rb"\.\d{6}(?:5(?:0*\D|0000000)|4999999)"
-_TIMESTAMPS = {"timestamp", "timestamptz"}
 _MISSING: dict[str, OnMissing | None] = {"default": None, "null": "null", "apart": "keep"}
 
 
@@ -204,7 +204,7 @@ class JsonDecoder:
         self._floats = [i for i, c in enumerate(columns) if base_name(c) in FLOATS]
         # The fields seen so far that no column takes.
         self._ignored: set[str] = set()
-        unsure = [_UNSURE_HALF] if any(base_name(c.element or c) in _TIMESTAMPS for c in columns) else []
+        unsure = [_UNSURE_HALF] if any(base_name(c.element or c) in TIMESTAMPS for c in columns) else []
         unsure += [_NUL] if reading.nul == "strip" else []
         self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
         self._unfilled.clear()

@@ -23,11 +23,11 @@ from msgspec import Meta
 from . import changes
 from .codec import Naive
 from .codecs import codec_of, name_of
-from .errors import cut
+from .errors import cut, short
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
 from .numbers import LIMITS, decimal_of, oid_of, whole_of
 from .table import Column
-from .times import BEYOND, clock_of, span_of
+from .times import BEYOND, EPOCH, clock_of, span_of
 
 # The unit of dates, times and intervals that are numbers.
 Epoch = Literal["s", "ms", "us", "ns", "days"]
@@ -55,14 +55,13 @@ _TYPES: dict[str, Any] = {
 }
 _EXACT = {*LIMITS, "bool", "uuid", "date", "bytea"}
 _EXACT_WITHOUT_LENGTH = {"text", "varchar", "bpchar", "timestamp", "timestamptz"}
-_TIMESTAMPS = {"timestamp", "timestamptz"}
+TIMESTAMPS = {"timestamp", "timestamptz"}
 FLOATS = {"float4", "float8"}
 # What is raised for JSON of which nothing can be made.
 UNREADABLE = (msgspec.DecodeError, ValueError, ArithmeticError, TypeError, RecursionError)
 # Makes of a field's JSON what the column's codec takes; raises one of UNREADABLE if it cannot.
 Reader = Callable[[bytes], Any]
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # In microseconds.
 _DAY = 86_400_000_000
 _UNITS: dict[Epoch, Decimal] = {
@@ -117,7 +116,7 @@ def fast_type(column: Column, reading: Reading) -> Any:
         kind = fast_type(element, reading) if is_exact(element, reading) else msgspec.Raw
         return kind if kind is msgspec.Raw else list[kind | None]  # type: ignore[valid-type]
     name = base_name(column)
-    if name in _TIMESTAMPS and reading.naive != "refuse":
+    if name in TIMESTAMPS and reading.naive != "refuse":
         return datetime
     return str if column.kind == "e" else _TYPES.get(name, msgspec.Raw)
 
@@ -127,7 +126,7 @@ def is_exact(column: Column, reading: Reading) -> bool:
     if reading.is_special(column) or column.kind not in ("b", "e") or column.element_oid is not None:
         return False
     name = base_name(column) if column.kind == "b" else "text"
-    if name in _TIMESTAMPS and reading.naive != "refuse":
+    if name in TIMESTAMPS and reading.naive != "refuse":
         return False
     return name in _EXACT or (name in _EXACT_WITHOUT_LENGTH and column.typmod < 0)
 
@@ -234,11 +233,7 @@ def stripped(raw: bytes) -> bytes:
 
 def shown(raw: bytes) -> str:
     """Show the JSON of a value, but not much of it."""
-    text = raw.decode(errors="replace")
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
-
-
-_SHOWN = 100
+    return short(raw.decode(errors="replace"))
 
 
 def _read_of(column: Column, reading: Reading) -> Reader:
@@ -318,7 +313,7 @@ def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:
         found = clock_of(microseconds)
         return found.replace(tzinfo=UTC) if name == "timetz" else found
     try:
-        moment = _EPOCH + timedelta(microseconds=microseconds)
+        moment = EPOCH + timedelta(microseconds=microseconds)
     except OverflowError as error:
         raise ValueError(f"{shown(raw)} {unit} is {BEYOND}; a column of bigint without epoch takes it") from error
     if name == "date":

@@ -24,6 +24,7 @@ _LONG_FRACTION = re.compile(r"[.,](\d{7,})")
 _MIDNIGHT = re.compile(r"24:00(?::00(?:\.0+)?)?(?P<zone>[Zz]|[+-][\d:]+)?", re.ASCII)
 _END_OF_DAY = re.compile(r"(?<=[Tt ])24(?=(?::?00(?::?00(?:[.,]0+)?)?)?(?:[Zz+-]|$))", re.ASCII)
 _FAR_YEAR = re.compile(r"[+-]?\d{5,}-|[+-]\d{4}-", re.ASCII)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = 1_000_000
 _DAY = 86_400 * _SECOND
 # Postgres holds more, Python's dates do not.
