@@ -140,32 +140,28 @@ class Flow:
             binary = Registry({"url": given} if isinstance(given, str) else undotted(given, where="schema_registry"))
         name = self.format
         is_shaped = bool(self.where or self.where_not or self.flatten)
-        form: Format
         if name == "raw" or (name in (None, "json") and binary is None and not is_shaped):
             return None
-        if name is None or name == "json":
-            # With a schema or without, what comes out of a registry is what Connect writes.
-            form = Simple(Message.value) if binary is None else self._named("connect")
-        else:
-            form = self._named(name)
+        if binary is not None and name in (None, "json"):
+            name = "connect"  # which is what comes out of a registry, with a schema or without
+        form: Format = Simple(Message.value)
+        if name is not None and name != "json":
+            form = format_of(
+                name,
+                columns=self.csv_columns,
+                delimiter=self.csv_delimiter,
+                missing=self.missing or "null",
+                on_tombstone=self.on_tombstone,
+                on_truncate=self.on_truncate,
+                decimal=self.decimal,
+                lax=self.lax,
+                drop=self.drop,
+            )
         if is_shaped:
             where, where_not = ({f: _texts(v) for f, v in w.items()} for w in (self.where, self.where_not))
             flatten = "_" if self.flatten is True else self.flatten or None
             form = Shaped(form, where=where, where_not=where_not, flatten=flatten, drop=self.drop)
         return FormatDecoder(decoder, form, binary=binary, opens_keys=str(self.claim).startswith("key:"))
-
-    def _named(self, name: FormatName) -> Format:
-        return format_of(
-            name,
-            columns=self.csv_columns,
-            delimiter=self.csv_delimiter,
-            missing=self.missing or "null",
-            on_tombstone=self.on_tombstone,
-            on_truncate=self.on_truncate,
-            decimal=self.decimal,
-            lax=self.lax,
-            drop=self.drop,
-        )
 
     def sink(self) -> TableSink:
         """Make the sink."""
