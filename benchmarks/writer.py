@@ -107,7 +107,7 @@ def formats(connection: Connection, rounds: int) -> Iterator[str]:
         decoder: Any = JsonDecoder(fields=fields, lax=name in ("canal", "csv"))
         if name != "json":
             form = format_of(name, columns=list(kinds) if name == "csv" else None, lax=True)
-            decoder = FormatDecoder(decoder, form, fields=fields)
+            decoder = FormatDecoder(decoder, form)
         decoder.prepare(table, mode="append", key=())
         messages = [Message(topic="t", partition=0, offset=i, value=make(i)) for i in range(UNIT)]
         ns = best(lambda d=decoder, m=messages: deque(d.decode(m), 0), rounds) / UNIT * 1e9  # type: ignore[misc]

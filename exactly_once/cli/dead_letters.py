@@ -71,8 +71,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         options.add_common(one)
         if action == "list":
             one.add_argument("--all", action="store_true", help="also those that were replayed or dropped")
-            a_limit = options.number(int, "must be a whole number above 0", least=1, most=options.INT32)
-            one.add_argument("--limit", type=a_limit, default=_LIST_LIMIT, help="how many at most (%(default)s)")
+            how_many = "how many at most (%(default)s)"
+            one.add_argument("--limit", type=options.positive, default=_LIST_LIMIT, help=how_many)
         elif action == "replay":
             what = "what is called with a unit, as by run()"
             one.add_argument("--handler", required=True, metavar="MODULE:FUNCTION", help=what)

@@ -17,8 +17,9 @@ from exactly_once.demo import result
 from exactly_once.demo.display import Display
 from exactly_once.demo.result import MESSAGES, QUICK_MESSAGES
 
+from .options import positive
 from .problems import CUT_SHORT
-from .runs import add_seed, drawn, ending_on_sigterm, naming_a_full_disk, positive
+from .runs import add_seed, drawn, ending_in_order, naming_a_full_disk
 
 _SINK = (
     "sink --group-id payments-to-table --topic payments-exactly-once --table payment --create-table --start earliest "
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
         kind = spark_trial
     results: dict[str, Any] = {}
-    with ending_on_sigterm(), Display() as display:
+    with ending_in_order(args, lambda: {"seed": seed}), Display() as display:
         display.log(f"starting the servers; --seed {seed} repeats what is sent and the faults")
         with embedded.start() as servers, naming_a_full_disk():
             for side, title in kind.TITLES.items():

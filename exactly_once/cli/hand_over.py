@@ -38,10 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--to", required=True, choices=("spark", "consumer"), help="who takes the partitions over")
     parser.add_argument("--topic", nargs="+", action="extend", help="only these topics; all that the group has")
-    parser.add_argument("--reason", default="no reason was given", help="kept in the audit table")
-    parser.add_argument(
-        "--execute", action="store_true", help="release what is owned; without it the command only looks"
-    )
+    options.add_execute(parser, does="release what is owned", has_reason=True)
     options.add_common(parser)
 
 

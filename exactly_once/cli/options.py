@@ -129,11 +129,15 @@ def number(kind: type[N], complaint: str, *, least: N, most: N) -> Callable[[str
     return read
 
 
+whole = number(int, "must be a whole number, 0 or more", least=0, most=INT64)
+positive = number(int, "must be a whole number above 0", least=1, most=INT32)
 partition = number(int, "is not the number of a partition", least=0, most=INT32)
 
 
-def add_execute(parser: argparse.ArgumentParser, *, does: str = "do it") -> None:
-    """Add the option without which a command that changes something is a dry run."""
+def add_execute(parser: argparse.ArgumentParser, *, does: str = "do it", has_reason: bool = False) -> None:
+    """Add the option without which a command that changes something is a dry run, and why it is done."""
+    if has_reason:
+        parser.add_argument("--reason", default="no reason was given", help="kept in the audit table")
     parser.add_argument(
         "--execute", action="store_true", help=f"{does}; without it the command only shows what it would do"
     )

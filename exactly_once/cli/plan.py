@@ -21,7 +21,7 @@ from exactly_once.ledger.session import Connection, Session, cursor_on
 from exactly_once.ledger.sql import query
 
 from . import options, output
-from .options import Settings, add_execute
+from .options import Settings
 from .problems import CommandError
 from .servers import CommandCluster, Log, Stored, forget_command, open_cluster, stored_rows
 
@@ -144,8 +144,7 @@ def add_targets(
         metavar="ISO-8601",
         help="the first message not older than this, with a zone: 2026-01-31T12:00:00+01:00",
     )
-    parser.add_argument("--reason", default="no reason was given", help="kept in the audit table")
-    add_execute(parser)
+    options.add_execute(parser, has_reason=True)
     parser.add_argument("--force", action="store_true", help="allow offsets that are not in the log")
     return to
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import random
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from .options import INT32, INT64, number
-from .problems import CommandError
+from .options import whole
+from .problems import CommandError, UsageError, one_line
 
 _ROOM_BYTES = 20 << 20  # Postgres asks for 16 MB at a time
-positive = number(int, "must be a whole number above 0", least=1, most=INT32)
-_a_seed = number(int, "must be a whole number, 0 or more", least=0, most=INT64)
 
 
 def add_seed(parser: argparse.ArgumentParser, repeats: str) -> None:
     """Add the options of a run that is drawn from a seed and ends in a verdict."""
-    parser.add_argument("--seed", type=_a_seed, metavar="N", help=repeats)
+    parser.add_argument("--seed", type=whole, metavar="N", help=repeats)
     parser.add_argument("--json", action="store_true", help="the result as one JSON object in the last line")
     parser.add_argument("--debug", action="store_true", help="on an error print the traceback, too")
 
@@ -46,10 +46,20 @@ def naming_a_full_disk() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """Leave by an exception when this process is asked to end, so that everything it started ends, too."""
+def ending_in_order(args: argparse.Namespace, so_far: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+    """Leave by an exception when this process is asked to end, so that everything it started ends, too.
+
+    With ``--json`` there is a result then as well, and behind any other error: why it was cut short, and ``so_far``.
+    """
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
+    except (BrokenPipeError, UsageError):  # nobody reads it, or nothing was begun
+        raise
+    except BaseException as error:
+        if args.json:
+            why = one_line(error) if isinstance(error, Exception) else "interrupted"
+            print(json.dumps({"ok": False, "cut_short": why, **so_far()}), flush=True)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 from exactly_once._model import RangePolicy
@@ -78,17 +80,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "--start", metavar="WHERE", help="for a group without offsets: earliest, latest, committed, a time"
     )
     # How much is too much is up to what reads the file: it has the same keys.
-    whole = options.number(int, "must be a whole number, 0 or more", least=0, most=options.INT64)
     seconds = options.number(float, "must be a number of seconds, 0 or more", least=0, most=options.YEAR_SECONDS)
     for option, kind, name, text in (
-        ("workers", whole, "N", "processes of the group (1)"),
-        ("max-messages", whole, "N", "in a transaction (10000)"),
+        ("workers", options.whole, "N", "processes of the group (1)"),
+        ("max-messages", options.whole, "N", "in a transaction (10000)"),
         ("linger-seconds", seconds, "S", "wait so long for a transaction to fill (0.05)"),
         ("stop-seconds", seconds, "S", "what the transaction in hand may take after SIGTERM (20.0)"),
-        ("dead-letter-limit", whole, "N", "stop after so many in a row (10)"),
-        ("dead-letter-window", whole, "N", "or after so many of the group in an hour (1000)"),
+        ("dead-letter-limit", options.whole, "N", "stop after so many in a row (10)"),
+        ("dead-letter-window", options.whole, "N", "or after so many of the group in an hour (1000)"),
         ("claims-window", seconds, "S", "hold the keys of --claim at least so long (for ever)"),
-        ("metrics-port", whole, "PORT", "serve /metrics, /livez and /readyz"),
+        ("metrics-port", options.whole, "PORT", "serve /metrics, /livez and /readyz"),
         ("metrics-host", str, "HOST", "at this address (127.0.0.1)"),
     ):
         run_.add_argument(f"--{option}", type=kind, metavar=name, help=text)
@@ -106,6 +107,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what becomes of fields; those with a pair may be said several times."""
+    scale = options.number(int, "must be a whole number, 0 or more", least=0, most=options.INT32)
     shape = parser.add_argument_group("fields and columns; a PATH has dots for objects in objects")
     for option, form, text in (
         ("field", "COLUMN=PATH", "fill only these columns"),
@@ -118,7 +120,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         ("epoch", "COLUMN=UNIT", "times that are numbers: s, ms, us, ns, days"),
         ("decimal", "COLUMN=SCALE", "numbers that are base64 of their bytes"),
     ):
-        read = _scale if option == "decimal" else _pair
+        read = partial(_pair, read=scale) if option == "decimal" else _pair
         names = {"field": "fields", "constant": "constants", "type": "types"}
         dest = names.get(option, option.replace("-", "_"))
         shape.add_argument(f"--{option}", dest=dest, action="append", type=read, metavar=form, help=text)
@@ -148,16 +150,11 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: str, read: Callable[[str], Any] = str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} has no = with a name before it")
-    return name, value
-
-
-def _scale(text: str) -> tuple[str, int]:
-    name, value = _pair(text)
-    return name, options.number(int, "must be a whole number, 0 or more", least=0, most=options.INT32)(value)
+    return name, read(value)
 
 
 def run(args: argparse.Namespace) -> int:

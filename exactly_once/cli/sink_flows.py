@@ -36,7 +36,6 @@ except ImportError as error:
     raise ImportError(f"{error}\nthe sink command needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
 
-FORMATS = ("json", *get_args(FormatName), "raw")
 # At most 20 transactions a second and worker where little comes; nobody who reads a table notices the delay.
 LINGER_SECONDS = 0.05
 
@@ -129,9 +128,9 @@ class Flow:
         lax = self.lax or self.format in ("csv", "canal")  # all of whose values are texts
         decoder = JsonDecoder(self.fields, rest=self.rest or None, lax=lax, **options)
         last = self.unwrapping(decoder) or decoder
-        return PlainDecoder(last, self.fields) if self.format is None and self.schema_registry is None else last
+        return PlainDecoder(last) if self.format is None and self.schema_registry is None else last
 
-    def unwrapping(self, decoder: Decoder) -> FormatDecoder | None:
+    def unwrapping(self, decoder: JsonDecoder) -> FormatDecoder | None:
         """Make what turns messages into JSON and gives them to a decoder; None for messages that are JSON."""
         binary = None
         if self.schema_registry is not None:
@@ -141,36 +140,28 @@ class Flow:
             binary = Registry({"url": given} if isinstance(given, str) else undotted(given, where="schema_registry"))
         name = self.format
         is_shaped = bool(self.where or self.where_not or self.flatten)
-        form: Format
         if name == "raw" or (name in (None, "json") and binary is None and not is_shaped):
             return None
-        if name is None or name == "json":
-            # With a schema or without, what comes out of a registry is what Connect writes.
-            form = Simple(Message.value) if binary is None else self._named("connect")
-        else:
-            form = self._named(name)
+        if binary is not None and name in (None, "json"):
+            name = "connect"  # which is what comes out of a registry, with a schema or without
+        form: Format = Simple(Message.value)
+        if name is not None and name != "json":
+            form = format_of(
+                name,
+                columns=self.csv_columns,
+                delimiter=self.csv_delimiter,
+                missing=self.missing or "null",
+                on_tombstone=self.on_tombstone,
+                on_truncate=self.on_truncate,
+                decimal=self.decimal,
+                lax=self.lax,
+                drop=self.drop,
+            )
         if is_shaped:
             where, where_not = ({f: _texts(v) for f, v in w.items()} for w in (self.where, self.where_not))
             flatten = "_" if self.flatten is True else self.flatten or None
             form = Shaped(form, where=where, where_not=where_not, flatten=flatten, drop=self.drop)
-        names = {name: getattr(self, name) for name in ("fields", "rename", "metadata")}
-        # A line of CSV has no field for the rest, either.
-        names["constants"] = {*self.constants, *filter(None, [self.rest])}
-        opens_keys = str(self.claim).startswith("key:")
-        return FormatDecoder(decoder, form, binary=binary, opens_keys=opens_keys, **names)
-
-    def _named(self, name: FormatName) -> Format:
-        return format_of(
-            name,
-            columns=self.csv_columns,
-            delimiter=self.csv_delimiter,
-            missing=self.missing or "null",
-            on_tombstone=self.on_tombstone,
-            on_truncate=self.on_truncate,
-            decimal=self.decimal,
-            lax=self.lax,
-            drop=self.drop,
-        )
+        return FormatDecoder(decoder, form, binary=binary, opens_keys=str(self.claim).startswith("key:"))
 
     def sink(self) -> TableSink:
         """Make the sink."""

@@ -24,10 +24,10 @@ from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, TableError, ddl
-from exactly_once.writer.errors import NAME_BYTES, cut, way_on
+from exactly_once.writer.errors import NAME_BYTES, cut, place_of, way_on
 from exactly_once.writer.evolving import type_of, wider
 from exactly_once.writer.formats import hint_for
-from exactly_once.writer.from_json import JsonDecoder, path_of
+from exactly_once.writer.from_json import JsonDecoder, path_of, paths_of
 from exactly_once.writer.json_shape import UNAVAILABLE, Raw, Shape
 from exactly_once.writer.table import Table, read_table
 
@@ -199,10 +199,10 @@ def sample(kafka: Mapping[str, Any], topics: Sequence[str], positions: Positions
                 logs[topic, number] = start, end
         starts = {place: max(start, (positions or {}).get(place, 0)) for place, (start, end) in logs.items()}
         head = _read(client, {place: start for place, start in starts.items() if start < logs[place][1]}, logs)
-        known = {(m.topic(), m.partition(), m.offset()) for m in head}
+        known = set(map(place_of, head))
         tails = {place: max(start, end - SAMPLE) for place, (start, end) in logs.items() if start < end}
         tail = _read(client, tails, logs)
-        return head + [m for m in tail if (m.topic(), m.partition(), m.offset()) not in known]
+        return head + [message for message in tail if place_of(message) not in known]
     except KafkaException as error:
         raise BrokerUnreachable(
             f"no answer from Kafka at {kafka['bootstrap.servers']}: {error.args[0].str()}"
@@ -297,11 +297,11 @@ def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, An
     objects: list[dict[str, Any]] = []
     types: dict[str, str] = {}
     key: tuple[str, ...] = ()
-    bad: list[tuple[Message, str]] = []
+    bad: list[BadRow] = []
     looks = replace(flow, missing="keep", on_tombstone="skip", on_truncate="skip").unwrapping(JsonDecoder())
     for message in messages:
         if flow.format is None and flow.schema_registry is None and (hint := hint_for(message.value())) is not None:
-            raise CommandError(f"{_place(message)}: {hint}")
+            raise CommandError(str(BadRow(hint, message=message)))
         try:
             found, told, names = ([message], {}, ()) if looks is None else looks.read(message, tells=True)
             rows = [_object(m.value()) for m in found if m.value() is not None]
@@ -309,19 +309,14 @@ def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, An
             types |= told if rows else {}
             key = key or names
         except (ValueError, BadRow) as error:
-            bad.append((message, error.reason if isinstance(error, BadRow) else str(error)))
+            bad.append(BadRow(error.reason if isinstance(error, BadRow) else str(error), message=message))
     if bad:
-        message, reason = bad[0]
         what = "JSON objects" if flow.format in (None, "json") else f"messages of format {flow.format}"
-        told_ = f"{len(bad)} of {len(messages)} messages of the sample are no {what}; {_place(message)}: {reason}"
+        told_ = f"{len(bad)} of {len(messages)} messages of the sample are no {what}; {bad[0]}"
         if not objects:
             raise CommandError(told_)
         logger.warning("%s", told_, extra={"action": "sample_skipped"})
     return objects, types, key
-
-
-def _place(message: Message) -> str:
-    return f"{message.topic()}[{message.partition()}] offset {message.offset()}"
 
 
 def _object(value: bytes | None) -> dict[str, Any]:
@@ -347,11 +342,11 @@ def _types(flow: Flow, objects: Sequence[dict[str, Any]], types: Mapping[str, st
     """Find the type of each column."""
     if flow.fields is None:
         paths: dict[str, tuple[str, ...]] = {name: (name,) for one in [types, *objects] for name in one}
-        renamed = {column: path_of(path) for column, path in flow.rename.items()}
+        renamed = paths_of(flow.rename)
         taken = {*flow.metadata, *flow.constants, flow.rest, *flow.drop, *(path[0] for path in renamed.values())}
         paths = {name: path for name, path in paths.items() if name not in taken} | renamed
     else:
-        paths = {column: path_of(path) for column, path in flow.fields.items()}
+        paths = paths_of(flow.fields)
     found: dict[str, str] = {}
     for column, path in paths.items():
         kind: str | None = types.get(path[0]) if len(path) == 1 else None

@@ -35,7 +35,7 @@ from exactly_once._model import Partition
 from exactly_once.consumer.unit import Unit
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 from exactly_once.ledger.dead_letters import enforce
-from exactly_once.writer.errors import TableError
+from exactly_once.writer.errors import TableError, place_of
 from exactly_once.writer.sink import Bad, Router, TableSink
 
 from .problems import one_line
@@ -172,14 +172,14 @@ def _set_aside(limit: DeadLetterLimit, told: dict[Any, int], unit: Unit, bad: Ba
     with unit.connection.pipeline() if psycopg.Pipeline.is_supported() else contextlib.nullcontext():
         for message, error in bad:
             unit.dead_letter(message, error)
-    errors = {(m.topic(), m.partition(), m.offset()): error for m, error in bad}
+    errors = {place_of(message): error for message, error in bad}
     runs: list[list[Message]] = []
     """Those that could be too many in a row: several without a good one between them, or the first of a partition."""
     last: dict[Any, list[Message]] = {}
     for message in unit.messages:
         place = message.topic(), message.partition()
         is_first = place not in last
-        if (*place, message.offset()) not in errors:
+        if place_of(message) not in errors:
             last[place] = []
             continue
         run = last.setdefault(place, [])
@@ -191,7 +191,7 @@ def _set_aside(limit: DeadLetterLimit, told: dict[Any, int], unit: Unit, bad: Ba
         try:
             enforce(limit, unit.connection, run[-1], schema=unit.work.schema, group_id=unit.work.group_id)
         except TooManyDeadLetters:
-            raise errors[run[0].topic(), run[0].partition(), run[0].offset()] from None
+            raise errors[place_of(run[0])] from None
     for message, error in bad:
         place = message.topic(), message.partition()
         if told.get(place, -1) >= (message.offset() or 0):

@@ -8,13 +8,12 @@ import sys
 
 from exactly_once import embedded
 from exactly_once.demo.display import Display
-from exactly_once.embedded.errors import StartError
 from exactly_once.soak.run import Soak
 from exactly_once.soak.verdict import KINDS
 
 from .options import number
 from .problems import CUT_SHORT
-from .runs import add_seed, drawn, ending_on_sigterm, naming_a_full_disk
+from .runs import add_seed, drawn, ending_in_order, naming_a_full_disk
 
 _MINUTES = 2.0  # every kind of fault strikes at least once
 # In less, workers are hardly ready; a year is longer than anybody means.
@@ -45,15 +44,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     seed = drawn(args, 1_000_000)
-    with ending_on_sigterm(), Display(sys.stderr if args.json else sys.stdout) as display:
+    soak: Soak | None = None
+    with (
+        ending_in_order(args, lambda: {"seed": seed} if soak is None else soak.so_far()),
+        Display(sys.stderr if args.json else sys.stdout) as display,
+    ):
         display.log(f"starting Kafka and Postgres; --seed {seed} draws the same faults")
-        seconds = args.minutes * 60
-        try:
-            with embedded.start(brokers=args.brokers) as servers, naming_a_full_disk():
-                verdict = Soak(servers, seed=seed, seconds=seconds, brokers=args.brokers, display=display).run()
-        except StartError as error:
-            display.log(f"cut short, nothing is shown: {error}", style="bold red")
-            return CUT_SHORT
+        with embedded.start(brokers=args.brokers) as servers, naming_a_full_disk():
+            seconds = args.minutes * 60
+            soak = Soak(servers, seed=seed, seconds=seconds, brokers=args.brokers, display=display)
+            verdict = soak.run()
         if args.json:
             print(json.dumps(verdict), flush=True)
         for text in verdict["anomalies"]:

@@ -154,9 +154,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SECONDS",
         help=f"look again after so many seconds ({_WATCH_SECONDS:g}), until Ctrl-C",
     )
-    limit = options.number(int, "must be a whole number, 0 or more", least=0, most=options.INT64)
-    parser.add_argument("--max-lag", type=limit, metavar="N", help="with --check: of any partition")
-    parser.add_argument("--max-dead-letters", type=limit, metavar="N", help="with --check: of any group")
+    parser.add_argument("--max-lag", type=options.whole, metavar="N", help="with --check: of any partition")
+    parser.add_argument("--max-dead-letters", type=options.whole, metavar="N", help="with --check: of any group")
     options.add_common(parser)
 
 

@@ -25,9 +25,9 @@ from exactly_once.demo.payments import create_topic
 from exactly_once.ledger.migrate import DEFAULT_SCHEMA, migrate
 from exactly_once.soak.pipeline import FAULTS, NothingShown, Plan, counted, verify
 
-from .options import YEAR_SECONDS, Settings, number
+from .options import YEAR_SECONDS, Settings, number, positive
 from .problems import CUT_SHORT, UsageError
-from .runs import add_seed, drawn, ending_on_sigterm, naming_a_full_disk, positive
+from .runs import add_seed, drawn, ending_in_order, naming_a_full_disk
 from .servers import open_cluster, open_database
 
 # The options that a plan has by the same name.
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         given.opener()
     seed = drawn(args, 10_000)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ending_on_sigterm())
+        stack.enter_context(ending_in_order(args, lambda: {"seed": seed}))
         display = stack.enter_context(Display(sys.stderr if args.json else sys.stdout))
         display.log(f"--seed {seed} draws the same faults")
         if args.bootstrap_servers is None:

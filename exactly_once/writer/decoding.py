@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from decimal import Decimal
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +21,7 @@ from .codecs import codec_of, name_of
 from .errors import BadRow, TableError
 from .statements import Mode
 from .table import Column, Table
+from .times import EPOCH
 
 if TYPE_CHECKING:
     from .json_values import Reading
@@ -32,7 +33,6 @@ SOURCES = ("topic", "partition", "offset", "timestamp", "key", "headers")
 # Of which a key is stored as it was sent.
 _WHOLE_KEYS = ("bytea", "json", "jsonb", "text", "varchar", "bpchar")
 _UUID_BYTES = 16
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NO_TIMESTAMP = 0
 # What a header, a key or a timestamp raises that is not what it is read as.
 _UNREADABLE = (ValueError, OverflowError, RecursionError)
@@ -197,7 +197,7 @@ def _milliseconds(message: Message) -> int | None:
 
 def _timestamp(message: Message) -> datetime | None:
     milliseconds = _milliseconds(message)
-    return None if milliseconds is None else _EPOCH + timedelta(milliseconds=milliseconds)
+    return None if milliseconds is None else EPOCH + timedelta(milliseconds=milliseconds)
 
 
 def header(name: str, message: Message, *, is_bytes: bool) -> str | bytes | None:

@@ -49,6 +49,8 @@ _PLACEHOLDERS: tuple[Any, ...] = (
 _HINTS = [hint.encode() for hint in (_TEXT, _BASE64, _UUID, "[95,95,", "[95, 95,", *_PLACES)]
 # Statements of which Canal tells that remove no rows.
 _WITHOUT_ROWS = ("CREATE", "ALTER", "QUERY", "CINDEX", "DINDEX")
+# What is raised for what is no JSON.
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Wrapped(msgspec.Struct):
@@ -82,7 +84,7 @@ def recognised(value: bytes | None) -> EnvelopeName | None:
         if found.schema and found.payload:
             inner = _read(found.payload) if bytes(found.payload).startswith(b"{") else _Wrapped()
             return "debezium" if inner.op and (inner.before or inner.after) else "connect"
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _MALFORMED:
         return None
     if found.op and found.source and (found.before or found.after):
         return "debezium"
@@ -199,7 +201,7 @@ class Envelope(Format):
             if self._name == "canal":
                 return _event(message).pkNames or ()
             return tuple(_fields_of_key(message))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except _MALFORMED:
             return ()
 
     # Each of these returns keys with rows, or with None for a delete.
@@ -279,6 +281,11 @@ class Envelope(Format):
         """Read an object, its logical types as what they stand for; None for null or nothing."""
         if not (text := bytes(text)) or text == b"null":
             return None
+        if self._name == "debezium" and text.startswith(b'"'):
+            raise BadRow(
+                "the row is a text that holds a document, as Debezium for MongoDB writes it: have its transformation "
+                "ExtractNewDocumentState make fields of it, and say --format connect"
+            )
         row = {name: bytes(value) for name, value in fields_in(text).items()}
         # A topic of Debezium that was flattened is one of Connect.
         if self._name in ("debezium", "connect") and any(hint in text for hint in _HINTS):
@@ -337,10 +344,22 @@ class Envelope(Format):
         """Delete, because compaction may have left nothing but the tombstone of a delete."""
         if self._is_behind_delete or self._on_tombstone == "skip":
             return
-        key, is_object = self._key_of(message)
-        if self._name == "debezium" and self._deletes and not self._names_row(message, key if is_object else None):
-            return
-        if key is not None and not set(self._key) <= set(key):
+        (key, is_object), topic = self._key_of(message), message.topic()
+        lacks = key is not None and not set(self._key) <= set(key)
+        if self._name == "debezium" and self._deletes:
+            is_unknown = self._key and _bare_key(message) is not None and not self._bare_keys.get(topic, False)
+            if is_unknown or (is_object and lacks):  # where keys are something else, its delete event has done it
+                if topic not in self._told:
+                    self._told.add(topic)
+                    text = (
+                        "%s[%s] offset %s: a tombstone is passed over, as others of this topic will be: nothing shows "
+                        "that its key %s is the %s of a row. Its delete event deletes, unless compaction has removed "
+                        "that"
+                    )
+                    where = topic, message.partition(), message.offset()
+                    logger.warning(text, *where, cut(message.key()), ", ".join(self._key))
+                return
+        if lacks:
             raise BadRow(f"a tombstone whose key has no {', '.join(self._key)}: {cut(message.key())}")
         yield message.key() if key is None else self._key_text(message, {n: key[n] for n in self._key}), None
 
@@ -350,22 +369,6 @@ class Envelope(Format):
         if bare is not None and set(self._key) <= set(row):
             is_own = len(self._key) == 1 and _shown(bare) == _shown(row[self._key[0]])
             self._bare_keys[message.topic()] = is_own and self._bare_keys.get(message.topic(), True)
-
-    def _names_row(self, message: Message, key: Row | None) -> bool:
-        """Tell whether a tombstone of Debezium deletes; where keys are something else, its delete event has done it."""
-        topic = message.topic()
-        lacks = key is not None and not set(self._key) <= set(key)
-        if not lacks and (not self._key or _bare_key(message) is None or self._bare_keys.get(topic, False)):
-            return True
-        if topic not in self._told:
-            self._told.add(topic)
-            text = (
-                "%s[%s] offset %s: a tombstone is passed over, as others of this topic will be: nothing shows that its "
-                "key %s is the %s of a row. Its delete event deletes, unless compaction has removed that"
-            )
-            where = topic, message.partition(), message.offset()
-            logger.warning(text, *where, cut(message.key()), ", ".join(self._key))
-        return False
 
     def _key_text(self, message: Message, key: Row) -> bytes:
         """Write a key as an object, with what the message's own holds besides: a column may be filled from there."""
@@ -381,7 +384,7 @@ class Envelope(Format):
             if payload is not None and payload.lstrip().startswith(b"{"):
                 return self._row(payload, schema), True
             msgspec.json.decode(payload or b"")
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except _MALFORMED:
             return None, False
         return ({self._key[0]: payload} if payload is not None and len(self._key) == 1 else None), False
 
@@ -410,7 +413,7 @@ def _fields_of_key(message: Message) -> dict[str, Raw]:
     try:
         _, payload = _opened(message.key())
         return fields_in(payload or b"")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _MALFORMED:
         return {}
 
 
@@ -418,7 +421,7 @@ def _bare_key(message: Message) -> bytes | None:
     """Return a message's key if it is neither null nor an object."""
     try:
         _, payload = _opened(message.key())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _MALFORMED:
         payload = message.key()
     return None if payload is None or payload.lstrip().startswith(b"{") else payload
 

@@ -22,6 +22,7 @@ from exactly_once.errors import ExactlyOnceError
 # Postgres cuts longer names.
 NAME_BYTES = 63
 _SHOWN = 100
+Place = tuple[str | None, int | None, int | None]
 
 
 class TableError(ExactlyOnceError, psycopg.ProgrammingError):
@@ -60,13 +61,13 @@ class BadRow(ValueError):
         reason: str,
         *,
         message: Message | None = None,
-        at: tuple[str, int, int] | None = None,
+        at: Place | None = None,
         row: int | None = None,
         column: str | None = None,
     ) -> None:
         self.reason = reason
         if message is not None:
-            at = message.topic(), message.partition(), message.offset()  # type: ignore[assignment]
+            at = place_of(message)
         self.topic: str | None
         self.partition: int | None
         self.offset: int | None
@@ -78,12 +79,22 @@ class BadRow(ValueError):
         super().__init__(": ".join(filter(None, (place, f"column {column}" if column else None, reason))))
 
 
+def place_of(message: Message) -> Place:
+    """Return topic, partition and offset of a message."""
+    return message.topic(), message.partition(), message.offset()
+
+
 def cut(value: Any) -> str:
     """Show a value, but not much of it."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to write an int of thousands of digits
         return f"a {type(value).__name__} that is too long to be shown"
+    return short(text)
+
+
+def short(text: str) -> str:
+    """Leave out what of a text is too long to be shown."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 

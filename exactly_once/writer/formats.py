@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -22,13 +22,14 @@ from msgspec import Raw
 from exactly_once.errors import ConfigurationError
 
 from .codecs import name_of
-from .decoding import Decoded, Decoder, Source, remade
+from .decoding import Decoded, remade
 from .envelopes import Change, Envelope, EnvelopeName, Format, recognised
 from .errors import BadRow, cut
-from .from_json import OnTombstone, path_of
-from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
+from .from_json import JsonDecoder, OnTombstone, path_of
+from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, Path, fields_in
 from .statements import Mode
 from .table import Column, Table
+from .times import EPOCH
 
 FormatName = Literal["debezium", "connect", "maxwell", "canal", "cloudevents", "csv", "msgpack"]
 
@@ -37,7 +38,6 @@ _WRAPPERS = {"payload", "before", "after", "data"}
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 # How a timestamp of MessagePack begins that has nanoseconds.
 _FINE_TIMES = (b"\xd7\xff", b"\xc7\x0c\xff")
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What is raised for a message that is not of its format.
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 # What may be where an object was.
@@ -58,22 +58,19 @@ class Binary(Protocol):
 class PlainDecoder:
     """Refuses messages in a format that nobody has named, of which most would be lost; else as the decoder given."""
 
-    def __init__(self, decoder: Decoder, fields: Mapping[str, str | tuple[str, ...]] | None = None) -> None:
+    def __init__(self, decoder: JsonDecoder | FormatDecoder) -> None:
         self._decoder = decoder
-        self._fields = fields
         self._is_guarded = True
 
     def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
         """Get the decoder ready; a table that takes the envelope's own fields is filled with them."""
         self._decoder.prepare(table, mode=mode, key=key)
-        paths = table.writable if self._fields is None else self._fields.values()
-        roots = {path.split(".")[0] if isinstance(path, str) else path[0] for path in paths}
-        self._is_guarded = not roots & _WRAPPERS
+        self._is_guarded = not {path[0] for path in self._decoder.paths.values()} & _WRAPPERS
 
     @property
     def new_fields(self) -> set[str]:
         """The fields that no column takes, as the decoder knows them."""
-        return set(getattr(self._decoder, "new_fields", ()))
+        return self._decoder.new_fields
 
     def types(self, messages: Sequence[Message]) -> dict[str, str]:
         """Return the types that messages tell, as the decoder knows them."""
@@ -103,32 +100,25 @@ def hint_for(value: bytes | None) -> str | None:
 
 
 class FormatDecoder:
-    """Turns messages into JSON and gives them to ``decoder``; ``fields`` to ``constants`` are its.
+    """Turns messages into JSON and gives them to ``decoder``.
 
     ``opens_keys`` has rows keep their messages' keys in JSON, and not as they were sent.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: JsonDecoder,
         form: Format,
         *,
         binary: Binary | None = None,
-        fields: Mapping[str, str | tuple[str, ...]] | None = None,
-        rename: Mapping[str, str | tuple[str, ...]] | None = None,
-        metadata: Mapping[str, Source] | None = None,
-        constants: Collection[str] = (),
         opens_keys: bool = False,
     ) -> None:
         self._decoder = decoder
         self._format = form
         self._binary = binary
-        self._paths = None if fields is None else {column: path_of(path) for column, path in fields.items()}
-        self._rename = {column: path_of(path) for column, path in (rename or {}).items()}
-        self._metadata = dict(metadata or {})
-        self._constants = frozenset(constants)
         self._left_out = 0
-        self._opens_keys = opens_keys or any(source.startswith("key:") for source in self._metadata.values())
+        self._sources = decoder.envelope.sources
+        self._opens_keys = opens_keys or any(source.startswith("key:") for source in self._sources.values())
         self._deletes = False
         # Whether a column of the table's key is the message's own key, as it was sent.
         self._has_whole_key = False
@@ -136,19 +126,22 @@ class FormatDecoder:
     def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
         """Get ready for a table."""
         self._decoder.prepare(table, mode=mode, key=key)
-        taken = self._metadata.keys() | self._constants
-        paths = self._paths or ({name: (name,) for name in table.writable if name not in taken} | self._rename)
-        columns = {column.name: column for column in table.columns}
-        by_field = {path[0]: columns[name] for name, path in paths.items() if len(path) == 1 and name in columns}
+        paths, columns = self.paths, {column.name: column for column in table.columns}
+        by_field = {path[0]: columns[name] for name, path in paths.items() if len(path) == 1}
         names = [paths[name][-1] for name in key if name in paths] if mode == "upsert" else []
         self._format.prepare(by_field, mode=mode, key=names)
         self._deletes = mode == "upsert"
-        self._has_whole_key = any(self._metadata.get(name) == "key" for name in key)
+        self._has_whole_key = any(self._sources.get(name) == "key" for name in key)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The fields of the columns, as the decoder knows them."""
+        return self._decoder.paths
 
     @property
     def new_fields(self) -> set[str]:
         """The fields that no column takes, as the decoder knows them."""
-        return set(getattr(self._decoder, "new_fields", ()))
+        return self._decoder.new_fields
 
     def types(self, messages: Sequence[Message]) -> dict[str, str]:
         """Return the types of columns that messages tell; those that cannot be read tell none."""
@@ -303,7 +296,7 @@ def _unpacked(value: bytes) -> Any:
         nanoseconds, seconds = divmod(int.from_bytes(data, "big"), 1 << 34)
     else:
         nanoseconds, seconds = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:], "big", signed=True)
-    moment = (_EPOCH + timedelta(seconds=seconds)).isoformat().removesuffix("+00:00")
+    moment = (EPOCH + timedelta(seconds=seconds)).isoformat().removesuffix("+00:00")
     return f"{moment}.{nanoseconds:09d}Z" if nanoseconds % 1000 else found
 
 
@@ -364,12 +357,15 @@ class Shaped(Format):
                 yield key, value
                 continue
             flat = self._flat(row, "", ())
-            # What has a column that takes no objects was none: its null says nothing of columns with longer names.
+            # The columns of an object's fields have what is there for the object: null, or a value left out. What has a
+            # column that takes no objects was none: its null says nothing of columns with longer names.
             nothings = {
                 f: v for f, v in flat.items() if v in _NO_OBJECTS and (v != Raw(NULL) or f not in self._never_objects)
             }
-            if nothings:
-                self._spread(flat, nothings, self._flatten)
+            for name in self._names if nothings else ():
+                sources = [field for field in nothings if name.startswith(f"{field}{self._flatten}")]
+                if sources and not any(f"{name}{self._flatten}".startswith(each) for each in self._dropped):
+                    flat.setdefault(name, nothings[max(sources, key=len)])
             yield key, msgspec.json.encode(flat)
 
     def types(self, message: Message) -> dict[str, str]:
@@ -380,13 +376,6 @@ class Shaped(Format):
     def key_fields(self, message: Message) -> tuple[str, ...]:
         """Return what is told below."""
         return self._inner.key_fields(message)
-
-    def _spread(self, flat: dict[str, Raw], nothings: Mapping[str, Raw], between: str) -> None:
-        """Let the columns of an object's fields have what is there for the object: null, or a value left out."""
-        for name in self._names:
-            sources = [field for field in nothings if name.startswith(f"{field}{between}")]
-            if sources and not any(f"{name}{between}".startswith(each) for each in self._dropped):
-                flat.setdefault(name, nothings[max(sources, key=len)])
 
     def _flat(self, row: Mapping[str, Raw], prefix: str, path: tuple[str, ...]) -> dict[str, Raw]:
         flat: dict[str, Raw] = {}

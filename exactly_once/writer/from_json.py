@@ -22,22 +22,22 @@ from .json_shape import BYTE_ORDER_MARK, NULL, UNAVAILABLE, UNSET, Left, Path, R
 from .json_values import (
     FLOATS,
     TIMES,
+    TIMESTAMPS,
     UNREADABLE,
     Epoch,
     Nul,
     Reading,
-    advice,
     base_name,
     checked,
     fast_type,
     is_exact,
     reader_of,
-    shown,
+    refusal,
     stripped,
     text_of,
 )
 from .statements import Mode
-from .table import Column, OnMissing, Table
+from .table import OnMissing, Table
 
 # What to do with a message without a value.
 OnTombstone = Literal["delete", "refuse", "skip"]
@@ -52,7 +52,6 @@ _FEW = 16
 _UNSURE_ZERO = re.compile(rb"(?<!\d)-0|\d[eE]-|0{300}")
 # A fraction of a second of which msgspec does not make what Postgres makes of it.
 _UNSURE_HALF = rb"\.\d{6}(?:5(?:0*\D|0000000)|4999999)"
-_TIMESTAMPS = {"timestamp", "timestamptz"}
 _MISSING: dict[str, OnMissing | None] = {"default": None, "null": "null", "apart": "keep"}
 
 
@@ -92,13 +91,13 @@ class JsonDecoder:
         missing: Literal["default", "null", "apart"] = "default",
         on_tombstone: OnTombstone | None = None,
     ) -> None:
-        self._fields = dict(fields) if fields is not None else None
-        self._rename = {column: path_of(path) for column, path in (rename or {}).items()}
+        self._fields = None if fields is None else paths_of(fields)
+        self._rename = paths_of(rename or {})
         if self._fields is not None and self._rename:
             raise ConfigurationError("fields= names all columns that are filled, so there is no rename= beside it")
         # Dots may be between names or in one.
         self._drop = [*dict.fromkeys(names for path in drop for names in _readings(path_of(path)))]
-        self._envelope = Envelope(metadata, constants)
+        self.envelope = Envelope(metadata, constants)
         self._rest = rest
         self._reading = Reading(
             naive=naive_timestamps,
@@ -127,20 +126,23 @@ class JsonDecoder:
         """Build the decoder of this table's columns."""
         if self._on_tombstone == "delete" and mode != "upsert":
             raise ConfigurationError("on_tombstone='delete' needs mode='upsert'")
-        self._envelope.prepare(table, self._reading)
+        self.envelope.prepare(table, self._reading)
         if self._rest is not None and base_name(table.pick([self._rest])[0]) not in ("json", "jsonb"):
             raise TableError(f"{table}: rest={self._rest!r} needs a column of json or jsonb")
         self._table = table
         self._paths: dict[str, Path]
+        # The fields of all columns that are filled from fields; of those that are dropped, too.
+        self.paths: dict[str, Path]
         if self._fields is not None:
-            self._paths = {column: path_of(path) for column, path in self._fields.items()}
+            self.paths = self._paths = self._fields
         else:
-            taken = {*self._envelope.columns, self._rest}
-            named = {name: (name,) for name in table.writable if name not in taken and (name,) not in self._drop}
+            taken = {*self.envelope.columns, self._rest}
+            self.paths = {name: (name,) for name in table.writable if name not in taken} | self._rename
+            kept = {name: path for name, path in self.paths.items() if name in self._rename or path not in self._drop}
             # An altered table changes nothing about which field a column with a cut name is filled from.
-            self._adopted &= named.keys()
-            self._paths = named | {name: self._paths[name] for name in self._adopted} | self._rename
-        self._columns = (*self._paths, *([self._rest] if self._rest else []), *self._envelope.columns)
+            self._adopted &= kept.keys() - self._rename.keys()
+            self._paths = kept | {name: self._paths[name] for name in self._adopted}
+        self._columns = (*self._paths, *([self._rest] if self._rest else []), *self.envelope.columns)
         self._key_columns = key if mode == "upsert" else None
         self._fill()
 
@@ -179,7 +181,7 @@ class JsonDecoder:
         :raises TableError: for options for columns that no field fills, or that are of another kind.
         """
         columns, reading = self._table.pick(list(self._paths)), self._reading
-        names = {c.name: base_name(c) for c in (*columns, *self._table.pick(self._envelope.read_columns))}
+        names = {c.name: base_name(c) for c in (*columns, *self._table.pick(self.envelope.read_columns))}
         for option, given, kinds in (
             ("epoch", set(reading.epoch), TIMES),
             ("decimal", set(reading.decimal), {"numeric"}),
@@ -194,7 +196,7 @@ class JsonDecoder:
         self._shape = Shape(
             {name: (self._paths[name], kind) for name, kind in types.items()}, tells=tells, drop=self._drop
         )
-        self._exact = {c.name for c in columns if is_exact(c, reading)} | self._envelope.exact
+        self._exact = {c.name for c in columns if is_exact(c, reading)} | self.envelope.exact
         self._raw = [(i, reader_of(c, reading)) for i, c in enumerate(columns) if types[c.name] is Raw]
         self._readers = [(c, checked(c, reading)) for c in columns]
         self._absent = {name: MISSING if name in tells else None for name in types}
@@ -202,11 +204,11 @@ class JsonDecoder:
         self._floats = [i for i, c in enumerate(columns) if base_name(c) in FLOATS]
         # The fields seen so far that no column takes.
         self._ignored: set[str] = set()
-        unsure = [_UNSURE_HALF] if any(base_name(c.element or c) in _TIMESTAMPS for c in columns) else []
+        unsure = [_UNSURE_HALF] if any(base_name(c.element or c) in TIMESTAMPS for c in columns) else []
         unsure += [_NUL] if reading.nul == "strip" else []
         self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
         self._unfilled.clear()
-        from_messages = {*self._paths, *self._envelope.sources} - self._filled
+        from_messages = {*self._paths, *self.envelope.sources} - self._filled
         self._unfilled.update((i, name) for i, name in enumerate(self._columns) if name in from_messages)
         self._pick = self._shape.pick
         key = self._key_columns
@@ -240,10 +242,23 @@ class JsonDecoder:
                 return self._among_tombstones(messages, what, unused)
             objects = list(map(self._decode, values))
             rows: list[Row] = list(map(self._pick, objects))
-            if self._is_doubtful(rows, values):
+            # Although msgspec has decoded them.
+            joined = b"\n".join(values)
+            if self._shape.empty in rows or (self._is_unsure is not None and self._is_unsure(joined)):
+                return None
+            if self._rest is not None and UNAVAILABLE in joined:
+                return None
+            has_zero = any(0 in map(itemgetter(position), rows) for position in self._floats)
+            if has_zero and _UNSURE_ZERO.search(joined) is not None:
                 return None
             if self._raw or self._told:
-                rows = self._completed(rows)
+                columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
+                for position, read in self._raw:  # what msgspec left as it was
+                    raws = (v if v is None or v is UNSET else bytes(v) for v in columns[position])
+                    columns[position] = [v if v is None or v is UNSET else None if v == NULL else read(v) for v in raws]
+                for position in self._told:
+                    columns[position] = [MISSING if v is UNSET else v for v in columns[position]]
+                rows = list(zip(*columns, strict=True))
             lefts: list[Any] = list(map(self._shape.left, values)) if self._counts else []
             names: list[Collection[str]] = list(map(names_in, lefts)) if self._shape.is_deep else lefts
             if not all(map(self._ignored.issuperset, names)):
@@ -251,11 +266,11 @@ class JsonDecoder:
                 # Whether a long name is that of a column depends on the fields beside it.
                 if any(len(name.encode()) > NAME_BYTES for name in new) or self._adopts(new, ()):
                     return None
-            added = list(map(self._envelope.values, messages)) if self._envelope.columns else []
+            added = list(map(self.envelope.values, messages)) if self.envelope.columns else []
         except UNREADABLE:
             return None
-        for name, read in () if self._counts else self._shape.ignored:
-            if count := sum(map(bool, map(read, objects))):
+        for name, find in () if self._counts else self._shape.ignored:
+            if count := sum(map(bool, map(find, objects))):
                 unused[name] += count
         if self._counts:
             rows = [self._finished(*each, unused) for each in zip(rows, lefts, names, strict=True)]
@@ -273,33 +288,13 @@ class JsonDecoder:
         stored = iter(rows or ())
         return None if rows is None else [next(stored) if tombstone is None else tombstone for tombstone in deleted]
 
-    def _is_doubtful(self, rows: Sequence[Row], values: Sequence[bytes]) -> bool:
-        """Tell whether one of several messages needs a closer look, although msgspec has decoded it."""
-        joined = b"\n".join(values)
-        if self._shape.empty in rows or (self._is_unsure is not None and self._is_unsure(joined)):
-            return True
-        if self._rest is not None and UNAVAILABLE in joined:
-            return True
-        has_zero = any(0 in map(itemgetter(position), rows) for position in self._floats)
-        return has_zero and _UNSURE_ZERO.search(joined) is not None
-
-    def _completed(self, rows: Sequence[Row]) -> list[Row]:
-        """Read what msgspec left as it was."""
-        columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
-        for position, read in self._raw:
-            raws = (v if v is None or v is UNSET else bytes(v) for v in columns[position])
-            columns[position] = [v if v is None or v is UNSET else None if v == NULL else read(v) for v in raws]
-        for position in self._told:
-            columns[position] = [MISSING if v is UNSET else v for v in columns[position]]
-        return list(zip(*columns, strict=True))
-
     def _tombstone(self, message: Message, what: OnTombstone) -> Tombstone:
         """Read the key of a message without a value.
 
         :raises BadRow: where it is none, or deletes nothing.
         """
         if what == "delete" and self._key is not None:
-            return self._key.tombstone(message, self._envelope)
+            return self._key.tombstone(message, self.envelope)
         raise BadRow(
             'the message has no value, so nothing can be stored; on_tombstone = "skip" passes over such',
             message=message,
@@ -339,9 +334,12 @@ class JsonDecoder:
                 values.append(self._absent[column.name] if raw is None else read(raw))
             except UNREADABLE as error:
                 assert raw is not None
-                raise BadRow(self._reason(column, raw, error), message=message, column=column.name) from error
+                path = ".".join(self._paths[column.name])
+                field = f"field {path}: " if path != column.name else ""
+                reason = f"{field}{refusal(column, raw, error, self._reading)}"
+                raise BadRow(reason, message=message, column=column.name) from error
         row = self._finished(tuple(values), left, names, unused)
-        row = (*row, *self._envelope.values(message)) if self._envelope.columns else row
+        row = (*row, *self.envelope.values(message)) if self.envelope.columns else row
         self._note_filled([row])
         return row
 
@@ -353,16 +351,6 @@ class JsonDecoder:
             return row
         rest = as_json(left)
         return (*row, stripped(rest) if self._reading.nul == "strip" else rest)
-
-    def _reason(self, column: Column, raw: bytes, error: Exception) -> str:
-        """Say what was wrong with a value, and what would take it."""
-        path = ".".join(self._paths[column.name])
-        field = f"field {path}: " if path != column.name else ""
-        value = shown(raw)
-        what = str(error) or type(error).__name__
-        what = what if value in what or value.strip('"') in what else f"{what}: {value}"
-        hint = advice(column, raw, self._reading)
-        return f"{field}{column.type_name}: {what}{f'; {hint}' if hint else ''}"
 
     def _no_column_for(self, names: Sequence[str]) -> str:
         some = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
@@ -421,6 +409,11 @@ class JsonDecoder:
 def path_of(given: str | Sequence[str]) -> Path:
     """Return a path: dots stand between its names, unless it is given as those."""
     return tuple(given.split(".")) if isinstance(given, str) else tuple(given)
+
+
+def paths_of(given: Mapping[str, str | Sequence[str]]) -> dict[str, Path]:
+    """Return the paths of columns."""
+    return {column: path_of(path) for column, path in given.items()}
 
 
 def _readings(path: Path) -> list[Path]:

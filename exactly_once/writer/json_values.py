@@ -21,27 +21,21 @@ from confluent_kafka import Message
 from msgspec import Meta
 
 from . import changes
-from .codec import Codec, Naive, record
+from .codec import Naive
 from .codecs import codec_of, name_of
-from .errors import cut
+from .errors import cut, short
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
-from .numbers import decimal_of, oid_of, whole_of
+from .numbers import LIMITS, decimal_of, oid_of, whole_of
 from .table import Column
-from .times import BEYOND, clock_of, span_of
+from .times import BEYOND, EPOCH, clock_of, span_of
 
 # The unit of dates, times and intervals that are numbers.
 Epoch = Literal["s", "ms", "us", "ns", "days"]
 # What to do with NUL, which text in Postgres does not hold.
 Nul = Literal["refuse", "strip"]
 
-_LIMITS = {
-    "int2": (-(1 << 15), (1 << 15) - 1),
-    "int4": (-(1 << 31), (1 << 31) - 1),
-    "int8": (-(1 << 63), (1 << 63) - 1),
-    "oid": (0, (1 << 32) - 1),
-}
 _TYPES: dict[str, Any] = {
-    **{name: Annotated[int, Meta(ge=low, le=high)] for name, (low, high) in _LIMITS.items()},
+    **{name: Annotated[int, Meta(ge=low, le=high)] for name, (low, high) in LIMITS.items()},
     # Whole numbers apart, because a double changes large ones.
     "float4": int | float,
     "float8": int | float,
@@ -59,16 +53,15 @@ _TYPES: dict[str, Any] = {
     "inet": str,
     "cidr": str,
 }
-_EXACT = {*_LIMITS, "bool", "uuid", "date", "bytea"}
+_EXACT = {*LIMITS, "bool", "uuid", "date", "bytea"}
 _EXACT_WITHOUT_LENGTH = {"text", "varchar", "bpchar", "timestamp", "timestamptz"}
-_TIMESTAMPS = {"timestamp", "timestamptz"}
+TIMESTAMPS = {"timestamp", "timestamptz"}
 FLOATS = {"float4", "float8"}
 # What is raised for JSON of which nothing can be made.
 UNREADABLE = (msgspec.DecodeError, ValueError, ArithmeticError, TypeError, RecursionError)
 # Makes of a field's JSON what the column's codec takes; raises one of UNREADABLE if it cannot.
 Reader = Callable[[bytes], Any]
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # In microseconds.
 _DAY = 86_400_000_000
 _UNITS: dict[Epoch, Decimal] = {
@@ -85,7 +78,6 @@ _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
 # What a number says nothing of, unless its unit is known.
 TIMES = {"timestamp", "timestamptz", "date", "time", "timetz", "interval"}
-_WHOLE = {"int2", "int4", "int8", "oid"}
 _NUMBER_STARTS = b"-0123456789"
 _BOOLEANS = {
     **dict.fromkeys((b"1", b'"1"', b'"true"', b'"t"'), True),
@@ -124,7 +116,7 @@ def fast_type(column: Column, reading: Reading) -> Any:
         kind = fast_type(element, reading) if is_exact(element, reading) else msgspec.Raw
         return kind if kind is msgspec.Raw else list[kind | None]  # type: ignore[valid-type]
     name = base_name(column)
-    if name in _TIMESTAMPS and reading.naive != "refuse":
+    if name in TIMESTAMPS and reading.naive != "refuse":
         return datetime
     return str if column.kind == "e" else _TYPES.get(name, msgspec.Raw)
 
@@ -134,7 +126,7 @@ def is_exact(column: Column, reading: Reading) -> bool:
     if reading.is_special(column) or column.kind not in ("b", "e") or column.element_oid is not None:
         return False
     name = base_name(column) if column.kind == "b" else "text"
-    if name in _TIMESTAMPS and reading.naive != "refuse":
+    if name in TIMESTAMPS and reading.naive != "refuse":
         return False
     return name in _EXACT or (name in _EXACT_WITHOUT_LENGTH and column.typmod < 0)
 
@@ -179,13 +171,19 @@ def part_of(find: Callable[[Message], bytes | None], column: Column, reading: Re
         try:
             return read(raw)
         except UNREADABLE as error:
-            hint = advice(column, raw, reading)
-            raise ValueError(f"{column.type_name}: {error}{f'; {hint}' if hint else ''}") from error
+            raise ValueError(refusal(column, raw, error, reading)) from error
 
     return get
 
 
-def advice(column: Column, raw: bytes, reading: Reading) -> str:
+def refusal(column: Column, raw: bytes, error: Exception, reading: Reading) -> str:
+    """Say what was wrong with a value, and what would take it."""
+    what, value, hint = str(error) or type(error).__name__, shown(raw), _advice(column, raw, reading)
+    what = what if value in what or value.strip('"') in what else f"{what}: {value}"
+    return f"{column.type_name}: {what}{f'; {hint}' if hint else ''}"
+
+
+def _advice(column: Column, raw: bytes, reading: Reading) -> str:
     """Say what option, or what other type, would take a value that its column did not; nothing if none is known."""
     name, is_text, is_number = base_name(column), raw.startswith(b'"'), raw[0] in _NUMBER_STARTS
     if is_number and name in TIMES and column.name in reading.epoch:
@@ -199,9 +197,9 @@ def advice(column: Column, raw: bytes, reading: Reading) -> str:
         return f"{takes}jsonb takes all: {_alter(column, 'jsonb', 'to_jsonb')}"
     if is_text and name in FLOATS and not reading.lax:
         return f"lax = true takes numbers and booleans in text; text takes all: {_alter(column, 'text')}"
-    if is_number and (name in _WHOLE or name in FLOATS):
+    if is_number and (name in LIMITS or name in FLOATS):
         return f"numeric takes it: {_alter(column, 'numeric')}"
-    if is_text and name in TIMES | _WHOLE | {"numeric", "uuid"}:
+    if is_text and name in TIMES | LIMITS.keys() | {"numeric", "uuid"}:
         return f"text takes all: {_alter(column, 'text')}"
     return ""
 
@@ -235,11 +233,7 @@ def stripped(raw: bytes) -> bytes:
 
 def shown(raw: bytes) -> str:
     """Show the JSON of a value, but not much of it."""
-    text = raw.decode(errors="replace")
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
-
-
-_SHOWN = 100
+    return short(raw.decode(errors="replace"))
 
 
 def _read_of(column: Column, reading: Reading) -> Reader:
@@ -248,10 +242,11 @@ def _read_of(column: Column, reading: Reading) -> Reader:
         return partial(_unscaled, scale=reading.decimal[column.name])
     if column.name in reading.epoch:
         return partial(_since_epoch, unit=reading.epoch[column.name], name=base_name(column))
+    within = Reading(naive=reading.naive, nul=reading.nul, lax=reading.lax)
     if column.kind == "c":
-        return _composite(column, reading)
+        return _composite(column, within)
     if column.element is not None:
-        return _array(column.element, reading)
+        return _array(column.element, within)
     name = base_name(column) if column.kind == "b" else ""
     as_text = partial(text_of, strips=reading.nul == "strip")
     if name in ("json", "jsonb"):
@@ -262,10 +257,6 @@ def _read_of(column: Column, reading: Reading) -> Reader:
         return _SIMPLE.get(name, as_text)
     # Of an extension: whatever it makes of it, for a list may be a vector, an object a geometry.
     return lambda raw: raw.decode() if raw.startswith((b"[", b"{")) else as_text(raw)
-
-
-def _whole(raw: bytes) -> int:
-    return whole_of(text_of(raw))
 
 
 def _number_or_boolean(raw: bytes, name: str, *, lax: bool) -> Any:
@@ -295,7 +286,7 @@ def _unscaled(raw: bytes, scale: int) -> Decimal:
         parts = fields_in(raw)
         if parts.keys() != {"scale", "value"}:
             raise ValueError(f"{shown(raw)} is no decimal of scale and value")
-        scale, raw = _whole(bytes(parts["scale"])), bytes(parts["value"])
+        scale, raw = whole_of(text_of(bytes(parts["scale"]))), bytes(parts["value"])
     if not raw.startswith(b'"'):
         raise ValueError(f"base64 of a number's bytes is wanted, not {shown(raw)}")
     whole = int.from_bytes(_bytes(raw), signed=True)
@@ -322,7 +313,7 @@ def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:
         found = clock_of(microseconds)
         return found.replace(tzinfo=UTC) if name == "timetz" else found
     try:
-        moment = _EPOCH + timedelta(microseconds=microseconds)
+        moment = EPOCH + timedelta(microseconds=microseconds)
     except OverflowError as error:
         raise ValueError(f"{shown(raw)} {unit} is {BEYOND}; a column of bigint without epoch takes it") from error
     if name == "date":
@@ -351,7 +342,7 @@ def _words(raw: bytes) -> str:
 
 
 def _parts(raw: bytes) -> list[int]:
-    parts = [_whole(bytes(part)) for part in _LIST.decode(raw)]
+    parts = [whole_of(text_of(bytes(part))) for part in _LIST.decode(raw)]
     if not 2 <= len(parts) <= 7:
         raise ValueError(f"{shown(raw)} is no date or time")
     return parts
@@ -374,33 +365,23 @@ def _json(raw: bytes, *, is_text: bool, strips: bool) -> bytes:
 
 
 def _composite(column: Column, reading: Reading) -> Reader:
-    inner = Reading(naive=reading.naive, nul=reading.nul, lax=reading.lax)
-    attributes: dict[str, tuple[Codec, Reader]] = {
-        a.name: (codec_of(a, reading.naive), reader_of(a, inner)) for a in column.attributes
-    }
+    readers, codec = {a.name: reader_of(a, reading) for a in column.attributes}, codec_of(column, reading.naive)
 
-    def read(raw: bytes) -> str:
+    def read(raw: bytes) -> Any:
+        if raw.startswith(b'"'):
+            return text_of(raw)  # as Postgres writes it
         if not raw.startswith(b"{"):
-            if raw.startswith(b'"'):
-                return text_of(raw)  # as Postgres writes it
             raise ValueError(f"an object is wanted, not {shown(raw)}")
-        fields = fields_in(raw)
-        if unknown := fields.keys() - attributes.keys():
-            raise ValueError(f"the type has no attribute {', '.join(sorted(map(repr, unknown)))}: {shown(raw)}")
-        return record(
-            [
-                codec.as_text(codec.convert(read_one(bytes(fields[name])))) if name in fields else None
-                for name, (codec, read_one) in attributes.items()
-            ]
-        )
+        fields = fields_in(raw).items()
+        # The codec refuses a name that is no attribute.
+        return codec.convert({name: readers[name](bytes(v)) if name in readers else None for name, v in fields})
 
     return read
 
 
 def _array(element: Column, reading: Reading) -> Reader:
     """Take lists; how deep they are is told by what comes first, as by Postgres, for JSON may hold lists itself."""
-    inner = Reading(naive=reading.naive, nul=reading.nul, lax=reading.lax)
-    read_element = _read_of(element, inner)
+    read_element = reader_of(element, reading)
 
     def read(raw: bytes) -> Any:
         if raw.startswith(b'"'):
@@ -416,7 +397,7 @@ def _array(element: Column, reading: Reading) -> Reader:
 
     def read_lists(raw: bytes, depth: int) -> Any:
         if not depth:
-            return None if raw == NULL else read_element(raw)
+            return read_element(raw)
         if not raw.startswith(b"["):
             raise ValueError(f"the lists in an array are not of one length: {shown(raw)}")
         return [read_lists(bytes(part), depth - 1) for part in _LIST.decode(raw)]
@@ -425,7 +406,7 @@ def _array(element: Column, reading: Reading) -> Reader:
 
 
 _SIMPLE: dict[str, Reader] = {
-    **dict.fromkeys(_WHOLE, _whole),
+    **dict.fromkeys(LIMITS, lambda raw: whole_of(text_of(raw))),
     "oid": lambda raw: oid_of(text_of(raw)),
     "numeric": lambda raw: Decimal(raw.decode()) if raw[0] in _NUMBER_STARTS else decimal_of(text_of(raw)),
     "bytea": _bytes,

@@ -95,25 +95,21 @@ def _elements(text: str, at: int, depth: int) -> tuple[list[Any], int]:
     values: list[Any] = []
     is_open, at = not opening[1], opening.end()
     while is_open:
-        value: Any
         if text.startswith("{", at):
             value, at = _elements(text, at, depth + 1)
+            values.append(value)
         else:
-            value, at = _element(text, at)
-        values.append(value)
+            found = _ELEMENT.match(text, at)
+            given = found[0].strip(_BLANKS) if found else ""
+            if found is None or not given:
+                _refuse(text, "array")
+            values.append(None if given.upper() == "NULL" else _unquoted(given))
+            at = found.end()
         separator = _SEPARATOR.match(text, at)
         if separator is None:
             _refuse(text, "array")
         is_open, at = separator[1] == ",", separator.end()
     return values, at
-
-
-def _element(text: str, at: int) -> tuple[str | None, int]:
-    found = _ELEMENT.match(text, at)
-    given = found[0].strip(_BLANKS) if found else ""
-    if found is None or not given:
-        _refuse(text, "array")
-    return (None if given.upper() == "NULL" else _unquoted(given)), found.end()
 
 
 def _range(found: re.Match[str]) -> Range[str]:

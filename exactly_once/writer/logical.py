@@ -15,7 +15,7 @@ from .codecs import name_of
 from .errors import BadRow, cut
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
 from .table import Column
-from .times import BEYOND, span_of
+from .times import BEYOND, EPOCH, span_of
 
 # The fields of an object, each as JSON text.
 Row = dict[str, bytes]
@@ -60,7 +60,7 @@ def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) ->
                 row[name] = convert(row[name], columns.get(name))
             except OverflowError as error:
                 raise BadRow(f"{cut(row[name])}: {error}", column=name) from error
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, LookupError) as error:
                 what = f"{cut(row[name])} is not of the type that the schema says: {error}"
                 raise BadRow(what, column=name) from error
     return row
@@ -122,7 +122,8 @@ def _text(value: str) -> bytes:
     return msgspec.json.encode(value)
 
 
-_EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - logical types without a zone
+# Of logical types without a zone.
+_EPOCH = EPOCH.replace(tzinfo=None)
 _DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
 _DAY_SECONDS = 86_400
 

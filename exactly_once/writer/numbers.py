@@ -7,11 +7,10 @@ import operator
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from .codec import Codec, by_text, named, refuse
+from .codec import Codec, by_text, named, text_or
 from .errors import cut
 
 # What Postgres reads; Python reads more: digits of other scripts, NaN with a payload.
@@ -20,11 +19,19 @@ _OCTAL_TEXT = re.compile(r"\s*[+-]?0\d", re.ASCII)
 _NUMBER_TEXT = re.compile(
     r"\s*(?:[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|[+-]?inf(?:inity)?)\s*", re.ASCII | re.IGNORECASE
 )
+# What the types of whole numbers hold.
+LIMITS = {
+    **{name: (-(1 << bits), (1 << bits) - 1) for name, bits in (("int2", 15), ("int4", 31), ("int8", 63))},
+    "oid": (0, (1 << 32) - 1),
+}
 _MAX_EXPONENT = 131071
 _MIN_EXPONENT = -16383
 
 
-def _between(name: str, low: int, high: int) -> Codec:
+def _whole(name: str) -> Codec:
+    low, high = LIMITS[name]
+    read = oid_of if name == "oid" else whole_of
+
     def check(value: int) -> None:
         if not low <= value <= high:
             raise ValueError(f"{cut(value)} is out of range: {name} goes from {low} to {high}")
@@ -33,7 +40,7 @@ def _between(name: str, low: int, high: int) -> Codec:
         if isinstance(value, bool):
             raise ValueError(f"{value} is no number")
         if isinstance(value, str):
-            return whole_of(value)
+            return read(value)
         if isinstance(value, (float, Decimal)):
             if value != value // 1:
                 raise ValueError(f"{cut(value)} is no whole number")
@@ -41,10 +48,6 @@ def _between(name: str, low: int, high: int) -> Codec:
         return operator.index(value)
 
     return named(name, {int}, coerce, check=check, check_all=lambda values: low <= min(values) and max(values) <= high)
-
-
-def _to_oid(value: Any) -> Any:
-    return oid_of(value) if isinstance(value, str) else _OID.coerce(value)
 
 
 def _check_float4(value: float) -> None:
@@ -171,17 +174,12 @@ def decimal_of(text: str) -> Decimal:
     return Decimal(_matching(_NUMBER_TEXT, text, "number"))
 
 
-_OID = _between("oid", 0, (1 << 32) - 1)
-_no_boolean = refuse("a boolean is true or false")
 # The codecs of types without a modifier.
 CODECS: dict[str, Codec] = {
-    **{
-        name: _between(name, -(1 << bits), (1 << bits) - 1) for name, bits in (("int2", 15), ("int4", 31), ("int8", 63))
-    },
-    "oid": replace(_OID, coerce=_to_oid),
+    **{name: _whole(name) for name in LIMITS},
     "float4": named("float4", {float}, _to_float, check=_check_float4),
     "float8": named("float8", {float}, _to_float),
     "money": by_text(_to_money),
     # A text is left to Postgres, which knows yes and no in many forms.
-    "bool": named("bool", {bool}, lambda value: value if isinstance(value, str) else _no_boolean(value)),
+    "bool": named("bool", {bool}, text_or("a boolean is true or false")),
 }

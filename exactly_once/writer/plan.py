@@ -102,7 +102,16 @@ class Plan:
             yield self, prepared
             return
         rows = list(rows)
-        keeps_order = first_wins is not None and self._may_repeat(rows, first_wins)
+        keeps_order = False
+        if first_wins is not None:
+            # Without a key any constraint may be the one of which two rows are the same.
+            positions = self.positions(first_wins)
+            columns = [[row[i] for row in rows] for i in positions]
+            keeps_order = not columns or not all(map(self.is_comparable, positions, columns))
+            try:
+                keeps_order = keeps_order or len(set(zip(*columns, strict=True))) < len(rows)
+            except TypeError:  # bytes that can be changed
+                keeps_order = True
         groups: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
         number, before = 0, None
         for row in rows:
@@ -114,17 +123,6 @@ class Plan:
             if not present:
                 raise BadRow("a row has none of the columns; there is nothing to store")
             yield self.part([self.names[i] for i in present]), Prepared(some, prepared.is_binary)
-
-    def _may_repeat(self, rows: Sequence[Row], key: Sequence[str]) -> bool:
-        """Tell whether two rows may have one key; without a key any constraint may say so."""
-        positions = self.positions(key)
-        columns = [[row[i] for row in rows] for i in positions]
-        if not columns or not all(map(self.is_comparable, positions, columns)):
-            return True
-        try:
-            return len(set(zip(*columns, strict=True))) < len(rows)
-        except TypeError:  # bytes that can be changed
-            return True
 
     def prepare(
         self, rows: Sequence[Row], *, exact: Collection[str] = (), origins: Sequence[Message] | None = None
@@ -148,10 +146,16 @@ class Plan:
         has_changed = False
         for i in unsure:
             codec = self.codecs[i]
-            if not codec.accepts(columns[i]):
-                columns[i] = self._converted(i, columns[i], origins)
-                is_binary = is_binary and codec.is_binary(columns[i])
-                has_changed = True
+            if codec.accepts(columns[i]):
+                continue
+            converted: list[Any] = []
+            try:
+                converted.extend(map(codec.convert, columns[i]))  # which keeps those before the one that raises
+            except ValueError as error:
+                raise _bad(error, origins, len(converted), self.names[i]) from error
+            columns[i] = converted if self._is_left_out[i] else [None if v is MISSING else v for v in converted]
+            is_binary = is_binary and codec.is_binary(columns[i])
+            has_changed = True
         return Prepared(list(zip(*columns, strict=True)) if has_changed else rows, is_binary)
 
     def encode(self, prepared: Prepared) -> tuple[str, Iterable[bytes | bytearray]]:
@@ -231,14 +235,6 @@ class Plan:
                 except Exception as error:  # noqa: BLE001 - the driver's dumpers raise what they please
                     return _bad(error, origins, index, name)
         return None
-
-    def _converted(self, position: int, values: Sequence[Any], origins: Sequence[Message] | None) -> list[Any]:
-        converted: list[Any] = []
-        try:
-            converted.extend(map(self.codecs[position].convert, values))  # which keeps those before the one that raises
-        except ValueError as error:
-            raise _bad(error, origins, len(converted), self.names[position]) from error
-        return converted if self._is_left_out[position] else [None if v is MISSING else v for v in converted]
 
 
 def encode_binary(rows: Iterable[Sequence[Any]], wires: Sequence[int]) -> Iterator[bytearray]:

@@ -18,7 +18,7 @@ from exactly_once.ledger.session import Connection
 from .changes import Row
 from .ddl import add_columns, can_be_column
 from .decoding import Decoded, Decoder
-from .errors import BadRow, TableChanged, TableError, cut
+from .errors import BadRow, TableChanged, TableError, cut, place_of
 from .table import Table, read_table
 from .writer import TableWriter
 
@@ -164,7 +164,7 @@ class TableSink:
                 made.extend(decoded)  # which keeps those before the one that raises
             except BadRow as error:
                 place = error.topic, error.partition, error.offset
-                places = list(map(_place, part))
+                places = list(map(place_of, part))
                 if place not in places:
                     raise
                 at = places.index(place)
@@ -173,15 +173,15 @@ class TableSink:
                 if decoded is None:  # of a decoder that looks at all of them before it makes a row of one
                     parts.append(part[:at])
                     continue
-                while made and _place(decoded.origins[len(made) - 1]) == place:  # one message may make several rows
+                while made and place_of(decoded.origins[len(made) - 1]) == place:  # one message may make several rows
                     made.pop()
             rows += made
             origins += decoded.origins[: len(made)]
             unused += decoded.unused
             filtered += decoded.filtered
         if bad:
-            order = {_place(message): number for number, message in enumerate(messages)}
-            set_aside(sorted(bad, key=lambda pair: order[_place(pair[0])]))
+            order = {place_of(message): number for number, message in enumerate(messages)}
+            set_aside(sorted(bad, key=lambda pair: order[place_of(pair[0])]))
         last = self.decoder.decode([])
         return replace(
             last, origins=origins, make=lambda: iter(rows), unused=unused, filtered=filtered, unfilled=last.unfilled
@@ -202,8 +202,8 @@ class TableSink:
         if not (new := new - self._declined):
             return
         # What is set aside, or left out by a filter, asks for nothing.
-        places = set(map(_place, decoded.origins))
-        stored = [message for message in messages if _place(message) in places]
+        places = set(map(place_of, decoded.origins))
+        stored = [message for message in messages if place_of(message) in places]
         told: dict[str, str] = self.decoder.types(stored) if hasattr(self.decoder, "types") else {}
         found = types_in(new, (message.value() for message in decoded.origins))
         found |= {name: kind for name, kind in {**told, **self._types}.items() if name in found}
@@ -232,10 +232,6 @@ class TableSink:
                 self._to_add = {}
                 raise TableChanged(f"{table} takes no more columns: {error}") from error
             logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
-
-
-def _place(message: Message) -> tuple[str | None, int | None, int | None]:
-    return message.topic(), message.partition(), message.offset()
 
 
 class Router:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
-from .codec import BYTEA, TEXT, Codec, by_text, json_text, named, refuse
+from .codec import BYTEA, TEXT, Codec, by_text, json_text, named, refuse, text_or
 from .errors import NAME_BYTES, cut
 
 # Python takes zones and masks too: the first it would lose, the second means something else.
@@ -58,7 +58,7 @@ def _to_text(value: Any) -> str:
         return str.__str__(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode()
-    raise ValueError(f"text is wanted, not {type(value).__name__}: {cut(value)}")
+    return refuse("text is wanted")(value)
 
 
 def _json_bytes(version: bytes, value: Any) -> bytes:
@@ -72,7 +72,6 @@ def _json_bytes(version: bytes, value: Any) -> bytes:
 
 
 _INETS: set[type] = {ipaddress.IPv4Address, ipaddress.IPv6Address, ipaddress.IPv4Interface, ipaddress.IPv6Interface}
-_no_bits = refuse("a text of bits is wanted")
 # The codecs of types without a modifier.
 CODECS: dict[str, Codec] = {
     "text": Codec(wire=TEXT, exact=frozenset({str}), coerce=_to_text),
@@ -81,7 +80,7 @@ CODECS: dict[str, Codec] = {
     # Postgres keeps the first byte, and has no binary form of an empty text.
     '"char"': by_text(_holding(lambda value: len(value.encode()) <= 1, '"char"').convert),
     # The digits of a number would be read as bits.
-    **dict.fromkeys(("bit", "varbit"), by_text(lambda value: value if isinstance(value, str) else _no_bits(value))),
+    **dict.fromkeys(("bit", "varbit"), by_text(text_or("a text of bits is wanted"))),
     "bytea": named("bytea", {bytes, bytearray, memoryview}, refuse("bytes are wanted")),
     # Text is taken to be JSON already, as by Postgres; all else is written as JSON.
     "json": Codec(wire=BYTEA, coerce=partial(_json_bytes, b""), as_text=lambda v: None if v is None else v.decode()),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
 from operator import attrgetter
 from typing import Any
 
-from .codec import Codec, Naive, by_text, named, refuse
+from .codec import Codec, Naive, by_text, named, refuse, text_or
 from .errors import cut
 
 _ZONE = attrgetter("tzinfo")
@@ -24,6 +24,7 @@ _LONG_FRACTION = re.compile(r"[.,](\d{7,})")
 _MIDNIGHT = re.compile(r"24:00(?::00(?:\.0+)?)?(?P<zone>[Zz]|[+-][\d:]+)?", re.ASCII)
 _END_OF_DAY = re.compile(r"(?<=[Tt ])24(?=(?::?00(?::?00(?:[.,]0+)?)?)?(?:[Zz+-]|$))", re.ASCII)
 _FAR_YEAR = re.compile(r"[+-]?\d{5,}-|[+-]\d{4}-", re.ASCII)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = 1_000_000
 _DAY = 86_400 * _SECOND
 # Postgres holds more, Python's dates do not.
@@ -37,10 +38,6 @@ def timestamp(name: str, typmod: int, naive: Naive) -> Codec:
     """
     is_zoned = name == "timestamptz"
 
-    def check(value: datetime) -> None:
-        _check_zone(value, is_zoned=is_zoned)
-        _check_fraction(value, typmod)
-
     def coerce(value: Any) -> Any:
         if isinstance(value, str):
             try:
@@ -48,7 +45,7 @@ def timestamp(name: str, typmod: int, naive: Naive) -> Codec:
             except ValueError:
                 return _special(value, is_zoned=is_zoned)
         if not isinstance(value, datetime):
-            raise ValueError(f"a timestamp is wanted, not {type(value).__name__}: {cut(value)}")
+            refuse("a timestamp is wanted")(value)
         if getattr(value, "nanosecond", 0):
             raise ValueError(f"{value} has nanoseconds; Postgres keeps microseconds")
         if naive == "utc" and (value.utcoffset() is None) is is_zoned:
@@ -59,6 +56,7 @@ def timestamp(name: str, typmod: int, naive: Naive) -> Codec:
         zones = map(_ZONE, values)
         return all(zones) if is_zoned else not any(zones)
 
+    check = _check(typmod, is_zoned=is_zoned)
     codec = named(name, {datetime}, coerce, check=check, check_all=check_all if typmod < 0 else None)
     return replace(codec, exact=frozenset()) if naive == "utc" else codec
 
@@ -66,7 +64,7 @@ def timestamp(name: str, typmod: int, naive: Naive) -> Codec:
 def _to_date(value: Any) -> Any:
     # A datetime is none, because it says more.
     if isinstance(value, datetime) or not isinstance(value, (date, str)):
-        raise ValueError(f"a date is wanted, not {type(value).__name__}: {cut(value)}")
+        refuse("a date is wanted")(value)
     if isinstance(value, date):
         return value
     try:
@@ -82,29 +80,21 @@ DATE = named("date", {date}, _to_date)
 def clock(name: str, typmod: int) -> Codec:
     """Make the codec of time and timetz."""
     is_zoned = name == "timetz"
-    wanted = refuse("a time is wanted")
-
-    def check(value: time) -> None:
-        _check_zone(value, is_zoned=is_zoned)
-        _check_fraction(value, typmod)
 
     def coerce(value: Any) -> Any:
         if not isinstance(value, str):
-            return wanted(value)
+            refuse("a time is wanted")(value)
         read = read_clock(value)
         if isinstance(read, str) and (_MIDNIGHT.fullmatch(read)["zone"] is not None) is not is_zoned:  # type: ignore[index]
-            raise ValueError(f"{cut(value)} has {'no' if is_zoned else 'a'} time zone; the column {_HOLDS[is_zoned]}")
+            raise ValueError(f"{cut(value)} {_ZONES[is_zoned]}")
         return read
 
-    return named(name, {time}, coerce, check=check)
+    return named(name, {time}, coerce, check=_check(typmod, is_zoned=is_zoned))
 
 
 def interval(typmod: int) -> Codec:
     """Make the codec of interval; one with restricted fields goes as text."""
-    wanted = refuse("an interval is wanted")
-    if typmod >= 0:
-        return by_text()
-    return named("interval", {timedelta}, lambda value: value if isinstance(value, str) else wanted(value))
+    return by_text() if typmod >= 0 else named("interval", {timedelta}, text_or("an interval is wanted"))
 
 
 def read_moment(text: str) -> datetime:
@@ -174,17 +164,18 @@ def _special(value: str, *, is_zoned: bool) -> str:
     raise ValueError(f"{cut(value)} is {BEYOND if _FAR_YEAR.match(text) else 'not in ISO 8601'}")
 
 
-def _check_zone(value: datetime | time, *, is_zoned: bool) -> None:
-    if (value.tzinfo is not None) is not is_zoned:
-        remedy = ', unless naive_timestamps="utc"' if isinstance(value, datetime) else ""
-        raise ValueError(
-            f"{value.isoformat()} has {'no' if is_zoned else 'a'} time zone; the column {_HOLDS[is_zoned]}{remedy}"
-        )
+def _check(typmod: int, *, is_zoned: bool) -> Callable[[datetime | time], None]:
+    def check(value: datetime | time) -> None:
+        if (value.tzinfo is not None) is not is_zoned:
+            remedy = ', unless naive_timestamps="utc"' if isinstance(value, datetime) else ""
+            raise ValueError(f"{value.isoformat()} {_ZONES[is_zoned]}{remedy}")
+        if 0 <= typmod < 6 and value.microsecond % 10 ** (6 - typmod):
+            raise ValueError(f"{value.isoformat()} has more than {typmod} digits of a second")
+
+    return check
 
 
-def _check_fraction(value: datetime | time, typmod: int) -> None:
-    if 0 <= typmod < 6 and value.microsecond % 10 ** (6 - typmod):
-        raise ValueError(f"{value.isoformat()} has more than {typmod} digits of a second")
-
-
-_HOLDS = {True: "needs one", False: "holds none"}
+_ZONES = {
+    True: "has no time zone; the column needs one",
+    False: "has a time zone; the column holds none",
+}

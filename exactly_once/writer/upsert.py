@@ -80,7 +80,7 @@ class Upsert:
                 written += len(deleted)
                 self.missed += len(set(range(len(step.deletes))) - deleted - step.follows)
             if self._rules.keeps_missing and (unsure := [row for row in step.rows if UNAVAILABLE in row]):
-                keys = [key if len(self._rules.key) > 1 else (key,) for key in keys_of(unsure, self._rules.key)]
+                keys = [tuple(row[i] for i in self._rules.key) for row in unsure]
                 there = find(connection, self._key, keys, is_binary=is_binary)
                 for index, row in enumerate(unsure):
                     if index not in there:

@@ -181,3 +181,16 @@ def test_a_group_without_rows_has_nothing_to_adopt(operate: Command, topic: str,
     assert refused.code == 1
     assert "nothing to adopt" in refused.err
     assert ledger(db, name) == []
+
+
+@pytest.mark.parametrize("wrong", ["a b", "a" * 250], ids=["letter", "length"])
+def test_a_name_that_no_topic_can_have_is_no_silence_of_kafka(operate: Command, wrong: str, name: str, db: Db) -> None:
+    result = operate("adopt", "--topic", wrong, "--to-earliest")
+    assert (result.code, result.out) == (1, "")
+    assert f"there is no topic {wrong!r}" in result.err
+    db.execute(f"CREATE TABLE {name} (key bytea, value bytea)")
+    for table, more in ((f"{name}_new", "--create-table"), (name, "--dry-run"), (name, "--lax")):
+        result = operate("sink", "--topic", wrong, "--table", table, more, "--until-end", "--start", "earliest")
+        assert result.code in {1, 2}
+        assert wrong in result.err
+        assert "no answer" not in result.err

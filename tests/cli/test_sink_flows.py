@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import tomllib
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 from uuid import uuid4
 
 import pytest
 
 from exactly_once.cli.problems import UsageError
 from exactly_once.cli.sink import add_parser
-from exactly_once.cli.sink_flows import FORMATS, Flow, Run, Task, read_flows, read_run
+from exactly_once.cli.sink_flows import Flow, Run, Task, read_flows, read_run
 from exactly_once.cli.sink_worker import _named
 from exactly_once.errors import ConfigurationError
 from exactly_once.writer.ddl import parts_of
+from exactly_once.writer.formats import FormatName
 
 
 def parsed(*given: str) -> argparse.Namespace:
@@ -172,7 +173,7 @@ def test_every_way_to_run_can_be_said_in_both_places() -> None:
         if action.dest in (default := {f.name: f.default for f in fields(Run)}) and default[action.dest]:
             assert f"({default[action.dest]})" in (action.help or "")
         if action.dest == "format":
-            assert tuple(action.choices or ()) == FORMATS
+            assert tuple(action.choices or ()) == ("json", *get_args(FormatName), "raw")
 
 
 def test_what_the_file_says_can_be_said_on_the_command_line() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import psycopg
 import pytest
@@ -16,6 +17,7 @@ from psycopg import sql
 
 from exactly_once.cli import main
 from exactly_once.demo.journal import Record, scan
+from exactly_once.embedded.errors import StartError
 from exactly_once.soak import verdict
 from exactly_once.soak.worker import COLUMNS, create_tables, table
 from tests.support.seeds import first_seed
@@ -40,6 +42,22 @@ def test_a_few_seconds_of_faults_lose_and_double_nothing() -> None:
     assert found["faults_total"] == sum(found["faults"].values()) > 0
     assert found["snapshots"] > 0
     assert found["versions"].keys() >= {"kafka-exactly-once", "confluent-kafka", "librdkafka", "postgres", "kafka"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.usefixtures("own_servers")
+def test_a_soak_that_is_interrupted_ends_with_what_it_counted() -> None:
+    command = [sys.executable, "-m", "exactly_once.cli", "soak", "--minutes", "10", "--seed", "7", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as soak:
+        assert soak.stderr is not None
+        assert any("messages, " in line for line in soak.stderr)  # the first look at all of it
+        soak.send_signal(signal.SIGINT)
+        out, _ = soak.communicate(timeout=100)
+    found = json.loads(out)
+    assert (soak.returncode, found["ok"], found["seed"], found["cut_short"]) == (130, False, 7, "interrupted")
+    assert found["messages"] > 0
+    assert found["faults_total"] == sum(found["faults"].values())
 
 
 @pytest.fixture
@@ -125,3 +143,16 @@ def test_a_soak_without_a_fault_shows_nothing(
     monkeypatch.setattr("exactly_once.cli.soak.Soak", Calm)
     assert main(["soak", "--minutes", "0.1"]) == status
     assert "nothing is shown: no fault struck" in capsys.readouterr().out
+
+
+def test_servers_that_do_not_start_cut_a_soak_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(**_: object) -> NoReturn:
+        raise StartError("Kafka did not come up")
+
+    monkeypatch.setattr("exactly_once.cli.soak.embedded.start", start)
+    assert main(["soak", "--seed", "7", "--json"]) == 3
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"ok": False, "cut_short": "Kafka did not come up", "seed": 7}
+    assert "Kafka did not come up" in printed.err
