@@ -37,8 +37,8 @@ from exactly_once.ledger.outcome import (
     Fault,
     Patience,
     classify,
-    driver_error,
     is_by_statement,
+    sqlstate_of,
 )
 from exactly_once.ledger.retry import retry_for
 from exactly_once.ledger.rows import LOCK_SECONDS, row_missing
@@ -232,10 +232,7 @@ class CommitProtocol:
             raise OutcomePending(_told(unit, f"what became of it is not known yet: {str(trouble).strip()}")) from error
         except TransactionOutcomeUnknown as lost_for_good:
             unclear = lost_for_good
-        driver = driver_error(error)
-        decision = decide(
-            Sent.NOTHING, status, "short" if driver is not None and driver.sqlstate == SHORT_COUNT else None
-        )
+        decision = decide(Sent.NOTHING, status, "short" if sqlstate_of(error) == SHORT_COUNT else None)
         if decision in (Decision.HALT_COMMITTED, Decision.HALT_UNKNOWN):
             self._halt(unit, decision, unclear or error)
         if decision is Decision.COMPARE:
@@ -502,12 +499,10 @@ class CommitProtocol:
             return fault
         several, patience = unit.given > 1, self._patience
         if fault is Fault.ENVIRONMENT and is_by_statement(error, connection_lost=lost):
-            driver = driver_error(error)
-            is_read_only = driver is not None and driver.sqlstate == READ_ONLY
             # Failed often enough, or a part of what did, which can be cut further.
             is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
             is_suspect = patience.is_handlers or (several and is_part)
-            if is_suspect and is_read_only:
+            if is_suspect and sqlstate_of(error) == READ_ONLY:
                 # Another connection tells whether the server itself refuses to write.
                 self.ledger.session.discard()
                 try:

@@ -501,8 +501,8 @@ MUTANTS = (
         (
             "lost-counts",
             "a lost connection counts against a statement",
-            "return not connection_lost and driver is not None and",
-            "return driver is not None and",
+            "return not connection_lost and (sqlstate_of(error)",
+            "return (sqlstate_of(error)",
         ),
     ),
     # Whether Kafka still counts us.
