@@ -370,9 +370,11 @@ class Session:
         """
         self.roll_back()  # an interruption may have left a transaction
         connection = self.connection
-        name, timeout = "begin_ledger" if is_durable else "begin_not_durable", f"{int(lock_timeout_seconds * 1000)}ms"
+        timeout, durable = sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"), sql.Literal(is_durable)
         try:
-            opening = execute(connection, self.schema, name, tag=self._tag, lock_timeout=sql.Literal(timeout))
+            opening = execute(
+                connection, self.schema, "begin_ledger", tag=self._tag, lock_timeout=timeout, is_durable=durable
+            )
             pid, is_read_only = last_row(opening)
             if is_read_only:  # said at once, because what only looks would never be refused
                 raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes")
