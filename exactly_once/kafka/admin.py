@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from datetime import datetime
 from typing import Any, NamedTuple, Self
@@ -124,10 +124,8 @@ class Cluster:
         :raises BrokerUnreachable: when no broker answers.
         """
         if self.cluster_id is None:
-            try:
+            with self._naming_unreachable():
                 self.cluster_id = self._admin.list_topics(topic=None, timeout=REQUEST_SECONDS).cluster_id
-            except KafkaException as error:
-                raise self._unreachable(error) from error
         return self.cluster_id
 
     def topic_names(self) -> list[str]:
@@ -135,10 +133,8 @@ class Cluster:
 
         :raises BrokerUnreachable: when no broker answers.
         """
-        try:
+        with self._naming_unreachable():
             return list(self._admin.list_topics(timeout=REQUEST_SECONDS).topics)
-        except KafkaException as error:
-            raise self._unreachable(error) from error
 
     def describe(self, topics: Iterable[str]) -> dict[str, Topic]:
         """Return identity and size of topics.
@@ -173,7 +169,8 @@ class Cluster:
             if code not in _NO_IDS:
                 raise self._unreachable(error) from error
             self._say_no_id(name)
-            metadata = self._admin.list_topics(topic=name, timeout=REQUEST_SECONDS).topics[name]
+            with self._naming_unreachable():
+                metadata = self._admin.list_topics(topic=name, timeout=REQUEST_SECONDS).topics[name]
             return Topic(None, len(metadata.partitions))
         topic_id = str(answer.topic_id) if answer.topic_id is not None else _ZERO_ID
         if topic_id == _ZERO_ID:
@@ -231,12 +228,11 @@ class Cluster:
         asked = [TopicPartition(topic, number) for number in range(partitions)]
         # An admin client asked for this kills the process where the coordinator moves (librdkafka, issue 5040).
         client = Consumer({**self._settings, "group.id": group_id})
-        try:
-            answer = client.committed(asked, timeout=REQUEST_SECONDS)
-        except KafkaException as error:
-            raise self._unreachable(error) from error
-        finally:
-            client.close()
+        with self._naming_unreachable():
+            try:
+                answer = client.committed(asked, timeout=REQUEST_SECONDS)
+            finally:
+                client.close()
         return {
             Partition(tp.topic, tp.partition): Committed(
                 tp.offset,
@@ -257,12 +253,9 @@ class Cluster:
         :raises BrokerUnreachable: when no broker answers.
         """
         ours = self._settings.get("client.id", OUR_CLIENTS)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                groups = self._admin.list_groups(group=group_id, timeout=REQUEST_SECONDS)
-        except KafkaException as error:
-            raise self._unreachable(error) from error
+        with self._naming_unreachable(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            groups = self._admin.list_groups(group=group_id, timeout=REQUEST_SECONDS)
         members = [member for group in groups for member in group.members]
         # A client.id of the user's own is that of all members; ours has the member's name behind it.
         return sorted(
@@ -334,6 +327,13 @@ class Cluster:
         if client is not None:
             client.poll(0)
         return self._reasons[0] if self._reasons else None
+
+    @contextlib.contextmanager
+    def _naming_unreachable(self) -> Iterator[None]:
+        try:
+            yield
+        except KafkaException as error:
+            raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> BrokerUnreachable:
         if self._topic is not None:

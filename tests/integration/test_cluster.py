@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
 from exactly_once._model import Partition
@@ -46,3 +49,17 @@ def test_closed_cluster_has_no_quick_answers_and_refuses_other_questions(bootstr
     assert asked.leader_epochs(partitions) == {}
     with pytest.raises(BrokerUnreachable, match="was closed"):
         asked.ranges(partitions)
+
+
+def test_broker_that_goes_away_behind_a_refused_description_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size is asked for after the refusal, which is made up here: no broker goes away between the two at will."""
+    monkeypatch.setattr(admin, "REQUEST_SECONDS", 0.2)
+    refused: Future[Any] = Future()
+    refused.set_exception(KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+    with socket.socket() as nobody:  # bound, so that nobody else gets the port, and never listening
+        nobody.bind(("127.0.0.1", 0))
+        with (
+            Cluster({"bootstrap.servers": f"127.0.0.1:{nobody.getsockname()[1]}"}) as asked,
+            pytest.raises(BrokerUnreachable, match="no answer from Kafka"),
+        ):
+            asked.described("payments", refused)
