@@ -162,16 +162,18 @@ class Cluster:
             answer = future.result(REQUEST_SECONDS + 1)  # the client's own time-out comes first, and says why
         except (KafkaException, TimeoutError) as error:
             code = error.args[0].code() if isinstance(error, KafkaException) else None
+            if code in _NO_IDS:
+                with self._naming_unreachable():
+                    metadata = self._admin.list_topics(topic=name, timeout=REQUEST_SECONDS).topics[name]
+                code = KafkaError.NO_ERROR if metadata.error is None else metadata.error.code()
+                if code != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                    self._say_no_id(name)
+                    return Topic(None, len(metadata.partitions))
             if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise UnknownTopic(
                     f"there is no topic {name!r} on {self.servers}; create it, or pass wait_for_topics=True"
                 ) from error
-            if code not in _NO_IDS:
-                raise self._unreachable(error) from error
-            self._say_no_id(name)
-            with self._naming_unreachable():
-                metadata = self._admin.list_topics(topic=name, timeout=REQUEST_SECONDS).topics[name]
-            return Topic(None, len(metadata.partitions))
+            raise self._unreachable(error) from error
         topic_id = str(answer.topic_id) if answer.topic_id is not None else _ZERO_ID
         if topic_id == _ZERO_ID:
             self._say_no_id(name)

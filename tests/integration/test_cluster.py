@@ -11,10 +11,17 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
 from exactly_once._model import Partition
-from exactly_once.errors import BrokerUnreachable
+from exactly_once.errors import BrokerUnreachable, UnknownTopic
 from exactly_once.kafka import admin
-from exactly_once.kafka.admin import Cluster
+from exactly_once.kafka.admin import Cluster, Topic
 from tests.support.topics import create_topic, produce
+
+
+def refused() -> Future[Any]:
+    """Answer as a broker that describes no topics to this client."""
+    answer: Future[Any] = Future()
+    answer.set_exception(KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+    return answer
 
 
 def test_many_questions_share_one_client(bootstrap_servers: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,12 +61,18 @@ def test_closed_cluster_has_no_quick_answers_and_refuses_other_questions(bootstr
 def test_broker_that_goes_away_behind_a_refused_description_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size is asked for after the refusal, which is made up here: no broker goes away between the two at will."""
     monkeypatch.setattr(admin, "REQUEST_SECONDS", 0.2)
-    refused: Future[Any] = Future()
-    refused.set_exception(KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
     with socket.socket() as nobody:  # bound, so that nobody else gets the port, and never listening
         nobody.bind(("127.0.0.1", 0))
         with (
             Cluster({"bootstrap.servers": f"127.0.0.1:{nobody.getsockname()[1]}"}) as asked,
             pytest.raises(BrokerUnreachable, match="no answer from Kafka"),
         ):
-            asked.described("payments", refused)
+            asked.described("payments", refused())
+
+
+def test_topic_that_is_not_there_is_unknown_also_where_none_is_described(bootstrap_servers: str, name: str) -> None:
+    with Cluster({"bootstrap.servers": bootstrap_servers}) as asked:
+        create_topic(bootstrap_servers, 3, name=name)
+        assert asked.described(name, refused()) == Topic(None, 3)
+        with pytest.raises(UnknownTopic, match=f"there is no topic '{name}.other'"):
+            asked.described(f"{name}.other", refused())
