@@ -83,7 +83,10 @@ class Cluster:
             if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - that is its public name
                 reasons.append(error.str())
 
-        self._settings: dict[str, Any] = {"logger": kafka_logger(), **settings, "error_cb": note}
+        # Nor may a question create a topic, as brokers let an admin client do by default: one that is misspelt, say, or
+        # was deleted a moment ago.
+        own = {"error_cb": note, "allow.auto.create.topics": False}
+        self._settings: dict[str, Any] = {"logger": kafka_logger(), **settings, **own}
         # Made by the first question, because it has threads and connections of its own. That may come from any thread,
         # and a signal handler may raise anywhere: no lock, which would stay locked then, but a change in one step.
         self._clients: dict[str, AdminClient] = {}

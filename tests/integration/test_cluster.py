@@ -11,16 +11,17 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
 from exactly_once._model import Partition
+from exactly_once.embedded import Kafka
 from exactly_once.errors import BrokerUnreachable, UnknownTopic
 from exactly_once.kafka import admin
 from exactly_once.kafka.admin import Cluster, Topic
 from tests.support.topics import create_topic, produce
 
 
-def refused() -> Future[Any]:
+def refused(code: int = KafkaError.TOPIC_AUTHORIZATION_FAILED) -> Future[Any]:
     """Answer as a broker that describes no topics to this client."""
     answer: Future[Any] = Future()
-    answer.set_exception(KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+    answer.set_exception(KafkaException(KafkaError(code)))
     return answer
 
 
@@ -76,3 +77,21 @@ def test_topic_that_is_not_there_is_unknown_also_where_none_is_described(bootstr
         assert asked.described(name, refused()) == Topic(None, 3)
         with pytest.raises(UnknownTopic, match=f"there is no topic '{name}.other'"):
             asked.described(f"{name}.other", refused())
+
+
+@pytest.mark.usefixtures("own_servers")
+def test_no_question_creates_a_topic() -> None:
+    """Brokers create topics by default when an admin client asks for their metadata."""
+    with (
+        Kafka(properties={"auto.create.topics.enable": "true"}) as kafka,
+        Cluster({"bootstrap.servers": kafka.bootstrap_servers, "allow.auto.create.topics": True}) as asked,
+    ):
+        with pytest.raises(UnknownTopic):
+            asked.describe(["paymnets"])
+        with pytest.raises(BrokerUnreachable):  # asks for metadata, to refresh the list of brokers
+            asked.described("paymnets", refused(KafkaError.REQUEST_TIMED_OUT))
+        with pytest.raises(UnknownTopic):
+            asked.described("paymnets", refused())
+        # The controller creates one after the other, and whatever a question asked for comes before this one.
+        create_topic(kafka.bootstrap_servers, 1, name="payments")
+        assert asked.topic_names() == ["payments"]
