@@ -44,7 +44,7 @@ from exactly_once.kafka.settings import (
 from exactly_once.ledger.claims import ClaimsWindow
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.retry import BACKOFF, Stop, retry_for, retry_forever
-from exactly_once.ledger.session import Connection, watched
+from exactly_once.ledger.session import Connection
 from exactly_once.ledger.start import StartOffsets
 from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.metrics.health import Health
@@ -231,7 +231,7 @@ class ExactlyOnceConsumer:
     def _assemble(self, options: Options, metrics: Metrics | None) -> None:
         """Make the parts and connect them; nothing is contacted yet."""
         servers = self._servers
-        session = self._session = servers.session(watched(options.connect), schema=options.schema)
+        session = self._session = servers.session(options.connect, schema=options.schema)
         self._terminator = servers.terminator(
             options.connect, schema=options.schema, group_id=options.group_id, instance=session.instance
         )

@@ -188,22 +188,8 @@ def _notice_silence(connection: Connection) -> None:
                 side.setsockopt(socket.IPPROTO_TCP, number, int(_DEFAULTS[name]))
 
 
-def watched(connect: Callable[[], Connection]) -> Callable[[], Connection]:
-    """Return ``connect`` with connections that log the server's warning of a COMMIT which no standby has confirmed."""
-
-    @functools.wraps(connect)
-    def made() -> Connection:
-        connection = connect()
-        if isinstance(connection, psycopg.Connection):
-            with contextlib.suppress(ValueError):  # a pool gives the same connection again
-                connection.remove_notice_handler(_tell_unconfirmed)
-            connection.add_notice_handler(_tell_unconfirmed)
-        return connection
-
-    return made
-
-
 def _tell_unconfirmed(notice: psycopg.errors.Diagnostic) -> None:
+    """Log the server's warning of a COMMIT which no standby has confirmed."""
     if notice.source_function == _WAITS_FOR_STANDBY:
         logger.warning(
             "committed, and perhaps lost in a failover: %s (%s)",
@@ -271,6 +257,9 @@ class Session:
         if self.lost:
             self.discard()
             connection = self.connect()
+            with contextlib.suppress(ValueError):  # a pool gives the same connection again
+                connection.remove_notice_handler(_tell_unconfirmed)
+            connection.add_notice_handler(_tell_unconfirmed)
             try:
                 _refuse_no_text(connection)
                 if connection.info.transaction_status is TransactionStatus.IDLE:
