@@ -509,9 +509,8 @@ class Session:
         self.discard()
 
     def _ask(self, begun: Begun, connection: Connection) -> str | None:
-        statement = query("xact_status", self.schema, incarnation=self._incarnation)
-        parameters = {"xid": begun.xid, "incarnation": begun.incarnation}
-        status: str | None = last_row(cursor_on(connection).execute(statement, parameters, prepare=False))[0]
+        own = {"xid": begun.xid, "begun_in": begun.incarnation, "incarnation": self._incarnation}
+        status: str | None = last_row(execute(connection, self.schema, "xact_status", **own))[0]
         return status
 
     @property
@@ -519,8 +518,8 @@ class Session:
         return query("incarnation", self.schema)
 
     def _end_on(self, connection: Connection, begun: Begun) -> None:
-        statement = query("end_transaction", self.schema, incarnation=self._incarnation)
-        cursor_on(connection).execute(statement, begun._asdict(), prepare=False)
+        own = {"xid": begun.xid, "pid": begun.pid, "begun_in": begun.incarnation, "incarnation": self._incarnation}
+        execute(connection, self.schema, "end_transaction", **own)
 
 
 def dispose(connection: Connection) -> None:

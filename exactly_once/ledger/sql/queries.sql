@@ -46,7 +46,7 @@ SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean FROM 
 -- What became of a transaction; null when the server no longer knows. One statement, so that the incarnation of the server and
 -- the answer belong together whatever connection this is asked on.
 SELECT CASE
-    WHEN {incarnation} <> %(incarnation)s THEN 'restarted'
+    WHEN {incarnation} <> %(begun_in)s THEN 'restarted'
     WHEN EXISTS (SELECT FROM pg_prepared_xacts p
                  WHERE p.transaction::text = ((%(xid)s::text)::numeric %% 4294967296)::text) THEN 'prepared'
     ELSE pg_xact_status((%(xid)s::text)::xid8) END
@@ -328,7 +328,7 @@ FROM pg_locks l
 WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.granted AND l.pid = %(pid)s
   AND l.transactionid::text = ((%(xid)s::text)::numeric %% 4294967296)::text
   AND NOT EXISTS (SELECT FROM pg_stat_activity a WHERE a.pid = l.pid AND a.wait_event = 'SyncRep')
-  AND {incarnation} = %(incarnation)s
+  AND {incarnation} = %(begun_in)s
 
 -- name: give_time
 -- Let a backend that was told to end do so.
