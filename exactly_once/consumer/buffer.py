@@ -51,7 +51,20 @@ class Sent:
     """
 
     def __init__(self, messages: Sequence[Message], *, only_topic: str | None = None) -> None:
-        self._messages, self._headers = _read_headers(messages)
+        read: list[Message] = list(messages)
+        headers: list[Any] = []
+        while len(headers) < len(read):
+            try:
+                headers.extend(map(Message.headers, islice(read, len(headers), None)))
+            except (SystemError, UnicodeDecodeError) as error:
+                if not isinstance(error.__cause__ or error, UnicodeDecodeError):
+                    raise
+                # Made anew: of itself the client would next give headers with holes, which crash.
+                bad = read[len(headers)]
+                read[len(headers)] = _remade(bad, bad.topic(), bad.key(), bad.value(), None, kind=_WithoutHeaders)
+        if headers.count(None) < len(headers):  # they are lists, which can be changed
+            headers = [None if each is None else list(each) for each in headers]
+        self._messages, self._headers = tuple(read), headers
         self._topics = repeat(only_topic) if only_topic else list(map(Message.topic, messages))
         self._keys = list(map(Message.key, messages))
         self._values = list(map(Message.value, messages))
@@ -95,27 +108,6 @@ class Sent:
         for each in offsets.values():
             each.sort()
         return {id(message): at for at, message in enumerate(self._messages)}, offsets
-
-
-def _read_headers(messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Any]]:
-    """Return the messages and copies of their headers, which are lists and can be changed.
-
-    One whose headers cannot be read is made anew: of itself the client would next give headers with holes, which crash.
-    """
-    read: list[Message] = list(messages)
-    headers: list[Any] = []
-    while len(headers) < len(read):
-        try:
-            headers.extend(map(Message.headers, islice(read, len(headers), None)))
-        except (SystemError, UnicodeDecodeError) as error:
-            if not isinstance(error.__cause__ or error, UnicodeDecodeError):
-                raise
-            at = len(headers)
-            bad = read[at]
-            read[at] = _remade(bad, bad.topic(), bad.key(), bad.value(), None, kind=_WithoutHeaders)
-    if headers.count(None) < len(headers):
-        headers = [None if each is None else list(each) for each in headers]
-    return tuple(read), headers
 
 
 def _remade(message: Message, topic: str | None, key: Any, value: Any, headers: Any, *, kind: type[Message]) -> Message:

@@ -37,8 +37,8 @@ from exactly_once.ledger.outcome import (
     Fault,
     Patience,
     classify,
-    driver_error,
     is_by_statement,
+    sqlstate_of,
 )
 from exactly_once.ledger.retry import retry_for
 from exactly_once.ledger.rows import LOCK_SECONDS, row_missing
@@ -232,15 +232,11 @@ class CommitProtocol:
             raise OutcomePending(_told(unit, f"what became of it is not known yet: {str(trouble).strip()}")) from error
         except TransactionOutcomeUnknown as lost_for_good:
             unclear = lost_for_good
-        driver = driver_error(error)
-        decision = decide(
-            Sent.NOTHING, status, "short" if driver is not None and driver.sqlstate == SHORT_COUNT else None
-        )
+        decision = decide(Sent.NOTHING, status, "short" if sqlstate_of(error) == SHORT_COUNT else None)
         if decision in (Decision.HALT_COMMITTED, Decision.HALT_UNKNOWN):
             self._halt(unit, decision, unclear or error)
         if decision is Decision.COMPARE:
             self._classify(unit, error)
-        self._pending = None  # first: an interruption may not give it back twice
         self._give_back(unit)
         self._raise_fault(unit, error, lost=lost, began=True)
 
@@ -289,7 +285,6 @@ class CommitProtocol:
         elif decision is Decision.RESOLVE:
             self._resolve(pending)
         else:
-            self._pending = None  # first: an interruption may not give it back twice
             self._give_back(unit)
 
     def _committed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
@@ -334,6 +329,7 @@ class CommitProtocol:
         self._patience.failed(batch, time.monotonic(), by_statement=by_statement)
 
     def _give_back(self, unit: Unit) -> None:
+        self._pending = None  # first: an interruption may not give it back twice
         self.counters.redelivered += 1
         with self.ownership.changing():
             self.ownership.aborted(unit.advances)
@@ -384,24 +380,20 @@ class CommitProtocol:
         for advance in unit.advances:
             offset = stored.get(advance.partition, advance.expected)
             if offset is None or offset < advance.expected:
-                counters.rewound += 1
-                text = "%s: expected offset %s, the ledger is back at %s: the database lost commits in a failover"
-                extra = self._about("rewound", partition=advance.partition, offset=offset)
-                logger.warning(text, advance.partition, advance.expected, offset, extra=extra)
+                self.log_rewound(advance.partition, offset, f"expected offset {advance.expected}")
         level = logging.WARNING if is_ours else logging.DEBUG
         extra = self._about(f"resolved_{resolution.name.lower()}", several=unit.advances)
         logger.log(level, "the outcome of %r was in doubt: %s", unit, resolution.value, extra=extra)
         return resolution
 
-    def log_rewound(self, partition: Partition, *, mirrored: int) -> None:
-        """Log commits that were lost while nobody held the partition: Kafka holds a later offset."""
-        offset = self.ownership.states[partition].next_offset
+    def log_rewound(self, partition: Partition, offset: int | None, known: str) -> None:
+        """Log that the ledger is at ``offset``, behind a later one that was committed."""
         self.counters.rewound += 1
         logger.warning(
-            "%s: Kafka holds offset %s, the ledger is at %s: the database lost commits in a failover or a restore, "
-            "effects and offsets together; going on from the ledger",
+            "%s: %s, the ledger is at %s: the database lost commits in a failover or a restore, effects and offsets "
+            "together; going on from the ledger",
             partition,
-            mirrored,
+            known,
             offset,
             extra=self._about("rewound", partition=partition, offset=offset),
         )
@@ -493,45 +485,6 @@ class CommitProtocol:
             logger.critical("%s", failure, extra=self._about("halt_failed", several=left))
         raise failure
 
-    def _blame(self, unit: Unit, error: Exception, fault: Fault, *, lost: bool) -> Fault:
-        """End what would go on for ever: say whose fault it is that these messages failed so often.
-
-        Every one of these tries had a transaction that began, so the server answers us.
-        """
-        if fault not in _NOBODYS or unit.is_taken:
-            return fault
-        several, patience = unit.given > 1, self._patience
-        if fault is Fault.ENVIRONMENT and is_by_statement(error, connection_lost=lost):
-            driver = driver_error(error)
-            is_read_only = driver is not None and driver.sqlstate == READ_ONLY
-            # Failed often enough, or a part of what did, which can be cut further.
-            is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
-            is_suspect = patience.is_handlers or (several and is_part)
-            if is_suspect and is_read_only:
-                # Another connection tells whether the server itself refuses to write.
-                self.ledger.session.discard()
-                try:
-                    self.ledger.read(sorted(a.partition for a in unit.advances))  # locks rows, which is writing
-                except psycopg.Error:
-                    is_suspect = False
-            fault = Fault.HANDLER if is_suspect else fault
-        elif patience.is_overdue:
-            unit.fault = Fault.OTHER
-            what = f"nothing could be committed for {PATIENCE_SECONDS:g} s: {text_of(error)}"
-            raise NoProgress(_told(unit, what)) from error
-        elif patience.is_out and several:
-            self.limit = max(1, unit.given // 2)  # perhaps there is less to collide with, or to hold
-        if fault is Fault.HANDLER:
-            if patience.by_statement == TRIES:
-                text = (
-                    "%r failed %s times in a row while the database server answers, so its statements are at fault: %s"
-                )
-                extra = self._about("tried_enough", several=unit.advances)
-                logger.warning(text, unit, TRIES, text_of(error), extra=extra)
-            self._suspects = {a.partition: a.next_offset for a in unit.advances} if several else self._suspects
-            self._troubles = 0
-        return fault
-
     def _raise_fault(self, unit: Unit, error: BaseException, *, lost: bool, began: bool) -> None:
         """Raise what the outcome table says of ``error``, or return if it is to propagate itself."""
         if not isinstance(error, Exception):
@@ -540,8 +493,38 @@ class CommitProtocol:
             unit.fault = Fault.HANDLER if isinstance(error, TransactionAborted) else Fault.OTHER
             return
         fault = classify(error, connection_lost=lost)
-        if began:
-            fault = self._blame(unit, error, fault, lost=lost)
+        several, patience = unit.given > 1, self._patience
+        # End what would go on for ever: say whose fault it is that these messages failed so often. Every one of these
+        # tries had a transaction that began, so the server answers us.
+        may_be_blamed = began and fault in _NOBODYS and not unit.is_taken
+        if may_be_blamed and fault is Fault.ENVIRONMENT and is_by_statement(error, connection_lost=lost):
+            # Failed often enough, or a part of what did, which can be cut further.
+            is_part = all(a.next_offset <= self._suspects.get(a.partition, -1) for a in unit.advances)
+            is_suspect = patience.is_handlers or (several and is_part)
+            if is_suspect and sqlstate_of(error) == READ_ONLY:
+                # Another connection tells whether the server itself refuses to write.
+                self.ledger.session.discard()
+                try:
+                    self.ledger.read(sorted(a.partition for a in unit.advances))  # locks rows, which is writing
+                except psycopg.Error:
+                    is_suspect = False
+            if is_suspect:
+                fault = Fault.HANDLER
+                if patience.by_statement == TRIES:
+                    text = (
+                        "%r failed %s times in a row while the database server answers, so its statements are at "
+                        "fault: %s"
+                    )
+                    extra = self._about("tried_enough", several=unit.advances)
+                    logger.warning(text, unit, TRIES, text_of(error), extra=extra)
+                self._suspects = {a.partition: a.next_offset for a in unit.advances} if several else self._suspects
+                self._troubles = 0
+        elif may_be_blamed and patience.is_overdue:
+            unit.fault = Fault.OTHER
+            what = f"nothing could be committed for {PATIENCE_SECONDS:g} s: {text_of(error)}"
+            raise NoProgress(_told(unit, what)) from error
+        elif may_be_blamed and patience.is_out and several:
+            self.limit = max(1, unit.given // 2)  # perhaps there is less to collide with, or to hold
         unit.fault = fault
         if fault is Fault.DURATION:
             self.limit = max(1, unit.given // 2)

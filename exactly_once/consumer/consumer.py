@@ -44,7 +44,7 @@ from exactly_once.kafka.settings import (
 from exactly_once.ledger.claims import ClaimsWindow
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.retry import BACKOFF, Stop, retry_for, retry_forever
-from exactly_once.ledger.session import Connection, watched
+from exactly_once.ledger.session import Connection
 from exactly_once.ledger.start import StartOffsets
 from exactly_once.ledger.transaction import UnitOfWork
 from exactly_once.metrics.health import Health
@@ -231,7 +231,7 @@ class ExactlyOnceConsumer:
     def _assemble(self, options: Options, metrics: Metrics | None) -> None:
         """Make the parts and connect them; nothing is contacted yet."""
         servers = self._servers
-        session = self._session = servers.session(watched(options.connect), schema=options.schema)
+        session = self._session = servers.session(options.connect, schema=options.schema)
         self._terminator = servers.terminator(
             options.connect, schema=options.schema, group_id=options.group_id, instance=session.instance
         )
@@ -728,20 +728,18 @@ class ExactlyOnceConsumer:
     # First contact and goodbye.
 
     def _open_client(self) -> Consumer:
-        settings = client_settings(self._kafka)
-        for name, callback in callbacks(self._kafka).items():
-            if name != "on_commit":
-                settings[name] = self._assignment.contain(callback)
-        settings["on_commit"] = self._assignment.contain(self._on_commit)
+        own = {name: self._assignment.contain(callback) for name, callback in callbacks(self._kafka).items()}
+
+        def on_commit(error: KafkaError | None, offsets: list[TopicPartition]) -> None:
+            self._kafka_offsets.on_commit(error, offsets)
+            if "on_commit" in own:
+                own["on_commit"](error, offsets)
+
+        settings = {**client_settings(self._kafka), **own, "on_commit": self._assignment.contain(on_commit)}
         try:
             return self._servers.client(settings)
         except KafkaException as error:
             raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
-
-    def _on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
-        self._kafka_offsets.on_commit(error, offsets)
-        if "on_commit" in callbacks(self._kafka):
-            self._kafka["on_commit"](error, offsets)
 
     def _check_use(self) -> None:
         if os.getpid() != self._process:

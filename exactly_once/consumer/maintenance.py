@@ -474,13 +474,12 @@ class Maintenance:
             logger.warning("topic id of %r not checked this time: %s", topic, error, extra=extra)
             return
         self.unreachable = None
-        held = [p for p in self.ownership.owned() if p.topic == topic]
         bad = {}
-        for partition in held:
+        for partition in [p for p in self.ownership.owned() if p.topic == topic]:
             state = self.ownership.states[partition]
             since, now = state.checked_at, state.next_offset
             try:
-                self._start_offsets.recheck(topic, found, {partition: state.topic_id})
+                self._start_offsets.recheck(partition, state.topic_id, found)
                 state.checked_at = now
             except TopicRecreated as error:
                 told = ""
@@ -547,7 +546,8 @@ class Maintenance:
             if tp.offset >= 0 and tp.error is None
         }
         for partition in self._start_offsets.compare(new, held, own):
-            self.commits.log_rewound(partition, mirrored=held[partition][0])
+            known = f"Kafka holds offset {held[partition][0]}"
+            self.commits.log_rewound(partition, owned[partition].next_offset, known)
         self._next_comparison = time.monotonic() + COMPARE_SECONDS
         for partition in new:
             state = owned[partition]

@@ -48,9 +48,10 @@ class Observer:
         self._has_failed = False
         # What the loop waits for to go away.
         self.trouble: BaseException | None = None
-        self._published = [0] * len(_COUNTED)
+        # What of each counter was published. None before the first time, which has all there before anything happens.
+        self._published: list[int | None] = [None] * len(_COUNTED)
         if metrics is not None:
-            self._contain(self._announce, metrics)
+            self._contain(self._publish, metrics)
             self._contain(metrics.attach, self.read)
 
     def record_poll(self) -> None:
@@ -120,18 +121,13 @@ class Observer:
     def _since_commit(self) -> float:
         return time.monotonic() - (self._commits.committed_at or self._made_at)
 
-    def _announce(self, metrics: m.Metrics) -> None:
-        """Have every counter there before anything happens."""
-        for metric, values, _ in _COUNTED:
-            metrics.add(metric, 0, (*self._common, *values))
-
     def _publish(self, metrics: m.Metrics) -> None:
         for number, (metric, values, count) in enumerate(_COUNTED):
             known, now = self._published[number], count(self._commits, self._commits.buffer)
             if now != known:
                 self._published[number] = now
-                metrics.add(metric, now - known, (*self._common, *values))
-                if metric is m.UNITS:
+                metrics.add(metric, now - (known or 0), (*self._common, *values))
+                if metric is m.UNITS and now:
                     unit_seconds, commit_seconds = self._commits.timing
                     metrics.observe(m.UNIT_SECONDS, unit_seconds, self._common)
                     if commit_seconds is not None:

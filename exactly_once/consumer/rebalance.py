@@ -105,7 +105,31 @@ class Assignment:
             client.incremental_assign(topic_partitions(targets))
         else:
             client.assign(topic_partitions({**{p: others[p] for p in others if p in assigned}, **targets}))
-        self._seek(client, topic_partitions({p: place for p, place in targets.items() if place[1] is not None}))
+        # Have the broker check leader epochs, which an assign does not do: a log may have been rewritten. The client's
+        # own thread takes a few milliseconds to begin with what was assigned. Nobody polls meanwhile, so all partitions
+        # wait together, and not one after the other.
+        deadline = time.monotonic() + _SEEK_SECONDS
+        late = topic_partitions({p: place for p, place in targets.items() if place[1] is not None})
+        while late:
+            waiting, late = late, []
+            for position in waiting:
+                try:
+                    client.seek(position)
+                except KafkaException as error:
+                    # Numbers below 0 are the client's own: it has not begun with what was assigned, is just then
+                    # beginning, or does not know the partition while brokers come back. A broker's answer comes with
+                    # what is fetched.
+                    if error.args[0].code() >= 0:
+                        raise
+                    late.append(position)
+            if not late or time.monotonic() >= deadline:
+                break
+            time.sleep(_SEEK_WAIT_SECONDS)
+        for position in late:
+            partition = Partition(position.topic, position.partition)
+            extra = about("epoch_unchecked", group=self._group_id, partition=partition, offset=position.offset)
+            text = "the leader epoch of %s was not checked: the client did not begin to fetch in time"
+            logger.warning(text, position, extra=extra)
         # A pause outlives a revocation: a partition that comes back may still be paused.
         client.resume(_bare(targets))
         self.paused.difference_update(targets)
@@ -196,39 +220,6 @@ class Assignment:
             client.incremental_unassign(_bare(p for p in partitions if p in assigned))
         else:
             client.unassign()
-
-    def _seek(self, client: Consumer, positions: list[TopicPartition]) -> None:
-        """Have the broker check leader epochs, which an assign does not do: a log may have been rewritten."""
-        # The client's own thread takes a few milliseconds to begin with what was assigned. Nobody polls meanwhile, so
-        # all partitions wait together, and not one after the other.
-        deadline = time.monotonic() + _SEEK_SECONDS
-        late = positions
-        while late:
-            waiting, late = late, []
-            for position in waiting:
-                try:
-                    client.seek(position)
-                except KafkaException as error:
-                    # Numbers below 0 are the client's own: it has not begun with what was assigned, is just then
-                    # beginning, or does not know the partition while brokers come back. A broker's answer comes with
-                    # what is fetched.
-                    if error.args[0].code() >= 0:
-                        raise
-                    late.append(position)
-            if not late or time.monotonic() >= deadline:
-                break
-            time.sleep(_SEEK_WAIT_SECONDS)
-        for position in late:
-            logger.warning(
-                "the leader epoch of %s was not checked: the client did not begin to fetch in time",
-                position,
-                extra=about(
-                    "epoch_unchecked",
-                    group=self._group_id,
-                    partition=Partition(position.topic, position.partition),
-                    offset=position.offset,
-                ),
-            )
 
 
 def generation(client: Consumer) -> int:

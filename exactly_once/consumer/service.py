@@ -19,7 +19,7 @@ from exactly_once._log import about, named, text_of
 from exactly_once._model import Partition
 from exactly_once.errors import PoisonMessage, Redelivered, TransactionAborted
 from exactly_once.ledger.dead_letters import DeadLetterLimit, enforce
-from exactly_once.ledger.outcome import Fault, attribute_of, driver_error, may_be_data
+from exactly_once.ledger.outcome import IN_FAILED_TRANSACTION, Fault, attribute_of, may_be_data, sqlstate_of
 from exactly_once.ledger.retry import Stop
 
 from .bisection import Bisection
@@ -29,7 +29,6 @@ from .units import Units
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_IN_FAILED_TRANSACTION = "25P02"
 _HOW_ON = 'on_poison="dead-letter" stores such messages as dead letters'
 _SWALLOWED = "it cannot be stored as a dead letter, because a SQL error was swallowed and its cause is unknown"
 
@@ -334,5 +333,4 @@ def _place_of(unit: Unit, index: int = 0) -> tuple[Partition, int]:
 
 def _is_consequence(error: Exception) -> bool:
     """Tell whether an error only says that an earlier one was swallowed."""
-    driver = driver_error(error)
-    return isinstance(error, TransactionAborted) or (driver is not None and driver.sqlstate == _IN_FAILED_TRANSACTION)
+    return isinstance(error, TransactionAborted) or sqlstate_of(error) == IN_FAILED_TRANSACTION

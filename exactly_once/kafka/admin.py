@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from datetime import datetime
 from typing import Any, NamedTuple, Self
@@ -83,7 +83,10 @@ class Cluster:
             if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - that is its public name
                 reasons.append(error.str())
 
-        self._settings: dict[str, Any] = {"logger": kafka_logger(), **settings, "error_cb": note}
+        # Nor may a question create a topic, as brokers let an admin client do by default: one that is misspelt, say, or
+        # was deleted a moment ago.
+        own = {"error_cb": note, "allow.auto.create.topics": False}
+        self._settings: dict[str, Any] = {"logger": kafka_logger(), **settings, **own}
         # Made by the first question, because it has threads and connections of its own. That may come from any thread,
         # and a signal handler may raise anywhere: no lock, which would stay locked then, but a change in one step.
         self._clients: dict[str, AdminClient] = {}
@@ -124,10 +127,8 @@ class Cluster:
         :raises BrokerUnreachable: when no broker answers.
         """
         if self.cluster_id is None:
-            try:
+            with self._naming_unreachable():
                 self.cluster_id = self._admin.list_topics(topic=None, timeout=REQUEST_SECONDS).cluster_id
-            except KafkaException as error:
-                raise self._unreachable(error) from error
         return self.cluster_id
 
     def topic_names(self) -> list[str]:
@@ -135,10 +136,8 @@ class Cluster:
 
         :raises BrokerUnreachable: when no broker answers.
         """
-        try:
+        with self._naming_unreachable():
             return list(self._admin.list_topics(timeout=REQUEST_SECONDS).topics)
-        except KafkaException as error:
-            raise self._unreachable(error) from error
 
     def describe(self, topics: Iterable[str]) -> dict[str, Topic]:
         """Return identity and size of topics.
@@ -166,17 +165,20 @@ class Cluster:
             answer = future.result(REQUEST_SECONDS + 1)  # the client's own time-out comes first, and says why
         except (KafkaException, TimeoutError) as error:
             code = error.args[0].code() if isinstance(error, KafkaException) else None
+            if code in _NO_IDS:
+                with self._naming_unreachable():
+                    metadata = self._admin.list_topics(topic=name, timeout=REQUEST_SECONDS).topics[name]
+                code = KafkaError.NO_ERROR if metadata.error is None else metadata.error.code()
+                if code != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                    self._say_no_id(name)
+                    return Topic(None, len(metadata.partitions))
             if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise UnknownTopic(
                     f"there is no topic {name!r} on {self.servers}; create it, or pass wait_for_topics=True"
                 ) from error
             if code == KafkaError.TOPIC_EXCEPTION:
                 raise UnknownTopic(f"{name!r} cannot be the name of a topic") from error
-            if code not in _NO_IDS:
-                raise self._unreachable(error) from error
-            self._say_no_id(name)
-            metadata = self._admin.list_topics(topic=name, timeout=REQUEST_SECONDS).topics[name]
-            return Topic(None, len(metadata.partitions))
+            raise self._unreachable(error) from error
         topic_id = str(answer.topic_id) if answer.topic_id is not None else _ZERO_ID
         if topic_id == _ZERO_ID:
             self._say_no_id(name)
@@ -233,12 +235,11 @@ class Cluster:
         asked = [TopicPartition(topic, number) for number in range(partitions)]
         # An admin client asked for this kills the process where the coordinator moves (librdkafka, issue 5040).
         client = Consumer({**self._settings, "group.id": group_id})
-        try:
-            answer = client.committed(asked, timeout=REQUEST_SECONDS)
-        except KafkaException as error:
-            raise self._unreachable(error) from error
-        finally:
-            client.close()
+        with self._naming_unreachable():
+            try:
+                answer = client.committed(asked, timeout=REQUEST_SECONDS)
+            finally:
+                client.close()
         return {
             Partition(tp.topic, tp.partition): Committed(
                 tp.offset,
@@ -259,12 +260,9 @@ class Cluster:
         :raises BrokerUnreachable: when no broker answers.
         """
         ours = self._settings.get("client.id", OUR_CLIENTS)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                groups = self._admin.list_groups(group=group_id, timeout=REQUEST_SECONDS)
-        except KafkaException as error:
-            raise self._unreachable(error) from error
+        with self._naming_unreachable(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            groups = self._admin.list_groups(group=group_id, timeout=REQUEST_SECONDS)
         members = [member for group in groups for member in group.members]
         # A client.id of the user's own is that of all members; ours has the member's name behind it.
         return sorted(
@@ -336,6 +334,13 @@ class Cluster:
         if client is not None:
             client.poll(0)
         return self._reasons[0] if self._reasons else None
+
+    @contextlib.contextmanager
+    def _naming_unreachable(self) -> Iterator[None]:
+        try:
+            yield
+        except KafkaException as error:
+            raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> BrokerUnreachable:
         if self._topic is not None:

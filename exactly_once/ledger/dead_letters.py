@@ -21,7 +21,7 @@ from exactly_once._log import about, text_of
 from exactly_once._model import Advance, Partition
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 
-from .outcome import driver_error
+from .outcome import sqlstate_of
 from .session import Connection, cursor_on, execute, last_row, storable
 from .sql import query
 
@@ -142,7 +142,6 @@ def store(
         said = f"{said[: _ERROR_CHARACTERS - len(note) - 1]} {note}"
     headers = list(headers.items()) if isinstance(headers, dict) else headers
     kind, milliseconds = message.timestamp()
-    driver = driver_error(error) if isinstance(error, BaseException) else None
 
     def text(value: str) -> str:
         return storable(value, connection)
@@ -166,7 +165,7 @@ def store(
         header_values=None if headers is None else [as_bytes(value) for _, value in headers],
         error_class=text("str" if isinstance(error, str) else f"{type(error).__module__}.{type(error).__qualname__}"),
         error=text(said)[:_ERROR_CHARACTERS],
-        sqlstate=driver.sqlstate if driver is not None else None,
+        sqlstate=sqlstate_of(error) if isinstance(error, BaseException) else None,
         attempts=attempts,
         after_offset=after_offset,
         once=once,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shlex
 
-import psycopg
 from psycopg import sql
 
 from exactly_once.errors import ConfigurationError, SchemaTooNew, SchemaTooOld
 
-from .session import Connection, address, cursor_on
+from .session import Connection, address, cursor_on, execute, last_row
 from .sql import grants, latest, migrations, query
 
 # The version of the schema that this release was written for.
@@ -25,20 +24,19 @@ def migrate(connection: Connection, schema: str = DEFAULT_SCHEMA) -> list[int]:
 
     :raises SchemaTooNew: when the schema is newer than this release can work with.
     """
-    cursor = cursor_on(connection)
     with connection.transaction():
         # What a role has for its own statements is too short for DDL that waits for workers.
-        cursor.execute(query("no_timeouts", schema), prepare=False)
-        cursor.execute(query("migration_lock", schema), {"schema": schema}, prepare=False)
-        found = _installed(cursor, schema)
+        execute(connection, schema, "no_timeouts")
+        execute(connection, schema, "migration_lock", schema=schema)
+        found = _installed(connection, schema)
         if found is not None:
             _refuse_too_new(connection, schema, found)
         # Read under the lock: of processes that start at once the first one migrates, the others find it done.
         todo = {n: ddl for n, ddl in migrations(schema).items() if found is None or n > found[0]}
         if found is None:
-            cursor.execute(query("create_schema", schema))
+            execute(connection, schema, "create_schema")
         for ddl in todo.values():
-            cursor.execute(ddl)
+            cursor_on(connection).execute(ddl)
     return list(todo)
 
 
@@ -55,7 +53,7 @@ def check(connection: Connection, schema: str = DEFAULT_SCHEMA) -> None:
     :raises SchemaTooOld: when it is missing or behind; ``exactly-once migrate`` mends it.
     :raises SchemaTooNew: when a newer release has made it unreadable for this one.
     """
-    found = _installed(cursor_on(connection), schema)
+    found = _installed(connection, schema)
     if found is None or found[0] < VERSION:
         stored = "there is none" if found is None else f"version {found[0]} is there"
         where = "" if schema == DEFAULT_SCHEMA else f" --schema {shlex.quote(schema)}"
@@ -76,13 +74,10 @@ def _refuse_too_new(connection: Connection, schema: str, found: tuple[int, int])
         )
 
 
-def _installed(cursor: psycopg.Cursor[tuple[object, ...]], schema: str) -> tuple[int, int] | None:
+def _installed(connection: Connection, schema: str) -> tuple[int, int] | None:
     """Return version and oldest reader, or None when the schema was never made."""
-    row = cursor.execute(query("has_schema", schema), {"schema": schema}, prepare=False).fetchone()
-    if row is None or not row[0]:
-        return None
-    row = cursor.execute(query("version", schema), prepare=False).fetchone()
-    return None if row is None else (int(str(row[0])), int(str(row[1])))
+    (is_there,) = last_row(execute(connection, schema, "has_schema", schema=schema))
+    return execute(connection, schema, "version").fetchone() if is_there else None
 
 
 def check_schema_name(schema: str) -> None:

@@ -63,6 +63,7 @@ _STANDARD = frozenset(
     )
 )
 READ_ONLY = "25006"
+IN_FAILED_TRANSACTION = "25P02"
 
 
 def classify(error: BaseException, *, connection_lost: bool) -> Fault:
@@ -70,8 +71,7 @@ def classify(error: BaseException, *, connection_lost: bool) -> Fault:
 
     Frameworks wrap psycopg's errors, so the first one in the chain of causes decides.
     """
-    driver = driver_error(error)
-    state = driver.sqlstate if driver is not None else None
+    state = sqlstate_of(error)
     if state is not None and state.startswith(_DURATION):
         return Fault.DURATION
     if connection_lost:
@@ -95,8 +95,7 @@ def may_be_data(error: BaseException) -> bool:
     value. So is a statement that the server does not allow, or a cursor that is not there, where one branch of the
     handler has it. Which of them shows when there are fewer messages.
     """
-    driver = driver_error(error)
-    return driver is not None and (driver.sqlstate or "").startswith(_DOUBTFUL)
+    return (sqlstate_of(error) or "").startswith(_DOUBTFUL)
 
 
 class Patience:
@@ -148,8 +147,7 @@ def is_by_statement(error: BaseException, *, connection_lost: bool) -> bool:
 
     A lost connection never counts: of a hundred that are cut none may have been the message's fault.
     """
-    driver = driver_error(error)
-    return not connection_lost and driver is not None and (driver.sqlstate or "").startswith(_BY_STATEMENT)
+    return not connection_lost and (sqlstate_of(error) or "").startswith(_BY_STATEMENT)
 
 
 def is_mistaken(error: BaseException) -> bool:
@@ -178,25 +176,29 @@ def attribute_of(error: BaseException, name: str) -> object:
         return None
 
 
-def driver_error(error: BaseException) -> psycopg.Error | None:
-    """Find psycopg's own error behind ``error``: itself, its ``orig``, its causes and contexts.
+def sqlstate_of(error: BaseException) -> str | None:
+    """Return the SQLSTATE of psycopg's own error behind ``error``, if there is one and the server answered.
 
-    The nearest one decides. Where it is psycopg's own and has no SQLSTATE, as "cannot exit pipeline mode" has none when
-    the server ended the session within it, the server's error that it hides decides.
+    Where the server ends a session within a pipeline, psycopg may say only that the pipeline cannot be left; then the
+    server's error is what that one hides.
     """
+    driver = driver_error(error)
+    if driver is not None and driver.sqlstate is None and isinstance(driver, psycopg.OperationalError):
+        hidden = driver.__cause__ or driver.__context__
+        driver = None if hidden is None else driver_error(hidden)
+    return None if driver is None else driver.sqlstate
+
+
+def driver_error(error: BaseException) -> psycopg.Error | None:
+    """Find psycopg's own error behind ``error``: itself, its ``orig``, its causes and contexts."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
-    nearest: psycopg.Error | None = None
     while waiting:
         candidate = waiting.pop(0)
         if candidate is None or id(candidate) in seen:
             continue
         if isinstance(candidate, psycopg.Error):
-            nearest = nearest or candidate
-            if candidate.sqlstate is not None:
-                return candidate
-            if not isinstance(candidate, psycopg.OperationalError):
-                return nearest
+            return candidate
         seen.add(id(candidate))
         orig = attribute_of(candidate, "orig")
         waiting += [
@@ -204,4 +206,4 @@ def driver_error(error: BaseException) -> psycopg.Error | None:
             candidate.__cause__,
             candidate.__context__,
         ]
-    return nearest
+    return None

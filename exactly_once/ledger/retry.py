@@ -15,7 +15,7 @@ from confluent_kafka import KafkaException
 from exactly_once._log import about
 from exactly_once.errors import AlreadyApplied, Fenced, LedgerRewound, ReadOnly, Redelivered, Unreachable
 
-from .outcome import Fault, classify, driver_error, is_mistaken
+from .outcome import Fault, classify, is_mistaken
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,11 @@ def is_unavailable(error: BaseException) -> bool:
         return True
     if isinstance(error, KafkaException):
         return bool(error.args[0].retriable())
-    driver = driver_error(error) if isinstance(error, psycopg.Error) else None
-    if driver is None:
+    if not isinstance(error, psycopg.Error):
         return False
     # Without a SQLSTATE the server did not answer: no connection, or a broken one.
-    lost = driver.sqlstate is None and isinstance(driver, psycopg.OperationalError)
-    return classify(driver, connection_lost=lost) in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION)
+    lost = error.sqlstate is None and isinstance(error, psycopg.OperationalError)
+    return classify(error, connection_lost=lost) in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION)
 
 
 def retry_forever(

@@ -90,30 +90,23 @@ class Ledger:
 
     def known(self, topics: Iterable[str]) -> tuple[set[Partition], set[Partition]]:
         """Return which partitions have rows, and which were ever given one."""
-        with self._changing([]) as cursor:
-            self._run(cursor, "known", topics=list(topics))
-            found = [(Partition(topic, number), has_row) for topic, number, has_row in cursor]
-        return {p for p, has_row in found if has_row}, {p for p, _ in found}
+        found = self._ask("known", topics=list(topics))
+        return {Partition(*place) for *place, has_row in found if has_row}, {Partition(*place) for *place, _ in found}
 
     def existing(self, partitions: Sequence[Partition]) -> set[Partition]:
         """Return those of the partitions that have a row, and nothing of what is in it."""
-        with self._changing([]) as cursor:
-            self._run(cursor, "existing", **_keys(partitions))
-            return {Partition(topic, number) for topic, number in cursor}
+        return {Partition(*place) for place in self._ask("existing", **_keys(partitions))}
 
     def has_rows(self) -> bool:
         """Tell whether the group has a row of any topic."""
-        with self._changing([]) as cursor:
-            self._run(cursor, "has_rows")
-            return bool(last_row(cursor)[0])
+        ((has_rows,),) = self._ask("has_rows")
+        return bool(has_rows)
 
     def topic_ids(self, topics: Iterable[str]) -> dict[str, set[str]]:
         """Return the ids under which the group has rows of topics, where they are known."""
         found: dict[str, set[str]] = {}
-        with self._changing([]) as cursor:
-            self._run(cursor, "topic_ids", topics=list(topics))
-            for topic, topic_id in cursor:
-                found.setdefault(topic, set()).add(topic_id)
+        for topic, topic_id in self._ask("topic_ids", topics=list(topics)):
+            found.setdefault(topic, set()).add(topic_id)
         return found
 
     def origin(self) -> Origin:
@@ -136,9 +129,8 @@ class Ledger:
 
     def offsets(self, topics: Iterable[str]) -> dict[Partition, tuple[int | None, bool]]:
         """Look at the offsets of topics, and whether an operator has moved each since it was last advanced."""
-        with self._changing([], is_durable=False) as cursor:
-            self._run(cursor, "offsets", topics=list(topics))
-            return {Partition(topic, number): (offset, is_moved) for topic, number, offset, is_moved in cursor}
+        found = self._ask("offsets", topics=list(topics))
+        return {Partition(topic, number): (offset, is_moved) for topic, number, offset, is_moved in found}
 
     def register(
         self,
@@ -216,7 +208,7 @@ class Ledger:
                 topic_ids=[r.topic_id for r in rows],
                 cluster_id=rows[0].cluster_id if rows else None,
             )
-            return {Partition(topic, number) for topic, number in cursor}
+            return {Partition(*place) for place in cursor}
 
     def correct(self, row: Row, new_offset: int, *, reason: str) -> bool:
         """Move one row of ours that is out of range, with an entry in the audit table.
@@ -357,7 +349,7 @@ class Ledger:
                 expected=[a.expected for a in found],
                 reason=reason,
             )
-            return {Partition(topic, number) for topic, number in cursor}
+            return {Partition(*place) for place in cursor}
 
     @contextlib.contextmanager
     def _changing(
@@ -369,6 +361,12 @@ class Ledger:
         opening = self.session.ledger_transaction(lock_timeout_seconds=lock_seconds, is_durable=is_durable)
         with opening as (connection, pid), self._watch(pid, waiting) if waiting else contextlib.nullcontext():
             yield cursor_on(connection)
+
+    def _ask(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+        """Read without a lock and without writing."""
+        with self._changing([], is_durable=False) as cursor:
+            self._run(cursor, name, **parameters)
+            return cursor.fetchall()
 
     def _run(self, cursor: psycopg.Cursor[tuple[Any, ...]], name: str, /, **parameters: Any) -> None:
         statement = query(name, self.session.schema)

@@ -188,22 +188,8 @@ def _notice_silence(connection: Connection) -> None:
                 side.setsockopt(socket.IPPROTO_TCP, number, int(_DEFAULTS[name]))
 
 
-def watched(connect: Callable[[], Connection]) -> Callable[[], Connection]:
-    """Return ``connect`` with connections that log the server's warning of a COMMIT which no standby has confirmed."""
-
-    @functools.wraps(connect)
-    def made() -> Connection:
-        connection = connect()
-        if isinstance(connection, psycopg.Connection):
-            with contextlib.suppress(ValueError):  # a pool gives the same connection again
-                connection.remove_notice_handler(_tell_unconfirmed)
-            connection.add_notice_handler(_tell_unconfirmed)
-        return connection
-
-    return made
-
-
 def _tell_unconfirmed(notice: psycopg.errors.Diagnostic) -> None:
+    """Log the server's warning of a COMMIT which no standby has confirmed."""
     if notice.source_function == _WAITS_FOR_STANDBY:
         logger.warning(
             "committed, and perhaps lost in a failover: %s (%s)",
@@ -271,6 +257,9 @@ class Session:
         if self.lost:
             self.discard()
             connection = self.connect()
+            with contextlib.suppress(ValueError):  # a pool gives the same connection again
+                connection.remove_notice_handler(_tell_unconfirmed)
+            connection.add_notice_handler(_tell_unconfirmed)
             try:
                 _refuse_no_text(connection)
                 if connection.info.transaction_status is TransactionStatus.IDLE:
@@ -370,9 +359,11 @@ class Session:
         """
         self.roll_back()  # an interruption may have left a transaction
         connection = self.connection
-        name, timeout = "begin_ledger" if is_durable else "begin_not_durable", f"{int(lock_timeout_seconds * 1000)}ms"
+        timeout, durable = sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"), sql.Literal(is_durable)
         try:
-            opening = execute(connection, self.schema, name, tag=self._tag, lock_timeout=sql.Literal(timeout))
+            opening = execute(
+                connection, self.schema, "begin_ledger", tag=self._tag, lock_timeout=timeout, is_durable=durable
+            )
             pid, is_read_only = last_row(opening)
             if is_read_only:  # said at once, because what only looks would never be refused
                 raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes")
@@ -518,9 +509,8 @@ class Session:
         self.discard()
 
     def _ask(self, begun: Begun, connection: Connection) -> str | None:
-        statement = query("xact_status", self.schema, incarnation=self._incarnation)
-        parameters = {"xid": begun.xid, "incarnation": begun.incarnation}
-        status: str | None = last_row(cursor_on(connection).execute(statement, parameters, prepare=False))[0]
+        own = {"xid": begun.xid, "begun_in": begun.incarnation, "incarnation": self._incarnation}
+        status: str | None = last_row(execute(connection, self.schema, "xact_status", **own))[0]
         return status
 
     @property
@@ -528,8 +518,8 @@ class Session:
         return query("incarnation", self.schema)
 
     def _end_on(self, connection: Connection, begun: Begun) -> None:
-        statement = query("end_transaction", self.schema, incarnation=self._incarnation)
-        cursor_on(connection).execute(statement, begun._asdict(), prepare=False)
+        own = {"xid": begun.xid, "pid": begun.pid, "begun_in": begun.incarnation, "incarnation": self._incarnation}
+        execute(connection, self.schema, "end_transaction", **own)
 
 
 def dispose(connection: Connection) -> None:

@@ -245,15 +245,14 @@ class StartOffsets:
         """Return all partitions of topics that were described."""
         return [Partition(topic, number) for topic in topics for number in range(self._topics[topic].partitions)]
 
-    def recheck(self, topic: str, found: Topic, held: Mapping[Partition, str | None]) -> None:
-        """Compare a topic's id, asked for again, with what its partitions were started with.
+    def recheck(self, partition: Partition, topic_id: str | None, found: Topic) -> None:
+        """Compare the id of a partition's topic, asked for again, with the one that it was started with.
 
         :raises TopicRecreated: when it is another topic by now.
         """
-        self._topics[topic] = found
-        for partition, topic_id in held.items():
-            if found.topic_id is not None and topic_id is not None and topic_id != found.topic_id:
-                raise _recreated(self._group_id, partition, topic_id, found.topic_id)
+        self._topics[partition.topic] = found
+        if None not in (found.topic_id, topic_id) and topic_id != found.topic_id:
+            raise _recreated(self._group_id, partition, topic_id, found.topic_id)
 
     def _is_adopted(self, topic: str) -> bool:
         """Tell whether the offsets that Kafka holds are where to go on from; refuse them where nobody has said so."""
@@ -315,8 +314,7 @@ class StartOffsets:
                 f"this is cluster {cluster_id}. Check bootstrap.servers; "
                 f"if the topic really moved: {_adopt(row.partition)}"
             )
-        if row.topic_id is not None and topic_id is not None and row.topic_id != topic_id:
-            raise _recreated(self._group_id, row.partition, row.topic_id, topic_id)
+        self.recheck(row.partition, row.topic_id, self._topics[row.partition.topic])
         if row.topic_id is None and topic_id is not None:
             assert row.owner_token is not None
             self._ledger.identify({row.partition: row.owner_token}, topic_id, cluster_id=cluster_id)
@@ -364,7 +362,7 @@ def refuse_halted(group_id: str, row: Row) -> None:
         )
 
 
-def _recreated(group_id: str, partition: Partition, stored: str, found: str) -> TopicRecreated:
+def _recreated(group_id: str, partition: Partition, stored: str | None, found: str | None) -> TopicRecreated:
     return TopicRecreated(
         f"{partition} of group {group_id!r}: the ledger belongs to topic id {stored}, the topic of that name now has "
         f"id {found}: it was deleted and made again. To read the new one: {_adopt(partition)}"

@@ -19,7 +19,7 @@ from exactly_once._model import Advance, Sent
 from exactly_once.errors import ConfigurationError, TransactionAborted, TransactionBusy, TransactionEnded
 
 from .libpq import Bound, bind, check, send, send_together
-from .outcome import FOREIGN_TRANSACTION, driver_error
+from .outcome import FOREIGN_TRANSACTION, sqlstate_of
 from .session import Begun, Connection, is_lost, open_blocks
 from .sql import query
 from .store import LedgerStore
@@ -198,8 +198,7 @@ class UnitOfWork:
             status = self.connection.info.transaction_status
             if is_refused or status in (TransactionStatus.INERROR, TransactionStatus.INTRANS):
                 self.sent = Sent.NOTHING
-            driver = driver_error(error)
-            if driver is not None and driver.sqlstate == FOREIGN_TRANSACTION:
+            if sqlstate_of(error) == FOREIGN_TRANSACTION:
                 raise transaction_ended() from error
             _name_role(error)
             raise

@@ -19,7 +19,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol, Self
 
-from exactly_once._log import about
+from exactly_once._log import about, named
 from exactly_once.errors import ConfigurationError
 
 from .health import Health
@@ -110,7 +110,13 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""  # which Python this is is nobody's business
 
     def do_GET(self) -> None:
-        status, content_type, text = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
+        path = self.path.partition("?")[0]
+        try:
+            status, content_type, text = self.server.answer(path, self.headers.get("Accept", ""))
+        except Exception as error:
+            logger.exception("no answer to %s: %s", path, named(error), extra=about("answer_failed"))
+            status, content_type = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8"
+            text = f"{named(error)}\n".encode()
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(text)))

@@ -444,6 +444,9 @@ class Soak:
         for worker in members:
             order = self._orders[worker.number]
             parts.append(f"--- {worker!r} frozen={worker.is_frozen} {order}\n{worker.last_words(_EVIDENCE_LINES)}")
+        for node in range(1, self._brokers + 1):
+            lines = self._servers.kafka.log(node).read_text(errors="replace").splitlines()
+            parts += [f"--- broker {node}", *lines[-_EVIDENCE_LINES:]]
         return "\n".join(parts)
 
     def _verdict(self, *, is_drained: bool) -> dict[str, Any]:

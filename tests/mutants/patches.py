@@ -247,7 +247,7 @@ MUTANTS = (
         "incarnation",
         "an id of before a crash is believed",
         QUERIES,
-        "WHEN {incarnation} <> %(incarnation)s THEN 'restarted'",
+        "WHEN {incarnation} <> %(begun_in)s THEN 'restarted'",
         "WHEN false THEN 'restarted'",
         ("tests/integration/test_incarnation.py",),
     ),
@@ -255,7 +255,7 @@ MUTANTS = (
         "end-anybody",
         "a transaction with the same id of another life is ended",
         QUERIES,
-        "  AND {incarnation} = %(incarnation)s\n\n-- name: give_time",
+        "  AND {incarnation} = %(begun_in)s\n\n-- name: give_time",
         "\n-- name: give_time",
         ("tests/integration/test_incarnation.py",),
     ),
@@ -501,8 +501,8 @@ MUTANTS = (
         (
             "lost-counts",
             "a lost connection counts against a statement",
-            "return not connection_lost and driver is not None and",
-            "return driver is not None and",
+            "return not connection_lost and (sqlstate_of(error)",
+            "return (sqlstate_of(error)",
         ),
     ),
     # Whether Kafka still counts us.

@@ -57,6 +57,24 @@ def test_metrics_are_served_only_on_request(make_consumer: MakeConsumer, metrics
         assert content_type.startswith("text/plain")
 
 
+class Nobody:
+    """A consumer that cannot even say how it is."""
+
+    def health(self) -> Health:
+        raise AssertionError
+
+
+def test_a_failure_to_answer_is_told_to_the_client_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def render(accept: str) -> tuple[str, bytes]:
+        raise RuntimeError(f"no metrics as {accept or 'text'}")
+
+    with Endpoints(Nobody(), port=0, render=render) as endpoints:
+        status, _, text = get(endpoints.port, "/metrics")
+        assert (status, text) == (500, "RuntimeError: no metrics as text\n")
+        assert get(endpoints.port, "/livez")[0] == 500
+    assert "no answer to /metrics: RuntimeError: no metrics as text" in caplog.text
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/", 404), ("POST", "/livez", 501)])
 def test_nothing_else_is_served(make_consumer: MakeConsumer, method: str, path: str, status: int) -> None:
     with Endpoints(make_consumer(), port=0) as endpoints:
@@ -95,10 +113,6 @@ def test_an_address_of_either_family_is_listened_at(host: str) -> None:
             probe.bind((host, 0))
         except OSError as error:
             skip_unless("ipv6", str(error))
-
-    class Nobody:
-        def health(self) -> Health:
-            raise AssertionError
 
     with Endpoints(Nobody(), port=0, host=host) as endpoints:
         connection = http.client.HTTPConnection(host, endpoints.port, timeout=10)

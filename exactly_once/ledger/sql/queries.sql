@@ -30,7 +30,8 @@ SELECT pg_current_xact_id()::text, pg_backend_pid(), {incarnation} FROM set_conf
 -- name: begin_ledger
 -- Open a short transaction that only touches the ledger; the server ends it where its process froze inside.
 -- Its own bounds hold: a time-out of the role would end a wait for a lock before the one that is understood.
--- transaction_timeout came with Postgres 17.
+-- transaction_timeout came with Postgres 17. What may be lost, and what only locks rows to look at them, does not wait for
+-- the disk.
 BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL application_name = {tag};
 SET LOCAL lock_timeout = {lock_timeout};
@@ -38,25 +39,14 @@ SET LOCAL statement_timeout = 0;
 SET LOCAL idle_in_transaction_session_timeout = '10s';
 SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', true) END;
-SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean FROM set_config('array_nulls', 'on', true)
-
--- name: begin_not_durable
--- Open the same for what may be lost, and for what only locks rows to look at them: neither waits for the disk.
-BEGIN ISOLATION LEVEL READ COMMITTED;
-SET LOCAL application_name = {tag};
-SET LOCAL lock_timeout = {lock_timeout};
-SET LOCAL statement_timeout = 0;
-SET LOCAL idle_in_transaction_session_timeout = '10s';
-SET LOCAL synchronous_commit = off;
-SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
-            THEN set_config('transaction_timeout', '0', true) END;
+SELECT set_config('synchronous_commit', 'off', true) WHERE NOT {is_durable};
 SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean FROM set_config('array_nulls', 'on', true)
 
 -- name: xact_status
 -- What became of a transaction; null when the server no longer knows. One statement, so that the incarnation of the server and
 -- the answer belong together whatever connection this is asked on.
 SELECT CASE
-    WHEN {incarnation} <> %(incarnation)s THEN 'restarted'
+    WHEN {incarnation} <> %(begun_in)s THEN 'restarted'
     WHEN EXISTS (SELECT FROM pg_prepared_xacts p
                  WHERE p.transaction::text = ((%(xid)s::text)::numeric %% 4294967296)::text) THEN 'prepared'
     ELSE pg_xact_status((%(xid)s::text)::xid8) END
@@ -338,7 +328,7 @@ FROM pg_locks l
 WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.granted AND l.pid = %(pid)s
   AND l.transactionid::text = ((%(xid)s::text)::numeric %% 4294967296)::text
   AND NOT EXISTS (SELECT FROM pg_stat_activity a WHERE a.pid = l.pid AND a.wait_event = 'SyncRep')
-  AND {incarnation} = %(incarnation)s
+  AND {incarnation} = %(begun_in)s
 
 -- name: give_time
 -- Let a backend that was told to end do so.
