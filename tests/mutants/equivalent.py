@@ -14,4 +14,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "Bisection.named: 0 -> 1": "a batch that failed has at least one message",
         "Bisection.named: 0 -> -1": "a batch that failed has at least one message",
     },
+    "exactly_once/ledger/outcome.py": {
+        "Patience.committed: self.tries, self.by_statement, self._batch, self._seconds, self._last = "
+        "(0, 0, None, 0.0, None) -> self.tries, self.by_statement, self._seconds, self._last = (0, 0, 0.0, None)": (
+            "what is counted of a batch is 0 already"
+        ),
+        "is_mistaken: driver is None or not isinstance(driver, psycopg.OperationalError) -> "
+        "not isinstance(driver, psycopg.OperationalError)": "None is no such error either",
+        "is_mistaken: True -> False": "split() gives two parts for each attempt",
+    },
+    "exactly_once/publish/window.py": {
+        "Generations.age: 2 -> 3": "after two turns no key is left, and turns are compared with each other only",
+        "WindowFilter.__init__: 0 -> -1": "neither is above 0",
+    },
 }
