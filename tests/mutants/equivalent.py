@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_NO_BOUND = "what is not above 0 is no bound"
 _SET_BEFORE = "failed() and named() set it before it is read"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
@@ -13,6 +14,15 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "Bisection.__init__: 0 -> -1 #3": _SET_BEFORE,
         "Bisection.named: 0 -> 1": "a batch that failed has at least one message",
         "Bisection.named: 0 -> -1": "a batch that failed has at least one message",
+    },
+    "exactly_once/consumer/buffer.py": {
+        "Sent.__init__: repeat(only_topic) if only_topic else list(map(Message.topic, messages)) -> "
+        "list(map(Message.topic, messages))": "repeat() is only cheaper",
+        "_read_headers: headers.count(None) < len(headers) -> headers.count(None) <= len(headers)": (
+            "where no message has headers there is nothing to copy"
+        ),
+        "FetchBuffer.__init__: 0 -> -1": _NO_BOUND,
+        "FetchBuffer.__init__: 0 -> -1 #3": _NO_BOUND,
     },
     "exactly_once/ledger/outcome.py": {
         "Patience.committed: self.tries, self.by_statement, self._batch, self._seconds, self._last = "
