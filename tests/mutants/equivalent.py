@@ -21,6 +21,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "_read_headers: headers.count(None) < len(headers) -> headers.count(None) <= len(headers)": (
             "where no message has headers there is nothing to copy"
         ),
+        "_remade: 1.0 -> 2.0": "the client shows no latency below 0",
+        "_remade: 1 -> 2": "the client shows no leader epoch below 0",
         "FetchBuffer.__init__: 0 -> -1": _NO_BOUND,
         "FetchBuffer.__init__: 0 -> -1 #3": _NO_BOUND,
     },

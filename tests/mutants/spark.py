@@ -476,16 +476,6 @@ SPARK = (
     ),
     *each(
         "spark_sink/run.py",
-        (f"{CAUGHT}::test_what_fails_before_the_ledger_has_a_row_is_refused_as_well[batch]",),
-        (
-            "failure-new",
-            "behind a batch that failed the ledger begins where the query stands: loses",
-            "if failure is None or r.start is None]",
-            "if True]",
-        ),
-    ),
-    *each(
-        "spark_sink/run.py",
         (f"{CAUGHT}::test_a_ledger_that_was_set_back_is_not_laid_to_the_function",),
         (
             "set-back-blamed",

@@ -181,6 +181,7 @@ def test_a_batch_that_is_put_back_comes_first_alone_and_counts_its_attempts() ->
     batch, _ = delivery.next_batch(MANY, MANY)
     delivery.add([message(A0, 2)])
     delivery.requeue(batch)
+    assert delivery.waiting == 3
     assert delivery.next_batch(MANY, MANY) == (batch, {A0: Span(0, 2, 7)})
     assert delivery.attempt == 2
     assert delivery.next_batch(MANY, MANY)[1] == {A0: Span(2, 3, 7)}
@@ -308,7 +309,7 @@ def test_no_more_is_kept_than_the_client_holds() -> None:
         assert delivery.to_pause == {A0}
 
 
-@pytest.mark.parametrize(("queue_bytes", "to_pause"), [(5009, None), (5010, {A0})])
+@pytest.mark.parametrize(("queue_bytes", "to_pause"), [(1, None), (5009, None), (5010, {A0})])
 def test_a_kept_message_counts_half_a_kilobyte_beside_what_is_in_it(queue_bytes: int, to_pause: Any) -> None:
     delivery = delivering(A0, A1, queue_bytes=queue_bytes)
     delivery.add([message(A0, offset) for offset in range(10)], keep=True)
