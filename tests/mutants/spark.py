@@ -485,26 +485,6 @@ SPARK = (
         ),
     ),
     *each(
-        "spark_sink/run.py",
-        (f"{CAUGHT}::test_a_batch_that_failed_and_came_again_is_forgotten[batch]",),
-        (
-            "failure-unsettled",
-            "a failure that an operator has left out is told of for ever",
-            "            self._log.settle_failure(group_id)\n",
-            "            pass\n",
-        ),
-    ),
-    *each(
-        "spark_sink/ranges.py",
-        (f"{CAUGHT}::test_what_fails_before_the_ledger_has_a_row_is_refused_as_well[batch]",),
-        (
-            "resets-no-row",
-            "the command that an error names is refused where the topic has no row",
-            "absent = sorted({p.topic for p in offsets} - {p.topic for p in existing})",
-            "absent = []",
-        ),
-    ),
-    *each(
         "spark_sink/ranges.py",
         (f"{NAMES}::test_the_key_to_claim[.a]",),
         (
