@@ -12,6 +12,11 @@ UNKNOWN = "tests/integration/test_commit_outcome.py"
 CONTRACT = "tests/integration/test_handler_breaks_contract.py"
 DEFER = "tests/integration/test_defer.py"
 JOIN = "tests/integration/test_join.py"
+ISOLATED = (
+    "test_of_many_that_start_under_one_name_one_lives",
+    "test_batches_of_many_processes_in_any_order_do_not_deadlock",
+)
+ODD = "tests/integration/test_odd_applications.py"
 
 CONSUMING = (
     *each(
@@ -306,6 +311,171 @@ CONSUMING = (
             "offsets that were moved in a joined transaction count as not moved",
             "        self.sent = Sent.ADVANCE\n",
             "",
+        ),
+    ),
+    # Blocks of transaction() that are open at an edge of a unit.
+    *each(
+        "exactly_once/ledger/transaction.py",
+        (
+            f"{CONTRACT}::test_a_block_of_one_unit_that_ends_in_a_later_one_undoes_nothing_of_that",
+            f"{CONTRACT}::test_a_block_that_crosses_the_edge_of_a_joined_one_is_refused",
+        ),
+        (
+            "block-crosses",
+            "a unit commits within a block whose end may undo it",
+            "if open_blocks(connection) != self._blocks:",
+            "if False:",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/transaction.py",
+        (JOIN,),
+        (
+            "block-around",
+            "a block around join() is refused",
+            "Sent.JOINED, open_blocks(connection)",
+            "Sent.JOINED, 0",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/session.py",
+        (
+            f"{CONTRACT}::test_a_block_of_one_unit_that_ends_in_a_later_one_undoes_nothing_of_that",
+            f"{CONTRACT}::test_a_block_that_is_opened_between_units_ends_nothing",
+        ),
+        (
+            "block-between",
+            "a block that was opened between two units ends in the next one: loses",
+            "if status == TransactionStatus.IDLE and not open_blocks(self._connection):",
+            "if status == TransactionStatus.IDLE:",
+        ),
+        (
+            "block-kept",
+            "a block of a unit that failed ends in a later one: loses",
+            "(TransactionStatus.UNKNOWN, TransactionStatus.ACTIVE) or open_blocks(self._connection):",
+            "(TransactionStatus.UNKNOWN, TransactionStatus.ACTIVE):",
+        ),
+    ),
+    # What a handler can do to its unit, and an application to its process, its role and its connections.
+    *each(
+        "exactly_once/consumer/unit.py",
+        (f"{CONTRACT}::test_a_handler_cannot_change_how_far_its_unit_moves",),
+        (
+            "advances-emptied",
+            "a handler that empties advances stores effects without offsets: doubles",
+            "self._advances = tuple(advances)",
+            "self._advances = advances",
+        ),
+    ),
+    *each(
+        "exactly_once/consumer/unit.py",
+        (f"{DEFER}::test_what_is_deferred_within_a_pipeline_of_somebody_else_keeps_its_place",),
+        (
+            "defer-overtaken",
+            "what is deferred within somebody else's pipeline comes behind what follows it",
+            "if self._is_lent or self.work.connection.pgconn.pipeline_status != PipelineStatus.OFF:",
+            "if self._is_lent:",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/session.py",
+        (f"{ODD}::test_adapters_that_were_registered_for_everybody_before_the_import_are_no_different",),
+        (
+            "adapters-shared",
+            "adapters that an application has registered convert the library's own values",
+            "ADAPTERS = adapt.AdaptersMap(types=TypesRegistry())",
+            "ADAPTERS = adapt.AdaptersMap(psycopg.adapters)",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/session.py",
+        (f"{ODD}::test_in_a_database_without_an_encoding_one_name_is_one_row",),
+        (
+            "unconverted-name",
+            "in a database without an encoding one topic has two rows: doubles",
+            ' or (is_unconverted and connection.info.encoding != "utf-8"):',
+            ":",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/rows.py",
+        (f"{ODD}::test_a_name_of_the_schema_is_spelt_as_the_connection_spells_it",),
+        (
+            "schema-utf8",
+            "the schema is written in UTF-8 where the connection has another encoding",
+            "(part.as_bytes(cursor_on(connection)) for part in parts)",
+            "(part.as_bytes(None) for part in parts)",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/session.py",
+        tuple(f"tests/publish/test_postgres_window.py::{name}" for name in ISOLATED),
+        (
+            "role-isolates",
+            "the role's isolation holds for changes of the ledger",
+            "                    connection.isolation_level = IsolationLevel.READ_COMMITTED\n",
+            "",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/sql/queries.sql",
+        ("tests/integration/test_schema.py::test_eight_threads_migrate_at_once",),
+        (
+            "migrates-blind",
+            "of processes that migrate at once the second does not see what the first has done",
+            "SET TRANSACTION ISOLATION LEVEL READ COMMITTED;\n",
+            "",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/store.py",
+        tuple(f"tests/publish/test_postgres_window.py::{name}" for name in ISOLATED),
+        (
+            "marks-blind",
+            "statements of a filter fail where the role's isolation shows them one snapshot",
+            "if self._session.is_read_committed:",
+            "if True:",
+        ),
+    ),
+    # Whose fault an error is.
+    *each(
+        "exactly_once/ledger/outcome.py",
+        (f"{OUTCOME}::test_what_no_statement_of_a_message_brings_about_is_never_its_fault",),
+        (
+            "doubtful-nobodys",
+            "one branch of the handler that the server refuses stops everything",
+            ".startswith(_DOUBTFUL)",
+            '.startswith("42")',
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/outcome.py",
+        ("tests/integration/test_handler_at_fault.py::test_a_sqlstate_of_bad_data_is_the_messages_fault",),
+        (
+            "data-doubtful",
+            "a row that a handler's function does not find is not the message's fault",
+            '"02", "09", ',
+            '"09", ',
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/outcome.py",
+        (OUTCOME,),
+        (
+            "foreign-away",
+            "a foreign server that is away is the message's fault",
+            ', "HV00N")',
+            ")",
+        ),
+    ),
+    *each(
+        "exactly_once/consumer/maintenance.py",
+        ("tests/observe/test_health.py::test_a_group_that_keeps_a_member_waiting_is_told_of",),
+        (
+            "waits-silently",
+            "a member that waits for its group logs nothing",
+            "if not self.is_member and now >= due:",
+            "if False:",
         ),
     ),
 )

@@ -31,7 +31,7 @@ from .equivalent import EQUIVALENT
 ROOT = Path(__file__).resolve().parents[2]
 TESTS: dict[str, tuple[str, ...]] = {
     "exactly_once/consumer/bisection.py": ("tests/unit/test_poison.py",),
-    "exactly_once/consumer/buffer.py": ("tests/unit/test_delivery.py",),
+    "exactly_once/consumer/buffer.py": ("tests/unit/test_sent.py", "tests/unit/test_delivery.py"),
     "exactly_once/consumer/outcomes.py": ("tests/unit/test_outcomes.py",),
     "exactly_once/consumer/partitions.py": ("tests/unit/test_ownership.py", "tests/unit/test_delivery.py"),
     "exactly_once/ledger/conflict.py": ("tests/unit/test_ownership.py",),

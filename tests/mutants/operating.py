@@ -415,4 +415,86 @@ OPERATING = (
             "start = self.old_offset",
         ),
     ),
+    # Numbers on a command line.
+    *each(
+        "exactly_once/cli/options.py",
+        ("tests/cli/test_options.py::test_no_option_takes_a_number_that_is_none_or_has_no_bounds",),
+        (
+            "number-nan",
+            "nan is within any bounds",
+            "if least <= (value := kind(text)) <= most:",
+            "if not ((value := kind(text)) < least or value > most):",
+        ),
+        (
+            "number-long",
+            "a number may be as large as it likes",
+            "if least <= (value := kind(text)) <= most:",
+            "if least <= (value := kind(text)):",
+        ),
+    ),
+    # Runs that show nothing.
+    *each(
+        "exactly_once/cli/soak.py",
+        ("tests/cli/test_soak.py::test_a_soak_without_a_fault_shows_nothing",),
+        (
+            "soak-anomaly",
+            "a soak that has found an anomaly counts as one that was cut short",
+            '    if verdict["anomalies"]:\n        return 1\n',
+            "",
+        ),
+        (
+            "soak-calm",
+            "a soak in which no fault struck shows that all is well",
+            'return 0 if verdict["ok"] else CUT_SHORT',
+            "return 0",
+        ),
+    ),
+    *each(
+        "exactly_once/cli/verify.py",
+        ("tests/cli/test_verify.py::test_without_a_fault_nothing_is_shown",),
+        (
+            "verify-calm",
+            "a pipeline at which no fault struck is exact",
+            "return 0 if verdict.is_shown else CUT_SHORT",
+            "return 0",
+        ),
+    ),
+    *each(
+        "exactly_once/cli/__init__.py",
+        ("tests/cli/test_verify.py::test_a_server_that_is_away_is_named",),
+        (
+            "verify-error",
+            "a run that ended by an error counts as one that found something",
+            "code = CUT_SHORT if named in _RUNS else 1",
+            "code = 1",
+        ),
+    ),
+    *each(
+        "exactly_once/cli/verify.py",
+        ("tests/cli/test_verify.py::test_what_cannot_be_verified_is_refused_before_anything_begins",),
+        (
+            "verify-program",
+            "a program that cannot be run is found out by its silence",
+            "if not words or shutil.which(words[0]) is None:",
+            "if not words:",
+        ),
+        (
+            "verify-columns",
+            "a query of other columns than number and count is begun with",
+            "if len(columns) != 2 or",
+            "if False and",
+        ),
+        (
+            "verify-before",
+            "effects of before count as those of messages",
+            "if old := counted(cursor.fetchall()):",
+            "if old := {}:",
+        ),
+        (
+            "verify-leaves",
+            "what --setup has made stays where a refusal follows",
+            "            with session.connection.transaction():\n",
+            "            with contextlib.nullcontext():\n",
+        ),
+    ),
 )

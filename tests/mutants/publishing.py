@@ -10,6 +10,9 @@ CRASHES = "tests/publish/test_sequence_crashes.py"
 WINDOW = "tests/publish/test_postgres_window.py"
 SHARDS = "tests/publish/test_shards.py"
 CLAIMS = "tests/integration/test_claims.py"
+OTHER_LOGS = "tests/publish/test_other_logs.py"
+ON_BROKER = "tests/publish/test_sequences_on_broker.py"
+LAGGING = "tests/publish/test_lagging_replica.py::test_a_restart_while_a_replica_lags_doubles_nothing"
 
 PUBLISHING = (
     # The states of a key.
@@ -398,6 +401,185 @@ PUBLISHING = (
             "of two members that turn at once both do: doubles",
             "    IF to_go > 0 THEN\n        RETURN to_go;\n    END IF;\n    EXECUTE",
             "    EXECUTE",
+        ),
+    ),
+    # What an interrupt hides: whether the client has taken a message.
+    *each(
+        "exactly_once/publish/delivery.py",
+        (
+            "tests/publish/test_interrupts.py::test_a_message_that_the_client_has_taken_is_not_sent_again",
+            "tests/publish/test_interrupts.py::test_a_report_that_nobody_kept_is_of_another_message_than_the_one_in_doubt",
+        ),
+        (
+            "interrupted-absent",
+            "a message that was interrupted in the client's produce is released: doubles",
+            "if places and not isinstance(error, _REFUSALS):",
+            "if False:",
+        ),
+        (
+            "interrupted-alone",
+            "the report of a message in doubt is not kept, and it stays unknown",
+            "if doubtful := {doubt.place for doubt in self.doubts if doubt.batch is batch}:",
+            "if doubtful := set():",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/publisher.py",
+        ("tests/publish/test_interrupts.py",),
+        (
+            "doubt-early",
+            "a message in doubt is unknown while the client may still report it",
+            "topic.settle(doubts if doubts and not len(self._client) else ())",
+            "topic.settle(doubts)",
+        ),
+        (
+            "doubt-for-ever",
+            "a message that the client has not taken waits for a report for ever",
+            "topic.settle(doubts if doubts and not len(self._client) else ())",
+            "topic.settle()",
+        ),
+    ),
+    # The end of a producer.
+    *each(
+        "exactly_once/publish/publisher.py",
+        ("tests/publish/test_closing.py",),
+        (
+            "close-first",
+            "a callback's own error hides that messages failed",
+            "(isinstance(e, Exception), not isinstance(e, PublishError))",
+            "0",
+        ),
+        (
+            "close-others-open",
+            "the client of numbered messages stays open",
+            "            self._close_others()\n",
+            "            pass\n",
+        ),
+        (
+            "close-untold",
+            "what raised beside the gravest is told nowhere",
+            'logger.error("closing producer %r: %s"',
+            'logger.debug("closing producer %r: %s"',
+        ),
+    ),
+    *each(
+        "exactly_once/publish/guard.py",
+        ("tests/publish/test_forked.py::test_a_child_leaves_its_parents_producer_alone[numbers-free]",),
+        (
+            "child-frees",
+            "a child frees its parent's client, and stands still",
+            "            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))\n",
+            "            pass\n",
+        ),
+    ),
+    # Logs that cannot prove absence.
+    *each(
+        "exactly_once/publish/tail.py",
+        (f"{OTHER_LOGS}::test_what_a_compacted_topic_does_not_hold_of_a_dead_owner_is_unknown",),
+        (
+            "compacted-absent",
+            "what a compacted topic does not hold was not there: doubles",
+            "        if self.is_compacted:\n",
+            "        if False:\n",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/tail.py",
+        (
+            f"{OTHER_LOGS}::test_a_topic_that_was_made_anew_and_has_grown_is_read_from_its_beginning",
+            f"{OTHER_LOGS}::test_a_topic_that_was_made_anew_and_is_short_leaves_no_key_stuck",
+        ),
+        (
+            "another-topic-same",
+            "a topic that was made anew is read from where the one before ended",
+            "and topic_id != self.topic_id",
+            "and False",
+        ),
+        (
+            "rest-beyond",
+            "a log that ends before its start is read from there",
+            "is_there = low <= start <= high",
+            "is_there = low <= start",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/recovery.py",
+        (f"{OTHER_LOGS}::test_a_topic_that_was_made_anew_and_has_grown_is_read_from_its_beginning",),
+        (
+            "positions-nameless",
+            "positions do not tell of which topic they are",
+            "{TOPIC_ID: id_of(kafka, topic)} | {",
+            "{",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/publisher.py",
+        (
+            f"{OTHER_LOGS}::test_resolve_leaves_unknown_what_a_topic_that_has_become_compacted_does_not_hold",
+            f"{OTHER_LOGS}::test_resolve_leaves_unknown_what_a_topic_that_was_made_anew_does_not_hold",
+        ),
+        (
+            "resolve-sure",
+            "resolve() takes what such a log does not hold for absent: doubles",
+            "is_sure=is_sure and why is None)",
+            "is_sure=is_sure)",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/recovery.py",
+        (f"{OTHER_LOGS}::test_numbers_are_not_sent_on_where_nobody_can_tell_who_else_has_sent_some",),
+        (
+            "writer-unseen",
+            "a log that shows no other writer has none: doubles",
+            "if (why := describe(self.kafka, self.topic).why_unsure(self.topic_id)) is not None:",
+            "if (why := None) is not None:",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/transactional.py",
+        (f"{OTHER_LOGS}::test_a_transaction_that_a_compacted_topic_does_not_show_is_unknown",),
+        (
+            "transaction-cleaned",
+            "a transaction that a compacted topic does not show was aborted: doubles",
+            "if (why := describe(self._kafka, topic).why_unsure()) is None:",
+            "if (why := None) is None:",
+        ),
+    ),
+    # Without transactions: what a killed life has sent may not be visible yet.
+    *each(
+        "exactly_once/publish/recovery.py",
+        (f"{ON_BROKER}::test_without_transactions_recovery_waits_for_replicas_after_an_unclean_end",),
+        (
+            "lags-once",
+            "a replica that lags may still be in sync when the topic is read: doubles",
+            "_LAGS = 1.5",
+            "_LAGS = 1.0",
+        ),
+        (
+            "leaves-at-once",
+            "the topic is read before the controller has written down who is in sync: doubles",
+            "_LEAVE_SECONDS = 1.0",
+            "_LEAVE_SECONDS = 0.0",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/recovery.py",
+        (f"{ON_BROKER}::test_transactions_after_a_life_without_them_wait_for_replicas_too",),
+        (
+            "fence-trusted",
+            "what was sent without transactions counts as fenced: doubles",
+            'self.is_fenced and content.get("transactions", True)',
+            "self.is_fenced",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/tail.py",
+        (f"{LAGGING}[False-1]",),
+        (
+            "lag-of-anybody",
+            "replica.lag.time.max.ms is asked of a broker that may be away",
+            "str(leaders[0])",
+            "str(min(found.brokers))",
         ),
     ),
 )

@@ -13,6 +13,8 @@ PUBLICATION = "tests/spark/test_publication.py"
 DEFINE = "tests/spark/test_define.py"
 MADE = "tests/spark/test_made_tables.py"
 CLAIMS = "tests/spark/test_claims.py"
+CAUGHT = "tests/spark/test_caught_errors.py"
+NAMES = "tests/spark/test_names.py"
 
 SPARK = (
     # What a batch covers against what the ledger says.
@@ -425,6 +427,91 @@ SPARK = (
             "a column that comes within a query is not added",
             "any(new_columns(each, *self._tables[name][::2])",
             "any({}",
+        ),
+    ),
+    # A batch that failed, behind which Spark goes on.
+    *each(
+        "spark_sink/offset_log.py",
+        (f"{RANGES}::test_a_failure_is_kept_until_its_batch_was_written",),
+        (
+            "failure-written",
+            "a batch that is written hides one behind it that failed: loses",
+            "if failure is not None and failure.batch_id <= batch_id:",
+            "if failure is not None:",
+        ),
+        (
+            "failure-last",
+            "of several failures the last one is named",
+            "first = min(other, this, key=lambda failure: failure.batch_id)",
+            "first = this",
+        ),
+        (
+            "failure-short",
+            "what an earlier failure left out counts as written: loses",
+            "together = {p: max(other.ends.get(p, 0), ends.get(p, 0)) for p in {*other.ends, *ends}}",
+            "together = dict(ends)",
+        ),
+        (
+            "failure-for-ever",
+            "a failure is told of although the ledger has all of it",
+            "._replace(failure=None))",
+            ")",
+        ),
+        (
+            "failure-forgotten",
+            "a failure is not in the file beside the checkpoint: loses",
+            '"failure": failed}',
+            '"failure": None}',
+        ),
+    ),
+    *each(
+        "spark_sink/sink.py",
+        (f"{CAUGHT}::test_a_database_that_cannot_be_reached_is_such_an_error",),
+        (
+            "failure-unnoted",
+            "a batch whose error the user's function catches is lost",
+            "                run.note_failure(batch_id, error)\n",
+            "",
+        ),
+    ),
+    *each(
+        "spark_sink/run.py",
+        (f"{CAUGHT}::test_a_ledger_that_was_set_back_is_not_laid_to_the_function",),
+        (
+            "set-back-blamed",
+            "a database that was set back is laid to the user's function",
+            "if failure is None or was_set_back:",
+            "if failure is None:",
+        ),
+    ),
+    *each(
+        "spark_sink/ranges.py",
+        (f"{NAMES}::test_the_key_to_claim[.a]",),
+        (
+            "key-as-path",
+            "a key to claim whose name begins with a dot is read as a path",
+            "kept.select([*PLACES, self._claim]).rename_columns([*PLACES, _KEY]), self._claim)",
+            "kept.select([*PLACES, self._claim]).rename_columns([*PLACES, self._claim]), self._claim)",
+        ),
+    ),
+    *each(
+        "spark_sink/run.py",
+        (f"{NAMES}::test_columns_that_are_there",),
+        (
+            "names-to-tasks",
+            "columns with dots in their names do not reach the tasks",
+            "numbered = frame.toDF(*map(str, range(len(frame.columns))))",
+            "numbered = frame",
+        ),
+    ),
+    *each(
+        "spark_sink/attempt.py",
+        (f"{ATTEMPTS}::test_also_cannot_change_how_far_the_ledger_moves",),
+        (
+            "moves-emptied",
+            "a function that empties the offsets of its unit stores effects without them: doubles",
+            "offsets=dict(moves)))",
+            "offsets=moves))",
         ),
     ),
 )

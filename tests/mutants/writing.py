@@ -6,6 +6,11 @@ from .mutant import each
 
 CHANGES = "tests/writer/test_changes.py"
 CODECS = "tests/writer/test_codecs.py"
+TABLE_WRITER = "tests/writer/test_table_writer.py"
+FORMATS = "tests/writer/test_formats.py"
+ENVELOPES = "tests/writer/test_envelopes.py"
+SHAPING = "tests/writer/test_shaping.py"
+NEW_TABLES = "tests/cli/test_sink_new_tables.py"
 
 WRITING = (
     # Several changes of one key.
@@ -446,6 +451,319 @@ WRITING = (
             "an identity that is named is drawn anew",
             "({columns}) OVERRIDING SYSTEM VALUE SELECT",
             "({columns}) OVERRIDING USER VALUE SELECT",
+        ),
+    ),
+    # What the next batch notices of a table.
+    *each(
+        "exactly_once/ledger/sql/writer.sql",
+        (f"{TABLE_WRITER}::test_what_was_altered_about_a_table_is_known_in_the_next_batch",),
+        (
+            "shape-keys",
+            "a unique index that comes or goes is not noticed",
+            "CASE WHEN c.relhasindex THEN ARRAY",
+            "CASE WHEN false THEN ARRAY",
+        ),
+        (
+            "shape-primary",
+            "a primary key that comes is not noticed",
+            "concat(indexrelid, indisprimary, indisvalid)",
+            "concat(indexrelid)",
+        ),
+        (
+            "shape-defaults",
+            "another default is not noticed",
+            "CASE WHEN a.atthasdef THEN",
+            "CASE WHEN false THEN",
+        ),
+        (
+            "shape-rules",
+            "a rule that comes is not noticed",
+            "CASE WHEN c.relhasrules THEN ARRAY",
+            "CASE WHEN false THEN ARRAY",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/sql/writer.sql",
+        (f"{TABLE_WRITER}::test_what_is_made_to_notice_deletes_notices_those_of_the_next_batch",),
+        (
+            "shape-triggers",
+            "a trigger or a foreign key that comes misses a delete",
+            "CASE WHEN c.relhastriggers THEN EXISTS",
+            "CASE WHEN false THEN EXISTS",
+        ),
+        (
+            "shape-partitions",
+            "a trigger that comes to a partition misses a delete",
+            "CASE c.relkind WHEN 'p' THEN EXISTS",
+            "CASE c.relkind WHEN '-' THEN EXISTS",
+        ),
+        (
+            "trigger-of-partition",
+            "a trigger of a partition misses deletes",
+            " OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))",
+            "",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/sql/writer.sql",
+        (f"{TABLE_WRITER}::test_policies_that_come_to_hold_are_known_in_the_next_batch",),
+        (
+            "shape-policies",
+            "policies that come to hold are not noticed, and COPY is refused",
+            "    row_security_active(c.oid),\n",
+            "",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/writer.py",
+        (f"{TABLE_WRITER}::test_a_row_that_a_policy_refuses_is_no_sign_of_an_altered_table",),
+        (
+            "policy-stale",
+            "a row that a policy refuses is tried again as if the table was altered",
+            'if state == "42501":',
+            "if False:",
+        ),
+    ),
+    # Values of MySQL as Canal sends them.
+    *each(
+        "exactly_once/writer/mysql.py",
+        (f"{FORMATS}::test_values_of_canal_are_read_by_the_types_of_mysql",),
+        (
+            "enum-next",
+            "an enum is the label behind its own",
+            "else [number - 1]",
+            "else [number]",
+        ),
+        (
+            "enum-quote",
+            "a quote in a label is two",
+            r"""re.sub(r"''|""",
+            're.sub(r"',
+        ),
+        (
+            "set-single",
+            "a set is one label",
+            'if base == "set" else',
+            "if False else",
+        ),
+        (
+            "bits-decimal",
+            "the digits of a number are bits",
+            'if base == "bit" and name in ("bit", "varbit"):',
+            "if False:",
+        ),
+        (
+            "bytes-utf8",
+            "bytes are those of UTF-8",
+            '.encode("latin-1")',
+            ".encode()",
+        ),
+        (
+            "bytes-of-geometry",
+            "a table that is made has text for a geometry",
+            "binary|blob|geom|^(multi)",
+            "binary|blob|^(multi)",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/mysql.py",
+        (f"{FORMATS}::test_values_of_canal_that_a_column_would_take_for_others_are_refused",),
+        (
+            "text-as-bytes",
+            "a text goes into a column of bytes as its base64",
+            '    if name == "bytea":\n',
+            "    if False:\n",
+        ),
+        (
+            "label-unknown",
+            "a number without a label is another error than one of the message",
+            "if number and chosen[-1] >= len(labels):",
+            "if False:",
+        ),
+        (
+            "bytes-replaced",
+            "bytes that are no text become replacement characters",
+            "else value.decode())",
+            'else value.decode(errors="replace"))',
+        ),
+    ),
+    # Parts of keys and headers.
+    *each(
+        "exactly_once/writer/json_shape.py",
+        (f"{SHAPING}::test_a_part_of_a_key_is_read_as_a_value_is",),
+        (
+            "key-wrapped",
+            "a part of a key with a schema is not found",
+            'if fields.keys() <= {"schema", "payload"} and "payload" in fields:',
+            "if False:",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/decoding.py",
+        (f"{SHAPING}::test_options_of_a_column_hold_for_a_part_of_a_key_and_a_header",),
+        (
+            "header-plain",
+            "options of a column do not hold for a header",
+            'kind == "header" and (reading is None or not reading.is_special(column)):',
+            'kind == "header":',
+        ),
+        (
+            "part-plain",
+            "options of a column do not hold for a part of a key",
+            "json_values.part_of(find, column, reading or json_values.Reading())",
+            "json_values.part_of(find, column, json_values.Reading())",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/from_json.py",
+        (f"{SHAPING}::test_headers_and_parts_of_keys_that_never_came_are_columns_that_nothing_fills",),
+        (
+            "unfilled-envelope",
+            "a header that never comes is not told",
+            "{*self._paths, *self._envelope.sources}",
+            "{*self._paths}",
+        ),
+    ),
+    # Names with dots.
+    *each(
+        "exactly_once/writer/formats.py",
+        (f"{SHAPING}::test_names_with_dots_are_found_by_filters_and_dropped_within_objects",),
+        (
+            "dots-whole",
+            "a filter finds a name with dots only where all of it is one name, or none: loses",
+            "for length in range(len(path), 0, -1):",
+            "for length in {len(path): 0, 1: 0}:",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/from_json.py",
+        (f"{SHAPING}::test_names_with_dots_are_found_by_filters_and_dropped_within_objects",),
+        (
+            "dots-dropped",
+            "a field with dots within an object is not dropped",
+            "for names in _readings(path_of(path)))]",
+            "for names in (path_of(path), (path,)))]",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/envelopes.py",
+        (f"{SHAPING}::test_a_field_that_is_dropped_may_be_left_out_by_the_source",),
+        (
+            "dropped-asked",
+            "a row is refused for a value that goes nowhere",
+            "if text == UNAVAILABLE and n not in self._drop), None)",
+            "if text == UNAVAILABLE), None)",
+        ),
+    ),
+    # MessagePack.
+    *each(
+        "exactly_once/writer/formats.py",
+        (f"{FORMATS}::test_timestamps_of_messagepack_keep_their_nanoseconds",),
+        (
+            "msgpack-microseconds",
+            "timestamps lose their nanoseconds",
+            "if any(hint in value for hint in _FINE_TIMES) else",
+            "if False else",
+        ),
+        (
+            "msgpack-1970",
+            "a timestamp before 1970 is one of the far future",
+            'int.from_bytes(data[4:], "big", signed=True)',
+            'int.from_bytes(data[4:], "big")',
+        ),
+    ),
+    *each(
+        "exactly_once/writer/formats.py",
+        (f"{FORMATS}::test_extensions_of_messagepack_are_json_and_hold_up_nothing_where_no_column_takes_them",),
+        (
+            "msgpack-extension",
+            "an extension holds up its partition",
+            "if isinstance(value, msgspec.msgpack.Ext):",
+            "if False:",
+        ),
+    ),
+    # Numbers that may be base64, and bits.
+    *each(
+        "exactly_once/writer/envelopes.py",
+        (f"{ENVELOPES}::test_a_text_that_may_be_a_number_or_its_base64_is_refused_where_no_schema_tells",),
+        (
+            "number-or-base64",
+            "the base64 of a number is stored as another number",
+            "if _NUMBER_OR_BASE64.fullmatch(row[name]):",
+            "if False:",
+        ),
+        (
+            "number-with-schema",
+            "a number is refused although a schema tells what it is",
+            "for name in self._unsure & row.keys() if schema is None else ():",
+            "for name in self._unsure & row.keys():",
+        ),
+        (
+            "number-decided",
+            "a number is refused although an option tells what it is",
+            "in NUMBERS and c.name not in self._decimal)",
+            "in NUMBERS)",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/logical.py",
+        (f"{ENVELOPES}::test_a_value_of_a_logical_type_becomes_what_it_stands_for",),
+        (
+            "bit-boolean",
+            "a single bit is refused by a column of bits",
+            'if schema.type == "boolean":',
+            "if False:",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/registry.py",
+        ("tests/writer/test_registry.py::test_values_may_be_plain_json_where_keys_are_in_avro",),
+        (
+            "unframed-believed",
+            "a value that is not in the wire format is read as JSON though no key of the topic is",
+            "if key is message.key():",
+            "if False:",
+        ),
+    ),
+    # Topics that show no columns yet.
+    *each(
+        "exactly_once/cli/sink_run.py",
+        (f"{NEW_TABLES}::test_topics_that_show_no_columns_yet_do_not_hold_up_the_others",),
+        (
+            "columns-held-up",
+            "a topic without messages keeps the others from being read",
+            "            lacking = lacking or error\n",
+            "            raise\n",
+        ),
+    ),
+    *each(
+        "exactly_once/cli/sink_run.py",
+        (f"{NEW_TABLES}::test_what_shows_no_columns_makes_no_table",),
+        (
+            "columns-awaited",
+            "with --until-end what lies behind the end is waited for",
+            "if lacking is not None and task.run.until_end and not ready:",
+            "if False:",
+        ),
+    ),
+    *each(
+        "exactly_once/cli/sink_worker.py",
+        (f"{NEW_TABLES}::test_what_would_be_refused_is_refused_where_there_is_no_table_yet",),
+        (
+            "late-unchecked",
+            "what a table would refuse counts as applied while there is none: loses",
+            "                check_without_table(flow, messages)\n",
+            "",
+        ),
+    ),
+    *each(
+        "exactly_once/cli/sink_worker.py",
+        (f"{NEW_TABLES}::test_topics_that_show_no_columns_yet_do_not_hold_up_the_others",),
+        (
+            "late-untold",
+            "that a table is not made is not told at the end",
+            "            if flow.topics not in self._sinks:\n                text",
+            "            if False:\n                text",
         ),
     ),
 )

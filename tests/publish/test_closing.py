@@ -39,7 +39,7 @@ def notes_of(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", ()))
 
 
-def test_a_callback_that_raises_hides_no_failed_message() -> None:
+def test_a_callback_that_raises_hides_no_failed_message(caplog: pytest.LogCaptureFixture) -> None:
     made, called = Closable(keys=10), list[KafkaError | None]()
     producer = DedupProducer(NOWHERE, dedup=made)
     for n in range(2):
@@ -49,6 +49,8 @@ def test_a_callback_that_raises_hides_no_failed_message() -> None:
     with pytest.raises(Undelivered, match=r"1 messages failed.*; 2 to t") as caught:
         producer.close()
     assert notes_of(caught.value).count("RuntimeError: the caller's own") == 2
+    logged = [each.getMessage() for each in caplog.records if getattr(each, "action", "") == "close_failed"]
+    assert ["RuntimeError: the caller's own" in each for each in logged] == [True, True]
     assert [error is None for error in called] == [False]
     assert (made.is_closed, producer.is_ended, made.reserve(0)) == (True, True, State.UNKNOWN)
 

@@ -62,12 +62,28 @@ def test_a_message_that_the_client_has_taken_is_not_sent_again(bootstrap_servers
         producer._client = Interrupted(producer._client, b"1", is_taken=True)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
             way(producer, topic)
+        producer.poll(0)  # the client still has it
         again = [producer.produce(topic, b"%d" % n, dedup_key=n) for n in range(4)]
         assert [delivery.is_attached for delivery in again] == [True, True, False, False]
         producer.flush(30)
         assert {delivery.outcome for delivery in again} == {Outcome.DELIVERED}
         way(producer, topic)
     assert values(bootstrap_servers, topic) == {b"%d" % n: 1 for n in range(4)}
+
+
+def test_a_report_that_nobody_kept_is_of_another_message_than_the_one_in_doubt(bootstrap_servers: str) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 2000}
+    with DedupProducer(settings, dedup=WindowFilter(keys=10)) as producer:
+        producer.produce(topic, b"0", dedup_key=0)
+        producer._client.flush(30)  # while nobody holds a delivery
+        producer._client = Interrupted(producer._client, b"1", is_taken=True)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            producer.produce(topic, b"1", dedup_key=1)
+        producer.poll(0)
+        again = [producer.produce(topic, b"%d" % n, dedup_key=n) for n in range(2)]
+        assert [(delivery.duplicate, delivery.is_attached) for delivery in again] == [(True, False), (False, True)]
+    assert values(bootstrap_servers, topic) == {b"0": 1, b"1": 1}
 
 
 @WAYS

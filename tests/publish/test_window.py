@@ -108,6 +108,29 @@ def test_a_window_of_one_key_is_one() -> None:
     assert (made.writes_key, WindowFilter(keys=1, writes_key=True).writes_key) == (False, True)
 
 
+def test_of_a_batch_with_a_seen_key_the_others_are_new() -> None:
+    made = WindowFilter(keys=10)
+    send(made, "a")
+    assert made.reserve_many(["b", "a", "c"]) == [State.NEW, State.DUPLICATE, State.NEW]
+
+
+def test_a_key_stays_for_its_seconds_from_its_confirmation_on() -> None:
+    clock = Clock()
+    made = WindowFilter(seconds=10, clock=clock)
+    made.reserve("slow")
+    clock.now += 95
+    made.confirm("slow")
+    clock.now += 9
+    assert made.reserve("slow") is State.DUPLICATE
+
+
+def test_a_released_key_takes_no_room() -> None:
+    made = WindowFilter(keys=10)
+    made.reserve("a")
+    made.release("a")
+    assert not made._open
+
+
 def test_a_window_without_an_end_keeps_all() -> None:
     clock = Clock()
     made = WindowFilter(seconds=math.inf, clock=clock)
@@ -169,9 +192,17 @@ def test_a_subclass_of_str_counts_by_its_text() -> None:
     assert made.reserve("a") is State.DUPLICATE
 
 
-@pytest.mark.parametrize("options", [{}, {"keys": 1, "seconds": 1}, {"keys": 0}, {"seconds": -1}])
-def test_a_window_that_is_none_is_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigurationError):
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "either keys= or seconds="),
+        ({"keys": 1, "seconds": 1}, "either keys= or seconds="),
+        ({"keys": 0}, "positive, not 0"),
+        ({"seconds": -1}, "positive, not -1"),
+    ],
+)
+def test_a_window_that_is_none_is_refused(options: dict[str, int], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
         WindowFilter(**options)  # type: ignore[arg-type]
 
 

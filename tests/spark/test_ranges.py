@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, TopicRecreated
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
-from spark_sink.offset_log import Mark, OffsetLog, parse_initial, parse_offsets
+from spark_sink.offset_log import Failure, Mark, OffsetLog, parse_initial, parse_offsets
 from spark_sink.ranges import Range, looked_through, over_skipped, remaining
 
 P = Partition("orders", 0)
@@ -85,6 +85,31 @@ def test_a_mark_is_kept_beside_the_checkpoint() -> None:
     log.note("g/1", 5, {other: 9})
     assert OffsetLog("/c", files.get).mark("g/1") == Mark(5, {P: 7, other: 9})
     assert OffsetLog("/c", files.get).mark("g") == Mark()
+
+
+def test_a_failure_is_kept_until_its_batch_was_written() -> None:
+    files, other = dict(FILES), Partition("orders", 1)
+    log = OffsetLog("/c", files.get, files.__setitem__)
+
+    def kept() -> Failure | None:
+        """What the next driver finds."""
+        assert OffsetLog("/c", files.get).mark("g") == log.mark("g")
+        return log.mark("g").failure
+
+    log.note("g", 3, {P: 5})
+    log.note_failure("g", 4, {P: 7, other: 9}, "the first")
+    log.note_failure("g", 5, {P: 8}, "of the next batch")
+    log.note_failure("g", 4, {P: 7, other: 9}, "again")
+    assert kept() == Failure(4, "the first", {P: 8, other: 9})
+    log.note("g", 3, {P: 5})
+    assert kept() == Failure(4, "the first", {P: 8, other: 9}), "of an earlier batch"
+    log.note("g", 4, {P: 7})
+    assert log.mark("g") == Mark(4, {P: 7}, None)
+    assert kept() is None
+    log.note_failure("g", 5, {P: 8}, "of the next batch")
+    log.settle_failure("g")
+    assert kept() is None
+    assert log.mark("g") == Mark(4, {P: 7}, None), "written by nobody"
 
 
 def batch(*sources: Any) -> bytes:

@@ -105,6 +105,7 @@ def test_nothing_is_taken_behind_what_cannot_be_read_and_everything_before_it() 
     assert at(batch) == [("a", 0, 0), ("a", 0, 1), ("a", 1, 0), ("a", 1, 1)]
     assert spans[A0].end == 2
     assert ownership.states[A0].position == 2
+    assert (delivery.dropped, delivery.not_owned) == (2, 0)
 
 
 @pytest.mark.parametrize(("offsets", "gaps"), [([0, 1, 2], 0), ([0, 2, 3], 1), ([5, 6, 9], 2), ([0, 3, 4, 9], 2)])
@@ -134,7 +135,13 @@ def test_messages_of_partitions_that_are_not_ours_are_dropped_and_counted() -> N
     delivery = delivering(A0)
     delivery.add([message(A1, 0), message(A0, 0), message(B0, 0)])
     assert at(delivery.next_batch(MANY, MANY)[0]) == [("a", 0, 0)]
-    assert delivery.dropped == 2
+    assert (delivery.dropped, delivery.not_owned) == (2, 2)
+
+
+def test_nothing_is_counted_before_anything_came() -> None:
+    delivery = delivering(A0)
+    assert (delivery.attempt, delivery.gaps, delivery.dropped, delivery.not_owned) == (0, 0, 0, 0)
+    assert (delivery.waiting, delivery.keeps, delivery.repeats, delivery.to_pause) == (0, False, False, set())
 
 
 @pytest.mark.parametrize("queue_bytes", [0, 50])
@@ -144,6 +151,15 @@ def test_a_batch_is_bounded_by_count_and_by_bytes(queue_bytes: int) -> None:
     assert [m.offset() for m in delivery.next_batch(2, 49)[0]] == [0, 1]
     assert [m.offset() for m in delivery.next_batch(9, 20)[0]] == [2, 3], "just what is allowed"
     assert [m.offset() for m in delivery.next_batch(9, 20)[0]] == [4, 5]
+
+
+@pytest.mark.parametrize(("options", "count"), [({}, 6), ({"can_outgrow": True}, 2)])
+def test_a_batch_is_weighed_only_where_it_may_be_larger_than_what_the_client_holds(
+    options: dict[str, Any], count: int
+) -> None:
+    delivery = delivering(A0, queue_bytes=20, **options)
+    delivery.add([message(A0, offset, size=10) for offset in range(6)])
+    assert len(delivery.next_batch(9, 20)[0]) == count
 
 
 def test_keys_count_as_bytes_too() -> None:
@@ -165,6 +181,7 @@ def test_a_batch_that_is_put_back_comes_first_alone_and_counts_its_attempts() ->
     batch, _ = delivery.next_batch(MANY, MANY)
     delivery.add([message(A0, 2)])
     delivery.requeue(batch)
+    assert delivery.waiting == 3
     assert delivery.next_batch(MANY, MANY) == (batch, {A0: Span(0, 2, 7)})
     assert delivery.attempt == 2
     assert delivery.next_batch(MANY, MANY)[1] == {A0: Span(2, 3, 7)}
@@ -290,6 +307,13 @@ def test_no_more_is_kept_than_the_client_holds() -> None:
         assert delivery.to_pause is None
         delivery.next_batch(1, MANY)
         assert delivery.to_pause == {A0}
+
+
+@pytest.mark.parametrize(("queue_bytes", "to_pause"), [(1, None), (5009, None), (5010, {A0})])
+def test_a_kept_message_counts_half_a_kilobyte_beside_what_is_in_it(queue_bytes: int, to_pause: Any) -> None:
+    delivery = delivering(A0, A1, queue_bytes=queue_bytes)
+    delivery.add([message(A0, offset) for offset in range(10)], keep=True)
+    assert delivery.to_pause == to_pause
 
 
 def test_what_was_kept_of_a_partition_that_is_gone_takes_no_memory() -> None:

@@ -76,6 +76,10 @@ def test_without_a_sqlstate_the_connection_decides(error: BaseException) -> None
     assert classify(error, connection_lost=True) is Fault.ENVIRONMENT
 
 
+def test_what_takes_all_memory_is_nobodys_fault() -> None:
+    assert classify(MemoryError(), connection_lost=False) is Fault.OTHER
+
+
 class FrameworkError(Exception):
     """SQLAlchemy's way: the driver's error is in ``orig``."""
 
@@ -158,6 +162,7 @@ def test_what_no_statement_of_a_message_brings_about_is_never_its_fault() -> Non
     states = [*DOUBTFUL, *OTHER]
     assert [state for state in states if may_be_data(caused_by(server_error(state)))] == DOUBTFUL
     assert not may_be_data(ValueError("of the handler"))
+    assert not may_be_data(psycopg.OperationalError("without a SQLSTATE"))
 
 
 def test_what_a_statement_can_do_to_its_own_session_is_told_from_a_server_that_is_away() -> None:
@@ -167,6 +172,8 @@ def test_what_a_statement_can_do_to_its_own_session_is_told_from_a_server_that_i
         assert not is_by_statement(server_error(state), connection_lost=False)
     for error in (psycopg.OperationalError("server closed the connection"), server_error("58P01")):
         assert not is_by_statement(error, connection_lost=True)
+    for other in (psycopg.OperationalError("without a SQLSTATE"), ValueError("of the handler")):
+        assert not is_by_statement(other, connection_lost=False)
 
 
 def test_patience_counts_the_tries_of_one_batch_until_something_is_committed() -> None:
@@ -193,6 +200,27 @@ def test_what_no_statement_can_have_done_does_not_count_against_the_handler() ->
         assert (patience.is_out, patience.is_handlers) == (True, False)
     patience.failed("a", 0.0, by_statement=True)
     assert patience.is_handlers
+
+
+def test_what_may_be_a_statements_doing_is_counted_of_one_batch() -> None:
+    patience = Patience()
+    for _ in range(TRIES - 1):
+        patience.failed("a", 0.0, by_statement=True)
+    patience.failed("b", 0.0, by_statement=True)
+    assert (patience.tries, patience.by_statement, patience.is_handlers) == (1, 1, False)
+
+
+def test_patience_lasts_ten_minutes_of_which_no_failure_takes_more_than_half_a_minute() -> None:
+    patience, now = Patience(), 1000.0
+    for _ in range(2):  # after a commit it begins anew
+        assert (patience.tries, patience.by_statement, patience.is_out, patience.is_handlers) == (0, 0, False, False)
+        for pause in (100.0, *(19 * [3600.0]), 29.5, 0.5):  # the first is no pause between two failures
+            now += pause
+            patience.failed("a", now, by_statement=True)
+            assert not patience.is_overdue
+        patience.failed("a", now := now + 0.5, by_statement=True)
+        assert patience.is_overdue
+        patience.committed()
 
 
 def test_the_hours_that_a_server_was_away_do_not_end_the_patience() -> None:

@@ -205,6 +205,13 @@ def test_what_waiting_does_not_mend_is_raised_at_once(text: str) -> None:
     assert len(calls) == 1
 
 
+def test_a_sqlstate_tells_what_waiting_does_not_mend_and_no_text_beside_it_does() -> None:
+    for state, is_one in (("28P01", True), ("28000", True), ("57P03", False), ("53300", False)):
+        assert is_mistaken(psycopg.errors.lookup(state)(REFUSED + MISTAKES[0])) is is_one
+    for error in (psycopg.ProgrammingError(REFUSED + MISTAKES[0]), ValueError(REFUSED + MISTAKES[0])):
+        assert not is_mistaken(error), "no error of a connection"
+
+
 @pytest.mark.parametrize("text", PASSING)
 def test_what_goes_away_is_waited_for_at_the_start(text: str) -> None:
     assert not is_mistaken(psycopg.OperationalError(REFUSED + text))

@@ -610,9 +610,10 @@ def test_what_is_made_to_notice_deletes_notices_those_of_the_next_batch(
 @pytest.mark.parametrize(
     ("ddl", "fact", "before", "after"),
     [
-        ("ALTER TABLE {0} ADD PRIMARY KEY (b)", "keys", [("a",)], [("b",), ("a",)]),
-        ("CREATE UNIQUE INDEX ON {0} (b)", "keys", [("a",)], [("a",), ("b",)]),
-        ("ALTER TABLE {0} DROP CONSTRAINT {0}_a_key", "keys", [("a",)], []),
+        ("ALTER TABLE {0} ADD PRIMARY KEY (b)", "keys", [("a",), ("c",)], [("b",), ("a",), ("c",)]),
+        ("ALTER TABLE {0} ADD PRIMARY KEY USING INDEX {0}_c", "keys", [("a",), ("c",)], [("c",), ("a",)]),
+        ("CREATE UNIQUE INDEX ON {0} (b)", "keys", [("a",), ("c",)], [("a",), ("c",), ("b",)]),
+        ("ALTER TABLE {0} DROP CONSTRAINT {0}_a_key", "keys", [("a",), ("c",)], [("c",)]),
         ("CREATE RULE r AS ON INSERT TO {0} DO ALSO NOTHING", "has_rules", False, True),
         ("CREATE SEQUENCE {0}_n; ALTER TABLE {0} ALTER n SET DEFAULT nextval('{0}_n')", "numbered", [], ["n"]),
     ],
@@ -620,7 +621,8 @@ def test_what_is_made_to_notice_deletes_notices_those_of_the_next_batch(
 def test_what_was_altered_about_a_table_is_known_in_the_next_batch(
     ddl: str, fact: str, before: Any, after: Any, db: Connection, work: Connection, make_table: MakeTable
 ) -> None:
-    table = make_table("(a int UNIQUE, b int NOT NULL, n int DEFAULT 1)")
+    table = make_table("(a int UNIQUE, b int NOT NULL, c int NOT NULL, n int DEFAULT 1)")
+    db.execute(f"CREATE UNIQUE INDEX {table}_c ON {table} (c)")
     writer = TableWriter(table)
 
     def known() -> Any:
