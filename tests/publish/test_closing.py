@@ -56,7 +56,7 @@ def test_a_callback_that_raises_hides_no_failed_message() -> None:
 def test_a_callback_of_the_client_that_raises_ends_no_flush(bootstrap_servers: str) -> None:
     topic = create_topic(bootstrap_servers, 1)
     made = Closable(keys=100)
-    often = {"statistics.interval.ms": 20, "stats_cb": fail, "linger.ms": 300}
+    often = {"statistics.interval.ms": 20, "stats_cb": fail, "linger.ms": 2000}
     producer = DedupProducer({"bootstrap.servers": bootstrap_servers, **often}, dedup=made)
     delivery = producer.produce(topic, b"0", dedup_key=0)
     with pytest.raises(RuntimeError, match="own"):
