@@ -304,10 +304,15 @@ def test_killed_workers_leave_the_table_as_the_topic_says(
         try:
             for share in (0.1 + 0.6 * number / kills for number in range(kills)):
                 until(lambda share=share: applied() >= share * count, 60, f"{share:.0%} of the messages")  # type: ignore[misc]
-                chance.choice(workers_of(process)).send_signal(signal.SIGKILL)
+                # Not one that is dead already, and in whose place another one is still to come.
+                workers = until(lambda: len(found := workers_of(process)) == 2 and found, 60, "both workers")
+                assert workers
+                victim = chance.choice(workers)
+                victim.kill()
+                victim.wait(60)
             until(lambda: applied() == count, 90, "the end")
             process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
         finally:
             for child in workers_of(process) if process.poll() is None else []:
                 child.kill()
@@ -375,7 +380,7 @@ def test_workers_end_with_the_process_that_started_them(
             until(lambda: db.execute(owners, (source,)).fetchone() == (2,), 60, "both workers at work")
             workers = workers_of(process)
             process.kill()
-            _, alive = psutil.wait_procs(workers, timeout=30)
+            _, alive = psutil.wait_procs(workers, timeout=60)
             assert not alive
         finally:
             process.kill()

@@ -48,7 +48,7 @@ def produce_in_transactions(bootstrap_servers: str, topic: str, messages: int, *
 def end_of(bootstrap_servers: str, topic: str) -> int:
     consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": "looks"})
     try:
-        return consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=10)[1]
+        return consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=60)[1]
     finally:
         consumer.close()
 
@@ -67,7 +67,7 @@ def stored(db: Db, group: str) -> tuple[int, int | None]:
 def mirrored(bootstrap_servers: str, group: str, topic: str) -> int:
     client = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": group})
     try:
-        (found,) = client.committed([TopicPartition(topic, 0)], timeout=10)
+        (found,) = client.committed([TopicPartition(topic, 0)], timeout=60)
         return found.offset
     finally:
         client.close()

@@ -101,7 +101,7 @@ def test_an_address_of_either_family_is_listened_at(host: str) -> None:
             raise AssertionError
 
     with Endpoints(Nobody(), port=0, host=host) as endpoints:
-        connection = http.client.HTTPConnection(host, endpoints.port, timeout=10)
+        connection = http.client.HTTPConnection(host, endpoints.port, timeout=60)
         connection.request("GET", "/")
         assert connection.getresponse().status == 404
         connection.close()
