@@ -325,7 +325,7 @@ def test_killed_workers_leave_the_table_as_the_topic_says(
     assert rows(db, source) == sorted((value["id"], value["v"]) for value in left.values() if value is not None)
 
 
-@pytest.mark.parametrize("given", ["0", "30"])
+@pytest.mark.parametrize("given", ["0", "120"])
 def test_lingering_does_not_hold_up_the_end(
     operate: Command, bootstrap_servers: str, source: str, db: Database, given: str
 ) -> None:
@@ -336,7 +336,7 @@ def test_lingering_does_not_hold_up_the_end(
     result = operate("sink", "--topic", source, "--table", f'"{source}"', *options)
     assert result.code == 0, result.err
     assert rows(db, f'"{source}"') == [(i,) for i in range(20)]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
 
 
 def test_a_partition_whose_next_offset_is_gone_is_left_or_goes_on_as_the_option_says(

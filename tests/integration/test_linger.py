@@ -78,6 +78,7 @@ def units_of(scene: Scene, count: int, **options: Any) -> tuple[list[int], int]:
     return sizes, taken
 
 
+@pytest.mark.usefixtures("without_autovacuum")
 def test_few_messages_a_second_are_few_transactions(make_scene: MakeScene) -> None:
     began = time.monotonic()
     sizes, taken = units_of(make_scene(0), 60, linger_seconds=0.4)

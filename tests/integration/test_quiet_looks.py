@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,18 +40,6 @@ def next_xid(db: Db) -> int:
     found = db.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint").fetchone()
     assert found is not None
     return int(found[0])
-
-
-@pytest.fixture
-def without_autovacuum(db: Db) -> Iterator[None]:
-    """Autovacuum takes transaction ids of its own, for the statistics of tables."""
-    db.execute("ALTER SYSTEM SET autovacuum = off")
-    db.execute("SELECT pg_reload_conf()")
-    workers = "SELECT count(*) FROM pg_stat_activity WHERE backend_type LIKE 'autovacuum%'"
-    until(lambda: db.execute(workers).fetchone() == (0,), 30, "the end of autovacuum")
-    yield
-    db.execute("ALTER SYSTEM RESET autovacuum")
-    db.execute("SELECT pg_reload_conf()")
 
 
 @pytest.mark.usefixtures("without_autovacuum")

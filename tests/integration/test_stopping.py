@@ -322,10 +322,14 @@ def test_closing_again_does_what_an_interrupt_has_left(
     assert members(bootstrap_servers, name) == 0
 
 
-def test_closing_a_consumer_that_never_subscribed_is_quick(make_consumer: MakeConsumer) -> None:
+def test_closing_a_consumer_that_never_subscribed_is_quick(
+    make_consumer: MakeConsumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("_GOODBYE_SECONDS", "CLOSE_SECONDS"):  # so that who waits is told from a busy machine
+        monkeypatch.setattr(f"exactly_once.consumer.consumer.{limit}", 100.0)
     began = time.monotonic()
     make_consumer().close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 50
 
 
 def test_leaving_the_block_never_masks_the_exception(make_consumer: MakeConsumer, topic: str, conninfo: str) -> None:
