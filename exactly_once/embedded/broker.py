@@ -75,7 +75,7 @@ RESERVED = frozenset(
         "process.roles",
     }
 )
-_RECORDING_SECONDS = 60  # for a broker that comes up without an archive, and records
+_RECORDING_SECONDS = 180  # for a broker that comes up without an archive, and records
 _WRITING_SECONDS = 120  # the archive is written, and its classes are linked, when the broker ends
 
 

@@ -20,7 +20,7 @@ from .jars import KAFKA_VERSION
 from .ports import accepts, free_port
 from .process import ServerProcess
 
-_START_SECONDS = 60.0  # three seconds on an idle machine
+_START_SECONDS = 180.0  # three seconds on an idle machine
 _STOP_SECONDS = 20.0  # for handing over partitions; after it a broker is killed
 _POLL_SECONDS = 0.02
 

@@ -18,7 +18,7 @@ from .errors import EmbeddedError, OptionError, check_texts
 from .ports import accepts, free_port
 from .process import ServerProcess, freeze
 
-_START_SECONDS = 60.0  # less than a second on an idle machine, longer where it recovers
+_START_SECONDS = 180.0  # less than a second on an idle machine, longer where it recovers
 _STOP_SECONDS = 30.0  # for a checkpoint; after it the server is killed
 _POLL_SECONDS = 0.01
 _RESERVED = frozenset({"data_directory", "listen_addresses", "port", "unix_socket_directories"})

@@ -16,7 +16,7 @@ from .errors import EmbeddedError, StartError
 
 _GUARD = Path(__file__).with_name("guard.py")
 
-_FREEZE_SECONDS = 10.0  # a thread stops when it next leaves the kernel: at once, unless it waits for a disk
+_FREEZE_SECONDS = 60.0  # a thread stops when it next leaves the kernel: at once, unless it waits for a disk
 _POLL_SECONDS = 0.002  # it takes about as long
 _TAIL_LINES = 20  # an error of Postgres, or the head of a stack trace of Kafka
 

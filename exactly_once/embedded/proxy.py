@@ -54,11 +54,11 @@ class Fault:
         # As the server answered: I (in no transaction, as after COMMIT), T (in one), E (in a failed one).
         self.transaction_status: str | None = None
 
-    def wait(self, timeout: float = 10) -> None:
+    def wait(self, timeout: float = 60) -> None:
         """Wait until the fault has fired; raise AssertionError if it does not."""
         assert self.fired.wait(timeout), f"no statement met the fault within {timeout:g} s"
 
-    def wait_answered(self, timeout: float = 10) -> None:
+    def wait_answered(self, timeout: float = 60) -> None:
         """Wait until the server has answered the statement; raise AssertionError if it does not."""
         assert self.answered.wait(timeout), f"the server did not answer within {timeout:g} s"
 

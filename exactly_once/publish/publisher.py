@@ -298,8 +298,9 @@ class Publisher:
         while True:
             before = len(errors)
             left = seconds if seconds < 0 else max(0.0, deadline - time.monotonic())
+            unsent = None
             with errors:
-                self._client.flush(left)
+                unsent = self._client.flush(left)
             # The client ends a flush at once where a callback raises. An interruption says that it is to end.
             if len(errors) == before or not left or not isinstance(errors[-1], Exception):
                 break
@@ -309,7 +310,8 @@ class Publisher:
         while self.calls:
             with errors:
                 self._call_back()
-        return len(self._client)
+        # Its length counts errors of its connections, too, which come at any time.
+        return len(self._client) if unsent is None else unsent
 
     def _gravest(self, errors: _Errors) -> BaseException:
         """Return what ``close`` raises: an interruption, else what became of messages, else a callback's own error."""

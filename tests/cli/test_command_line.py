@@ -40,7 +40,7 @@ def python(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -77,7 +77,7 @@ def test_the_console_scripts_run_main() -> None:
     for script in ("exactly-once", "kafka-exactly-once"):
         path = Path(sys.executable).with_name(script)
         skip_unless("scripts", None if path.exists() else "the package is not installed with its scripts")
-        result = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=200, check=False)
         assert (result.returncode, result.stdout) == (0, f"kafka-exactly-once {exactly_once.__version__}\n")
 
 
@@ -121,7 +121,7 @@ def test_a_reader_that_leaves_early_is_no_error(conninfo: str) -> None:
     read, write = os.pipe()
     os.close(read)
     args = [sys.executable, "-m", "exactly_once", "status", "--conninfo", conninfo, "--json"]
-    result = subprocess.run(args, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    result = subprocess.run(args, stdout=write, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     os.close(write)
     assert (result.returncode, result.stderr) == (141, "")
 
@@ -132,16 +132,16 @@ def test_a_closed_or_full_output_is_no_defect(words: list[str]) -> None:
     command = [sys.executable, "-m", "exactly_once", *words]
     read, write = os.pipe()
     os.close(read)
-    left = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    left = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     os.close(write)
     assert (left.returncode, left.stderr) == (141, "")
     with Path("/dev/full").open("w") as full:
-        none = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        none = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     assert none.returncode == (3 if words == ["demo"] else 1)
     assert none.stderr == "exactly-once: error: [Errno 28] No space left on device\n"
     if words != ["demo"]:
         shell = ["bash", "-c", f"{shlex.join(command)} >&-"]
-        closed = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+        closed = subprocess.run(shell, capture_output=True, text=True, timeout=200, check=False)
         assert (closed.returncode, closed.stderr) == (0, "")
 
 

@@ -457,7 +457,7 @@ def test_killed_in_the_middle_of_a_replay_it_ends_exact(failpoint: str, letters:
     arguments = ["dead-letters", "replay", "--group-id", dead.topic, "--handler", f"{HANDLERS}:apply", "--execute"]
     environment = {**os.environ, "CRASH_AT": failpoint, "EXACTLY_ONCE_CONNINFO": dead.conninfo}
     command = [sys.executable, "-m", "exactly_once", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     first = {"committed": DEAD[:2]}.get(failpoint, DEAD[:1])
     _until_rolled_back(dead.db)

@@ -194,7 +194,7 @@ def test_an_owner_that_lives_reads_its_other_topics_on(
     produce(bootstrap_servers, other, 3, 1)
     consumer = make_consumer()
     consumer.subscribe([consumed, other])
-    for unit in consumer.units(idle_seconds=1):
+    for unit in consumer.units(until_end=True):
         with unit:
             pass
     delete_topic(bootstrap_servers, consumed)

@@ -87,7 +87,7 @@ def test_eight_processes_at_once_make_one_schema(postgres_conninfo: str, schema:
             for _ in range(PROCESSES)
         ]
         until(lambda: _waiting(admin) == PROCESSES, 60, f"{PROCESSES} processes at the lock")
-    outcomes = [process.communicate(timeout=60) for process in processes]
+    outcomes = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0] * PROCESSES, outcomes
     assert sum("ran migration" in out for out, _ in outcomes) == 1
     assert sum("nothing to do" in out for out, _ in outcomes) == PROCESSES - 1
@@ -184,10 +184,10 @@ def test_psql_takes_the_printed_sql(
     assert psql is not None
     text = command("migrate", "--sql", "--schema", schema, "--role", role).out
     args = [psql, "-X", "-q", "-v", "ON_ERROR_STOP=1", postgres_conninfo]
-    first = subprocess.run(args, input=text, capture_output=True, text=True, timeout=60, check=False)
+    first = subprocess.run(args, input=text, capture_output=True, text=True, timeout=200, check=False)
     assert (first.returncode, first.stderr) == (0, "")
     schemas.check(admin, schema)
-    again = subprocess.run(args, input=text, capture_output=True, text=True, timeout=60, check=False)
+    again = subprocess.run(args, input=text, capture_output=True, text=True, timeout=200, check=False)
     assert again.returncode != 0
     schemas.check(admin, schema)  # the second time failed as a whole
 

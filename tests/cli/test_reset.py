@@ -13,7 +13,6 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import Fenced, HandlerCommitted, LedgerRowMissing, OffsetBelowLogStart, OwnedBySpark, PartitionHalted
-from exactly_once.consumer.maintenance import RECHECK_SECONDS
 from tests.cli.conftest import Command, audit, ledger, offsets, read_to_end, suggested
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
@@ -206,9 +205,11 @@ def test_an_idle_owner_notices_a_reset_without_a_new_message(
         with unit:
             pass
     assert operate("reset", "--topic", topic, "--to-earliest", "--execute").code == 0
-    for unit in consumer.units(idle_seconds=2 * RECHECK_SECONDS):
+    for unit in consumer.units(idle_seconds=60):
         with unit:
             seen += [(m.partition(), m.offset()) for m in unit.messages]
+        if len(seen) >= len(EVERYTHING):
+            break
     assert sorted(seen) == EVERYTHING
 
 

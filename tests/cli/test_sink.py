@@ -304,10 +304,15 @@ def test_killed_workers_leave_the_table_as_the_topic_says(
         try:
             for share in (0.1 + 0.6 * number / kills for number in range(kills)):
                 until(lambda share=share: applied() >= share * count, 60, f"{share:.0%} of the messages")  # type: ignore[misc]
-                chance.choice(workers_of(process)).send_signal(signal.SIGKILL)
+                # Not one that is dead already, and in whose place another one is still to come.
+                workers = until(lambda: len(found := workers_of(process)) == 2 and found, 60, "both workers")
+                assert workers
+                victim = chance.choice(workers)
+                victim.kill()
+                victim.wait(60)
             until(lambda: applied() == count, 90, "the end")
             process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
         finally:
             for child in workers_of(process) if process.poll() is None else []:
                 child.kill()
@@ -320,7 +325,7 @@ def test_killed_workers_leave_the_table_as_the_topic_says(
     assert rows(db, source) == sorted((value["id"], value["v"]) for value in left.values() if value is not None)
 
 
-@pytest.mark.parametrize("given", ["0", "30"])
+@pytest.mark.parametrize("given", ["0", "120"])
 def test_lingering_does_not_hold_up_the_end(
     operate: Command, bootstrap_servers: str, source: str, db: Database, given: str
 ) -> None:
@@ -331,7 +336,7 @@ def test_lingering_does_not_hold_up_the_end(
     result = operate("sink", "--topic", source, "--table", f'"{source}"', *options)
     assert result.code == 0, result.err
     assert rows(db, f'"{source}"') == [(i,) for i in range(20)]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
 
 
 def test_a_partition_whose_next_offset_is_gone_is_left_or_goes_on_as_the_option_says(
@@ -375,7 +380,7 @@ def test_workers_end_with_the_process_that_started_them(
             until(lambda: db.execute(owners, (source,)).fetchone() == (2,), 60, "both workers at work")
             workers = workers_of(process)
             process.kill()
-            _, alive = psutil.wait_procs(workers, timeout=30)
+            _, alive = psutil.wait_procs(workers, timeout=60)
             assert not alive
         finally:
             process.kill()

@@ -114,7 +114,7 @@ def test_topics_that_are_made_while_it_runs_get_tables(
             until(lambda: filled(f"{name}_new", [(i,) for i in range(50)]), 60, "the new topic")
         finally:
             process.terminate()
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert f"topic {name}.new is new, and goes to" in errors
 
@@ -241,7 +241,7 @@ def test_topics_that_show_no_columns_yet_do_not_hold_up_the_others(
                 until(partial(holds, db, query, [(7, each), (8, None)]), 60, each)
         finally:
             process.terminate()
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
 
 

@@ -210,4 +210,4 @@ def test_a_topic_that_is_empty_is_waited_for(
             until(lambda: rows(db, source, "id") == [(1,)], 60, "the row")
         finally:
             process.terminate()
-            process.communicate(timeout=60)
+            process.communicate(timeout=120)

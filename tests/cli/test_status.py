@@ -344,7 +344,7 @@ def test_watching_shows_what_changes_and_outlives_the_database(conninfo: str, co
                 if line == f"group {name}: 2 partitions, 1 HALTED\n":
                     break
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, "")
 
 

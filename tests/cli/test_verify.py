@@ -186,7 +186,7 @@ def test_without_a_fault_nothing_is_shown(
         program=ELSEWHERE.replace("% 10 != 3", ">= 0"),
         servers=(bootstrap_servers, conninfo),
         name=name,
-        arguments=["--seconds", "1", "--fault", "cut-after", "--processes", "1", "--patience-seconds", "15"],
+        arguments=["--seconds", "1", "--fault", "cut-after", "--processes", "1", "--patience-seconds", "30"],
     )
     assert (status, verdict["ok"], verdict["lost"], verdict["faults"]) == (3, False, 0, {})
 

@@ -22,7 +22,7 @@ import pytest
 from tests.support.waiting import until
 
 pytestmark = [
-    pytest.mark.timeout(300),  # half a minute each on an idle machine
+    pytest.mark.timeout(900),  # half a minute each on an idle machine
     pytest.mark.usefixtures("own_servers"),
 ]
 
@@ -57,7 +57,7 @@ def quick() -> Run:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=850,
     )
     print(done.stdout, done.stderr)
     return Run(done.returncode, done.stdout, done.stderr, [str(process) for process in _with_mark(mark)])

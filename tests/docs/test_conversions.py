@@ -117,7 +117,7 @@ class Running:
             self._db.execute(tables.read_bytes())
         else:
             with self._start(*app.tables) as making:
-                _, errors = making.communicate(timeout=60)
+                _, errors = making.communicate(timeout=120)
             assert making.returncode == 0, errors
 
     def __enter__(self) -> Self:
@@ -140,7 +140,7 @@ class Running:
             try:
                 until(lambda: self._is_done() or process.poll() is not None, 60, f"all messages by {file}")
                 process.send_signal(how_to_stop)
-                _, errors = process.communicate(timeout=30)
+                _, errors = process.communicate(timeout=120)
             finally:
                 process.kill()
         self.assert_exact(errors)
@@ -152,7 +152,7 @@ class Running:
             command = ["reset", "--topic", self.app.topic, "--partition", str(partition.number), "--execute"]
             command += ["--to-offset", str(found.offset), "--group-id", self.app.group]
             with self._start("-m", "exactly_once", *command, stdout=subprocess.DEVNULL) as reset:
-                _, errors = reset.communicate(timeout=60)
+                _, errors = reset.communicate(timeout=120)
             assert reset.returncode == 0, errors
 
     def run_tests(self) -> None:

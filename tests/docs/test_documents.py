@@ -94,7 +94,7 @@ def test_code_block_applies_every_payment_once(
         try:
             until(lambda: balance() >= total or process.poll() is not None, 60, "every payment")
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=120)
         finally:
             process.kill()
     assert balance() == total, errors
@@ -120,7 +120,7 @@ def test_first_program_survives_restarts_of_the_database(bootstrap_servers: str)
                     postgres.restart("immediate" if number % 2 else "fast")
                 until(lambda: _balance(postgres.conninfo) == sum(range(3 * MESSAGES)), 60, "every payment")
                 process.send_signal(signal.SIGINT)
-                _, errors = process.communicate(timeout=30)
+                _, errors = process.communicate(timeout=120)
             finally:
                 process.kill()
         assert process.returncode == 0, errors

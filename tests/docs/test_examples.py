@@ -51,7 +51,7 @@ def count(db: psycopg.Connection[Any], table: str) -> int:
 
 def test_explicit_loop_copies_the_topic_and_ends(environment: dict[str, str], db: psycopg.Connection[Any]) -> None:
     command = [sys.executable, str(EXAMPLES / "explicit_loop.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert count(db, "copied") == PAYMENTS
 
@@ -62,7 +62,7 @@ def test_service_moves_the_money_and_ends_in_order(environment: dict[str, str], 
         try:
             until(lambda: count(db, "transfer_statement") == 2 * PAYMENTS, 60, "every payment")
             service.send_signal(signal.SIGTERM)
-            _, errors = service.communicate(timeout=30)
+            _, errors = service.communicate(timeout=120)
         finally:
             service.kill()
     assert service.returncode == 0, errors
@@ -147,7 +147,7 @@ def test_charges_are_made_once_although_the_api_is_asked_again(
         try:
             until(lambda: count(db, "charge") == 60 or service.poll() is not None, 60, "every charge")
             service.send_signal(signal.SIGTERM)
-            _, errors = service.communicate(timeout=30)
+            _, errors = service.communicate(timeout=120)
         finally:
             service.kill()
     assert service.returncode == 0, errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psycopg
 import pytest
 
 from exactly_once import ExactlyOnceConsumer
@@ -12,6 +13,7 @@ from exactly_once.embedded.proxy import PostgresProxy
 from tests.conftest import MakeConsumer
 from tests.integration.scene import Scene
 from tests.support.topics import create_topic, produce
+from tests.support.waiting import until
 from tests.support.worker import ensure_journal
 
 MakeScene = Callable[..., Scene]
@@ -43,3 +45,15 @@ def make_scene(bootstrap_servers: str, conninfo: str, name: str, make_consumer: 
 def scene(make_scene: MakeScene) -> Scene:
     """Twenty messages in one partition."""
     return make_scene()
+
+
+@pytest.fixture
+def without_autovacuum(db: psycopg.Connection[Any]) -> Iterator[None]:
+    """Autovacuum takes transaction ids of its own, for the statistics of tables."""
+    db.execute("ALTER SYSTEM SET autovacuum = off")
+    db.execute("SELECT pg_reload_conf()")
+    workers = "SELECT count(*) FROM pg_stat_activity WHERE backend_type LIKE 'autovacuum%'"
+    until(lambda: db.execute(workers).fetchone() == (0,), 30, "the end of autovacuum")
+    yield
+    db.execute("ALTER SYSTEM RESET autovacuum")
+    db.execute("SELECT pg_reload_conf()")

@@ -141,7 +141,7 @@ def test_unknown_topic_is_an_error_within_seconds(make_consumer: MakeConsumer, b
     began = time.monotonic()
     with pytest.raises(UnknownTopic, match=r"'no-such-topic'.*wait_for_topics=True"):
         consumer.subscribe([known, "no-such-topic"])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("topics", [[], [""], "payments"])
@@ -156,7 +156,7 @@ def test_unreachable_broker_is_named_and_bounded(make_consumer: MakeConsumer) ->
     began = time.monotonic()
     with pytest.raises(BrokerUnreachable, match=NOBODY):
         consumer.subscribe(["t"])
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
 
 
 def test_unreachable_database_is_named_and_bounded(make_consumer: MakeConsumer) -> None:
@@ -164,7 +164,7 @@ def test_unreachable_database_is_named_and_bounded(make_consumer: MakeConsumer) 
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable, match=r"127\.0\.0\.1.*port 1 ") as caught:
         consumer.subscribe(["t"])
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
     assert SECRET not in _everything(caught.value)
 
 

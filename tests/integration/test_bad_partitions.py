@@ -67,14 +67,15 @@ def change(db: Db, group: str, statement: str) -> None:
 
 def pump(consumer: ExactlyOnceConsumer, condition: Callable[[], bool], what: str) -> None:
     """Apply what comes until a condition holds, as a service does."""
-    for _ in range(400):
-        if condition():
-            return
+
+    def holds_after_a_turn() -> bool:
         with contextlib.suppress(StartError):
             for unit in consumer.units(idle_seconds=0.05):
                 with unit:
                     record(unit, "test")
-    raise AssertionError(f"waited in vain for {what}")
+        return condition()
+
+    until(lambda: condition() or holds_after_a_turn(), 60, what)
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -102,7 +102,7 @@ def test_on_revoke_is_told_what_was_taken_away(
     while not second_has_some.is_set():
         list(first.units(idle_seconds=0.2))
     second.stop()
-    joining.join(30)
+    joining.join(120)
     list(first.units(idle_seconds=0.5))
     assert revoked
     assert set(revoked) <= {(topic, number) for number in range(PARTITIONS)}
@@ -238,7 +238,7 @@ def test_a_statement_that_an_interrupt_has_left_is_not_waited_for(
 
 # An interrupt that happens to come inside a finaliser is swallowed by Python, with this warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.timeout(120, method="thread")  # the other method has its signal taken away here
+@pytest.mark.timeout(300, method="thread")  # the other method has its signal taken away here
 @pytest.mark.fault("D2")
 def test_interrupt_while_polling_loses_nothing(
     make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, assert_exact: Callable[[], None]

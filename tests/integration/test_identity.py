@@ -47,7 +47,7 @@ def delete(bootstrap_servers: str, topic: str) -> None:
     """Delete the topic and wait until it is gone."""
     admin = AdminClient({"bootstrap.servers": bootstrap_servers})
     admin.delete_topics([topic])[topic].result(30)
-    until(lambda: topic not in admin.list_topics(timeout=5).topics, 30, f"{topic} to be gone")
+    until(lambda: topic not in admin.list_topics(timeout=60).topics, 30, f"{topic} to be gone")
 
 
 def consume(consumer: ExactlyOnceConsumer, topic: str) -> int:
@@ -193,7 +193,7 @@ def test_topic_id_that_becomes_known_while_consuming_changes_nothing(
         assert drain(consumer) == 10
         monkeypatch.setattr(Cluster, "described", described)
         produce(bootstrap_servers, topic, 5, 1, start=10)
-        for unit in consumer.units(idle_seconds=2):
+        for unit in consumer.units(idle_seconds=6):
             with unit:
                 journal_of = [journal.entry(message, "test") for message in unit.messages]
                 unit.executemany(journal.APPEND, journal_of)

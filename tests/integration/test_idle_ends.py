@@ -28,12 +28,12 @@ def test_idle_time_begins_when_kafka_has_given_partitions(
 ) -> None:
     """With Kafka's own delay of the first rebalance, which the embedded broker leaves out unless told."""
     ensure_journal(conninfo)
-    with Kafka(properties={"group.initial.rebalance.delay.ms": "3000"}) as kafka:
+    with Kafka(properties={"group.initial.rebalance.delay.ms": "8000"}) as kafka:
         create_topic(kafka.bootstrap_servers, 1, name=name)
         produce(kafka.bootstrap_servers, name, 10, 1)
         with make_consumer({"bootstrap.servers": kafka.bootstrap_servers}) as consumer:
             consumer.subscribe([name])
-            consumer.run(handler, idle_seconds=1.5)  # less than that delay, and more than a busy machine takes
+            consumer.run(handler, idle_seconds=5)  # less than that delay, and more than a busy machine takes
             assert consumer.counters.messages == 10
 
 
@@ -46,9 +46,9 @@ def test_idle_time_begins_when_every_partition_is_read(make_scene: MakeScene, mo
         blocker.execute(
             "SELECT FROM exactly_once.ledger WHERE group_id = %s AND partition = 0 FOR UPDATE", (scene.topic,)
         )
-        threading.Timer(4, blocker.rollback).start()
+        threading.Timer(9, blocker.rollback).start()
         consumer = scene.consumer()
-        consumer.run(handler, idle_seconds=1.5)  # less than that delay, and more than a busy machine takes
+        consumer.run(handler, idle_seconds=5)  # less than that delay, and more than a busy machine takes
     scene.assert_exact()
 
 

@@ -396,7 +396,7 @@ def test_whatever_ends_the_loop_close_settles_the_last_unit(scene: Scene, own: O
     assert (consumer.counters.committed, consumer.counters.messages) == (done // 10, done)
     settings = {"bootstrap.servers": scene.bootstrap_servers, "group.id": scene.topic}
     kafka = Consumer(settings)
-    (found,) = kafka.committed([TopicPartition(scene.topic, 0)], timeout=10)
+    (found,) = kafka.committed([TopicPartition(scene.topic, 0)], timeout=60)
     kafka.close()
     assert found.offset == (10 if done else OFFSET_INVALID), "dashboards, and whoever goes back, see the ledger's"
 
@@ -440,7 +440,7 @@ def test_sigterm_ends_a_loop_of_transactions_of_its_own_in_good_order(scene: Sce
     assert offset > 0
     assert scene.ledger("owner_token") == [None]
     kafka = Consumer({"bootstrap.servers": scene.bootstrap_servers, "group.id": scene.topic})
-    (found,) = kafka.committed([TopicPartition(scene.topic, 0)], timeout=10)
+    (found,) = kafka.committed([TopicPartition(scene.topic, 0)], timeout=60)
     kafka.close()
     assert found.offset == offset
 

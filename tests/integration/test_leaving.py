@@ -40,7 +40,7 @@ def test_a_member_that_closes_is_no_member_any_more(
     until(settled, 30, "each partition at one of the two members")
     idlest = min((first, second), key=lambda consumer: len(consumer.health().owned))
     idlest.close()
-    until(lambda: members(bootstrap_servers, name) == 1, 5, "the other one to be alone")
+    until(lambda: members(bootstrap_servers, name) == 1, 5, "the other one to be alone", is_exact=True)
 
 
 def test_no_two_callbacks_are_left_to_the_client_that_closes(

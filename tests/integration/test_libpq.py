@@ -121,7 +121,7 @@ def test_a_signal_handler_that_raises_ends_it(connection: Connection, scene: Sce
         began = time.monotonic()
         with pytest.raises(SystemExit):
             send(connection, SLOW)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 55
     finally:
         signal.signal(signal.SIGTERM, before)
         thread.join()

@@ -47,32 +47,49 @@ def transactions(scene: Scene) -> int:
 
 
 def units_of(scene: Scene, count: int, **options: Any) -> tuple[list[int], int]:
-    """Apply messages that are produced one by one; return the sizes of the units and the transactions it took."""
+    """Apply messages that are produced one by one; return the sizes of the units and the transactions it took.
+
+    The next one is produced when the one before is in the consumer: whoever waits for more gets more, and who does not
+    has one, however slow the machine is.
+    """
     sizes: list[int] = []
     consumer = scene.consumer(max_messages=500, **options)
     units = consumer.units()
     with producing(scene, 1), next(units) as first:  # what is done once is done
         assert offsets(first) == [0]
     before = transactions(scene)
-    with producing(scene, count):
-        while sum(sizes) < count:
+    given = 0
+
+    def produce() -> None:
+        for number in range(count):
+            scene.produce_values([b"%d" % number])
+            until(lambda number=number: given + consumer._buffer.waiting > number, 60, "the message")  # type: ignore[misc]
+
+    with ThreadPoolExecutor(1) as pool:
+        producing_all = pool.submit(produce)
+        while given < count:
             unit = next(units)
+            given += len(unit.messages)
             apply(unit)
             sizes.append(len(unit.messages))
+        producing_all.result()
     taken = transactions(scene) - before
     consumer.close()
     return sizes, taken
 
 
+@pytest.mark.usefixtures("without_autovacuum")
 def test_few_messages_a_second_are_few_transactions(make_scene: MakeScene) -> None:
+    began = time.monotonic()
     sizes, taken = units_of(make_scene(0), 60, linger_seconds=0.4)
-    assert len(sizes) <= 12, sizes
+    # One each time it waited, and no more; 60 messages take a few seconds, and on a busy machine longer.
+    assert len(sizes) <= 2 + (time.monotonic() - began) / 0.4, sizes
     assert taken <= 3 * len(sizes) + 10
 
 
 def test_without_it_nothing_waits(make_scene: MakeScene) -> None:
     sizes, taken = units_of(make_scene(0), 60)
-    assert len(sizes) >= 40, sizes
+    assert sizes == [1] * 60
     assert taken >= len(sizes)
 
 

@@ -163,7 +163,7 @@ def test_idle_seconds_ends_the_reading_when_nothing_came_for_so_long(
                 done += len(unit.messages)
             last = time.monotonic()
         assert done == 10
-        assert 1.4 < time.monotonic() - last < 20
+        assert 1.4 < time.monotonic() - last < 60
 
 
 def test_end_is_where_the_log_ended_when_the_reading_began(make_consumer: MakeConsumer, bootstrap_servers: str) -> None:

@@ -82,7 +82,7 @@ def apply(consumer: ExactlyOnceConsumer, topic: str, messages: int | None = None
 def told(bootstrap_servers: str, group: str) -> dict[int, tuple[int, Origin | None]]:
     """What Kafka holds, and who told it."""
     consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": group})
-    answer = consumer.committed([TopicPartition(group, n) for n in range(PARTITIONS)], timeout=10)
+    answer = consumer.committed([TopicPartition(group, n) for n in range(PARTITIONS)], timeout=60)
     consumer.close()
     return {tp.partition: (tp.offset, origin_of(tp.metadata)) for tp in answer if tp.offset >= 0}
 

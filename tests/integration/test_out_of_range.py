@@ -221,7 +221,7 @@ def _until_led_by(servers: str, topic: str, node: int) -> None:
     admin = AdminClient({"bootstrap.servers": servers})
 
     def is_led() -> bool:
-        partitions = admin.list_topics(topic, timeout=10).topics[topic].partitions
+        partitions = admin.list_topics(topic, timeout=60).topics[topic].partitions
         return 0 in partitions and partitions[0].leader == node
 
     until(is_led, 60, f"node {node} to lead {topic}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,9 +20,15 @@ from tests.support.waiting import until
 Db = psycopg.Connection[Any]
 
 
-def idle(consumer: Any, seconds: float) -> None:
-    for _ in consumer.units(idle_seconds=seconds):
-        raise AssertionError("nothing was to come")
+def idle(consumer: Any, seconds: float, condition: Callable[[], bool] = lambda: True) -> None:
+    """Have the consumer wait for messages for so long, and as often as it takes until a condition holds."""
+
+    def is_over() -> bool:
+        for _ in consumer.units(idle_seconds=seconds):
+            raise AssertionError("nothing was to come")
+        return condition()
+
+    until(is_over, 60, "what an idle consumer does")
 
 
 def count(scene: Scene, *words: str) -> int:
@@ -34,18 +40,6 @@ def next_xid(db: Db) -> int:
     found = db.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint").fetchone()
     assert found is not None
     return int(found[0])
-
-
-@pytest.fixture
-def without_autovacuum(db: Db) -> Iterator[None]:
-    """Autovacuum takes transaction ids of its own, for the statistics of tables."""
-    db.execute("ALTER SYSTEM SET autovacuum = off")
-    db.execute("SELECT pg_reload_conf()")
-    workers = "SELECT count(*) FROM pg_stat_activity WHERE backend_type LIKE 'autovacuum%'"
-    until(lambda: db.execute(workers).fetchone() == (0,), 30, "the end of autovacuum")
-    yield
-    db.execute("ALTER SYSTEM RESET autovacuum")
-    db.execute("SELECT pg_reload_conf()")
 
 
 @pytest.mark.usefixtures("without_autovacuum")
@@ -61,9 +55,8 @@ def test_a_look_at_rows_writes_nothing_and_waits_for_nobody(
         blocker.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE", (scene.topic,))
         scene.proxy.statements.clear()
         before = next_xid(db)
-        idle(consumer, 3.0)
+        idle(consumer, 1.0, lambda: count(scene, ".ledger l") >= 3)
         after = next_xid(db)
-    assert count(scene, ".ledger l") >= 3
     assert not count(scene, "lock_row", "FOR UPDATE", "UPDATE ")
     assert after == before
 
@@ -167,8 +160,7 @@ def test_a_large_topic_is_described_less_often(
     consumer = scene.consumer()
     scene.drain(consumer)
     monkeypatch.setattr(Cluster, "ask", note)
-    idle(consumer, 2.5)
-    assert len(asked) >= 3
+    idle(consumer, 1.0, lambda: len(asked) >= 3)
     monkeypatch.setattr(maintenance, "PARTITIONS_PER_SECOND", 0.1)
     idle(consumer, 0.5)  # what was due before
     asked.clear()

@@ -247,7 +247,7 @@ def test_member_without_partitions_reaches_its_end(
     topic = create_topic(bootstrap_servers, 1)
     with Crew(bootstrap_servers, conninfo, name, [topic], kafka=protocol) as crew:
         crew.start(options=OPTIONS).wait("assigned")
-        crew.start(options=OPTIONS, until_end=True).finish(30)
+        crew.start(options=OPTIONS, until_end=True).finish()
 
 
 def test_subscribing_anew_while_messages_of_the_old_topic_arrive_mixes_nothing_up(
@@ -260,7 +260,7 @@ def test_subscribing_anew_while_messages_of_the_old_topic_arrive_mixes_nothing_u
         produce(bootstrap_servers, topic, 2000, 1)
     with make_consumer(protocol, max_messages=50) as consumer:
         consumer.subscribe([left, kept])
-        units = consumer.units(idle_seconds=5)
+        units = consumer.units(idle_seconds=10)
         for _ in range(8):
             with next(units) as unit:
                 record(unit, "one")

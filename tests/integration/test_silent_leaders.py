@@ -68,7 +68,6 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_partition_without_a_leader_keeps_no_other_from_being_read(
     own_servers: None, make_consumer: MakeConsumer, name: str
 ) -> None:

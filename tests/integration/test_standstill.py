@@ -191,7 +191,7 @@ def test_closing_does_not_wait_for_a_server_that_stands_still(
     consumer.subscribe([topic])
     drain(consumer)
     postgres.pause()
-    closer = threading.Timer(20, postgres.resume)
+    closer = threading.Timer(60, postgres.resume)
     closer.start()
     try:
         consumer.close()

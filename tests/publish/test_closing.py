@@ -20,6 +20,7 @@ from exactly_once.publish import (
 )
 from tests.publish.test_producer import NOWHERE, values
 from tests.support.topics import create_topic
+from tests.support.waiting import until
 
 
 class Closable(WindowFilter):
@@ -58,7 +59,7 @@ def test_a_callback_that_raises_hides_no_failed_message(caplog: pytest.LogCaptur
 def test_a_callback_of_the_client_that_raises_ends_no_flush(bootstrap_servers: str) -> None:
     topic = create_topic(bootstrap_servers, 1)
     made = Closable(keys=100)
-    often = {"statistics.interval.ms": 20, "stats_cb": fail, "linger.ms": 300}
+    often = {"statistics.interval.ms": 20, "stats_cb": fail, "linger.ms": 2000}
     producer = DedupProducer({"bootstrap.servers": bootstrap_servers, **often}, dedup=made)
     delivery = producer.produce(topic, b"0", dedup_key=0)
     with pytest.raises(RuntimeError, match="own"):
@@ -138,3 +139,17 @@ def test_an_index_error_of_a_callback_is_raised_as_any_other() -> None:
         producer.produce("t", b"x", dedup_key=0, on_delivery=fail_by_index)
         with pytest.raises(IndexError):
             producer.flush(30)
+
+
+def test_what_the_client_tells_of_itself_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of its connections come at any time, and the client counts them with its messages."""
+    producer = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+    producer.filter_of("t")
+    settle = producer._settle_topic
+
+    def settle_late(topic: Any) -> None:
+        until(lambda: len(producer._client) > 0, 60, "an error of the client")
+        settle(topic)
+
+    monkeypatch.setattr(producer, "_settle_topic", settle_late)
+    producer.close()

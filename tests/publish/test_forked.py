@@ -62,7 +62,7 @@ if child == 0:
         sys.exit(0)
     os._exit(0)
 
-for _ in range(200):
+for _ in range(600):
     ended, status = os.waitpid(child, os.WNOHANG)
     if ended:
         break
@@ -91,6 +91,6 @@ USES = ("produce", "poll", "flush", "len", "result", "another topic", "resolve",
 def test_a_child_leaves_its_parents_producer_alone(bootstrap_servers: str, kind: str, use: str) -> None:
     topic = create_topic(bootstrap_servers, 1)
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PARENT, bootstrap_servers, topic, kind, use]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert values(bootstrap_servers, topic) == {b"0": 1}

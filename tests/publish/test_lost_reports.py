@@ -25,7 +25,7 @@ def kafka(own_servers: None) -> Iterator[Kafka]:
 
 @pytest.fixture
 def settings(kafka: Kafka) -> dict[str, Any]:
-    return {"bootstrap.servers": kafka.bootstrap_servers, "message.timeout.ms": 3000, "socket.timeout.ms": 1000}
+    return {"bootstrap.servers": kafka.bootstrap_servers, "message.timeout.ms": 10_000, "socket.timeout.ms": 3000}
 
 
 def freeze_and_lose(kafka: Kafka, producer: DedupProducer, topic: str, **identity: Any) -> Any:
@@ -34,7 +34,7 @@ def freeze_and_lose(kafka: Kafka, producer: DedupProducer, topic: str, **identit
     try:
         delivery = producer.produce(topic, b"7", **identity)
         with pytest.raises(OutcomeUnknown):
-            delivery.result(20)
+            delivery.result(60)
     finally:
         kafka.resume()
     return delivery
@@ -46,12 +46,12 @@ def test_an_unanswered_message_is_unknown_and_its_retry_says_that_it_may_repeat(
 ) -> None:
     topic = create_topic(kafka.bootstrap_servers, 1)
     with DedupProducer(settings, dedup=WindowFilter(keys=100)) as producer:
-        producer.produce(topic, b"1", dedup_key="warm").result(20)
+        producer.produce(topic, b"1", dedup_key="warm").result(60)
         lost = freeze_and_lose(kafka, producer, topic, dedup_key="a")
         assert lost.outcome is Outcome.UNKNOWN
         again = producer.produce(topic, b"7", dedup_key="a")
         assert (again.duplicate, again.may_repeat) == (False, True)
-        again.result(20)
+        again.result(60)
         third = producer.produce(topic, b"7", dedup_key="a")
         assert third.duplicate, "from here on it is known"
     found = values(kafka.bootstrap_servers, topic)
@@ -62,7 +62,7 @@ def test_an_unanswered_message_is_unknown_and_its_retry_says_that_it_may_repeat(
 def test_a_restart_finds_out_what_became_of_an_unanswered_message(kafka: Kafka, settings: dict[str, Any]) -> None:
     topic = create_topic(kafka.bootstrap_servers, 1)
     with DedupProducer(settings, dedup=SequenceFilter(), producer_name="n") as producer:
-        producer.produce(topic, b"1", sequence=1).result(20)
+        producer.produce(topic, b"1", sequence=1).result(60)
         freeze_and_lose(kafka, producer, topic, sequence=7)
     arrived = 7 in until(lambda: values(kafka.bootstrap_servers, topic), 20, "the topic")
     with DedupProducer(settings, dedup=SequenceFilter(), producer_name="n") as again:
@@ -75,7 +75,7 @@ def test_nothing_is_reported_as_sent_while_the_broker_is_away(kafka: Kafka, sett
     topic = create_topic(kafka.bootstrap_servers, 1)
     told: list[object] = []
     with DedupProducer(settings, dedup=WindowFilter(keys=1000)) as producer:
-        producer.produce(topic, b"1", dedup_key="warm").result(20)
+        producer.produce(topic, b"1", dedup_key="warm").result(60)
         kafka.pause()
         try:
             sent = [

@@ -65,7 +65,7 @@ def test_the_start_of_a_take_over_moves_on_behind_what_is_settled_only(
     make_owner: MakeOwner, db: psycopg.Connection[Any], kafka: dict[str, Any], topic: str
 ) -> None:
     """A service that has run for longer than retention leaves keys that a take-over can still look for."""
-    dead = make_owner(positions=lambda: end_positions(kafka, [topic]), lease_seconds=0.6)
+    dead = make_owner(positions=lambda: end_positions(kafka, [topic]), lease_seconds=3)
     theirs = PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS)
     assert theirs.reserve("early") is State.NEW
     send(kafka, topic, "early")
@@ -87,13 +87,20 @@ def test_the_start_of_a_take_over_moves_on_behind_what_is_settled_only(
 def test_a_name_whose_owner_crashed_is_waited_for(
     make_owner: MakeOwner, db: psycopg.Connection[Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    crashed = make_owner(name=name, exclusive=True, lease_seconds=3)
+    crashed = make_owner(name=name, exclusive=True)
     crash(crashed)
     with pytest.raises(NameTaken):
         make_owner(name=name, exclusive=True)
-    again = make_owner(name=name, exclusive=True, wait_seconds=60)
-    assert again.id > crashed.id
-    assert [getattr(record, "action", "") for record in caplog.records].count("waits_for_name") == 1
+
+    def waits() -> int:
+        return [getattr(record, "action", "") for record in caplog.records].count("waits_for_name")
+
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(make_owner, name=name, exclusive=True, wait_seconds=120)
+        until(waits, 60, "a word about the wait")
+        end_lease(db, crashed)
+        assert starting.result(120).id > crashed.id
+    assert waits() == 1
 
 
 def test_a_database_that_is_away_at_the_start_is_told_as_later() -> None:

@@ -149,12 +149,12 @@ def test_a_retry_from_within_the_callback_is_sent() -> None:
         with_retry.append(made.produce("t", b"x", dedup_key="a"))
 
     made.produce("t", b"x", dedup_key="a", on_delivery=retry)
-    made.flush(10)
+    made.flush(60)
     (again,) = with_retry
     assert not again.duplicate
     assert again.may_repeat, "a time-out proves nothing"
     with pytest.raises(OutcomeUnknown):
-        again.result(10)
+        again.result(60)
     made.close()
 
 
@@ -162,14 +162,14 @@ def test_what_timed_out_is_unknown_and_may_be_sent_again() -> None:
     made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
     first = made.produce("t", b"x", dedup_key="a")
     with pytest.raises(OutcomeUnknown) as caught:
-        first.result(10)
+        first.result(60)
     assert isinstance(caught.value.__cause__, KafkaException)
     assert first.offset is None
     again = made.produce("t", b"x", dedup_key="a")
     assert (again.duplicate, again.may_repeat) == (False, True)
     assert made.filter_of("t").stats().in_flight == 1
     with pytest.raises(Undelivered):
-        made.flush(10)
+        made.flush(60)
     assert made.filter_of("t").stats().unknown == 1
     made.close()
 
@@ -611,7 +611,7 @@ def test_what_attached_to_a_call_that_was_undone_is_no_duplicate() -> None:
     made = DedupProducer(NOWHERE, dedup=Undoing(lambda: twin(on_delivery=lambda error, _: told.append(error))))
     with pytest.raises(FilterUnavailable):
         made.produce("t", b"x", dedup_key="a")
-    made.flush(10)
+    made.flush(60)
     assert (twins[0].outcome, twins[0].duplicate) == (Outcome.NOT_PERSISTED, False)
     assert told[0] is not None
     assert told[0].retriable()

@@ -373,11 +373,11 @@ def test_an_unknown_outcome_is_sent_again_under_its_number() -> None:
     nowhere = {"bootstrap.servers": "127.0.0.1:1", "message.timeout.ms": 300, "log_level": 0}
     made = DedupProducer(nowhere, dedup=SequenceFilter(), producer_name="n", recover=False)
     with pytest.raises(OutcomeUnknown):
-        made.produce("t", b"x", sequence=7).result(10)
+        made.produce("t", b"x", sequence=7).result(60)
     again = made.produce("t", b"x", sequence=7)
     assert (again.duplicate, again.may_repeat) == (False, True)
     with pytest.raises(OutcomeUnknown):
-        again.result(10)
+        again.result(60)
     made.close()
 
 
@@ -396,7 +396,7 @@ def test_an_open_transaction_hides_committed_messages_until_it_ends(bootstrap_se
     starts = {Partition(topic, n): 0 for n in range(3)}
     with pytest.raises(TailHidden, match="open"):
         list(read_tail(settings, topic, starts, seconds=1))
-    reading = read_tail(settings, topic, starts, seconds=30)
+    reading = read_tail(settings, topic, starts, seconds=60)
     other.abort_transaction(30)
     assert sorted(int(message.value() or b"") for message in reading) == list(range(10))
 
@@ -412,7 +412,7 @@ def test_reading_ends_behind_an_aborted_transaction(bootstrap_servers: str, topi
             producer.produce(topic, value, partition=partition)
         producer.flush(30)
         (producer.commit_transaction if commit else producer.abort_transaction)(30)
-    assert [m.value() for m in read_tail(settings, topic, None, seconds=20)] == [b"1"] * 3
+    assert [m.value() for m in read_tail(settings, topic, None, seconds=60)] == [b"1"] * 3
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ def test_when_the_place_is_away_within_a_batch_nothing_stays_reserved() -> None:
 
 
 def test_what_a_dead_process_held_in_memcached_is_absent_after_its_lease(memcached: Memcached, name: str) -> None:
-    dead = SharedSlotFilter(memcached.address, prefix=name, slots=16, lease_seconds=1)
+    # Memcached counts whole seconds: of the last one there may be nothing left.
+    dead = SharedSlotFilter(memcached.address, prefix=name, slots=16, lease_seconds=6)
     dead.reserve("a")
     made = SharedSlotFilter(memcached.address, prefix=name, slots=16)
     assert made.reserve("a") is IN_FLIGHT

@@ -43,6 +43,8 @@ from tests.support.kafka_proxy import END_TXN, INIT_PRODUCER_ID, KafkaProxy
 from tests.support.topics import create_topic
 
 MakeProducer = Callable[..., TransactionalProducer]
+IMPATIENT = {"socket.timeout.ms": 3000}
+"""The client repeats a request that got no answer within this."""
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def topic(proxied_broker: KafkaProxy) -> str:
 
 @pytest.fixture
 def settings(proxied_broker: KafkaProxy, name: str) -> dict[str, Any]:
-    return {"bootstrap.servers": proxied_broker.bootstrap_servers, "transactional.id": name, "socket.timeout.ms": 1000}
+    return {"bootstrap.servers": proxied_broker.bootstrap_servers, "transactional.id": name}
 
 
 @pytest.fixture
@@ -104,7 +106,7 @@ def test_a_client_that_goes_on_commits_what_was_aborted(
 
     The client repeats an EndTxn that got no answer and says nothing of it; the first one arrives in the next one.
     """
-    client = Producer({**settings, "log_level": 0})
+    client = Producer({**settings, **IMPATIENT, "log_level": 0})
     client.init_transactions(30)
     late = proxied_broker.hold(END_TXN)
     client.begin_transaction()
@@ -146,7 +148,7 @@ def test_a_late_end_does_not_hit_the_next_transaction(
     is_cut: bool,  # noqa: FBT001
 ) -> None:
     """Fault E7: the same, and the client was replaced although the commit succeeded."""
-    producer = make_producer()
+    producer = make_producer(kafka=IMPATIENT)
     publish(producer, topic, 1)
     first = producer._client
     late = proxied_broker.hold(END_TXN, cut_client=is_cut)
@@ -183,10 +185,10 @@ def test_a_lost_answer_is_looked_up_in_the_topic(
     proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str
 ) -> None:
     """The commit was done and nobody heard of it; the caller does, without waiting for a retry of the client."""
-    producer = make_producer(kafka={"socket.timeout.ms": 60_000})
+    producer = make_producer()
     publish(producer, topic, 1)
     lost = proxied_broker.lose_answer(END_TXN)
-    transaction = publish(producer, topic, 3, 4, seconds=2)
+    transaction = publish(producer, topic, 3, 4, seconds=5)
     assert lost.fired.is_set()
     assert outcomes(transaction) == [Outcome.DELIVERED] * 2
     assert publish(producer, topic, 3, 4).deliveries[0].duplicate
@@ -197,11 +199,11 @@ def test_an_end_that_never_arrives_is_an_abort(
     proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str
 ) -> None:
     """The keys are absent again, and the same messages can be sent at once."""
-    producer = make_producer(kafka={"socket.timeout.ms": 60_000})
+    producer = make_producer()
     publish(producer, topic, 1)
     held = proxied_broker.hold(END_TXN)
     told: list[object] = []
-    with pytest.raises(NotPersisted), producer.transaction(timeout_seconds=2) as transaction:
+    with pytest.raises(NotPersisted), producer.transaction(timeout_seconds=5) as transaction:
         transaction.produce(topic, b"3", partition=1, dedup_key=3, on_delivery=lambda error, _: told.append(error))
     assert held.fired.is_set()
     assert outcomes(transaction) == [Outcome.NOT_PERSISTED]
@@ -219,10 +221,11 @@ def test_what_nobody_can_tell_is_unknown(
     proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The brokers answer nothing more: the keys are unknown, and sending them again says so."""
-    monkeypatch.setattr("exactly_once.publish.transactional._SECONDS", 2.0)
-    producer = make_producer(kafka={"socket.timeout.ms": 60_000})
+    producer = make_producer()
     lost, silent = proxied_broker.lose_answer(END_TXN), proxied_broker.hold(INIT_PRODUCER_ID)
-    transaction = refused(producer, OutcomeUnknown, numbered(topic, 3), seconds=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(TransactionalProducer, "find_seconds", 5.0)
+        transaction = refused(producer, OutcomeUnknown, numbered(topic, 3), seconds=5)
     assert lost.fired.is_set()
     assert silent.fired.is_set()
     assert outcomes(transaction) == [Outcome.UNKNOWN]
@@ -304,7 +307,7 @@ def test_a_second_producer_under_the_id_fences_the_first(
 
 def test_fenced_with_the_end_under_way(proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str) -> None:
     """The second one begins while the first waits for its commit: it is aborted, and the first finds that out."""
-    first = make_producer(kafka={"socket.timeout.ms": 60_000})
+    first = make_producer()
     publish(first, topic, 1)
     held = proxied_broker.hold(END_TXN)
     with ThreadPoolExecutor(1) as pool:
@@ -387,7 +390,7 @@ def test_nothing_is_known_before_the_commit_is(
     proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str
 ) -> None:
     """The messages are acknowledged and somebody polls; but a transaction may still be aborted."""
-    producer = make_producer(kafka={"socket.timeout.ms": 60_000})
+    producer = make_producer()
     held = proxied_broker.hold(END_TXN)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(publish, producer, topic, 1, 2)
@@ -403,10 +406,10 @@ def test_nothing_is_known_before_the_commit_is(
 def test_sequences_in_transactions(proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str) -> None:
     """A number of an aborted transaction is new again, and the next life reads what was committed."""
     options = {"dedup": lambda _: SequenceFilter(), "producer_name": "files"}
-    producer = make_producer(kafka={"socket.timeout.ms": 60_000}, **options)
+    producer = make_producer(**options)
 
     def send(made: TransactionalProducer, *numbers: int) -> Transaction:
-        with made.transaction(timeout_seconds=2) as transaction:
+        with made.transaction(timeout_seconds=5) as transaction:
             for n in numbers:
                 transaction.produce(topic, b"%d" % n, partition=n % 2, sequence=n)
         return transaction
@@ -427,10 +430,11 @@ def test_a_client_that_did_not_get_ready_does_not_fence_the_next_one(
     proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would go on asking, and whoever keeps the exception would keep it alive."""
-    monkeypatch.setattr("exactly_once.publish.transactional._SECONDS", 2.0)
     silent = proxied_broker.lose_answer(INIT_PRODUCER_ID)
-    with pytest.raises(BrokerUnreachable) as kept:
-        make_producer(kafka={"socket.timeout.ms": 4000})
+    with monkeypatch.context() as patch:
+        patch.setattr("exactly_once.publish.transactional._SECONDS", 2.0)
+        with pytest.raises(BrokerUnreachable) as kept:
+            make_producer(kafka={"socket.timeout.ms": 4000})
     producer = make_producer()
     asked = proxied_broker.requests.count(INIT_PRODUCER_ID)
     silent.release()

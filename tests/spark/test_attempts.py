@@ -97,7 +97,7 @@ def test_an_attempt_after_one_that_landed_writes_nothing(place: Place, transacti
 def test_of_two_attempts_at_once_one_lands_and_the_other_leaves_no_trace(place: Place, transaction: str) -> None:
     """A speculative twin: both have copied their rows before either moves the ledger."""
     work = place.work(place.owners(), place.ranges(5))
-    have_copied = threading.Barrier(2, timeout=30)
+    have_copied = threading.Barrier(2, timeout=120)
     results: list[Any] = []
 
     def attempt() -> None:

@@ -296,7 +296,7 @@ def test_what_cannot_work_is_refused() -> None:
                 check_options(conninfo="", group_id="g", **given)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("run_of", ["this run", "a run that was fenced"])
 def test_an_attempt_that_stands_still_with_its_claims_is_ended_by_the_next(
     place: Place, monkeypatch: pytest.MonkeyPatch, run_of: str
@@ -316,13 +316,13 @@ def test_an_attempt_that_stands_still_with_its_claims_is_ended_by_the_next(
     assert place.written() == [(0, 0), (0, 1), (0, 2)]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_of_tasks_that_claim_in_opposite_orders_one_is_run_again(place: Place, db: psycopg.Connection[Any]) -> None:
     # The first claim of a group makes its tables, for which all others wait.
     claims.claim(db, [b"first"], schema="exactly_once", group_id=place.name)
     work = place.work(place.owners(), place.ranges(2, 2), transaction="partition", claim="event")
     work = replace(work, rows_a_copy=1)
-    have_claimed = threading.Barrier(2, timeout=30)
+    have_claimed = threading.Barrier(2, timeout=120)
 
     def task(partition: int) -> int:
         keys = ["a", "b"] if partition == 0 else ["b", "a"]

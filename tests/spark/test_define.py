@@ -201,7 +201,7 @@ def test_of_two_drivers_that_define_at_once_both_succeed(
             waits = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = %s"
             pid = (other.info.backend_pid,)
             until(lambda: db.execute(waits, pid).fetchone() == (True,), 30, "the second driver waits")
-        thread.join(30)
+        thread.join(120)
     assert not failed
     assert columns(db, place.name) == {"id": "bigint", "note": "text"}
 

@@ -21,12 +21,13 @@ from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target
 from tests.support.waiting import until
 
-STILL, UNBOUNDED = 1.0, 2.0
+# A sign of life comes every tenth of a second; on a busy machine some come late.
+STILL, UNBOUNDED = 3.0, 4.0
 
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything of the watcher a tenth as long; of what it waits for only the order counts."""
+    """Everything of the watcher far shorter; of what it waits for only the order counts."""
     for name, seconds in {
         "FROZEN_AFTER_SECONDS": 0.2,
         "STILL_SECONDS": STILL,
@@ -87,7 +88,7 @@ def test_live_transactions_are_left_alone_in_every_mode(conninfo: str, name: str
 
     def hold() -> None:
         have_written.release()
-        assert go.wait(60)
+        assert go.wait(180)
 
     _failpoints.arm("guarded", hold)
     with ThreadPoolExecutor(8) as pool, ExitStack() as stack:
@@ -99,7 +100,7 @@ def test_live_transactions_are_left_alone_in_every_mode(conninfo: str, name: str
             pool.submit(source.publish, staged),
         ]
         for _ in writers:
-            assert have_written.acquire(timeout=30)
+            assert have_written.acquire(timeout=120)
         tables = [*(place.name for place in places.values()), source.target.name]
         waiters = [stack.enter_context(closing(Waiter(conninfo, table))) for table in tables]
         waiting = [pool.submit(waiter.wait) for waiter in waiters]

@@ -107,7 +107,7 @@ def test_a_publication_is_tried_again_as_a_whole(
             end_waiting(db, name, trouble)
             until(lambda: is_waited_for(caplog, name), 20, "the publication to try again")
         holder.rollback()
-    answer.result(30)
+    answer.result(60)
     assert target.offsets() == [(0, offset) for offset in range(9)]
     told = [r.message for r in caplog.records if "waiting" in r.message]
     assert all("current transaction is aborted" not in text and "the connection is lost" not in text for text in told)

@@ -37,7 +37,7 @@ class Fault:
         """Set once the broker has answered what was held and released."""
         self.answer = b""
 
-    def wait(self, timeout: float = 30) -> None:
+    def wait(self, timeout: float = 60) -> None:
         """Wait until it has struck; raise AssertionError if it does not."""
         assert self.fired.wait(timeout), f"no request {self.api_key} within {timeout:g} s"
 
@@ -45,7 +45,7 @@ class Fault:
         """Let the held request go to the broker, whatever has become of the client."""
         self._released.set()
 
-    def error_code(self, timeout: float = 30) -> int:
+    def error_code(self, timeout: float = 60) -> int:
         """Return what the broker has answered to an EndTxn; 0 is success."""
         assert self.answered.wait(timeout), f"no answer within {timeout:g} s"
         (code,) = struct.unpack_from(">h", self.answer, 12)  # after length, correlation id and throttle time

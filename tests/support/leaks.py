@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg
 
-_GRACE_SECONDS = 20.0
+_GRACE_SECONDS = 60.0
 """How long what a test has closed may take to end on a busy machine; only a test that leaves something waits."""
 _TASKS = Path("/proc/self/task")
 _POOLED = ("simulation", "proxy-", "kafka-proxy")

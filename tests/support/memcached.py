@@ -49,5 +49,5 @@ class Memcached:
         """Kill it."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None

@@ -68,7 +68,7 @@ class PgBouncer:
     def __exit__(self, *_: object) -> None:
         self._process.terminate()  # SIGTERM is PgBouncer's immediate shutdown
         try:
-            self._process.wait(10)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -123,8 +123,8 @@ class Driver:
         """
         for pid in self._pids() if everything else [self.pid]:
             self._signal(pid, signal.SIGKILL)
-        self._process.wait(30)
-        self._wait_gone(60)
+        self._process.wait(120)
+        self._wait_gone(120)
         self._reader.join(60)
 
     def stop(self) -> None:
@@ -144,9 +144,9 @@ class Driver:
         """End all of it."""
         for pid in self._pids():
             self._signal(pid, signal.SIGKILL)
-        self._process.wait(30)
-        self._wait_gone(30)
-        self._reader.join(10)
+        self._process.wait(120)
+        self._wait_gone(120)
+        self._reader.join(60)
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._log.close()

@@ -34,7 +34,7 @@ def create_topic(
     settings = {key.replace("_", "."): value for key, value in config.items()}
     topic = NewTopic(name, num_partitions=partitions, replication_factor=replication, config=settings)
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
-        admin.create_topics([topic])[name].result(timeout=30)
+        admin.create_topics([topic])[name].result(timeout=60)
         until(lambda: _answers(admin, name, partitions), 30, f"leaders of {partitions} partitions of {name}")
     return name
 
@@ -42,7 +42,7 @@ def create_topic(
 def add_partitions(bootstrap_servers: str, name: str, total: int) -> None:
     """Give a topic more partitions, and return once the leader of each answers."""
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
-        admin.create_partitions([NewPartitions(name, total)])[name].result(timeout=30)
+        admin.create_partitions([NewPartitions(name, total)])[name].result(timeout=60)
         until(lambda: _answers(admin, name, total), 30, f"leaders of {total} partitions of {name}")
 
 
@@ -51,7 +51,7 @@ def until_in_sync(bootstrap_servers: str, name: str) -> None:
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
 
         def in_sync() -> bool:
-            partitions = admin.list_topics(name, timeout=10).topics[name].partitions.values()
+            partitions = admin.list_topics(name, timeout=30).topics[name].partitions.values()
             return bool(partitions) and all(len(p.isrs) == len(p.replicas) and p.leader >= 0 for p in partitions)
 
         until(in_sync, 120, f"the replicas of {name}")
@@ -60,15 +60,15 @@ def until_in_sync(bootstrap_servers: str, name: str) -> None:
 def delete_topic(bootstrap_servers: str, name: str) -> None:
     """Delete a topic, so that another module of tests may have one of the same name."""
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
-        admin.delete_topics([name])[name].result(timeout=30)
-        until(lambda: name not in admin.list_topics(timeout=10).topics, 30, f"{name} to be gone")
+        admin.delete_topics([name])[name].result(timeout=60)
+        until(lambda: name not in admin.list_topics(timeout=30).topics, 30, f"{name} to be gone")
 
 
 def delete_records(bootstrap_servers: str, topic: str, before: int, partition: int = 0) -> None:
     """Move the start of a log, as retention does."""
     place = TopicPartition(topic, partition, before)
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
-        admin.delete_records([place])[place].result(30)
+        admin.delete_records([place])[place].result(60)
 
 
 def produce(bootstrap_servers: str, topic: str, n: int, partitions: int, *, start: int = 0) -> None:
@@ -114,15 +114,15 @@ def produce_header_name(bootstrap_servers: str, topic: str, value: bytes, name: 
 
 
 def _answers(admin: AdminClient, topic: str, partitions: int) -> bool:
-    found = admin.list_topics(topic, timeout=10).topics[topic].partitions.values()
+    found = admin.list_topics(topic, timeout=30).topics[topic].partitions.values()
     if len(found) != partitions or not all(p.leader >= 0 and p.error is None for p in found):
         return False
     # The metadata names a leader before that broker knows: it refuses with "not leader for partition", and not every
     # request is repeated by the client.
     asked = {TopicPartition(topic, n): OffsetSpec.earliest() for n in range(partitions)}  # type: ignore[no-untyped-call]
     try:
-        for answer in admin.list_offsets(asked, request_timeout=10).values():
-            answer.result(timeout=10)
+        for answer in admin.list_offsets(asked, request_timeout=30).values():
+            answer.result(timeout=30)
     except KafkaException as error:
         if error.args[0].code() in _NOT_YET:
             return False

@@ -116,7 +116,7 @@ class Worker:
         """Its process id."""
         return self._process.pid
 
-    def wait(self, event: str, timeout_seconds: float = 30, **fields: object) -> Event:
+    def wait(self, event: str, timeout_seconds: float = 60, **fields: object) -> Event:
         """Return the next event of this kind and with these fields that was not returned before."""
         deadline = time.monotonic() + timeout_seconds
         with self._news:
@@ -156,7 +156,7 @@ class Worker:
     def kill(self) -> None:
         """Kill it as ``kill -9`` does."""
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
     @property
     def is_running(self) -> bool:
@@ -171,7 +171,7 @@ class Worker:
             os.kill(self.pid, signal.SIGUSR1)  # where it is at goes to its log
             until(lambda: "most recent call first" in self.log(), 10, "its stacks")
             raise AssertionError(f"{self.name} runs on after {timeout_seconds:g} s\n{self.story()}") from None
-        self._reader.join(10)
+        self._reader.join(60)
         return status
 
     def finish(self, timeout_seconds: float = 60) -> Event:
@@ -305,7 +305,7 @@ class Crew:
         total: int = self.look(query)[0][0]
         return total
 
-    def until_applied(self, total: int, timeout_seconds: float = 40) -> None:
+    def until_applied(self, total: int, timeout_seconds: float = 90) -> None:
         """Wait until so many messages were applied."""
         until(lambda: self.applied() >= total, timeout_seconds, f"{total} messages to be applied")
 

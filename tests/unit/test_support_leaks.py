@@ -10,6 +10,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from tests.support import leaks
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 
@@ -21,6 +22,7 @@ def test_it_counts_clients_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = threading.Thread(target=done.wait)
     thread.start()
     with AdminClient({"bootstrap.servers": "127.0.0.1:1", "log_level": 0}):
+        until(lambda: leaks.census().kafka_clients > before.kafka_clients, 60, "the client's thread")
         left = leaks.left_since(before)
         assert f"kafka clients {before.kafka_clients} -> {before.kafka_clients + 1}" in left
         assert f"threads {before.threads} -> {before.threads + 1}" in left

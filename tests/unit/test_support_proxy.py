@@ -67,7 +67,7 @@ def proxy(postgres_conninfo: str, observer: Observer) -> Iterator[PostgresProxy]
 
 @pytest.fixture
 def connection(proxy: PostgresProxy) -> Iterator[psycopg.Connection]:
-    connection = psycopg.connect(proxy.conninfo, connect_timeout=10)
+    connection = psycopg.connect(proxy.conninfo, connect_timeout=60)
     yield connection
     connection.close()
 
@@ -136,9 +136,9 @@ def test_cancel_requests_reach_the_server(
     with background(proxy) as pool:
         sleeper = pool.submit(connection.execute, "SELECT pg_sleep(60)")
         until(lambda: observer.state(pid) == "active", 10, "the query to run")
-        connection.cancel_safe(timeout=10)
+        connection.cancel_safe(timeout=60)
         with pytest.raises(psycopg.errors.QueryCanceled):
-            sleeper.result(10)
+            sleeper.result(60)
 
 
 def test_cut_before_commit_does_not_commit(
@@ -250,7 +250,7 @@ def test_hold_with_the_client_kept_delays_its_commit(
         assert observer.effects() == 0
         assert not commit.done()
         fault.release()
-        commit.result(10)
+        commit.result(60)
     assert observer.effects() == 1
     assert connection.execute("SELECT 1").fetchone() == (1,)
 
@@ -280,7 +280,7 @@ def test_hold_answer_has_committed_while_the_client_still_waits(
         assert observer.effects() == 1
         assert not commit.done()
         fault.release()
-        commit.result(10)
+        commit.result(60)
     assert connection.execute("SELECT 1").fetchone() == (1,)
 
 
@@ -327,7 +327,7 @@ def test_black_hole_silences_existing_connections_without_closing_them(
         assert observer.state(pid) == "idle in transaction"
         proxy.cut_all()
         with pytest.raises(psycopg.OperationalError):
-            commit.result(10)
+            commit.result(60)
     observer.await_end(pid)
     assert observer.effects() == 0
 
@@ -351,7 +351,7 @@ def test_black_hole_swallows_an_answer_on_its_way(
             answer.result(0.2)
         proxy.cut_all()
         with pytest.raises(psycopg.OperationalError):
-            answer.result(10)
+            answer.result(60)
 
 
 def test_a_connection_attempted_during_a_black_hole_is_served_after_healing(proxy: PostgresProxy) -> None:
@@ -360,7 +360,7 @@ def test_a_connection_attempted_during_a_black_hole_is_served_after_healing(prox
         attempt = pool.submit(lambda: psycopg.connect(proxy.conninfo, connect_timeout=30))
         until(lambda: proxy.waiting, 10, "the connection to arrive")
         proxy.heal()
-        attempt.result(10).close()
+        attempt.result(60).close()
 
 
 def test_refuse_looks_like_a_database_that_is_down_until_healed(

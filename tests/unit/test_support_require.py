@@ -35,4 +35,4 @@ def test_until_returns_the_first_true_value() -> None:
 
 def test_until_names_what_it_waited_for() -> None:
     with pytest.raises(AssertionError, match="a miracle"):
-        until(lambda: 0, 0.01, "a miracle")
+        until(lambda: 0, 0.01, "a miracle", is_exact=True)
