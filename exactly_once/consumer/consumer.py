@@ -213,6 +213,8 @@ class ExactlyOnceConsumer:
         self._closed = False
         # Why the client can do nothing but be replaced; empty while it can.
         self._must_reopen = ""
+        # Why it was replaced last, until a unit is handed out: the same reason again is logged at DEBUG.
+        self._reopened_for = ""
         # The end of the present client, where it was begun.
         self._closing_client: Closing | None = None
         # What the client reported when it was fenced by its instance id, until it is opened anew.
@@ -572,6 +574,7 @@ class ExactlyOnceConsumer:
                 isolation, may_take = self._options.isolation, units.max_unit_seconds
                 work = UnitOfWork(self._ledger, isolation=isolation, max_unit_seconds=may_take)
                 failpoint("polled")
+                self._reopened_for = ""
                 return Unit(messages, advances, attempt=self._buffer.attempt, work=work, commits=self._commits)
             units.is_over = units.is_left_without(since=self._idled_at)
             if units.is_over:
@@ -704,7 +707,10 @@ class ExactlyOnceConsumer:
             if is_replaced or now - self._fenced_at < TWIN_SECONDS:
                 raise InstanceFenced(f"{self._fence}; group.instance.id={self._kafka.get('group.instance.id')!r}")
             self._fence, self._fenced_at = None, now
-        logger.warning("%s; joining again", self._must_reopen, extra=self._about("joining_again"))
+        level = logging.DEBUG if self._must_reopen == self._reopened_for else logging.WARNING
+        told = "%s; joining again until it works; repetitions are logged at DEBUG"
+        logger.log(level, told, self._must_reopen, extra=self._about("joining_again"))
+        self._reopened_for = self._must_reopen
         self._close_client()
         self._ownership.revoked(list(self._ownership.states))
         self._buffer.discard()

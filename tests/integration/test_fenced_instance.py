@@ -6,6 +6,9 @@ member id; only chance decides when. A plain client of the same id, which knows 
 
 from __future__ import annotations
 
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from confluent_kafka import Consumer
 
@@ -65,3 +68,30 @@ def test_member_whose_rows_another_owns_does_not_join_anew(
     with pytest.raises(InstanceFenced):
         next(member.units(idle_seconds=5))
     assert "joining_again" not in actions(caplog)
+
+
+def test_an_instance_id_that_stays_taken_is_told_once_while_the_member_tries_again(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under the newer protocol the place of a dead member is refused until its session has ended."""
+    settings = {"group.protocol": "consumer", "group.instance.id": "a"}
+    holder = scene.consumer(settings)
+    apply(next(iter(holder)))
+    caplog.set_level(logging.DEBUG)
+    late = scene.consumer(settings)
+
+    def levels() -> list[int]:
+        return [r.levelno for r in caplog.records if getattr(r, "action", None) == "joining_again"]
+
+    def stop_after_three() -> None:
+        try:
+            until(lambda: len(levels()) >= 3, 60, "the third refusal")
+        finally:
+            late.stop()
+
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop_after_three)
+        assert next(iter(late), None) is None
+        stopping.result()
+    assert levels()[0] == logging.WARNING
+    assert set(levels()[1:]) == {logging.DEBUG}
