@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import psycopg
 from confluent_kafka import KafkaError, KafkaException, Message
@@ -28,6 +28,9 @@ from .filter import DUPLICATE, NEW, UNKNOWN, Filter, State
 from .headers import Headers
 from .keys import CheckedKeys
 from .recovery import SequenceLog
+
+if TYPE_CHECKING:
+    from .publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -88,25 +91,6 @@ def outcome_of(error: KafkaError) -> Outcome:
 
 
 Call = tuple[Callback, KafkaError | None, Message | None]
-
-
-class Serving(Protocol):
-    """What deliveries and topics need of their producer."""
-
-    producer_name: str
-    """Whose numbers its messages have."""
-    is_ended: bool
-    """Whether it is closed and nothing more is reported."""
-    calls: deque[Call]
-    """Callbacks that are to be called, with what they are told."""
-
-    def poll(self, timeout_seconds: float = 0.0) -> int:
-        """Serve delivery reports."""
-        ...
-
-    def hurry(self, *, only_if_due: bool = False) -> None:
-        """Send what waits for more to come."""
-        ...
 
 
 class Interest:
@@ -437,7 +421,7 @@ class TopicPublisher:
     """One topic. ``reported`` is filled by the client's callbacks and emptied by ``settle``, one thread at a time."""
 
     def __init__(
-        self, producer: Serving, topic: str, made: Filter[Any], log: SequenceLog | None, *, is_transactional: bool
+        self, producer: Publisher, topic: str, made: Filter[Any], log: SequenceLog | None, *, is_transactional: bool
     ) -> None:
         self.producer = producer
         self.topic = topic

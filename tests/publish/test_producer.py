@@ -441,7 +441,7 @@ def test_a_batch_that_is_sent_again_while_it_is_in_flight_is_attached_to_in_one_
     assert [with_places.place_of(key) for key in ("a", "b")] == [2, 1]
     with_places.identities.append("b")
     assert with_places.place_of("b") == 3
-    with_places.topic.producer.close()  # type: ignore[attr-defined]
+    with_places.topic.producer.close()
 
 
 def test_a_filter_whose_first_topic_could_not_be_opened_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
