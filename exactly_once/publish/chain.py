@@ -157,8 +157,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
     seen between the two lowest gaps, so that a duplicate of that may pass; ``treat_as_seen`` closes the lowest gap, so
     that its messages are **lost**; ``raise`` refuses the message.
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
-    Every method may be called from any thread.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     """
 
     takes = "chain"
@@ -336,29 +335,26 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         numbers: list[Any] = [key[1] for key in given]
         is_plain = self._dense and set(map(type, numbers)) == {int}
         is_fine = is_plain and self._first <= min(numbers) and max(numbers) < INT64
-        for key in () if is_fine else given:
-            self._check(key)
+        for chain, number, previous in () if is_fine else given:
+            if self._dense:
+                if type(number) is not int or not self._first <= number < INT64:
+                    span = f"{self._first} to 2**63 - 1"
+                    raise KeyRefused(f"a number of a dense chain is an int from {span}, not {number!r}")
+                continue
+            _check_number(number)
+            intervals = self._chains.get(chain)
+            if intervals is not None and isinstance(number, int) is not intervals.is_int():
+                raise KeyRefused(f"chain {chain!r} has other numbers than {number!r}: ints and pairs do not mix")
+            if previous is not None:
+                _check_number(previous)
+                if isinstance(previous, int) is not isinstance(number, int):
+                    raise KeyRefused(f"{number!r} and {previous!r}: ints and pairs do not mix")
+                if cast("Any", previous) >= number:
+                    raise InconsistentChain(f"the message {number} names {previous} as the one before it")
         for chain in {key[0] for key in given}:
             if type(chain) is not str or not chain:
                 raise KeyRefused(f"a chain's name is a str with something in it, not {chain!r}")
         return [key[:2] for key in given]
-
-    def _check(self, key: Link) -> None:
-        chain, number, previous = key
-        if self._dense:
-            if type(number) is not int or not self._first <= number < INT64:
-                raise KeyRefused(f"a number of a dense chain is an int from {self._first} to 2**63 - 1, not {number!r}")
-            return
-        _check_number(number)
-        intervals = self._chains.get(chain)
-        if intervals is not None and isinstance(number, int) is not intervals.is_int():
-            raise KeyRefused(f"chain {chain!r} has other numbers than {number!r}: ints and pairs do not mix")
-        if previous is not None:
-            _check_number(previous)
-            if isinstance(previous, int) is not isinstance(number, int):
-                raise KeyRefused(f"{number!r} and {previous!r}: ints and pairs do not mix")
-            if cast("Any", previous) >= number:
-                raise InconsistentChain(f"the message {number} names {previous} as the one before it")
 
 
 def _check_number(number: object) -> None:

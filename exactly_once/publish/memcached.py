@@ -56,8 +56,7 @@ class SharedSlotFilter(Filter[GivenKey]):
     Where memcached cannot be asked, ``on_unavailable="raise"`` (default) raises :class:`FilterUnavailable` and nothing
     is sent; ``"treat_as_new"`` lets everything through and counts it (``stats().failed_open``).
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
-    Every method may be called from any thread.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     """
 
     is_remote = True

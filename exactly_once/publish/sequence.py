@@ -31,8 +31,7 @@ class SequenceFilter(MemoryFilter[int, int]):
     number that is first used after a higher one was persisted counts as a duplicate. Each producer name and topic needs
     a filter of its own.
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
-    Every method may be called from any thread.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     """
 
     takes = "sequence"
