@@ -87,8 +87,7 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
         return checked_all(keys)
 
     def _seen(self, keys: Sequence[Key]) -> Collection[Key]:
-        if self._seconds is not None:
-            self._age()
+        self._age()
         return self._kept.of(keys)
 
     def _keep(self, keys: Sequence[Key]) -> None:
