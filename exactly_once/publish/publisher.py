@@ -24,7 +24,7 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .chain import Link
-from .delivery import Batch, Call, Callback, Columns, Delivery, Extra, Outcome, TopicPublisher
+from .delivery import Batch, Call, Callback, Delivery, Extra, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
 from .filter import Filter, NoFilter, Resolved
 from .guard import Guard, leave_in_children
@@ -36,6 +36,7 @@ from .recovery import SequenceLog
 from .sequence import SequenceFilter
 from .snapshot import SnapshotFile
 from .tail import describe, read_tail, rest_of
+from .topic import Columns, TopicPublisher
 
 logger = logging.getLogger(__name__)
 

@@ -399,7 +399,7 @@ def test_an_interrupt_while_a_message_is_reserved_leaves_nothing(
 
     with DedupProducer(NOWHERE, dedup=WindowFilter(keys=10)) as producer:
         with monkeypatch.context() as patch:
-            patch.setattr("exactly_once.publish.delivery.Delivery", interrupt)
+            patch.setattr("exactly_once.publish.topic.Delivery", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 produce(producer)
         assert producer._topics["t"].in_flight == {}
