@@ -145,11 +145,13 @@ class SharedSlotFilter(Filter[GivenKey]):
                 while todo:
                     todo = self._pass(change, places, todo, answers)
             except FilterUnavailable:
-                if not self._lets_through:
-                    # Nobody is told that these are reserved: asked for again, they come back as from a lost answer.
+                # Nobody is told that these are reserved, or releases them again: asked for once more, they come back as
+                # from a lost answer.
+                if change == ("release" if self._lets_through else "reserve"):
                     for (_, digest), answer in zip(places, answers, strict=True):
-                        if change == "reserve" and (answer is NEW or answer is UNKNOWN):
+                        if change == "release" or answer in (NEW, UNKNOWN):
                             self._held.pop(digest, None)
+                if not self._lets_through:
                     raise
                 left = answers.count(None)
                 self._failed_open += left
