@@ -404,11 +404,11 @@ class Publisher:
             ):
                 partition, given, timestamp = batch.extras.get(place, _NO_EXTRA)
                 more: Any = given if with_ours is None else with_ours
+                send = partial(produce, name, value, key, partition, told, headers=more, timestamp=timestamp)
                 try:
-                    produce(name, value, key, partition, told, headers=more, timestamp=timestamp)
+                    send()
                 except BufferError:
-                    again = partial(produce, name, value, key, partition, told, headers=more, timestamp=timestamp)
-                    self._find_room(again, room)
+                    self._find_room(send, room)
                 done += 1
         except BaseException as exception:
             if undoes:
