@@ -183,14 +183,29 @@ class ChainFilter(MemoryFilter[Link, Pair]):
     def reserve_many(self, keys: Iterable[Link]) -> list[State]:
         """Reserve several messages, in order.
 
-        :raises InconsistentChain: for the first whose reference cannot be right; none is reserved then.
+        :raises InconsistentChain: for the first whose reference contradicts what was seen; none is reserved then.
+        :raises LimitReached: for the first that would make a gap too many, with ``on_full="raise"``; likewise.
         """
         wanted = list(keys)
         pairs = self._checked(wanted)
         with self._lock:
-            for key in wanted if not self._dense or self._on_full == "raise" else ():
-                if key[:2] not in self._open and key.chain in self._chains:
-                    self._check_reference(key, self._chains[key.chain])
+            for chain, number, previous in wanted if not self._dense or self._on_full == "raise" else ():
+                intervals = self._chains.get(chain)
+                if intervals is None or (chain, number) in self._open:
+                    continue
+                place = intervals.find(number)
+                if previous is not None and not self._dense:
+                    why = intervals.between(place, number, previous)
+                    if place < 0 and chain in self._links:
+                        why = why or self._links[chain].contradiction(number, previous)
+                    if why is not None:
+                        raise InconsistentChain(
+                            f"the message {number} names {previous} as the one before it, but {why}"
+                        )
+                if place >= 0 and self._on_full == "raise" and intervals.gaps() >= self._max_gaps:
+                    before = self._previous(number, previous, intervals, place)
+                    if before > intervals.lowers[place] and number < intervals.uppers[place]:
+                        raise LimitReached(f"chain {chain!r} has {intervals.gaps()} gaps; {number} would make one more")
             return self._reserve(pairs)
 
     def confirm_many(self, keys: Iterable[Link]) -> None:
@@ -278,21 +293,6 @@ class ChainFilter(MemoryFilter[Link, Pair]):
     def _only(self, keys: Sequence[Pair]) -> Intervals | None:
         """Return the intervals of the chain that all these messages are of, if it is one that is known."""
         return self._chains.get(keys[0][0]) if keys and len({chain for chain, _ in keys}) == 1 else None
-
-    def _check_reference(self, key: Link, intervals: Intervals) -> None:
-        """Refuse a message that contradicts what was seen, or for whose gap there is no room."""
-        chain, number, previous = key
-        place = intervals.find(number)
-        if previous is not None and not self._dense:
-            why = intervals.between(place, number, previous)
-            if place < 0 and chain in self._links:
-                why = why or self._links[chain].contradiction(number, previous)
-            if why is not None:
-                raise InconsistentChain(f"the message {number} names {previous} as the one before it, but {why}")
-        if place >= 0 and self._on_full == "raise" and intervals.gaps() >= self._max_gaps:
-            previous = self._previous(number, previous, intervals, place)
-            if previous > intervals.lowers[place] and number < intervals.uppers[place]:
-                raise LimitReached(f"chain {chain!r} has {intervals.gaps()} gaps; {number} would make one more")
 
     def _mark(self, key: Link) -> None:
         """Take note that a message is in the log."""

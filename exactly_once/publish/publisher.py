@@ -13,7 +13,6 @@ from functools import partial
 from hashlib import blake2b
 from itertools import repeat
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
@@ -69,9 +68,7 @@ class _Errors(list[BaseException]):
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is not None:
             self.append(error)
         return True
@@ -130,9 +127,7 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
             return
