@@ -35,12 +35,12 @@ from .postgres import Found, PostgresWindow
 from .postgres_chain import PostgresChain
 from .producer import DedupProducer
 from .publisher import ProducerRecord
-from .recovery import TopicTakeOver, end_positions
 from .sequence import SequenceFilter
 from .shards import ShardedWindow
 from .slots import SlotFilter, loss_probability, messages_for, slots_for
 from .snapshot import SnapshotFile, SnapshotStore
 from .store import Store
+from .take_over import TopicTakeOver, end_positions
 from .transactional import Transaction, TransactionalProducer
 from .window import WindowFilter
 

@@ -157,8 +157,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
     seen between the two lowest gaps, so that a duplicate of that may pass; ``treat_as_seen`` closes the lowest gap, so
     that its messages are **lost**; ``raise`` refuses the message.
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
-    Every method may be called from any thread.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     """
 
     takes = "chain"
@@ -184,14 +183,29 @@ class ChainFilter(MemoryFilter[Link, Pair]):
     def reserve_many(self, keys: Iterable[Link]) -> list[State]:
         """Reserve several messages, in order.
 
-        :raises InconsistentChain: for the first whose reference cannot be right; none is reserved then.
+        :raises InconsistentChain: for the first whose reference contradicts what was seen; none is reserved then.
+        :raises LimitReached: for the first that would make a gap too many, with ``on_full="raise"``; likewise.
         """
         wanted = list(keys)
         pairs = self._checked(wanted)
         with self._lock:
-            for key in wanted if not self._dense or self._on_full == "raise" else ():
-                if key[:2] not in self._open and key.chain in self._chains:
-                    self._check_reference(key, self._chains[key.chain])
+            for chain, number, previous in wanted if not self._dense or self._on_full == "raise" else ():
+                intervals = self._chains.get(chain)
+                if intervals is None or (chain, number) in self._open:
+                    continue
+                place = intervals.find(number)
+                if previous is not None and not self._dense:
+                    why = intervals.between(place, number, previous)
+                    if place < 0 and chain in self._links:
+                        why = why or self._links[chain].contradiction(number, previous)
+                    if why is not None:
+                        raise InconsistentChain(
+                            f"the message {number} names {previous} as the one before it, but {why}"
+                        )
+                if place >= 0 and self._on_full == "raise" and intervals.gaps() >= self._max_gaps:
+                    before = self._previous(number, previous, intervals, place)
+                    if before > intervals.lowers[place] and number < intervals.uppers[place]:
+                        raise LimitReached(f"chain {chain!r} has {intervals.gaps()} gaps; {number} would make one more")
             return self._reserve(pairs)
 
     def confirm_many(self, keys: Iterable[Link]) -> None:
@@ -280,21 +294,6 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         """Return the intervals of the chain that all these messages are of, if it is one that is known."""
         return self._chains.get(keys[0][0]) if keys and len({chain for chain, _ in keys}) == 1 else None
 
-    def _check_reference(self, key: Link, intervals: Intervals) -> None:
-        """Refuse a message that contradicts what was seen, or for whose gap there is no room."""
-        chain, number, previous = key
-        place = intervals.find(number)
-        if previous is not None and not self._dense:
-            why = intervals.between(place, number, previous)
-            if place < 0 and chain in self._links:
-                why = why or self._links[chain].contradiction(number, previous)
-            if why is not None:
-                raise InconsistentChain(f"the message {number} names {previous} as the one before it, but {why}")
-        if place >= 0 and self._on_full == "raise" and intervals.gaps() >= self._max_gaps:
-            previous = self._previous(number, previous, intervals, place)
-            if previous > intervals.lowers[place] and number < intervals.uppers[place]:
-                raise LimitReached(f"chain {chain!r} has {intervals.gaps()} gaps; {number} would make one more")
-
     def _mark(self, key: Link) -> None:
         """Take note that a message is in the log."""
         chain, number, named = key
@@ -336,29 +335,26 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         numbers: list[Any] = [key[1] for key in given]
         is_plain = self._dense and set(map(type, numbers)) == {int}
         is_fine = is_plain and self._first <= min(numbers) and max(numbers) < INT64
-        for key in () if is_fine else given:
-            self._check(key)
+        for chain, number, previous in () if is_fine else given:
+            if self._dense:
+                if type(number) is not int or not self._first <= number < INT64:
+                    span = f"{self._first} to 2**63 - 1"
+                    raise KeyRefused(f"a number of a dense chain is an int from {span}, not {number!r}")
+                continue
+            _check_number(number)
+            intervals = self._chains.get(chain)
+            if intervals is not None and isinstance(number, int) is not intervals.is_int():
+                raise KeyRefused(f"chain {chain!r} has other numbers than {number!r}: ints and pairs do not mix")
+            if previous is not None:
+                _check_number(previous)
+                if isinstance(previous, int) is not isinstance(number, int):
+                    raise KeyRefused(f"{number!r} and {previous!r}: ints and pairs do not mix")
+                if cast("Any", previous) >= number:
+                    raise InconsistentChain(f"the message {number} names {previous} as the one before it")
         for chain in {key[0] for key in given}:
             if type(chain) is not str or not chain:
                 raise KeyRefused(f"a chain's name is a str with something in it, not {chain!r}")
         return [key[:2] for key in given]
-
-    def _check(self, key: Link) -> None:
-        chain, number, previous = key
-        if self._dense:
-            if type(number) is not int or not self._first <= number < INT64:
-                raise KeyRefused(f"a number of a dense chain is an int from {self._first} to 2**63 - 1, not {number!r}")
-            return
-        _check_number(number)
-        intervals = self._chains.get(chain)
-        if intervals is not None and isinstance(number, int) is not intervals.is_int():
-            raise KeyRefused(f"chain {chain!r} has other numbers than {number!r}: ints and pairs do not mix")
-        if previous is not None:
-            _check_number(previous)
-            if isinstance(previous, int) is not isinstance(number, int):
-                raise KeyRefused(f"{number!r} and {previous!r}: ints and pairs do not mix")
-            if cast("Any", previous) >= number:
-                raise InconsistentChain(f"the message {number} names {previous} as the one before it")
 
 
 def _check_number(number: object) -> None:

@@ -5,27 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from typing import Protocol
-
-from confluent_kafka import Producer
+from typing import TYPE_CHECKING
 
 from exactly_once.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from .publisher import Publisher
 
 # One for each fork between the first process and this one: cheaper to look at than the process id.
 _forks: list[None] = []
 os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
-class HasClient(Protocol):
-    """What holds a client of Kafka, unless it is closed."""
-
-    _client: Producer
+# What holds a client of Kafka, unless it is closed.
+_holders: weakref.WeakSet[Publisher] = weakref.WeakSet()
 
 
-_holders: weakref.WeakSet[HasClient] = weakref.WeakSet()
-
-
-def leave_in_children(holder: HasClient) -> None:
+def leave_in_children(holder: Publisher) -> None:
     """See to it that no child of this process frees the client: it would wait for threads that it has not, for ever."""
     _holders.add(holder)
 

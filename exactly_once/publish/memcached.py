@@ -56,8 +56,7 @@ class SharedSlotFilter(Filter[GivenKey]):
     Where memcached cannot be asked, ``on_unavailable="raise"`` (default) raises :class:`FilterUnavailable` and nothing
     is sent; ``"treat_as_new"`` lets everything through and counts it (``stats().failed_open``).
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
-    Every method may be called from any thread.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     """
 
     is_remote = True
@@ -152,6 +151,9 @@ class SharedSlotFilter(Filter[GivenKey]):
                         if change == "reserve" and (answer is NEW or answer is UNKNOWN):
                             self._held.pop(digest, None)
                     raise
+                # Nobody tells the slots again. A confirmed key stays in flight in its slot until the end of its lease.
+                for _, digest in places if change in ("release", "mark_unknown") else ():
+                    self._settle_held(change, digest)
                 left = answers.count(None)
                 self._failed_open += left
                 logger.warning(
@@ -173,20 +175,23 @@ class SharedSlotFilter(Filter[GivenKey]):
                 continue
             touched.add(slot)
             held, proof = found[slot]
-            answer, new, changes = step(change, held, digest, self._me, holds=digest in self._held)
+            answer, new, changes = step(change, held, digest, self._me, self._held.get(digest))
             if changes and not self._swap(slot, proof, new):
                 again.append(n)
                 continue
             answers[n] = answer
             self._evicted += changes and new is not None and held is not None and held.digest != digest
-            # The books of what this process holds.
             if answer is NEW or answer is UNKNOWN:
                 self._held[digest] = KeyState.IN_FLIGHT if answer is NEW else KeyState.RESENT
             elif change != "reserve":
-                after = CHANGES[change][self._held.pop(digest, KeyState.ABSENT)]
-                if after is KeyState.UNKNOWN and len(self._held) < self.slots:
-                    self._held[digest] = after
+                self._settle_held(change, digest)
         return again
+
+    def _settle_held(self, change: Change, digest: bytes) -> None:
+        """Take note of what became of a key that this process held."""
+        after = CHANGES[change][self._held.pop(digest, KeyState.ABSENT)]
+        if after is KeyState.UNKNOWN and len(self._held) < self.slots:
+            self._held[digest] = after
 
     def _read(self, slots: list[int]) -> dict[int, tuple[Slot | None, object]]:
         """Return what the slots hold, each with memcached's own mark of the change."""
@@ -226,15 +231,17 @@ class SharedSlotFilter(Filter[GivenKey]):
 
 
 def step(
-    change: Change, held: Slot | None, digest: bytes, me: bytes, *, holds: bool
+    change: Change, held: Slot | None, digest: bytes, me: bytes, holds: KeyState | None
 ) -> tuple[State | None, Slot | None, bool]:
     """Return the answer to a change of a key, what its slot holds afterwards, and whether that is something else.
 
-    Pure: the protocol of one slot.
+    ``holds`` is what this process knows of the key, if it holds it. Pure: the protocol of one slot.
     """
     before = held.state if held is not None and held.digest == digest else KeyState.ABSENT
     is_mine = before in _OPEN and held is not None and held.owner == me
-    if change == "reserve" and is_mine and not holds:  # our own, of which we never heard that it had worked
+    if change == "reserve" and is_mine and holds is KeyState.UNKNOWN:  # the slot was not told
+        before = holds
+    elif change == "reserve" and is_mine and holds is None:  # our own, of which we never heard that it had worked
         before = KeyState.ABSENT if before is KeyState.IN_FLIGHT else KeyState.UNKNOWN
     elif change in ("release", "mark_unknown") and before in _OPEN and not is_mine:
         return None, None, False  # our lease was over, and another process has reserved it since

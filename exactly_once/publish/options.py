@@ -79,9 +79,7 @@ _FORCED: dict[str, tuple[object, tuple[str, ...]]] = {
 }
 _ALIASES = {"request.required.acks": "acks"}
 _REFUSED = {
-    "on_delivery": "give on_delivery= to produce()",
-    "dr_cb": "give on_delivery= to produce()",
-    "delivery_cb": "give on_delivery= to produce()",
+    **dict.fromkeys(("on_delivery", "dr_cb", "delivery_cb"), "give on_delivery= to produce()"),
     "transactional.id": "this producer sends outside of transactions; take a TransactionalProducer",
     "default.topic.config": "give its settings beside the others",
 }

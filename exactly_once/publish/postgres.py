@@ -47,8 +47,7 @@ class PostgresWindow(Filter[GivenKey]):
     topics, do not share keys. It never takes a new key for a seen one. What a dead process had in flight is looked for
     by ``take_over``, and unknown without.
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
-    Every method may be called from any thread.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     """
 
     writes_key = True

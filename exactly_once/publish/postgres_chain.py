@@ -19,8 +19,7 @@ class PostgresChain(MemoryFilter[Link, Pair]):
     milliseconds per batch. A batch waits for whoever holds the row of one of its chains. It never takes a new number
     for a seen one.
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
-    Every method may be called from any thread.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     """
 
     takes = "chain"

@@ -16,13 +16,14 @@ from exactly_once._log import about
 from exactly_once.errors import BrokerUnreachable
 
 from .chain import Link
-from .delivery import Batch, Callback, Columns, Delivery, Outcome, Payload, outcome_of
+from .delivery import Batch, Callback, Delivery, Outcome, Payload, outcome_of
 from .errors import KeyRefused, ProducerFenced, TailHidden
 from .filter import NoFilter
 from .headers import Headers, kept
 from .keys import GivenKey, checked
 from .options import DedupOptions, check_options
 from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend
+from .topic import Columns
 from .transactional import TransactionalProducer, conclude
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from functools import partial
 from hashlib import blake2b
 from itertools import repeat
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
@@ -24,7 +23,7 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .chain import Link
-from .delivery import Batch, Call, Callback, Columns, Delivery, Extra, Outcome, TopicPublisher
+from .delivery import Batch, Call, Callback, Delivery, Extra, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
 from .filter import Filter, NoFilter, Resolved
 from .guard import Guard, leave_in_children
@@ -34,8 +33,9 @@ from .options import PublishOptions, client_settings
 from .owners import PublishOwner
 from .recovery import SequenceLog
 from .sequence import SequenceFilter
-from .snapshot import SnapshotFile, SnapshotStore
+from .snapshot import SnapshotFile
 from .tail import describe, read_tail, rest_of
+from .topic import Columns, TopicPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,7 @@ class _Errors(list[BaseException]):
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is not None:
             self.append(error)
         return True
@@ -78,8 +76,8 @@ class _Errors(list[BaseException]):
 
 # A batch, and the places of what the filter has let through.
 ToSend = tuple[Batch, Sequence[int]]
-# Where a record has its identities.
-_FIELDS = {"dedup_key": 2, "sequence": 3, "chain": 4}
+# The identities of a message, in the order of a record's fields, and what a filter that takes one of them knows.
+_IDENTITIES = {"dedup_key": "keys", "sequence": "numbers", "chain": "chains"}
 _NO_EXTRA: Extra = (-1, None, 0)
 
 
@@ -129,9 +127,7 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
             return
@@ -355,29 +351,28 @@ class Publisher:
 
     def _columns(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> Columns:
         """Return messages by column, with their identities checked."""
-        columns = list(zip(*records, strict=True)) or [()] * 9
-        values, keys, partitions, headers, timestamps, calls = (columns[n] for n in (0, 1, 5, 6, 7, 8))
+        columns = list(zip(*records, strict=True)) or [()] * len(ProducerRecord._fields)
+        values, keys, *identities, partitions, headers, timestamps, calls = columns
         extras: dict[int, Extra] = {}
         if any(headers) or any(timestamps) or partitions.count(-1) < len(records):
             given = enumerate(zip(partitions, headers, timestamps, strict=True))
             extras = {n: (p, kept(h), t) for n, (p, h, t) in given if (p, h, t) != _NO_EXTRA}
         callbacks = {n: call for n, call in enumerate(calls) if call is not None} if any(calls) else {}
-        return Columns(self._identities(topic, columns[2:5]), list(values), list(keys), extras, callbacks)
+        return Columns(self._identities(topic, identities), list(values), list(keys), extras, callbacks)
 
     def _identities(self, topic: TopicPublisher, columns: Sequence[Sequence[Any]]) -> list[Any]:
         """Check and return identities of the kind that the filter takes; the others must not be given."""
         takes = topic.filter.takes
         if takes == "nothing":
             return [object() for _ in columns[0]]
-        given = columns[_FIELDS[takes] - 2]
-        if None in given or any(column.count(None) < len(column) for column in columns if column is not given):
-            for row in zip(*columns, strict=True):
-                for other, identity in zip(_FIELDS, row, strict=True):
-                    if other != takes and identity is not None:
-                        raise KeyRefused(f"{other}= was given, but the filter of this topic takes {takes}=")
-                if row[_FIELDS[takes] - 2] is None:
-                    what = {"dedup_key": "keys", "sequence": "numbers", "chain": "chains"}[takes]
-                    raise KeyRefused(f"a message to {topic.topic!r} needs {takes}=, because its filter knows {what}")
+        by_name = dict(zip(_IDENTITIES, columns, strict=True))
+        given = by_name.pop(takes)
+        for other, column in by_name.items():
+            if column.count(None) < len(column):
+                raise KeyRefused(f"{other}= was given, but the filter of this topic takes {takes}=")
+        if None in given:
+            what = _IDENTITIES[takes]
+            raise KeyRefused(f"a message to {topic.topic!r} needs {takes}=, because its filter knows {what}")
         return checked_all(given) if takes == "dedup_key" else list(given)
 
     def _hand_over(self, batch: Batch, places: Sequence[int], room: float, *, undoes: bool = True) -> None:
@@ -406,11 +401,11 @@ class Publisher:
             ):
                 partition, given, timestamp = batch.extras.get(place, _NO_EXTRA)
                 more: Any = given if with_ours is None else with_ours
+                send = partial(produce, name, value, key, partition, told, headers=more, timestamp=timestamp)
                 try:
-                    produce(name, value, key, partition, told, headers=more, timestamp=timestamp)
+                    send()
                 except BufferError:
-                    again = partial(produce, name, value, key, partition, told, headers=more, timestamp=timestamp)
-                    self._find_room(again, room)
+                    self._find_room(send, room)
                 done += 1
         except BaseException as exception:
             if undoes:
@@ -501,12 +496,18 @@ class Publisher:
                 topic,
                 extra=about("name_drawn") | {"topic": topic, "producer": self.producer_name},
             )
+        given, store = self._options.get("snapshots"), None
+        if callable(given):
+            store = given(topic)
+        elif given is not None:  # a directory, in which each producer and topic has a file of its own
+            digest = blake2b(self.producer_name.encode(), digest_size=8).hexdigest()
+            store = SnapshotFile(Path(given) / f"{topic}-{digest}.snapshot")
         log = SequenceLog(
             self._kafka,
             topic,
             made,
             producer=self.producer_name,
-            store=self._store(topic),
+            store=store,
             every=self._options.get("snapshot_every", 1000),
             accept_trimmed=self._options.get("accept_trimmed", False),
             is_fenced=is_fenced,
@@ -514,14 +515,6 @@ class Publisher:
         )
         log.recover()
         return log
-
-    def _store(self, topic: str) -> SnapshotStore | None:
-        """Return the store of a topic; in a directory each producer and topic has a file of its own."""
-        given = self._options.get("snapshots")
-        if given is None or callable(given):
-            return given and given(topic)
-        digest = blake2b(self.producer_name.encode(), digest_size=8).hexdigest()
-        return SnapshotFile(Path(given) / f"{topic}-{digest}.snapshot")
 
     def _check_owner(self, owner: PublishOwner | None) -> None:
         """Refuse an owner who promises to take-overs that its messages are sent under another transactional id."""

@@ -1,4 +1,4 @@
-"""What a topic holds of somebody who has ended: a sequence, since its last snapshot; the keys of a dead owner."""
+"""SequenceLog: what a topic holds of a sequence, since its last snapshot."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .errors import SnapshotCorrupted, TailLost
-from .headers import Sent, headers_of, key_of, sequence_of
-from .owners import TOPIC_ID, DeadOwner, Positions
-from .postgres import Found
+from .headers import Sent, headers_of, sequence_of
 from .sequence import SequenceFilter
 from .snapshot import SnapshotStore, pack, unpack
-from .tail import Log, describe, ends_of, fence, id_of, ranges_of, read_tail, rest_of, starts_since
+from .tail import Log, describe, ranges_of, read_tail, starts_since
 
 logger = logging.getLogger(__name__)
 
@@ -259,63 +257,3 @@ class SequenceLog:
             extra=about("waits_for_replicas") | {"topic": self.topic, "producer": self.producer},
         )
         time.sleep(seconds)
-
-
-def end_positions(kafka: Mapping[str, Any], topics: Iterable[str]) -> Positions:
-    """Return where topics end now, and their ids, as ``PublishOwner(positions=...)`` takes it.
-
-    A take-over reads from there, and everything where the topic was made anew since.
-    """
-    # The id before the ends: of a topic that is made anew meanwhile, the two would look like one topic otherwise.
-    return {
-        topic: {TOPIC_ID: id_of(kafka, topic)} | {p.number: offset for p, offset in ends_of(kafka, topic).items()}
-        for topic in topics
-    }
-
-
-class TopicTakeOver:
-    """Finds the keys of dead owners in the topics themselves: ``take_over=TopicTakeOver(kafka)``.
-
-    The scope of a window must be the topic's name. An owner with a transactional id is fenced at the brokers first,
-    which ends what it left open; after that what is not in the topic cannot arrive any more. Reading goes on to where
-    the log ends, also behind transactions of others that are still open.
-    """
-
-    def __init__(self, kafka: Mapping[str, Any], *, seconds: float = 120.0) -> None:
-        self._kafka = dict(kafka)
-        self._seconds = seconds
-
-    def __call__(self, owner: DeadOwner, scope: str) -> Found:
-        """Return what of the owner's is in the topic.
-
-        Where the log does not hold all that was put there since its life began, what is not in the rest may have been
-        among that, and is not sure to be absent: retention or compaction has removed messages, or the topic was made
-        anew.
-
-        :raises TailHidden: when another transaction hides the end for too long.
-        """
-        if owner.transactional_id is not None:
-            fence(self._kafka, owner.transactional_id)
-        given = dict(owner.positions.get(scope, {}))
-        topic_id = given.pop(TOPIC_ID, None)
-        if describe(self._kafka, scope).is_another(topic_id):
-            given = {}
-        starts = {Partition(scope, int(n)): offset for n, offset in given.items()}
-        begin, is_whole = rest_of(self._kafka, scope, starts)
-        messages = read_tail(self._kafka, scope, begin, seconds=self._seconds)
-        keys = {key for message in messages if (key := key_of(headers_of(message))) is not None}
-        # After it was read: its policy may have changed meanwhile.
-        why = describe(self._kafka, scope).why_unsure(topic_id)
-        if why is None and not is_whole:
-            why = "retention has removed messages, or the topic was made anew"
-        if why is not None:
-            logger.warning(
-                "%r does not hold all that was put there since %r (%s) began, and keys that are not there are unknown: "
-                "%s",
-                scope,
-                owner.name,
-                owner.id,
-                why,
-                extra=about("take_over_trimmed") | {"topic": scope, "producer": owner.name, "owner": owner.id},
-            )
-        return Found(keys, is_sure=owner.transactional_id is not None and why is None)

@@ -31,8 +31,7 @@ class SequenceFilter(MemoryFilter[int, int]):
     number that is first used after a higher one was persisted counts as a duplicate. Each producer name and topic needs
     a filter of its own.
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
-    Every method may be called from any thread.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     """
 
     takes = "sequence"
@@ -181,12 +180,24 @@ class SequenceFilter(MemoryFilter[int, int]):
         if is_run and self._numbers[self._head : self._head + len(keys)] == keys:
             self._persisted = keys[-1]
             self._drop(len(keys))
-        else:
-            for number in keys:
-                if number > self._persisted:
-                    self._insert(number)
-                    self._confirmed.add(number)
-            self._rise()
+            return
+        for number in keys:
+            if number > self._persisted:
+                self._insert(number)
+                self._confirmed.add(number)
+        # Persisted rises up to the first number that is not in the log, or before which one is missing.
+        head = self._head
+        while head < len(self._numbers):
+            first = self._numbers[head]
+            # Over the ones below it has risen before, and was interrupted behind that.
+            if first > self._persisted:
+                if first not in self._confirmed or self._predecessors.get(first, -1) > self._persisted:
+                    break
+                self._persisted = first
+            self._confirmed.discard(first)
+            self._predecessors.pop(first, None)
+            head += 1
+        self._drop(head - self._head)
 
     def _form(self, key: int) -> int:
         return key
@@ -200,21 +211,6 @@ class SequenceFilter(MemoryFilter[int, int]):
         place = bisect_left(self._numbers, number, self._head)
         if self._numbers[place : place + 1] != [number]:
             self._numbers.insert(place, number)
-
-    def _rise(self) -> None:
-        """Let persisted rise up to the first number that is not in the log, or before which one is missing."""
-        head = self._head
-        while head < len(self._numbers):
-            first = self._numbers[head]
-            # Over the ones below it has risen before, and was interrupted behind that.
-            if first > self._persisted:
-                if first not in self._confirmed or self._predecessors.get(first, -1) > self._persisted:
-                    break
-                self._persisted = first
-            self._confirmed.discard(first)
-            self._predecessors.pop(first, None)
-            head += 1
-        self._drop(head - self._head)
 
     def _predecessor(self, number: int) -> int:
         """Return the number that was pushed before this one, or the last persisted one."""

@@ -38,9 +38,9 @@ class SlotFilter(MemoryFilter[GivenKey, Key]):
     With ``window=`` the filter counts evictions of keys younger than that many confirmations
     (``stats().evicted_young``): each is a duplicate that it would not notice.
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     Keys in flight and unknown ones are held beside the slots, of unknown ones as many as there are slots: an older one
-    is new again (``stats().evicted``). Every method may be called from any thread.
+    is new again (``stats().evicted``).
     """
 
     def __init__(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import TimeoutError as Silence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
@@ -28,6 +28,8 @@ from exactly_once.ledger.retry import retry_for
 from .errors import TailHidden, TailLost
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _BATCH = 10_000
 _SECONDS = 120.0
@@ -67,31 +69,31 @@ def describe(kafka: Mapping[str, Any], topic: str) -> Log:
 
     :raises BrokerUnreachable: when they do not answer.
     """
+
+    def log(cluster: Cluster) -> Log:
+        cluster_id, topic_id = cluster.identify(), cluster.describe([topic])[topic].topic_id
+        try:
+            partitions = admin.list_topics(topic, timeout=_ASK_SECONDS).topics[topic].partitions.values()
+            # A client that has just connected again may know the topic and no partition or leader of it.
+            leaders = sorted({partition.leader for partition in partitions} - {_NO_LEADER})
+            if not leaders:
+                raise BrokerUnreachable(f"nobody describes {topic!r}: no leader is known")
+            policy = _setting(admin, ConfigResource.Type.TOPIC, topic, "cleanup.policy")
+            # A leader's setting decides, and each broker tells its own only: another one may be away.
+            lag = _setting(admin, ConfigResource.Type.BROKER, str(leaders[0]), "replica.lag.time.max.ms")
+        except KafkaException as error:
+            raise BrokerUnreachable(f"nobody describes {topic!r}: {error.args[0].str()}") from error
+        return Log(
+            cluster_id,
+            topic_id,
+            is_compacted="compact" in (policy or ""),
+            replicas=max(len(partition.replicas) for partition in partitions),
+            lag_seconds=_LAG_SECONDS if lag is None else int(lag) / 1000,
+        )
+
     # As with the fence: without a logger of its own the client would print what is no news here.
-    settings = {**admin_settings(kafka), "log_level": 3}
-    with Cluster(admin_settings(kafka)) as cluster, AdminClient(settings) as admin:
-        for attempt in retry_for(_RANGES_SECONDS):
-            with attempt:
-                cluster_id, topic_id = cluster.identify(), cluster.describe([topic])[topic].topic_id
-                try:
-                    found = admin.list_topics(topic, timeout=_ASK_SECONDS)
-                    partitions = found.topics[topic].partitions.values()
-                    # A client that has just connected again may know the topic and no partition or leader of it.
-                    leaders = sorted({partition.leader for partition in partitions} - {_NO_LEADER})
-                    if not leaders:
-                        raise BrokerUnreachable(f"nobody describes {topic!r}: no leader is known")
-                    policy = _setting(admin, ConfigResource.Type.TOPIC, topic, "cleanup.policy")
-                    # A leader's setting decides, and each broker tells its own only: another one may be away.
-                    lag = _setting(admin, ConfigResource.Type.BROKER, str(leaders[0]), "replica.lag.time.max.ms")
-                except KafkaException as error:
-                    raise BrokerUnreachable(f"nobody describes {topic!r}: {error.args[0].str()}") from error
-    return Log(
-        cluster_id,
-        topic_id,
-        is_compacted="compact" in (policy or ""),
-        replicas=max(len(partition.replicas) for partition in partitions),
-        lag_seconds=_LAG_SECONDS if lag is None else int(lag) / 1000,
-    )
+    with AdminClient({**admin_settings(kafka), "log_level": 3}) as admin:
+        return _asked(kafka, log)
 
 
 def _setting(admin: AdminClient, kind: Any, name: str, key: str) -> str | None:
@@ -123,12 +125,7 @@ def fence(kafka: Mapping[str, Any], transactional_id: str, *, seconds: float = 6
 
 def id_of(kafka: Mapping[str, Any], topic: str) -> str | None:
     """Return which topic of its name it is; None from old brokers."""
-    found = None
-    with Cluster(admin_settings(kafka)) as cluster:
-        for attempt in retry_for(_RANGES_SECONDS):
-            with attempt:
-                found = cluster.describe([topic])[topic].topic_id
-    return found
+    return _asked(kafka, lambda cluster: cluster.describe([topic])[topic].topic_id)
 
 
 def ends_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, int]:
@@ -184,32 +181,30 @@ def read_tail(
 
 
 def ranges_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, tuple[int, int]]:
-    """Return where the log of each partition begins and ends; a leader may be on its way.
+    """Return where the log of each partition begins and ends.
 
     :raises BrokerUnreachable: also when partitions are not told, as to a principal who may not ask: a topic of which
         nothing is seen is not read to its end.
     """
-    ranges: dict[Partition, tuple[int, int]] = {}
-    with Cluster(admin_settings(kafka)) as cluster:
-        for attempt in retry_for(_RANGES_SECONDS):
-            with attempt:
-                count = cluster.describe([topic])[topic].partitions
-                if not count:
-                    raise BrokerUnreachable(
-                        f"nobody tells the partitions of {topic!r}: may this principal DESCRIBE it?"
-                    )
-                ranges = cluster.ranges([Partition(topic, number) for number in range(count)])
-    return ranges
+
+    def ranges(cluster: Cluster) -> dict[Partition, tuple[int, int]]:
+        count = cluster.describe([topic])[topic].partitions
+        if not count:
+            raise BrokerUnreachable(f"nobody tells the partitions of {topic!r}: may this principal DESCRIBE it?")
+        return cluster.ranges([Partition(topic, number) for number in range(count)])
+
+    return _asked(kafka, ranges)
 
 
 def starts_since(kafka: Mapping[str, Any], partitions: Iterable[Partition], moment: datetime) -> dict[Partition, int]:
-    """Return the first offset of each partition whose message is not older; a leader may be on its way."""
-    starts: dict[Partition, int] = {}
+    """Return the first offset of each partition whose message is not older."""
+    return _asked(kafka, lambda cluster: cluster.at(partitions, moment))
+
+
+def _asked(kafka: Mapping[str, Any], question: Callable[[Cluster], T]) -> T:
+    """Return what the brokers answer, asked again while they cannot: a leader may be on its way."""
     with Cluster(admin_settings(kafka)) as cluster:
-        for attempt in retry_for(_RANGES_SECONDS):
-            with attempt:
-                starts = cluster.at(partitions, moment)
-    return starts
+        return retry_for(_RANGES_SECONDS)(question, cluster)
 
 
 def _read(

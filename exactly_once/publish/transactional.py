@@ -327,7 +327,8 @@ class TransactionalProducer(Publisher):
         if not acknowledged:
             return Outcome.NOT_PERSISTED  # the client asks to commit only when all are
         # The latest message of each topic: one that has become compacted cannot tell that it was not there.
-        places = {str(m.topic()): (m.offset() or 0, m.partition() or 0) for m in sorted(acknowledged, key=_offset)}
+        acknowledged.sort(key=lambda message: message.offset() or 0)
+        places = {str(m.topic()): (m.offset() or 0, m.partition() or 0) for m in acknowledged}
         for topic, (offset, number) in places.items():
             if offset < 0:  # the broker has told none
                 continue
@@ -360,10 +361,6 @@ class TransactionalProducer(Publisher):
 
 def _error_of(exception: BaseException) -> KafkaError | None:
     return exception.args[0] if isinstance(exception, KafkaException) else None
-
-
-def _offset(message: Message) -> int:
-    return message.offset() or 0
 
 
 def _reports(to_send: Sequence[ToSend]) -> list[Message]:

@@ -59,10 +59,10 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
     The window is the last ``keys`` confirmed keys (up to twice as many are held), or the keys confirmed in the last
     ``seconds`` (and some time after). It never takes a new key for a seen one.
 
-    What it promises after a failed send, a crash and beside a second process is in ``docs/publishing.md``.
+    Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     With ``writes_key`` messages carry their key in a header, so that ``producer.resolve(topic)`` finds unknown ones.
     Of unknown keys, too, it keeps the latest ``keys``, or those of the last ``seconds``; an older one is new again
-    (``stats().evicted``). Every method may be called from any thread.
+    (``stats().evicted``).
     """
 
     def __init__(
@@ -87,8 +87,7 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
         return checked_all(keys)
 
     def _seen(self, keys: Sequence[Key]) -> Collection[Key]:
-        if self._seconds is not None:
-            self._age()
+        self._age()
         return self._kept.of(keys)
 
     def _keep(self, keys: Sequence[Key]) -> None:

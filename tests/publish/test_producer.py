@@ -399,7 +399,7 @@ def test_an_interrupt_while_a_message_is_reserved_leaves_nothing(
 
     with DedupProducer(NOWHERE, dedup=WindowFilter(keys=10)) as producer:
         with monkeypatch.context() as patch:
-            patch.setattr("exactly_once.publish.delivery.Delivery", interrupt)
+            patch.setattr("exactly_once.publish.topic.Delivery", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 produce(producer)
         assert producer._topics["t"].in_flight == {}
@@ -441,7 +441,7 @@ def test_a_batch_that_is_sent_again_while_it_is_in_flight_is_attached_to_in_one_
     assert [with_places.place_of(key) for key in ("a", "b")] == [2, 1]
     with_places.identities.append("b")
     assert with_places.place_of("b") == 3
-    with_places.topic.producer.close()  # type: ignore[attr-defined]
+    with_places.topic.producer.close()
 
 
 def test_a_filter_whose_first_topic_could_not_be_opened_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

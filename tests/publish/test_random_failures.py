@@ -323,7 +323,7 @@ def test_a_successor_takes_over_what_is_in_the_log(
     make_owner: MakeOwner, db: psycopg.Connection[Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Crashes, and the keys of the dead one are found in the log or are unknown."""
-    monkeypatch.setattr("exactly_once.publish.delivery.MARK_SECONDS", 60.0)  # the model knows of no slow disk
+    monkeypatch.setattr("exactly_once.publish.topic.MARK_SECONDS", 60.0)  # the model knows of no slow disk
     (seed,) = seeds([], new=1)
     owners: list[Any] = []
 

@@ -59,7 +59,7 @@ def test_a_frozen_database_does_not_hold_up_poll(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A lock on what every statement of the filter reads stands for a server that does not answer."""
-    monkeypatch.setattr("exactly_once.publish.delivery.MARK_SECONDS", 0.2)
+    monkeypatch.setattr("exactly_once.publish.topic.MARK_SECONDS", 0.2)
     topic = create_topic(bootstrap_servers, 1)
     made = PostgresWindow(make_owner(schema=own_schema), scope=topic, seconds=100)
     with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=made) as producer:

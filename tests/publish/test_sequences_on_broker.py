@@ -31,11 +31,11 @@ from exactly_once.publish import (
     Undelivered,
     recovery,
 )
-from exactly_once.publish.delivery import Columns
 from exactly_once.publish.headers import Sent, headers_of, with_sequence
 from exactly_once.publish.recovery import SequenceLog, Walk
 from exactly_once.publish.snapshot import pack, unpack
 from exactly_once.publish.tail import describe, ends_of, read_tail
+from exactly_once.publish.topic import Columns
 from tests.support.topics import create_topic, delete_topic
 
 Make = Callable[..., DedupProducer]

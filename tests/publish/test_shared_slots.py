@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -169,6 +170,27 @@ def test_memcached_that_is_gone_stops_publishing_or_lets_everything_through_by_c
         assert opened.reserve("a") is IN_FLIGHT
         closed.close()
         opened.close()
+
+
+def test_a_message_that_failed_while_memcached_stood_still_may_be_sent_again(name: str) -> None:
+    """Its slot still says that it is in flight, and nobody but its sender knows better."""
+    skip_unless("memcached", missing_memcached())
+    with Memcached() as server:
+        made = SharedSlotFilter(
+            server.address, prefix=name, slots=1 << 20, timeout_seconds=1, on_unavailable="treat_as_new"
+        )
+        assert made.reserve_many(["new", "unsure", "silent"]) == [NEW] * 3
+        made.mark_unknown("unsure")
+        assert made.reserve("unsure") is UNKNOWN
+        assert server._process is not None
+        server._process.send_signal(signal.SIGSTOP)
+        try:
+            made.release_many(["new", "unsure"])
+            made.mark_unknown("silent")
+        finally:
+            server._process.send_signal(signal.SIGCONT)
+        assert made.reserve_many(["new", "unsure", "silent"]) == [NEW, UNKNOWN, UNKNOWN]
+        made.close()
 
 
 class Slow:

@@ -33,9 +33,10 @@ from exactly_once.publish import (
     Undelivered,
     WindowFilter,
 )
-from exactly_once.publish.delivery import Batch, TopicPublisher
+from exactly_once.publish.delivery import Batch
 from exactly_once.publish.headers import headers_of
 from exactly_once.publish.tail import read_tail
+from exactly_once.publish.topic import TopicPublisher
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
 from tests.publish.test_sequences_on_broker import values
