@@ -432,7 +432,7 @@ class _Key:
         self._key = key
         columns = table.pick([name for name in key if name in paths])
         self._readers = {c.name: checked(c, reading) for c in columns}
-        self._special = {c.name for c in columns if reading.is_special(c)}
+        self._encoded = {c.name for c in columns if reading.is_special(c) or base_name(c) == "bytea"}
         self._shape = Shape({c.name: ((paths[c.name][-1],), Raw) for c in columns})
 
     def tombstone(self, message: Message, envelope: Envelope) -> Tombstone:
@@ -464,8 +464,8 @@ class _Key:
         if "\0" in text:
             hint = "; of a Schema Registry's wire format: say --schema-registry URL" if text.startswith("\0") else ""
             raise ValueError(f"it holds NUL, so it is in a binary form; keys are read as JSON or text{hint}")
-        # What an option says of the column is said of its key, too.
-        return {name: read(json.dumps(text).encode()) if name in self._special else text}
+        # What an option says of the column is said of its key, too; bytes are in base64, as in a field.
+        return {name: read(json.dumps(text).encode()) if name in self._encoded else text}
 
 
 def _nothing(_: bytes) -> Any:

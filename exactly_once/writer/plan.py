@@ -83,7 +83,10 @@ class Plan:
         :raises TableError: for one that the rows do not have.
         """
         if unknown := [n for n in names if n not in self.names]:
-            raise TableError(f"{', '.join(unknown)} is not among the columns that are written: {', '.join(self.names)}")
+            text = f"{', '.join(unknown)} is not among the columns that are written: {', '.join(self.names)}"
+            if numbered := [c.name for c in self.table.columns if c.name in unknown and c.is_identity]:
+                text += f"; Postgres numbers {', '.join(numbered)} by itself unless fields, rename or columns name it"
+            raise TableError(text)
         return tuple(map(self.names.index, names))
 
     def part(self, names: Sequence[str]) -> Plan:

@@ -343,9 +343,11 @@ def test_a_message_without_a_value_deletes_by_its_key(key: bytes, expected: Any)
         ({"epoch": {"a": "ms"}}, "timestamptz", b"1767225600000", datetime(2026, 1, 1, tzinfo=UTC)),
         ({"decimal": {"a": 2}}, "numeric", b"1234", Decimal("-26588.24")),
         ({"decimal": {"a": 2}}, "numeric", b'"1234"', Decimal("-26588.24")),
+        ({}, "bytea", b"AQI=", b"\1\2"),
+        ({}, "bytea", b'"AQI="', b"\1\2"),
     ],
 )
-def test_a_bare_key_is_read_by_the_options_of_its_column(
+def test_a_bare_key_is_read_as_the_field_of_its_column(
     options: dict[str, Any], type_name: str, key: bytes, expected: Any
 ) -> None:
     decoder = JsonDecoder(**options)

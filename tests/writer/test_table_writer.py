@@ -50,6 +50,12 @@ def test_an_identity_column_can_be_filled_when_it_is_named(mode: Any, work: Conn
     assert rows_of(work, table) == [(70, 5)]
 
 
+def test_a_key_that_postgres_numbers_says_that_it_can_be_named(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, a int)")
+    with pytest.raises(TableError, match=r"Postgres numbers id by itself unless fields, rename or columns name it"):
+        TableWriter(table, mode="upsert").write(work, [(5,)])
+
+
 def test_a_generated_column_that_is_named_is_refused(work: Connection, make_table: MakeTable) -> None:
     table = make_table("(a int, b int GENERATED ALWAYS AS (a) STORED)")
     with pytest.raises(TableError, match="'b' is generated"):
