@@ -38,7 +38,7 @@ from .attempt import (
 from .define import define, log, new_columns
 from .errors import FrameError, LedgerBehindCheckpoint, RowsOutOfOrder
 from .frame import combine, fit, has_places, match
-from .offset_log import OffsetLog, reader
+from .offset_log import Failure, OffsetLog, reader
 from .options import Options
 from .owners import Claim, Owners, claim, query_row
 from .ranges import OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
@@ -135,8 +135,11 @@ class Run:
                 self._ask("spark_report", **self._report(batch_id), row_count=report.rows, dropped=report.dropped)
         return report
 
-    def note_failure(self, batch_id: int, error: BaseException) -> None:
-        """Write down, beside the checkpoint, that a batch failed; its error is raised also where that cannot be."""
+    def note_failure(self, batch_id: int, error: BaseException, *, is_counted: bool = False) -> None:
+        """Write down, beside the checkpoint, that a batch failed; its error is raised also where that cannot be.
+
+        ``is_counted`` is of a call that was refused behind one that has written the batch.
+        """
         try:
             ends: Mapping[Partition, int] = {query_row(self.query_id): batch_id + 1}
             if not self._counts:
@@ -145,7 +148,8 @@ class Run:
             told = str(error).strip().splitlines() or [""]
             # What a task has raised stands at the end of its trace.
             line = told[-1 if any("Traceback" in each for each in told) else 0]
-            self._log.note_failure(self._options.group_id, batch_id, ends, f"{type(error).__name__}: {line}")
+            failure = Failure(batch_id, f"{type(error).__name__}: {line}", dict(ends), is_counted)
+            self._log.note_failure(self._options.group_id, failure)
         except Exception:
             said = "batch %s failed, and that cannot be written beside its checkpoint"
             logger.exception(said, batch_id, extra=about("failure_not_noted", group=self._options.group_id))
@@ -217,6 +221,14 @@ class Run:
             written = {} if mark.batch_id is None else {row: mark.batch_id + 1}
         failure = mark.failure if mark.failure is not None and mark.failure.batch_id < batch_id else None
         if failure is not None:
+            if failure.is_counted:  # the ledger does not show it, and there is nothing to come again: said once
+                self._log.settle_failure(group_id, replace_by=failure._replace(is_counted=False))
+                raise ConfigurationError(
+                    f"group {group_id!r}: batch {failure.batch_id} was written but for a call that was refused, whose "
+                    "error the function that foreachBatch was given has caught. The rows of that call are not in the "
+                    f"table, and do not come again. The error was {failure.error}. Start the query again to go on "
+                    "without them; to write them read the offsets of that batch by a query with another group_id"
+                )
             written = failure.ends
             # A partition that the query does not read any more is looked at as well.
             gone = {p for p in written if p.counts_batches == self._counts} - {r.partition for r in ranges}
