@@ -132,8 +132,23 @@ class PostgresSink:
                 raise ConfigurationError("write(): there is no frame; give one for each table, by their names")
             run = self._run_of(next(iter(frames.values())).sparkSession, batch_id)
             writes = run.run_id, self._options.group_id
+            last_batch, failed = _last.get(writes, (None, None))
             try:
-                report = self._write(run, frames, batch_id)
+                if last_batch == batch_id and not (failed is not None and _are_alike(frames, failed)):
+                    raise ConfigurationError(
+                        f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger "
+                        f"counts batches as a whole, and the first frame {'has failed' if failed else 'was written'}, "
+                        "so that the rows of one would be dropped as a replay. Call one sink once a batch, with all "
+                        "rows; for several tables say tables= and call its write(), or make another sink, with a "
+                        "group_id of its own"
+                    )
+                _last[writes] = batch_id, frames
+                if unknown := sorted(frames.keys() - {each.table for each in self._options.targets}):
+                    raise ConfigurationError(
+                        f"write(): there is no table {unknown[0]!r} among the sink's; say table= or tables= where it "
+                        "is made"
+                    )
+                report = run.write(frames, batch_id)
             except BaseException as error:
                 run.note_failure(batch_id, error, is_counted=_last.get(writes) == (batch_id, None))
                 raise
@@ -146,23 +161,6 @@ class PostgresSink:
             self.error = error
             raise
         self.error = None
-
-    def _write(self, run: Run, frames: Mapping[str, DataFrame], batch_id: int) -> BatchReport:
-        if unknown := sorted(set(frames) - {each.table for each in self._options.targets}):
-            raise ConfigurationError(
-                f"write(): there is no table {unknown[0]!r} among the sink's; say table= or tables= where it is made"
-            )
-        writes = run.run_id, self._options.group_id
-        last_batch, failed = _last.get(writes, (None, None))
-        if last_batch == batch_id and not (failed is not None and _are_alike(frames, failed)):
-            raise ConfigurationError(
-                f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger counts "
-                f"batches as a whole, and the first frame {'was written' if failed is None else 'has failed'}, so that "
-                "the rows of one would be dropped as a replay. Call one sink once a batch, with all rows; for several "
-                "tables say tables= and call its write(), or make another sink, with a group_id of its own"
-            )
-        _last[writes] = batch_id, frames
-        return run.write(frames, batch_id)
 
     def release(self) -> None:
         """Give the rows of the ledger back, best effort: for a hand-over to the plain consumer.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from tests.spark.scene import Scene
+from tests.spark.scene import JOURNAL, Scene
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -29,15 +29,15 @@ def test_the_halves_of_a_batch_cannot_be_written_one_after_the_other(scene: Scen
         scene.run(halves)
 
 
-@pytest.mark.parametrize("sinks", [1, 2])
-def test_another_frame_cannot_take_the_place_of_one_that_failed(scene: Scene, sinks: int) -> None:
+@pytest.mark.parametrize(("sinks", "table"), [(1, JOURNAL), (2, JOURNAL), (1, "elsewhere")])
+def test_another_frame_cannot_take_the_place_of_one_that_failed(scene: Scene, sinks: int, table: str) -> None:
     """It would move the ledger over the rows of the first, whose error the function has caught."""
     first, *others = (scene.sink(small_batch=1000) for _ in range(sinks))
     second = others[0] if others else first
 
     def halves(frame: DataFrame, batch_id: int) -> None:
         with contextlib.suppress(Exception):
-            first(frame.where("offset % 2 = 0").withColumn("odd", frame["offset"]), batch_id)
+            first.write({table: frame.where("offset % 2 = 0").withColumn("odd", frame["offset"])}, batch_id)
         second(frame.where("offset % 2 = 1"), batch_id)
 
     scene.produce(40)
