@@ -43,7 +43,7 @@ from .options import Options
 from .owners import Claim, Owners, claim, query_row
 from .ranges import OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
-from .stream_query import StreamQuery, refuse_choosing, refuse_kept_rows
+from .stream_query import StreamQuery, refuse_kept_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -175,7 +175,7 @@ class Run:
             stateful = self._log.stateful() if self.query is None else self.query.stateful()
             refuse_kept_rows(stateful, options)
             if self.query is not None and options.transaction == "partition":
-                refuse_choosing(self.query, next(iter(frames.values())), stateful)
+                self.query.refuse_choosing(next(iter(frames.values())), stateful)
         schemas = {name: frame.schema for name, frame in frames.items()}
         if is_first or any(new_columns(each, *self._tables[name][::2]) for name, each in schemas.items()):
             self._patiently(self._look_at_tables, schemas, stateful)
@@ -326,7 +326,17 @@ class Run:
             _run_through(frame)
             return None
         if any(r.first < r.end for r in ranges):
-            self._tell_of_new_checkpoint(ranges)
+            known, group_id = self._known, self._options.group_id
+            if known.has_others and not known.is_known_query and self._owners.starter is None:
+                logger.warning(
+                    "a query with a new checkpoint brings %s, which the ledger of group %r has as written: they are "
+                    "dropped. That is right if they are the same messages. If the topic was deleted and made again "
+                    "they are lost: give bootstrap_servers= or kafka=, with which topics are told apart",
+                    ", ".join(f"offsets {r.first} to {r.end} of {r.partition}" for r in ranges if r.first < r.end),
+                    group_id,
+                    extra=about("new_checkpoint", group=group_id, several=[r.partition for r in ranges]),
+                )
+                self._known = known._replace(is_known_query=True)  # said once
             if self._log.stateful():
                 _run_through(frame)
             return None
@@ -349,20 +359,6 @@ class Run:
                 "again. Start the query with a new checkpoint and the startingOffsets that "
                 "`exactly-once hand-over --to spark` prints, or restore the old checkpoint"
             )
-
-    def _tell_of_new_checkpoint(self, ranges: list[Range]) -> None:
-        """Say that a new checkpoint brings what is written; that looks alike where the topic was made again."""
-        if self._known.is_known_query or not self._known.has_others or self._owners.starter is not None:
-            return
-        logger.warning(
-            "a query with a new checkpoint brings %s, which the ledger of group %r has as written: they are dropped. "
-            "That is right if they are the same messages. If the topic was deleted and made again they are lost: give "
-            "bootstrap_servers= or kafka=, with which topics are told apart",
-            ", ".join(f"offsets {r.first} to {r.end} of {r.partition}" for r in ranges if r.first < r.end),
-            self._options.group_id,
-            extra=about("new_checkpoint", group=self._options.group_id, several=[r.partition for r in ranges]),
-        )
-        self._known = self._known._replace(is_known_query=True)
 
     def _ask(self, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
         """Execute one statement in a short transaction."""
