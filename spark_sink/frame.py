@@ -105,11 +105,30 @@ def match(
 ) -> tuple[dict[str, StructField], dict[str, Form]]:
     """Return all fields by name, and as what each column is sent that is written.
 
+    Those are all, but for what only tells where a row comes from, or its key.
+
     :raises FrameError: as :func:`fit`, which asks Spark for the rest.
     """
     fields = check_places(schema, options)
-    columns = _columns(fields.values(), table, options)
     known = {c.name: c for c in table.columns}
+    optional = (*(options.place_columns if options.ledger == "offsets" else ()), options.claim)
+    columns = [name for name in fields if name in known or name not in optional]
+    try:
+        table.pick(columns)
+    except TableError as error:
+        mend = (
+            "change the table" if set(columns) <= known.keys() else 'add it to the table, or say evolve="add-columns"'
+        )
+        raise FrameError(f"{error}; drop it from the frame, or {mend}") from None
+    needed = [
+        c.name
+        for c in table.columns
+        if c.is_not_null and not (c.has_default or c.is_identity or c.is_generated or c.name in columns)
+    ]
+    if needed:
+        raise FrameError(f"{table} needs values for {', '.join(map(repr, needed))}, and the frame has no such column")
+    if not columns:
+        raise FrameError(f"no column of the frame is one of {table}")
     forms = {name: _form(fields[name], known[name], table) for name in columns}
     if options.mode in ("upsert", "insert-ignore"):
         check_key((*key, *options.add), columns, table)
@@ -165,28 +184,6 @@ def _kinds(kind: DataType) -> Iterator[str]:
     inner = [getattr(kind, name) for name in ("elementType", "keyType", "valueType") if hasattr(kind, name)]
     for each in [*inner, *(field.dataType for field in getattr(kind, "fields", ()))]:
         yield from _kinds(each)
-
-
-def _columns(fields: Iterable[StructField], table: Table, options: Options) -> list[str]:
-    """Choose the columns that are written: all, but for those that only tell where a row comes from, or its key."""
-    known = {c.name for c in table.columns}
-    optional = (*(options.place_columns if options.ledger == "offsets" else ()), options.claim)
-    columns = [f.name for f in fields if f.name in known or f.name not in optional]
-    try:
-        table.pick(columns)
-    except TableError as error:
-        mend = "change the table" if set(columns) <= known else 'add it to the table, or say evolve="add-columns"'
-        raise FrameError(f"{error}; drop it from the frame, or {mend}") from None
-    needed = [
-        c.name
-        for c in table.columns
-        if c.is_not_null and not (c.has_default or c.is_identity or c.is_generated or c.name in columns)
-    ]
-    if needed:
-        raise FrameError(f"{table} needs values for {', '.join(map(repr, needed))}, and the frame has no such column")
-    if not columns:
-        raise FrameError(f"no column of the frame is one of {table}")
-    return columns
 
 
 def check_key(key: Iterable[str], columns: Iterable[str], table: Table | str) -> None:

@@ -46,6 +46,8 @@ class Failure(NamedTuple):
     error: str
     ends: dict[Partition, int]
     """Where the last batch ends that failed since."""
+    is_counted: bool = False
+    """Whether the ledger has the batch all the same: another frame of it was written."""
 
 
 class Mark(NamedTuple):
@@ -123,7 +125,7 @@ class OffsetLog:
             self._marks[group_id] = self._stored[group_id] = Mark(
                 said.get("batch_id"),
                 _kafka_offsets(json.dumps(said.get("offsets"))),
-                failed and Failure(failed["batch_id"], failed["error"], _kafka_offsets(json.dumps(failed["ends"]))),
+                failed and Failure(**{**failed, "ends": _kafka_offsets(json.dumps(failed["ends"]))}),
             )
         return self._marks[group_id]
 
@@ -135,22 +137,22 @@ class OffsetLog:
             failure = None
         self._keep(group_id, Mark(batch_id, {**before.offsets, **ends}, failure))
 
-    def note_failure(self, group_id: str, batch_id: int, ends: Mapping[Partition, int], error: str) -> None:
+    def note_failure(self, group_id: str, this: Failure) -> None:
         """Write down that a batch failed: Spark counts it as done where the user's function catches the error.
 
         An earlier one stays the first until it was written, or was found in the ledger.
         """
         known = self._marks.pop(group_id, Mark()).failure
         before = self.mark(group_id)  # another driver may have fenced this one, and written since
-        this = Failure(batch_id, error, dict(ends))
         other = before.failure or known or this
-        together = {p: max(other.ends.get(p, 0), ends.get(p, 0)) for p in {*other.ends, *ends}}
+        together = {p: max(other.ends.get(p, 0), this.ends.get(p, 0)) for p in {*other.ends, *this.ends}}
         first = min(other, this, key=lambda failure: failure.batch_id)  # of one batch the first error
-        self._keep(group_id, before._replace(failure=first._replace(ends=together)))
+        is_counted = other.is_counted or this.is_counted
+        self._keep(group_id, before._replace(failure=first._replace(ends=together, is_counted=is_counted)))
 
-    def settle_failure(self, group_id: str) -> None:
-        """Forget a failure of which the ledger has all by now."""
-        self._keep(group_id, self.mark(group_id)._replace(failure=None))
+    def settle_failure(self, group_id: str, *, replace_by: Failure | None = None) -> None:
+        """Forget a failure of which the ledger has all by now, or what of it was told."""
+        self._keep(group_id, self.mark(group_id)._replace(failure=replace_by))
 
     def _keep(self, group_id: str, mark: Mark) -> None:
         self._marks[group_id] = mark  # for this run also where the storage fails

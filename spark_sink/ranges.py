@@ -225,7 +225,22 @@ class OffsetFilter:
             raise RowsOutOfOrder(NO_PLACE)
         found = list(spans(rows))
         for partition, first, last in found:
-            self._check_range(partition, first, last)
+            covered = self._ranges.get(partition)
+            if covered is None:
+                raise RowsOutOfOrder(
+                    f"a row says that it comes from {partition}, which this batch does not cover: the columns of "
+                    "topic, partition and offset are not those of the query's Kafka source, or checkpoint_location= "
+                    "is of another query"
+                )
+            if last >= covered.end:
+                raise RowsOutOfOrder(
+                    f"a row of {partition} has offset {last}, the batch ends before {covered.end}: the offset column "
+                    "is not Kafka's, or checkpoint_location= is of another query"
+                )
+            if first < covered.first:
+                raise RowsOutOfOrder(
+                    f"a row of {partition} has offset {first}, the batch begins at {covered.first}: {KEPT}"
+                )
         if self._strictly:
             self._check_order(rows.select(PLACES))
         for partition, _, last in found:
@@ -265,24 +280,6 @@ class OffsetFilter:
                     "before. Rows that an explode or a join makes of one message need a key each, such as "
                     f"concat({claim}, '-', pos) behind a posexplode"
                 )
-
-    def _check_range(self, partition: Partition, first: int, last: int) -> None:
-        covered = self._ranges.get(partition)
-        if covered is None:
-            raise RowsOutOfOrder(
-                f"a row says that it comes from {partition}, which this batch does not cover: the columns of topic, "
-                "partition and offset are not those of the query's Kafka source, or checkpoint_location= is of "
-                "another query"
-            )
-        if last >= covered.end:
-            raise RowsOutOfOrder(
-                f"a row of {partition} has offset {last}, the batch ends before {covered.end}: the offset column is "
-                "not Kafka's, or checkpoint_location= is of another query"
-            )
-        if first < covered.first:
-            raise RowsOutOfOrder(
-                f"a row of {partition} has offset {first}, the batch begins at {covered.first}: {KEPT}"
-            )
 
     def _check_order(self, rows: pa.Table) -> None:
         """Look at places in the order of rows: offsets must rise within a partition, here and since the last rows."""

@@ -38,12 +38,12 @@ from .attempt import (
 from .define import define, log, new_columns
 from .errors import FrameError, LedgerBehindCheckpoint, RowsOutOfOrder
 from .frame import combine, fit, has_places, match
-from .offset_log import OffsetLog, reader
+from .offset_log import Failure, OffsetLog, reader
 from .options import Options
 from .owners import Claim, Owners, claim, query_row
 from .ranges import OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
-from .stream_query import StreamQuery, refuse_choosing, refuse_kept_rows
+from .stream_query import StreamQuery, refuse_kept_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -135,8 +135,11 @@ class Run:
                 self._ask("spark_report", **self._report(batch_id), row_count=report.rows, dropped=report.dropped)
         return report
 
-    def note_failure(self, batch_id: int, error: BaseException) -> None:
-        """Write down, beside the checkpoint, that a batch failed; its error is raised also where that cannot be."""
+    def note_failure(self, batch_id: int, error: BaseException, *, is_counted: bool = False) -> None:
+        """Write down, beside the checkpoint, that a batch failed; its error is raised also where that cannot be.
+
+        ``is_counted`` is of a call that was refused behind one that has written the batch.
+        """
         try:
             ends: Mapping[Partition, int] = {query_row(self.query_id): batch_id + 1}
             if not self._counts:
@@ -145,7 +148,8 @@ class Run:
             told = str(error).strip().splitlines() or [""]
             # What a task has raised stands at the end of its trace.
             line = told[-1 if any("Traceback" in each for each in told) else 0]
-            self._log.note_failure(self._options.group_id, batch_id, ends, f"{type(error).__name__}: {line}")
+            failure = Failure(batch_id, f"{type(error).__name__}: {line}", dict(ends), is_counted)
+            self._log.note_failure(self._options.group_id, failure)
         except Exception:
             said = "batch %s failed, and that cannot be written beside its checkpoint"
             logger.exception(said, batch_id, extra=about("failure_not_noted", group=self._options.group_id))
@@ -171,7 +175,7 @@ class Run:
             stateful = self._log.stateful() if self.query is None else self.query.stateful()
             refuse_kept_rows(stateful, options)
             if self.query is not None and options.transaction == "partition":
-                refuse_choosing(self.query, next(iter(frames.values())), stateful)
+                self.query.refuse_choosing(next(iter(frames.values())), stateful)
         schemas = {name: frame.schema for name, frame in frames.items()}
         if is_first or any(new_columns(each, *self._tables[name][::2]) for name, each in schemas.items()):
             self._patiently(self._look_at_tables, schemas, stateful)
@@ -217,6 +221,14 @@ class Run:
             written = {} if mark.batch_id is None else {row: mark.batch_id + 1}
         failure = mark.failure if mark.failure is not None and mark.failure.batch_id < batch_id else None
         if failure is not None:
+            if failure.is_counted:  # the ledger does not show it, and there is nothing to come again: said once
+                self._log.settle_failure(group_id, replace_by=failure._replace(is_counted=False))
+                raise ConfigurationError(
+                    f"group {group_id!r}: batch {failure.batch_id} was written but for a call that was refused, whose "
+                    "error the function that foreachBatch was given has caught. The rows of that call are not in the "
+                    f"table, and do not come again. The error was {failure.error}. Start the query again to go on "
+                    "without them; to write them read the offsets of that batch by a query with another group_id"
+                )
             written = failure.ends
             # A partition that the query does not read any more is looked at as well.
             gone = {p for p in written if p.counts_batches == self._counts} - {r.partition for r in ranges}
@@ -314,7 +326,17 @@ class Run:
             _run_through(frame)
             return None
         if any(r.first < r.end for r in ranges):
-            self._tell_of_new_checkpoint(ranges)
+            known, group_id = self._known, self._options.group_id
+            if known.has_others and not known.is_known_query and self._owners.starter is None:
+                logger.warning(
+                    "a query with a new checkpoint brings %s, which the ledger of group %r has as written: they are "
+                    "dropped. That is right if they are the same messages. If the topic was deleted and made again "
+                    "they are lost: give bootstrap_servers= or kafka=, with which topics are told apart",
+                    ", ".join(f"offsets {r.first} to {r.end} of {r.partition}" for r in ranges if r.first < r.end),
+                    group_id,
+                    extra=about("new_checkpoint", group=group_id, several=[r.partition for r in ranges]),
+                )
+                self._known = known._replace(is_known_query=True)  # said once
             if self._log.stateful():
                 _run_through(frame)
             return None
@@ -337,20 +359,6 @@ class Run:
                 "again. Start the query with a new checkpoint and the startingOffsets that "
                 "`exactly-once hand-over --to spark` prints, or restore the old checkpoint"
             )
-
-    def _tell_of_new_checkpoint(self, ranges: list[Range]) -> None:
-        """Say that a new checkpoint brings what is written; that looks alike where the topic was made again."""
-        if self._known.is_known_query or not self._known.has_others or self._owners.starter is not None:
-            return
-        logger.warning(
-            "a query with a new checkpoint brings %s, which the ledger of group %r has as written: they are dropped. "
-            "That is right if they are the same messages. If the topic was deleted and made again they are lost: give "
-            "bootstrap_servers= or kafka=, with which topics are told apart",
-            ", ".join(f"offsets {r.first} to {r.end} of {r.partition}" for r in ranges if r.first < r.end),
-            self._options.group_id,
-            extra=about("new_checkpoint", group=self._options.group_id, several=[r.partition for r in ranges]),
-        )
-        self._known = self._known._replace(is_known_query=True)
 
     def _ask(self, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
         """Execute one statement in a short transaction."""

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The last batch of each run and group; over Spark Connect a run has no id, and a process of its own.
-_written: dict[tuple[str | None, str], int] = {}
+# The last batch of each run and group, and the frames of it as long as they are not written; over Spark Connect a run
+# has no id, and a process of its own.
+_last: dict[tuple[str | None, str], tuple[int, Mapping[str, DataFrame] | None]] = {}
 
 
 class PostgresSink:
@@ -112,6 +113,8 @@ class PostgresSink:
     def __call__(self, frame: DataFrame, batch_id: int) -> None:
         """Write one micro-batch; a replay of one that was written writes nothing.
 
+        A frame that has failed may be written again.
+
         :raises exactly_once.ConfigurationError: for a second frame of a batch, which nobody could tell from a replay.
         """
         if self._options.table is None:
@@ -128,11 +131,28 @@ class PostgresSink:
             if not frames:
                 raise ConfigurationError("write(): there is no frame; give one for each table, by their names")
             run = self._run_of(next(iter(frames.values())).sparkSession, batch_id)
+            writes = run.run_id, self._options.group_id
+            last_batch, failed = _last.get(writes, (None, None))
             try:
-                report = self._write(run, frames, batch_id)
+                if last_batch == batch_id and not (failed is not None and _are_alike(frames, failed)):
+                    raise ConfigurationError(
+                        f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger "
+                        f"counts batches as a whole, and the first frame {'has failed' if failed else 'was written'}, "
+                        "so that the rows of one would be dropped as a replay. Call one sink once a batch, with all "
+                        "rows; for several tables say tables= and call its write(), or make another sink, with a "
+                        "group_id of its own"
+                    )
+                _last[writes] = batch_id, frames
+                if unknown := sorted(frames.keys() - {each.table for each in self._options.targets}):
+                    raise ConfigurationError(
+                        f"write(): there is no table {unknown[0]!r} among the sink's; say table= or tables= where it "
+                        "is made"
+                    )
+                report = run.write(frames, batch_id)
             except BaseException as error:
-                run.note_failure(batch_id, error)
+                run.note_failure(batch_id, error, is_counted=_last.get(writes) == (batch_id, None))
                 raise
+            _last[writes] = batch_id, None
             level = logging.WARNING if report.is_replay else logging.INFO
             logger.log(level, "%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
             if self._options.on_report is not None:
@@ -141,23 +161,6 @@ class PostgresSink:
             self.error = error
             raise
         self.error = None
-
-    def _write(self, run: Run, frames: Mapping[str, DataFrame], batch_id: int) -> BatchReport:
-        if unknown := sorted(set(frames) - {each.table for each in self._options.targets}):
-            raise ConfigurationError(
-                f"write(): there is no table {unknown[0]!r} among the sink's; say table= or tables= where it is made"
-            )
-        writes = run.run_id, self._options.group_id
-        if _written.get(writes) == batch_id:
-            raise ConfigurationError(
-                f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger counts "
-                "the batch as written, so that its rows would be dropped as a replay. Call one sink once a batch, "
-                "with all rows; for several tables say tables= and call its write(), or make another sink, with a "
-                "group_id of its own"
-            )
-        report = run.write(frames, batch_id)
-        _written[writes] = batch_id
-        return report
 
     def release(self) -> None:
         """Give the rows of the ledger back, best effort: for a hand-over to the plain consumer.
@@ -206,3 +209,10 @@ class PostgresSink:
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run behind: over Spark Connect the sink is sent to another process."""
         return self.__dict__ | {"_run": None}
+
+
+def _are_alike(frames: Mapping[str, DataFrame], others: Mapping[str, DataFrame]) -> bool:
+    """Tell whether frames hold the same rows: one that failed may come again, also if it is made anew."""
+    return frames.keys() == others.keys() and all(
+        frame is others[name] or frame.sameSemantics(others[name]) for name, frame in frames.items()
+    )

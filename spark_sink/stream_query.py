@@ -57,13 +57,13 @@ class StreamQuery:
         plan = self._execution.lastExecution().executedPlan()
         return [_name(node).removesuffix("Exec") for node in _nodes(plan) if self._is_stateful(node)]
 
-    def choosing(self, frame: DataFrame) -> list[str]:
-        """Return the operators that may pick other rows when a batch comes again, of the query and of the frame.
+    def refuse_choosing(self, frame: DataFrame, stateful: list[str]) -> None:
+        """Refuse, for ``transaction="partition"``, what may pick other rows when a batch comes again.
 
-        Behind ``rdd``, ``toPandas`` and the like nothing is seen.
+        Operators of the query and of the frame are looked at; behind ``rdd``, ``toPandas`` and the like none is seen.
         """
         plans = self._execution.analyzedPlan(), frame._jdf.queryExecution().analyzed()  # noqa: SLF001
-        return [
+        choosing = stateful or [
             name
             for plan in plans
             for node in _nodes(plan)
@@ -73,6 +73,12 @@ class StreamQuery:
                 and (not node.deterministic() or any(_name(below) == "Window" for below in _nodes(node)))
             )
         ]
+        if choosing:
+            raise FrameError(
+                f"transaction='partition' needs rows that depend on their own message alone, and {', '.join(choosing)} "
+                "looks at others: an attempt that is run again could pick other rows, when some are written already. "
+                "Say transaction='batch'"
+            )
 
     def _is_stateful(self, node: Any) -> bool:
         from py4j.java_gateway import is_instance_of  # type: ignore[import-untyped]  # noqa: PLC0415 - pyspark brings it
@@ -94,16 +100,6 @@ def find(spark: SparkSession) -> StreamQuery | None:
     running = (StreamQuery(str(each.id()), str(each.runId()), each, gateway) for each in active)
     name = context.getLocalProperty("sql.streaming.queryId")
     return next((query for query in running if query.query_id == name or query.is_of(session)), None)
-
-
-def refuse_choosing(query: StreamQuery, frame: DataFrame, stateful: list[str]) -> None:
-    """Refuse, for ``transaction="partition"``, what may pick other rows when a batch comes again."""
-    if choosing := stateful or query.choosing(frame):
-        raise FrameError(
-            f"transaction='partition' needs rows that depend on their own message alone, and {', '.join(choosing)} "
-            "looks at others: an attempt that is run again could pick other rows, when some are written already. Say "
-            "transaction='batch'"
-        )
 
 
 def refuse_kept_rows(stateful: list[str], options: Options) -> None:
