@@ -5,12 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from typing import TYPE_CHECKING
 
 from exactly_once.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from .publisher import Publisher
 
 # One for each fork between the first process and this one: cheaper to look at than the process id.
 _forks: list[None] = []
@@ -18,10 +14,10 @@ os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
 # What holds a client of Kafka, unless it is closed.
-_holders: weakref.WeakSet[Publisher] = weakref.WeakSet()
+_holders: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def leave_in_children(holder: Publisher) -> None:
+def leave_in_children(holder: object) -> None:
     """See to it that no child of this process frees the client: it would wait for threads that it has not, for ever."""
     _holders.add(holder)
 

@@ -18,7 +18,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "exactly_once/consumer/buffer.py": {
         "Sent.__init__: repeat(only_topic) if only_topic else list(map(Message.topic, messages)) -> "
         "list(map(Message.topic, messages))": "repeat() is only cheaper",
-        "_read_headers: headers.count(None) < len(headers) -> headers.count(None) <= len(headers)": (
+        "Sent.__init__: headers.count(None) < len(headers) -> headers.count(None) <= len(headers)": (
             "where no message has headers there is nothing to copy"
         ),
         "_remade: 1.0 -> 2.0": "the client shows no latency below 0",

@@ -405,7 +405,7 @@ PUBLISHING = (
     ),
     # What an interrupt hides: whether the client has taken a message.
     *each(
-        "exactly_once/publish/delivery.py",
+        "exactly_once/publish/topic.py",
         (
             "tests/publish/test_interrupts.py::test_a_message_that_the_client_has_taken_is_not_sent_again",
             "tests/publish/test_interrupts.py::test_a_report_that_nobody_kept_is_of_another_message_than_the_one_in_doubt",
@@ -503,7 +503,7 @@ PUBLISHING = (
         ),
     ),
     *each(
-        "exactly_once/publish/recovery.py",
+        "exactly_once/publish/take_over.py",
         (f"{OTHER_LOGS}::test_a_topic_that_was_made_anew_and_has_grown_is_read_from_its_beginning",),
         (
             "positions-nameless",

@@ -448,13 +448,13 @@ SPARK = (
         (
             "failure-short",
             "what an earlier failure left out counts as written: loses",
-            "together = {p: max(other.ends.get(p, 0), ends.get(p, 0)) for p in {*other.ends, *ends}}",
-            "together = dict(ends)",
+            "together = {p: max(other.ends.get(p, 0), this.ends.get(p, 0)) for p in {*other.ends, *this.ends}}",
+            "together = this.ends",
         ),
         (
             "failure-for-ever",
             "a failure is told of although the ledger has all of it",
-            "._replace(failure=None))",
+            "._replace(failure=replace_by))",
             ")",
         ),
         (
@@ -470,7 +470,7 @@ SPARK = (
         (
             "failure-unnoted",
             "a batch whose error the user's function catches is lost",
-            "                run.note_failure(batch_id, error)\n",
+            "                run.note_failure(batch_id, error, is_counted=_last.get(writes) == (batch_id, None))\n",
             "",
         ),
     ),

@@ -620,7 +620,7 @@ WRITING = (
         (
             "unfilled-envelope",
             "a header that never comes is not told",
-            "{*self._paths, *self._envelope.sources}",
+            "{*self._paths, *self.envelope.sources}",
             "{*self._paths}",
         ),
     ),

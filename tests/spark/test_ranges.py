@@ -97,16 +97,16 @@ def test_a_failure_is_kept_until_its_batch_was_written() -> None:
         return log.mark("g").failure
 
     log.note("g", 3, {P: 5})
-    log.note_failure("g", 4, {P: 7, other: 9}, "the first")
-    log.note_failure("g", 5, {P: 8}, "of the next batch")
-    log.note_failure("g", 4, {P: 7, other: 9}, "again")
+    log.note_failure("g", Failure(4, "the first", {P: 7, other: 9}))
+    log.note_failure("g", Failure(5, "of the next batch", {P: 8}))
+    log.note_failure("g", Failure(4, "again", {P: 7, other: 9}))
     assert kept() == Failure(4, "the first", {P: 8, other: 9})
     log.note("g", 3, {P: 5})
     assert kept() == Failure(4, "the first", {P: 8, other: 9}), "of an earlier batch"
     log.note("g", 4, {P: 7})
     assert log.mark("g") == Mark(4, {P: 7}, None)
     assert kept() is None
-    log.note_failure("g", 5, {P: 8}, "of the next batch")
+    log.note_failure("g", Failure(5, "of the next batch", {P: 8}))
     log.settle_failure("g")
     assert kept() is None
     assert log.mark("g") == Mark(4, {P: 7}, None), "written by nobody"
