@@ -212,7 +212,7 @@ def test_a_child_that_the_handler_forked_ends_at_the_first_signal(make_consumer:
             assert child.pid is not None
             ready.get()
             os.kill(child.pid, number)
-            child.join(20)
+            child.join(60)
             ends.append(child.exitcode)
         record(unit, "test")
         assert os.getpid() == process

@@ -65,7 +65,8 @@ PAUSE_SECONDS = 0.03
 """Between two batches: 1,000 messages a second and more would be a full queue after a while."""
 LEASE_SECONDS = 3.0
 START_SECONDS = 180.0
-FINISH_SECONDS = 600.0
+END_SECONDS, A_SECOND = 180.0, 200
+"""How long the last life may take to end, and how many messages a second it sends at the least: all are left to it."""
 
 
 def say(*words: object) -> None:
@@ -201,12 +202,12 @@ class Publisher:
         """Tell whether it has ended."""
         return self._process.poll() is not None
 
-    def end(self, *, kills: bool) -> int:
-        """Kill it, or wait for its end; return its exit status."""
+    def end(self, *, kills: bool, until: int) -> int:
+        """Kill it, or wait for its end, after so many messages; return its exit status."""
         if kills:
             self._process.kill()
         try:
-            status = self._process.wait(FINISH_SECONDS)
+            status = self._process.wait(END_SECONDS + until / A_SECOND)
         finally:
             self._process.kill()
         self._reader.join()
@@ -283,7 +284,7 @@ def kill_publishers(kafka: Kafka, conninfo: str, place: Path, kind: str, *, kill
                 publisher.wait_sending()
                 time.sleep(chance.uniform(0, 2))  # at any moment of what follows
         finally:
-            statuses.append(publisher.end(kills=not is_last))
+            statuses.append(publisher.end(kills=not is_last, until=until))
         repeats.update(int(line.split()[-1]) for line in publisher.lines if line.startswith("may repeat"))
         print(f"{kind}: life {life} of {kills + 1} ended with {statuses[-1]}", flush=True)
     found = Counter(int(record.value or -1) for record in scan(kafka.bootstrap_servers, topic))
