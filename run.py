@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> None:
     kind = " ".join(arguments[:2]) if arguments[:2] == ["demo", "spark"] else command if command == "demo" else "test"
     if not is_installed(kind):
         install(kind)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of hundreds of processes compiles the same files anew
     if command == "demo":
         become("-m", "exactly_once.cli", "demo", *rest)
     if command == "check":

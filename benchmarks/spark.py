@@ -261,6 +261,7 @@ def open_bench(servers: embedded.Servers, topic: str, *, cores: int) -> Iterator
     """Start Spark with so many tasks at once, and JDBC's driver."""
     jars = [*spark.kafka_source(), *jdbc()]
     settings = {
+        "spark.driver.defaultJavaOptions": "",  # as Spark starts by itself: compiled well
         "spark.driver.memory": "4g",  # a million cached rows, and what JDBC buffers of them
         "spark.jars": ",".join(map(str, jars)),
         "spark.sql.streaming.numRecentProgressUpdates": "1000",

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from ._model import Advance, Partition
 
+# What a record may carry, see :func:`about`.
+FIELDS = ("action", "group", "topic", "partition", "offset", "owner_epoch", "partitions")
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
@@ -30,22 +32,19 @@ def about(
         else:
             partition = place
     names = [str(place.partition if isinstance(place, Advance) else place) for place in places]
-    extra: dict[str, object] = {
-        "action": action,
-        "group": group,
-        "topic": None if partition is None else partition.topic,
-        "partition": None if partition is None else partition.number,
-        "offset": offset,
-        "owner_epoch": owner_epoch,
-        "partitions": names if len(names) > 1 else None,
-    }
-    return {key: value for key, value in extra.items() if value is not None}
+    topic, number = (None, None) if partition is None else partition
+    values = (action, group, topic, number, offset, owner_epoch, names if len(names) > 1 else None)
+    return {key: value for key, value in zip(FIELDS, values, strict=True) if value is not None}
 
 
 def text_of(error: object) -> str:
-    """Return what an error says; one of an application may fail at that, and then has still to be told by name."""
+    """Return what an error says; one of an application may fail at that, and then has still to be told by name.
+
+    A group says only how many errors it has: theirs go with it.
+    """
     try:
-        return str(error).strip()
+        parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        return "; ".join([str(error).strip(), *map(named, parts)])
     except Exception as trouble:  # noqa: BLE001 - whatever it is, it is the application's
         return f"<its text cannot be made: {type(trouble).__name__}>"
 

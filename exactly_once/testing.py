@@ -26,7 +26,7 @@ from .consumer.unit import EndsUnits, Unit
 from .errors import HandlerCommitted, UnitNotUsed
 from .ledger.dead_letters import as_bytes
 from .ledger.rows import Ledger
-from .ledger.session import Connection, Session, execute, is_lost, last_row
+from .ledger.session import Connection, Session, execute, is_lost, last_row, psycopg_connection
 from .ledger.transaction import UnitOfWork, transaction_ended
 
 # The moments that every unit passes, in their order: for :func:`crash_at` and :func:`failing_at`.
@@ -127,7 +127,7 @@ class _Trial(EndsUnits):
     """EndsUnits a unit on a test's connection: guards and constraints as in production, then ROLLBACK."""
 
     def __init__(self, connection: Connection, *, group_id: str, schema: str, unused_ok: bool) -> None:
-        self._connection = connection
+        self._connection = psycopg_connection(connection, "unit() was given")
         self._unused_ok = unused_ok
         self._written = 0
         self._is_nested = False
@@ -166,27 +166,25 @@ class _Trial(EndsUnits):
         self.abandon(unit, None)
 
     def abandon(self, unit: Unit, error: BaseException | None) -> None:
-        self._undo()
-        if not is_lost(self._connection) and self._fate() == "committed":
+        """Roll back to where the unit began; a connection that cannot do it is closed."""
+        connection = self._connection
+        status = connection.info.transaction_status
+        if not is_lost(connection) and status is TransactionStatus.ACTIVE:
+            connection.close()
+        elif not is_lost(connection) and status is not TransactionStatus.IDLE:
+            try:
+                if not self._is_nested:
+                    connection.execute("ROLLBACK", prepare=False)
+                else:
+                    self._execute("to_savepoint")
+            except psycopg.errors.InvalidSavepointSpecification:
+                # The handler ended the test's own transaction, and began another one.
+                connection.execute("ROLLBACK", prepare=False)
+        if not is_lost(connection) and self._fate() == "committed":
             raise HandlerCommitted(
                 f"the handler committed by itself with the messages of {unit!r}: in production its effects would be "
                 "durable and the offset not. Take COMMIT out of the handler and of what it calls"
             ) from error
-
-    def _undo(self) -> None:
-        """Roll back to where the unit began; a connection that cannot do it is closed."""
-        connection = self._connection
-        if is_lost(connection) or connection.info.transaction_status is TransactionStatus.IDLE:
-            return
-        if connection.info.transaction_status is TransactionStatus.ACTIVE:
-            connection.close()
-            return
-        if self._is_nested:
-            # Where the handler ended the test's own transaction there is no savepoint any more.
-            with contextlib.suppress(psycopg.errors.InvalidSavepointSpecification):
-                self._execute("to_savepoint")
-                return
-        connection.execute("ROLLBACK", prepare=False)
 
     def _rows_written(self) -> int:
         rows: int = last_row(execute(self._connection, self.work.schema, "written"))[0]

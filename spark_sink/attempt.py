@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from uuid import UUID
@@ -219,16 +218,17 @@ class Attempt:
         while todo:
             some = todo.pop()
             kept = some
-            numbers: Sequence[int] = range(some.num_rows)
             savepoint = self.unit.connection.transaction() if sets_aside else contextlib.nullcontext()
             try:
                 with savepoint, naming(some):
                     # In the savepoint: what cannot be stored has claimed nothing.
                     if part.options.claim is not None:
-                        kept, numbers = self._first(some, part.options.claim, number)
+                        kept = self._first(some, part.options.claim, number)
                     if kept.num_rows:
                         with naming(kept):
                             write_arrow(self.writers[number], self.unit.connection, kept.select(part.columns))
+                            # It may be another one than the driver has looked at when the run began.
+                            self.writers[number].table(self.unit.connection, locks=False).refuse_unlogged()
             except TableChanged:
                 # A value that does not fit or an altered table: only a COPY, by which the writer goes now, tells which.
                 if not sets_aside or doubted is some:
@@ -236,13 +236,13 @@ class Attempt:
                 doubted = some
                 todo.append(some)
             except BadRow as error:
-                bad = None if error.row is None else numbers[error.row]
                 if not sets_aside:
                     raise
                 if some.num_rows == 1:
                     self._set_aside(number, some, rows, error)
                     continue
                 # In their order, whichever row it was: in an upsert the last one wins.
+                bad = error.row if kept is some else None  # else it counts only those that were left
                 middle = some.num_rows // 2
                 cuts = (0, middle, some.num_rows) if bad is None else (0, bad, bad + 1, some.num_rows)
                 pieces = [some.slice(cut, end - cut) for cut, end in itertools.pairwise(cuts)]
@@ -300,8 +300,8 @@ class Attempt:
         """Tell the driver up to where the ledger has moved, which it compares with what it finds afterwards."""
         self.result.reached = [(*partition, offset) for partition, offset in offsets.items()]
 
-    def _first(self, rows: pa.Table, claim: str, number: int) -> tuple[pa.Table, Sequence[int]]:
-        """Claim the keys of rows; return those that are the first of their event, and which of all they are."""
+    def _first(self, rows: pa.Table, claim: str, number: int) -> pa.Table:
+        """Claim the keys of rows; return those that are the first of their event, and the table itself if all are."""
         keys = rows.column(claim).to_pylist()
         if (none := next((row for row, key in enumerate(keys) if key in (None, "")), None)) is not None:
             raise BadRow(f"the key to claim is text or a whole number, not {keys[none]!r}", row=none, column=claim)
@@ -309,9 +309,8 @@ class Attempt:
         named = [_claimed(table, key) for key in keys]
         where = {"schema": self.session.schema, "group_id": self.work.options.group_id}
         answers = claims.claim(self.unit.connection, named, **where)
-        if all(answers):  # as mostly, and a filter copies all values
-            return rows, range(rows.num_rows)
-        return rows.filter(pa.array(answers)), [row for row, is_first in enumerate(answers) if is_first]
+        # All are, mostly, and a filter copies all values.
+        return rows if all(answers) else rows.filter(pa.array(answers))
 
     def _set_aside(self, number: int, row: pa.Table, among: pa.Table, error: BadRow) -> None:
         """Keep a row as a dead letter, in the transaction that skips it."""
@@ -398,36 +397,21 @@ def to_tasks(frame: DataFrame, partitions: Sequence[Partition]) -> DataFrame:
     """
     from pyspark.sql import functions as F  # noqa: N812, PLC0415 - executors do without
 
+    count = len(partitions)
+    # To which task Spark's hash sends each number: with 32 numbers for each task none is left without one.
+    sent = frame.sparkSession.sql(f"SELECT transform(sequence(0, {32 * count}), n -> pmod(hash(n), {count}))").collect()
+    keys = {task: key for key, task in enumerate(sent[0][0])}
     topics: dict[str, dict[int, int]] = {}
-    for partition, key in zip(partitions, _keys(len(partitions)), strict=True):
-        topics.setdefault(partition.topic, {})[partition.number] = key
+    for task, partition in enumerate(partitions):
+        topics.setdefault(partition.topic, {})[partition.number] = keys[task]
     cases = [
         f"WHEN {TOPIC} = '{topic}' THEN try_element_at(array("  # Kafka allows no quotes in names of topics
         + ", ".join(str(numbers.get(n, 0)) for n in range(max(numbers) + 1))
         + f"), {PARTITION} + 1)"
         for topic, numbers in topics.items()
     ]
-    task = F.expr(f"coalesce(CASE {' '.join(cases)} END, 0)")
-    return frame.repartition(len(partitions), task).sortWithinPartitions(OFFSET)
-
-
-@cache
-def _keys(count: int) -> list[int]:
-    """Return for each of so many tasks a number that Spark's shuffle sends there: by Murmur3 with seed 42."""
-    found: dict[int, int] = {}
-    mask = 0xFFFFFFFF
-    for key in itertools.count():
-        k = key * 0xCC9E2D51 & mask
-        k = ((k << 15 | k >> 17) & mask) * 0x1B873593 & mask
-        h = 42 ^ k
-        h = ((h << 13 | h >> 19) * 5 + 0xE6546B64 & mask) ^ 4
-        h = (h ^ h >> 16) * 0x85EBCA6B & mask
-        h = (h ^ h >> 13) * 0xC2B2AE35 & mask
-        h ^= h >> 16
-        found.setdefault((h - (1 << 32) if h >> 31 else h) % count, key)  # Spark's has a sign
-        if len(found) == count:
-            break
-    return [found[task] for task in range(count)]
+    number = F.expr(f"coalesce(CASE {' '.join(cases)} END, 0)")
+    return frame.repartition(count, number).sortWithinPartitions(OFFSET)
 
 
 def write_task(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -52,18 +52,28 @@ def define(connection: Connection, options: Options, schema: StructType | None) 
     :raises TableError: when there is no table and none is to be made, or the role may not do it.
     """
     name = str(options.table)
+    table: Table | None = None
+    executed: list[sql.Composed] = []
     try:
         table = read_table(connection, name)
     except TableMissing as error:
         if schema is None or not options.create_table:
             raise TableError(f"{error}; create_table=True makes one of the frame that is written") from None
         columns = new_columns(schema, options)
-        if options.mode == "upsert" and not options.key:
-            raise FrameError(f"{name} is to be made, and an upsert needs a key: say key=[...]") from None
+        if options.mode in ("upsert", "insert-ignore") and not options.key:
+            raise FrameError(f"{name} is to be made, and mode={options.mode!r} needs a key: say key=[...]") from None
         check_key(options.key or (), columns, name)
-        statements = [create_table(parts_of(name), columns, options.key or ())]
-    else:
-        statements = [] if schema is None else add_columns(table, new_columns(schema, options, table))
+        executed += _execute(connection, name, [create_table(parts_of(name), columns, options.key or ())])
+        # Another driver may have made it meanwhile, of fewer columns. Of what is no name there is still none.
+        with contextlib.suppress(TableMissing):
+            table = read_table(connection, name)
+    if table is not None and schema is not None:
+        executed += _execute(connection, name, add_columns(table, new_columns(schema, options, table)))
+    return executed
+
+
+def _execute(connection: Connection, name: str, statements: Iterable[sql.Composed]) -> list[sql.Composed]:
+    """Execute statements about a table; return those that another driver has not."""
     executed = []
     for statement in statements:
         try:

@@ -29,9 +29,11 @@ Form = Literal["itself", "json", "null"]
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
-# Spark's own forms leave out microseconds, and fields that are null; XXX would leave out the seconds of an offset.
+# Spark's own forms leave out microseconds, and fields that are null. In UTC an instant has one form, whatever the
+# session's time zone: as a part of a key it is the same row, and the same value in a comparison.
 _JSON_FORM = {
-    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXXXX",
+    "timeZone": "UTC",
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
     "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
     "ignoreNullFields": "false",
 }
@@ -55,12 +57,21 @@ def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = (
 
     :raises FrameError: naming the column, what is wrong with it and what to do.
     """
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - Spark need not be there to import this
+
     fields, forms = match(frame.schema, table, options, key)
     places: list[str] = []
     if has_places(frame.schema, options):
         kinds = zip(options.place_columns, ("string", "int", "bigint"), PLACES, strict=True)
         places = [f"CAST({_quoted(name)} AS {kind}) AS {place}" for name, kind, place in kinds]
-    if nested := {name: _as_json(fields[name]) for name, form in forms.items() if form == "json"}:
+    nested: dict[str, SparkColumn] = {}
+    for name in [name for name, form in forms.items() if form == "json"]:
+        # Text with all that it holds; a number that JSON lacks fails the batch.
+        text, odd = F.to_json(F.col(_quoted(name)), _JSON_FORM), _not_a_number(_quoted(name), fields[name].dataType)
+        said = f"column {name!r}: JSON has no NaN and no infinity; write null in the frame, or leave the row out"
+        refused = F.raise_error(F.lit(said))
+        nested[name] = text if odd is None else F.when(F.expr(odd), refused).otherwise(text)
+    if nested:
         frame = frame.withColumns(nested)
     # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
     written = [
@@ -202,7 +213,7 @@ def _form(field: StructField, column: Column, table: Table) -> Form:
         return "null"
     if kind in _NESTED or kind == "array":
         if target in _JSON:
-            _not_a_number(_quoted(field.name), field.dataType)  # refuses keys that JSON lacks
+            _not_a_number(_quoted(field.name), field.dataType)  # refuses what JSON lacks
             return "json"
         element = getattr(field.dataType, "elementType", None)
         is_nested = element is not None and element.typeName() in (*_NESTED, "array")
@@ -229,17 +240,6 @@ def _form(field: StructField, column: Column, table: Table) -> Form:
     return "itself"
 
 
-def _as_json(field: StructField) -> SparkColumn:
-    """Return a column as JSON text, with all that it holds; a number that JSON lacks fails the batch."""
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - Spark need not be there to import this
-
-    name = _quoted(field.name)
-    text = F.to_json(F.col(name), _JSON_FORM)
-    odd = _not_a_number(name, field.dataType)
-    said = f"column {field.name!r}: JSON has no NaN and no infinity; write null in the frame, or leave the row out"
-    return text if odd is None else F.when(F.expr(odd), F.raise_error(F.lit(said))).otherwise(text)
-
-
 def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
     """Return SQL that tells whether NaN or infinity is within; None where none can be."""
     name, item = kind.typeName(), f"x{depth}"
@@ -247,6 +247,11 @@ def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
     if name in ("float", "double"):
         return f"coalesce({value} IN (double('NaN'), double('Infinity'), -double('Infinity')), false)"
     if name == "struct":
+        names = kind.names  # type: ignore[attr-defined]
+        if twice := sorted({each for each in names if names.count(each) > 1}):
+            raise FrameError(
+                f"{value} has several fields called {', '.join(map(repr, twice))}, of which JSON keeps one; rename them"
+            )
         for each in kind.fields:  # type: ignore[attr-defined]
             found = _not_a_number(f"{value}.{_quoted(each.name)}", each.dataType, depth)
             parts += [] if found is None else [found]

@@ -129,6 +129,10 @@ class OffsetLog:
             )
         return self._marks[group_id]
 
+    def forget(self, group_id: str) -> None:
+        """Read what the group has written anew when it is asked for: another sink has written it down."""
+        self._marks.pop(group_id, None)
+
     def note(self, group_id: str, batch_id: int, ends: Mapping[Partition, int]) -> None:
         """Write down that the group has written a batch, before Spark counts it as done."""
         before = self.mark(group_id)

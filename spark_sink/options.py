@@ -248,7 +248,7 @@ def check_source_options(given: Mapping[str, str]) -> Options:
     def plain(name: str) -> str:
         return name.lower().replace("_", "")
 
-    names = [each.name for each in fields(Options) if each.name not in _ONLY_SINK] + ["password"]
+    names = [each.name for each in fields(Options) if each.name not in (*_ONLY_SINK, "kafka")] + ["password"]
     known = {plain(name): name for name in names}
     chosen: dict[str, Any] = {}
     settings = {name[6:]: value for name, value in given.items() if name.startswith("kafka.")}
@@ -258,7 +258,7 @@ def check_source_options(given: Mapping[str, str]) -> Options:
         elif plain(name) in map(plain, _ONLY_SINK):
             raise ConfigurationError(f"{name} is an option of PostgresSink, for foreachBatch; the data source has none")
         elif not name.startswith("kafka.") and plain(name) not in _OF_SPARK:
-            raise ConfigurationError(f"there is no option {name}; there are {', '.join(map(_camel, names))}")
+            raise ConfigurationError(f"there is no option {name}; there are {', '.join(map(_camel, names))}, kafka.*")
     for option in {"key", "add"} & chosen.keys():
         chosen[option] = [name.strip() for name in chosen[option].split(",")]
     if (password := chosen.pop("password", None)) is not None:

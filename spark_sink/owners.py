@@ -20,17 +20,22 @@ from exactly_once._log import about
 from exactly_once._model import QUERY, ROTATE_EVERY, Advance, Partition, Row
 from exactly_once.errors import ConfigurationError, Fenced, PartitionHalted
 from exactly_once.ledger.conflict import Conflict, Grant, check
-from exactly_once.ledger.rows import Ledger, row_missing
-from exactly_once.ledger.session import Connection, execute
+from exactly_once.ledger.rows import LOCK_SECONDS, Ledger, row_missing
+from exactly_once.ledger.session import Connection, execute, last_row
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.start import StartOffsets, refuse_halted
 from exactly_once.writer import Table
 
 from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged
-from .options import Options
-from .ranges import Range, behind, resets
+from .options import LedgerKind, Options
+from .ranges import Range, behind, gone_back, resets
 
 logger = logging.getLogger(__name__)
+
+IF_MADE_AGAIN = (
+    "That is right if they are the same messages. If the topic was deleted and made again they are lost: give "
+    "bootstrap_servers= or kafka=, with which topics are told apart"
+)
 
 
 def query_row(query_id: str) -> Partition:
@@ -113,6 +118,32 @@ class Owners:
             logger.info("acquired %s", ", ".join(map(str, partitions)), extra=extra)
         return self.find([r.partition for r in ranges])
 
+    def check_returned(self, ranges: Iterable[Range], written: Mapping[Partition, int]) -> None:
+        """See that partitions that were ``written``, and are not in the batch before this one, are still the same.
+
+        With ``failOnDataLoss=false`` Spark loses sight of a topic that was deleted, and takes one of its name for new.
+
+        :raises TopicRecreated: when offsets go back, or the topic has another id.
+        """
+        returned = {r.partition: r.end for r in ranges if r.start is None and r.partition in written}
+        for partition, end in returned.items():
+            if end < written[partition]:
+                raise gone_back(partition, written[partition], end, group_id=self._ledger.group_id)
+        if returned and self.starter is not None:
+            self.starter.require(list(returned))
+            for row in self._ledger.read(sorted(returned)):
+                if row.topic_id is not None:
+                    self.starter.identified(row)
+        elif returned:
+            logger.warning(
+                "Spark comes back to %s, which the batch before this one lacks, and brings what the ledger of group %r "
+                "has as written: it is dropped. %s",
+                ", ".join(f"{partition} up to offset {end}" for partition, end in returned.items()),
+                self._ledger.group_id,
+                IF_MADE_AGAIN,
+                extra=about("returned", group=self._ledger.group_id, several=list(returned)),
+            )
+
     def find(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Return where rows of ours stand now, and remember that no attempt may start below it."""
         rows = checked_rows(self._ledger, [self.held[partition] for partition in partitions])
@@ -164,10 +195,16 @@ class Owners:
             )
             for s in todo
         }
-        moved = self._ledger.finish(list(wanted.values()))
-        left = [each for each in wanted.values() if each.partition not in moved]
-        for partition, row in checked_rows(self._ledger, left).items() if left else ():
-            raise behind(partition, row.next_offset, wanted[partition].expected, group_id=self._ledger.group_id)
+        session = self._ledger.session
+        with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, _):
+            ledger = self._ledger.inside(connection)
+            rows = checked_rows(ledger, list(wanted.values()))
+            ends = [
+                replace(each, expected=rows[p].next_offset or 0, generation=rows[p].generation)
+                for p, each in wanted.items()
+            ]
+            (xid,) = last_row(execute(connection, session.schema, "current_xid"))
+            ledger.advance(connection, ends, xid=xid, commit=False)
         for share in todo:
             self.held[share.partition] = replace(self.held[share.partition], expected=share.end)
 
@@ -235,12 +272,25 @@ class Claim(NamedTuple):
     """Whether this query has written a batch under it."""
     has_others: bool
     """Whether another query has: one with another checkpoint."""
+    ledger: LedgerKind | None = None
+    """What the group has counted; None where nothing tells."""
 
 
 def claim(
-    connection: Connection, options: Options, tables: Iterable[Table], query_id: str, stateful: Sequence[str]
+    connection: Connection,
+    options: Options,
+    tables: Sequence[Table],
+    query_id: str,
+    stateful: Sequence[str],
+    *,
+    is_job: bool = False,
 ) -> Claim:
-    """Write down which tables the group writes; until it has written something they may be others."""
+    """Write down which tables the group writes; until it has written something they may be others.
+
+    A batch job may stand beside a stream that counts something else, such as the first load of its table.
+
+    :raises ConfigurationError: for another table, or another way of counting, than before.
+    """
     wanted = ", ".join(sorted(f"{table.schema}.{table.name}" for table in tables))
     parameters = {"group_id": options.group_id, "query_id": query_id, "previous": options.previous_table}
     ((written, *known),) = execute(connection, options.schema, "spark_claim", table=wanted, **parameters)
@@ -252,7 +302,17 @@ def claim(
             f"previous_table={written!r}"
         )
     claimed = Claim(*known)
-    doubles = any(each.mode == "append" or each.add for each in options.targets)
+    if claimed.ledger not in (None, options.ledger) and not is_job:
+        raise ConfigurationError(
+            f"group {options.group_id!r} has written with ledger={claimed.ledger!r}, now it is {options.ledger!r}: one "
+            "does not tell the other what was written, so rows would be written again. Leave ledger= as it was; or "
+            "empty the table and choose another group_id"
+        )
+    # Without a key nothing tells what would be ignored.
+    doubles = any(
+        each.mode == "append" or each.add or (each.mode == "insert-ignore" and not (each.key or table.keys))
+        for each, table in zip(options.targets, tables, strict=True)
+    )
     if stateful and claimed.has_others and not claimed.is_known_query and doubles:
         raise FrameError(
             f"the query has a new checkpoint, and another query has written for group {options.group_id!r}: the state "
@@ -260,4 +320,8 @@ def claim(
             "the checkpoint; or say mode='insert-ignore' or 'upsert' with a key, without add=; or empty the table and "
             "choose another group_id"
         )
+    for table in tables:
+        if table.is_foreign:
+            extra = about("foreign_table", group=options.group_id)
+            logger.warning("%s is a foreign table: after a crash at COMMIT rows can be there twice", table, extra=extra)
     return claimed

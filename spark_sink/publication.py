@@ -26,7 +26,7 @@ from exactly_once._model import Advance, Partition
 from exactly_once.errors import Fenced
 from exactly_once.ledger.migrate import check
 from exactly_once.ledger.rows import LOCK_SECONDS
-from exactly_once.ledger.session import Connection, connector, cursor_on, execute
+from exactly_once.ledger.session import cursor_on, execute
 from exactly_once.ledger.sql import query
 
 from .attempt import Attempt, Part, Work, log_set_aside
@@ -80,16 +80,14 @@ def stage(options: Options, batch: RunBatch, batches: Iterable[pa.RecordBatch]) 
     """Stage the rows of one attempt; no transaction holds them together."""
     attempt = uuid4()
     chunks = []
-    with ExitStack() as stack:
-        connection: Connection | None = None
+    # Connects when the first rows come: most tasks behind a shuffle have none.
+    with closing(options.session()) as session:
         for number, rows in enumerate(_in_chunks(options, batches)):
-            if connection is None:  # most tasks behind a shuffle have nothing to stage
-                connection = stack.enter_context(connector(options.conninfo)())
             out = pa.BufferOutputStream()
             with pa.ipc.new_stream(out, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
                 writer.write_table(rows)
             execute(
-                connection,
+                session.connection,
                 options.schema,
                 "spark_put",
                 attempt=attempt,
@@ -171,7 +169,7 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
     :raises FrameError: when the frame does not fit the table.
     :raises StageLost: when staged rows are gone.
     """
-    batch = staged[0].batch
+    batch, chunks = staged[0].batch, [chunk for each in staged for chunk in each.chunks]
     work = Work(options=options, batch_id=batch.batch_id, instance=batch.run_id)
     for trial in options.patiently:
         with (
@@ -187,8 +185,19 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
             if starter is not None:
                 stack.callback(starter.close)
             owners = Owners(inside, starter=starter)
-            attempt.commit(StagedCommit(attempt, batch, owners).write(schema, staged))
+            attempt.commit(StagedCommit(attempt, batch, owners).write(schema, chunks))
             log_set_aside(options.group_id, attempt.result.set_aside)
+            if attempt.result.dropped:
+                logger.log(
+                    logging.INFO if attempt.result.rows else logging.WARNING,  # of a batch that is dropped whole
+                    "%s of %r: %s rows, %s dropped, whose offsets are below the ledger, as are all below the highest "
+                    "that was ever written",
+                    BATCH_JOB if batch.query_id == BATCH_JOB else f"batch {batch.batch_id}",
+                    options.group_id,
+                    attempt.result.rows,
+                    attempt.result.dropped,
+                    extra=about("dropped", group=options.group_id),
+                )
             if releases:
                 owners.release(ledger)
 
@@ -209,7 +218,7 @@ class StagedCommit:
         self._ended: dict[Partition, int] = {}
         self._log: OffsetLog | None = None
 
-    def write(self, schema: StructType, staged: Sequence[Staged]) -> dict[Partition, tuple[int, int]]:
+    def write(self, schema: StructType, chunks: Sequence[Chunk]) -> dict[Partition, tuple[int, int]]:
         """Do everything but the COMMIT; return the moves that it must make."""
         options, batch, attempt, owners = self._options, self._batch, self._attempt, self._owners
         is_job = batch.query_id == BATCH_JOB
@@ -220,7 +229,7 @@ class StagedCommit:
         todo = counted = remaining(one_batch(self._query, batch_id), {self._query: found}, group_id=options.group_id)
         if not is_job:
             self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
-        part, is_known = self._fit(schema, is_first=published is None)
+        part, is_known = self._fit(schema, is_first=published is None, is_job=is_job)
         if is_known and options.job_id is not None and options.mode != "replace":
             self._run("spark_unstage", batch_id=batch.batch_id)
             logger.warning(
@@ -235,7 +244,8 @@ class StagedCommit:
         ranges: list[Range] = []
         next_offsets: dict[Partition, int] = {}
         if options.ledger == "offsets":
-            ranges = self._ranges(staged)
+            ranges = self._ranges(chunks)
+            owners.check_returned(ranges, self._ended)
             next_offsets = owners.take(ranges, batch_id=batch.batch_id)
             todo = remaining(ranges, next_offsets, group_id=options.group_id)
         elif not counted:
@@ -248,42 +258,45 @@ class StagedCommit:
             parts=(part,),
         )
         if todo:
-            attempt.fill(self._rows(staged), next_offsets)
+            attempt.fill(self._rows(chunks), next_offsets)
         # Where offsets tell what was written, an older copy of the checkpoint takes the batch ids back.
         self._ended |= {r.partition: r.end for r in ranges} | {self._query: batch_id + 1}
         self._run("spark_hold", held=to_json(owners.held, self._ended))
         self._run("spark_unstage", batch_id=batch.batch_id)
         done = {"row_count": attempt.result.rows, "dropped": attempt.result.dropped}
-        report = options.report(self._name, batch.run_id, batch_id, fingerprint)
+        report = options.report(self._name, batch.run_id, batch_id, None if ranges else fingerprint)
         execute(attempt.unit.connection, options.schema, "spark_report", **report, **done)
+        if ranges and not todo:  # such a batch is not read, and its report counts none; the log tells of it
+            attempt.result.dropped = sum(chunk.row_count for chunk in chunks)
         moves = {r.partition: (r.first, r.end) for r in todo if r.partition != self._query}
         return {self._query: (found, batch_id + 1), **moves}
 
-    def _fit(self, schema: StructType, *, is_first: bool) -> tuple[Part, bool]:
+    def _fit(self, schema: StructType, *, is_first: bool, is_job: bool) -> tuple[Part, bool]:
         """Compare the frame with its table; tell as well whether this query, or job, has written before."""
         connection, options, (writer,) = self._attempt.unit.connection, self._options, self._attempt.writers
         defined = define(connection, options, schema) if options.create_table or options.evolve else []
         table = writer.table(connection)
+        table.refuse_unlogged()
         stateful = [] if self._log is None else self._log.stateful()
         refuse_kept_rows(stateful, options)
-        is_known = not is_first or claim(connection, options, [table], self._name, stateful).is_known_query
+        claimed = claim(connection, options, [table], self._name, stateful, is_job=is_job) if is_first else None
+        is_known = claimed is None or claimed.is_known_query
         columns = columns_of(schema, table, options, writer.key(connection))
         log(options, defined, has_written=is_known)
         return Part(options=options, columns=columns, has_places=options.ledger == "offsets"), is_known
 
-    def _ranges(self, staged: Sequence[Staged]) -> list[Range]:
+    def _ranges(self, chunks: Iterable[Chunk]) -> list[Range]:
         """Return what the batch covers, from the checkpoint where it can be had."""
         if self._log is not None:
             with suppress(NotKafka):
                 return self._log.ranges(self._batch.batch_id)
-        return looked_through((span for s in staged for chunk in s.chunks for span in chunk.spans), self._ended)
+        return looked_through((span for chunk in chunks for span in chunk.spans), self._ended)
 
-    def _rows(self, staged: Sequence[Staged]) -> Iterable[pa.Table]:
+    def _rows(self, chunks: Iterable[Chunk]) -> Iterable[pa.Table]:
         """Read what was staged, in the order of offsets where that matters: in memory only where chunks overlap."""
-        chunks = [chunk for s in staged for chunk in s.chunks]
         if any(None in (*partition, *ends) for chunk in chunks for partition, *ends in chunk.spans):
             raise RowsOutOfOrder(NO_PLACE)
-        chunks.sort(key=lambda chunk: chunk.spans)
+        chunks = sorted(chunks, key=lambda chunk: chunk.spans)
         if self._options.ledger != "offsets":
             return map(self._fetch, chunks)
         tables = (placed(self._options, self._fetch(chunk)) for chunk in chunks)

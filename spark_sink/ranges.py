@@ -64,11 +64,7 @@ def remaining(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *,
     for given in sorted(ranges, key=lambda r: r.partition):
         next_offset = next_offsets[given.partition]
         if given.end < given.first:
-            raise TopicRecreated(
-                f"{given.partition} of group {group_id!r}: Spark's offsets go back from {given.start} to {given.end}, "
-                "so the topic was deleted and made again. To read the new one start with a new checkpoint, after: "
-                f"exactly-once adopt --topic {given.partition.topic}"
-            )
+            raise gone_back(given.partition, given.first, given.end, group_id=group_id)
         if given.start is not None and next_offset < given.start:
             raise behind(given.partition, next_offset, given.start, group_id=group_id, at_start=True)
         if next_offset < given.end:
@@ -76,17 +72,23 @@ def remaining(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *,
     return todo
 
 
-START_AGAIN = (
-    "Start the query again: what this batch has written and was lost is written again, and what was lost of batches "
-    "before it is refused then, with the ways out"
-)
+def gone_back(partition: Partition, known: int, end: int, *, group_id: str) -> TopicRecreated:
+    """Describe a partition whose log ends below what was read of it."""
+    return TopicRecreated(
+        f"{partition} of group {group_id!r}: Spark's offsets go back from {known} to {end}, so the topic was deleted "
+        "and made again. To read the new one start with a new checkpoint, after: "
+        f"exactly-once adopt --topic {partition.topic}"
+    )
 
 
 def behind(
     partition: Partition, next_offset: int | None, known: int, *, group_id: str, at_start: bool = False
 ) -> LedgerBehindCheckpoint:
     """Describe a row that is below where it is known to have stood; ``at_start`` of a batch with the ways out."""
-    way = START_AGAIN
+    way = (
+        "Start the query again: what this batch has written and was lost is written again, and what was lost of "
+        "batches before it is refused then, with the ways out"
+    )
     if partition.counts_batches:
         if at_start:
             way = (
@@ -242,7 +244,7 @@ class OffsetFilter:
                     f"a row of {partition} has offset {first}, the batch begins at {covered.first}: {KEPT}"
                 )
         if self._strictly:
-            self._check_order(rows.select(PLACES))
+            self._check_order(rows.select(PLACES), found)
         for partition, _, last in found:
             self.last[partition] = max(last, self.last.get(partition, -1))
         kept = rows
@@ -281,16 +283,14 @@ class OffsetFilter:
                     f"concat({claim}, '-', pos) behind a posexplode"
                 )
 
-    def _check_order(self, rows: pa.Table) -> None:
+    def _check_order(self, rows: pa.Table, found: Sequence[tuple[Partition, int, int]]) -> None:
         """Look at places in the order of rows: offsets must rise within a partition, here and since the last rows."""
         # A stable sort: within a partition the order of rows stays.
         places = rows.take(pc.sort_indices(rows, [(TOPIC, "ascending"), (PARTITION, "ascending")]))
         topics, numbers, offsets = (places.column(name).combine_chunks() for name in PLACES)
         is_next = pc.or_(pc.not_equal(topics[1:], topics[:-1]), pc.not_equal(numbers[1:], numbers[:-1]))
         rises = pc.or_(is_next, pc.greater(offsets[1:], offsets[:-1]))
-        starts = [0, *(index + 1 for index in pc.indices_nonzero(is_next).to_pylist())]
-        firsts = [(Partition(topics[i].as_py(), numbers[i].as_py()), offsets[i].as_py()) for i in starts]
-        goes_on = all(offset > self.last.get(partition, -1) for partition, offset in firsts)
+        goes_on = all(first > self.last.get(partition, -1) for partition, first, _ in found)
         if not (goes_on and pc.all(rises, min_count=0).as_py()):
             raise RowsOutOfOrder(
                 "offsets do not rise strictly within a partition: several rows have come of one message (explode, a "

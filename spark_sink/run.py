@@ -40,7 +40,7 @@ from .errors import FrameError, LedgerBehindCheckpoint, RowsOutOfOrder
 from .frame import combine, fit, has_places, match
 from .offset_log import Failure, OffsetLog, reader
 from .options import Options
-from .owners import Claim, Owners, claim, query_row
+from .owners import IF_MADE_AGAIN, Claim, Owners, claim, query_row
 from .ranges import OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
 from .stream_query import StreamQuery, refuse_kept_rows
@@ -150,6 +150,10 @@ class Run:
             line = told[-1 if any("Traceback" in each for each in told) else 0]
             failure = Failure(batch_id, f"{type(error).__name__}: {line}", dict(ends), is_counted)
             self._log.note_failure(self._options.group_id, failure)
+            with _lock:
+                for run in _runs:  # of another sink of the group, which writes the next batch perhaps
+                    if run is not self and run.query_id == self.query_id:
+                        run._log.forget(self._options.group_id)  # noqa: SLF001 - of this class
         except Exception:
             said = "batch %s failed, and that cannot be written beside its checkpoint"
             logger.exception(said, batch_id, extra=about("failure_not_noted", group=self._options.group_id))
@@ -197,6 +201,7 @@ class Run:
                 executed += define(connection, target, schema)
                 writer = target.writer()
                 table = writer.table(connection, locks=False)  # the tasks look again before they write
+                table.refuse_unlogged()
                 key = writer.key(connection)
                 if schema is not None:
                     match(schema, table, target, key)  # or nothing is defined
@@ -219,6 +224,8 @@ class Run:
         written = mark.offsets
         if self._counts:
             written = {} if mark.batch_id is None else {row: mark.batch_id + 1}
+        elif mark.batch_id is not None and mark.batch_id < batch_id:  # else it may be an older copy of the checkpoint
+            self._patiently(self._owners.check_returned, ranges, written)
         failure = mark.failure if mark.failure is not None and mark.failure.batch_id < batch_id else None
         if failure is not None:
             if failure.is_counted:  # the ledger does not show it, and there is nothing to come again: said once
@@ -280,8 +287,16 @@ class Run:
             parts=parts,
             report=self._report(batch_id) if self._counts else None,
         )
-        self._refuse_half(work, todo)
+        whole = [str(part.options.table) for part in parts if not part.has_places]
         offsets = sum(share.end - share.first for share in todo)
+        if whole and not self._counts and offsets < sum(r.end - r.first for r in ranges):
+            # A frame without offsets cannot be without the part that the ledger has.
+            raise FrameError(
+                f"the ledger of group {self._options.group_id!r} has a part of this batch, and the rows of "
+                f"{', '.join(whole)} do not say which message they come from, so that this part would be written "
+                "again. Start the query with a new checkpoint and the startingOffsets that "
+                "`exactly-once hand-over --to spark` prints, or restore the old checkpoint"
+            )
         # By the driver where rows are few, and by the batch before not large.
         is_small = offsets <= self._options.small_batch and offsets * self._bytes_an_offset <= SMALL_BYTES
         if is_small and not self._counts and hasattr(frame, "toArrow"):  # Spark 3.5 has not
@@ -330,10 +345,10 @@ class Run:
             if known.has_others and not known.is_known_query and self._owners.starter is None:
                 logger.warning(
                     "a query with a new checkpoint brings %s, which the ledger of group %r has as written: they are "
-                    "dropped. That is right if they are the same messages. If the topic was deleted and made again "
-                    "they are lost: give bootstrap_servers= or kafka=, with which topics are told apart",
+                    "dropped. %s",
                     ", ".join(f"offsets {r.first} to {r.end} of {r.partition}" for r in ranges if r.first < r.end),
                     group_id,
+                    IF_MADE_AGAIN,
                     extra=about("new_checkpoint", group=group_id, several=[r.partition for r in ranges]),
                 )
                 self._known = known._replace(is_known_query=True)  # said once
@@ -346,19 +361,6 @@ class Run:
                 "streams, a window, a state). Say ledger='batch-id'"
             )
         return Result()
-
-    def _refuse_half(self, work: Work, todo: list[Range]) -> None:
-        """Refuse a frame without offsets where the ledger has a part of the batch, which it cannot be without."""
-        whole = [str(part.options.table) for part in work.parts if not part.has_places]
-        written = [share for share in todo if share.first > work.ranges[share.partition].first]
-        has_more = len(todo) < sum(r.first < r.end for r in work.ranges.values())
-        if whole and not self._counts and (written or has_more):
-            raise FrameError(
-                f"the ledger of group {self._options.group_id!r} has a part of this batch, and the rows of "
-                f"{', '.join(whole)} do not say which message they come from, so that this part would be written "
-                "again. Start the query with a new checkpoint and the startingOffsets that "
-                "`exactly-once hand-over --to spark` prints, or restore the old checkpoint"
-            )
 
     def _ask(self, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
         """Execute one statement in a short transaction."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from exactly_once.writer.sink import Evolve
 from .options import LedgerKind, Mode, OnBadRow, Options, Transaction, check_options
 from .report import BatchReport, SinkUnit
 from .run import Run
-from .stream_query import find
+from .stream_query import StreamQuery, find
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 # The last batch of each run and group, and the frames of it as long as they are not written; over Spark Connect a run
 # has no id, and a process of its own.
 _last: dict[tuple[str | None, str], tuple[int, Mapping[str, DataFrame] | None]] = {}
+# Held by each call, also of another sink of the group: of frames that come from several threads, one must have been
+# written, or have failed, before the next is looked at. The function of ``on_report`` may call again.
+_locks: dict[tuple[str | None, str], threading.RLock] = {}
 
 
 class PostgresSink:
@@ -117,9 +121,7 @@ class PostgresSink:
 
         :raises exactly_once.ConfigurationError: for a second frame of a batch, which nobody could tell from a replay.
         """
-        if self._options.table is None:
-            raise ConfigurationError("this sink has tables=; call its write() with a frame for each, by their names")
-        self.write({self._options.table: frame}, batch_id)
+        self.write({self._options.table or "": frame}, batch_id)
 
     def write(self, frames: Mapping[str, DataFrame], batch_id: int) -> None:
         """Write the frames of one micro-batch, each into the table of its name, in one transaction.
@@ -128,35 +130,11 @@ class PostgresSink:
         a batch of which the ledger has a part is refused then. Raises as a call does.
         """
         try:
-            if not frames:
-                raise ConfigurationError("write(): there is no frame; give one for each table, by their names")
-            run = self._run_of(next(iter(frames.values())).sparkSession, batch_id)
-            writes = run.run_id, self._options.group_id
-            last_batch, failed = _last.get(writes, (None, None))
-            try:
-                if last_batch == batch_id and not (failed is not None and _are_alike(frames, failed)):
-                    raise ConfigurationError(
-                        f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger "
-                        f"counts batches as a whole, and the first frame {'has failed' if failed else 'was written'}, "
-                        "so that the rows of one would be dropped as a replay. Call one sink once a batch, with all "
-                        "rows; for several tables say tables= and call its write(), or make another sink, with a "
-                        "group_id of its own"
-                    )
-                _last[writes] = batch_id, frames
-                if unknown := sorted(frames.keys() - {each.table for each in self._options.targets}):
-                    raise ConfigurationError(
-                        f"write(): there is no table {unknown[0]!r} among the sink's; say table= or tables= where it "
-                        "is made"
-                    )
-                report = run.write(frames, batch_id)
-            except BaseException as error:
-                run.note_failure(batch_id, error, is_counted=_last.get(writes) == (batch_id, None))
-                raise
-            _last[writes] = batch_id, None
-            level = logging.WARNING if report.is_replay else logging.INFO
-            logger.log(level, "%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
-            if self._options.on_report is not None:
-                self._options.on_report(report)
+            session = _session_of(frames)
+            query = find(session)
+            run_id = None if query is None else query.run_id
+            with _locks.setdefault((run_id, self._options.group_id), threading.RLock()):
+                self._write(self._run_of(query, session, batch_id), frames, batch_id)
         except Exception as error:
             self.error = error
             raise
@@ -187,9 +165,40 @@ class PostgresSink:
         names = {"onQueryStarted": nothing, "onQueryProgress": nothing, "onQueryTerminated": ended}
         return type("Listener", (StreamingQueryListener,), names)()  # type: ignore[no-any-return]
 
-    def _run_of(self, session: SparkSession, batch_id: int) -> Run:
+    def _write(self, run: Run, frames: Mapping[str, DataFrame], batch_id: int) -> None:
+        """Write a batch, and keep what came of it for the next call."""
+        writes = run.run_id, self._options.group_id
+        last_batch, failed = _last.get(writes, (None, None))
+        try:
+            if last_batch == batch_id and not (failed is not None and _are_alike(frames, failed)):
+                first = "was written" if failed is None else "has failed"
+                raise ConfigurationError(
+                    f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger "
+                    f"counts batches as a whole, and the first frame {first}, "
+                    "so that the rows of one would be dropped as a replay. Call one sink once a batch, with all "
+                    "rows; for several tables say tables= and call its write(), or make another sink, with a "
+                    "group_id of its own"
+                )
+            _last[writes] = batch_id, frames
+            tables = [str(each.table) for each in self._options.targets]
+            if not frames or not frames.keys() <= {*tables}:
+                raise ConfigurationError(
+                    f"the sink writes {', '.join(map(repr, tables))}, and was given frames for "
+                    f"{', '.join(map(repr, frames)) or 'none of them'}; call its write() with a frame for each "
+                    "table, by their names"
+                )
+            report = run.write(frames, batch_id)
+        except BaseException as error:
+            run.note_failure(batch_id, error, is_counted=_last.get(writes) == (batch_id, None))
+            raise
+        _last[writes] = batch_id, None
+        level = logging.WARNING if report.is_replay else logging.INFO
+        logger.log(level, "%s", report, extra=about("spark_batch", group=report.group_id) | {"batch_id": batch_id})
+        if self._options.on_report is not None:
+            self._options.on_report(report)
+
+    def _run_of(self, query: StreamQuery | None, session: SparkSession, batch_id: int) -> Run:
         """Return the run that calls; each start of a query is a new owner."""
-        query = find(session)
         run_id = None if query is None else query.run_id
         if self._run is None or self._run.run_id != run_id:
             if self._run is not None:
@@ -209,6 +218,13 @@ class PostgresSink:
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run behind: over Spark Connect the sink is sent to another process."""
         return self.__dict__ | {"_run": None}
+
+
+def _session_of(frames: Mapping[str, DataFrame]) -> SparkSession:
+    """Return the session of frames; without a frame the one that is calling."""
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - not needed to make a sink
+
+    return next((frame.sparkSession for frame in frames.values()), None) or SparkSession.active()
 
 
 def _are_alike(frames: Mapping[str, DataFrame], others: Mapping[str, DataFrame]) -> bool:

@@ -54,8 +54,14 @@ class StreamQuery:
 
     def stateful(self) -> list[str]:
         """Return the names of its operators that have a state."""
-        plan = self._execution.lastExecution().executedPlan()
-        return [_name(node).removesuffix("Exec") for node in _nodes(plan) if self._is_stateful(node)]
+        from py4j.java_gateway import is_instance_of  # type: ignore[import-untyped]  # noqa: PLC0415 - pyspark brings it
+
+        names = []
+        for node in _nodes(self._execution.lastExecution().executedPlan()):
+            answers = (_answered(partial(is_instance_of, self._gateway, node, name)) for name in _STATEFUL)
+            if next((answer for answer in answers if answer is not None), True):
+                names.append(_name(node).removesuffix("Exec"))
+        return names
 
     def refuse_choosing(self, frame: DataFrame, stateful: list[str]) -> None:
         """Refuse, for ``transaction="partition"``, what may pick other rows when a batch comes again.
@@ -79,12 +85,6 @@ class StreamQuery:
                 "looks at others: an attempt that is run again could pick other rows, when some are written already. "
                 "Say transaction='batch'"
             )
-
-    def _is_stateful(self, node: Any) -> bool:
-        from py4j.java_gateway import is_instance_of  # type: ignore[import-untyped]  # noqa: PLC0415 - pyspark brings it
-
-        answers = (_answered(partial(is_instance_of, self._gateway, node, name)) for name in _STATEFUL)
-        return next((bool(answer) for answer in answers if answer is not None), True)
 
 
 def find(spark: SparkSession) -> StreamQuery | None:

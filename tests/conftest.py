@@ -17,7 +17,12 @@ from exactly_once import ExactlyOnceConsumer, _failpoints
 from exactly_once.ledger.migrate import migrate
 from tests.support.leaks import census, left_since, watch_connections
 
-pytest_plugins = ["exactly_once.embedded.pytest_plugin", "tests.support.seeds", "tests.support.tiers"]
+pytest_plugins = [
+    "exactly_once.embedded.pytest_plugin",
+    "tests.support.scheduling",
+    "tests.support.seeds",
+    "tests.support.tiers",
+]
 
 # A shell starts what runs in its background with SIGINT ignored, and children inherit that; tests send it to theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TextIO
 
 from .problems import CUT_SHORT, EXIT_CODES, CommandParser, UsageError, one_line, other_distribution, without_secrets
 
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         # Whoever read our output has left.
-        _discard_output()
+        _discard(sys.stdout)
         return 141  # as shells count: 128 + SIGPIPE
     except KeyboardInterrupt:
         return 130  # as shells count: 128 + SIGINT
@@ -91,15 +92,18 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f".{name.replace('-', '_')}", __name__)
 
 
-def _discard_output() -> None:
+def _discard(stream: TextIO) -> None:
     """Have what is not written yet go nowhere; the interpreter would complain once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _fail(message: str, code: int = 1) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        _discard_output()
-    print(f"exactly-once: error: {message}", file=sys.stderr)
+        _discard(sys.stdout)
+    try:
+        print(f"exactly-once: error: {message}", file=sys.stderr)
+    except OSError:  # nobody reads it; the exit code tells all the same
+        _discard(sys.stderr)
     return code

@@ -66,8 +66,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     ):
         one = actions.add_parser(action, help=text, description=more, epilog=options.EPILOG)
         one.add_argument("ids", nargs="*", type=an_id, metavar="ID", help="only these")
-        one.add_argument("--topic", help="only of this topic")
-        one.add_argument("--partition", type=options.partition, metavar="N", help="only of this partition")
+        one.add_argument("--topic", action=options.Once, help="only of this topic")
+        one.add_argument(
+            "--partition", action=options.Once, type=options.partition, metavar="N", help="only of this partition"
+        )
         options.add_common(one)
         if action == "list":
             one.add_argument("--all", action="store_true", help="also those that were replayed or dropped")

@@ -32,6 +32,8 @@ class Named:
             found = getattr(importlib.import_module(module), function, None)
         except ModuleNotFoundError as error:
             raise UsageError(f"{option} {name}: {error}") from error
+        except SystemExit as error:  # with 0 it would look as if everything was done
+            raise UsageError(f"{option} {name}: {module} is a program, which ended when it was imported") from error
         if not callable(found):
             raise UsageError(f"{option} {name}: {module} has no function {function}")
         self._function: Callable[..., Any] = found  # not handed to another process, which loads its own

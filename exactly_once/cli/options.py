@@ -6,8 +6,9 @@ import argparse
 import contextlib
 import os
 import re
+import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ _SHOWN = 40  # characters of a text that is no number
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 DAY_SECONDS, YEAR_SECONDS = 86_400.0, 31_536_000.0  # longer than anybody means, and no overflow of a timer
 _KEYS = ("bootstrap_servers", "group_id", "conninfo", "schema")
+_OF_SINK = ("sink", "run", "schema_registry")  # one file may serve the sink and the commands that look after it
 _IN_FILE = (*_KEYS, "connect")  # a function has no place on a command line or in the environment
 _ENVIRONMENT = {key: f"EXACTLY_ONCE_{key.upper()}" for key in ("bootstrap_servers", "group_id", "conninfo")}
 _IN_KAFKA = {"bootstrap_servers": "bootstrap.servers", "group_id": "group.id"}
@@ -67,7 +69,7 @@ class Settings:
     kafka: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
     more: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The file's keys for this command alone."""
+    """The file's keys for the sink command alone."""
 
     def required(self, key: str) -> str:
         """Return a setting that the command cannot do without.
@@ -114,6 +116,21 @@ def add_common(parser: argparse.ArgumentParser, *, json: str = "print one JSON d
     look.add_argument("--debug", action="store_true", help="on an error print the traceback, too")
 
 
+class Once(argparse.Action):
+    """An option that names what is changed, and may be taken for one that is given for each: the last would win."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) not in (None, values):
+            parser.error(f"{option_string} is given twice: run the command for each")
+        setattr(namespace, self.dest, values)
+
+
 def number(kind: type[N], complaint: str, *, least: N, most: N) -> Callable[[str], N]:
     """Return a type of argparse: a number within bounds. ``complaint`` follows a text that is none.
 
@@ -143,12 +160,28 @@ def add_execute(parser: argparse.ArgumentParser, *, does: str = "do it", has_rea
     )
 
 
-def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
-    """Put together what was given; leaves in ``args`` what no output may show. ``more`` are a command's own keys.
+def settings(args: argparse.Namespace) -> Settings:
+    """Put together what was given; leaves in ``args`` what no output may show.
 
     :raises UsageError: for an unknown key, or a value of the wrong kind.
     """
-    stored = _read(args.config, more) if args.config is not None else {}
+    stored: dict[str, Any] = {}
+    # Values of the file are never repeated in a complaint.
+    try:
+        if args.config is not None:
+            # Some editors begin a file with a byte order mark, which TOML does not know.
+            stored = tomllib.loads(args.config.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"cannot read --config {args.config}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        where = re.search(r"at line \d+, column \d+|at end of document", str(error))
+        raise UsageError(f"--config {args.config} is not TOML{f' ({where[0]})' if where else ''}") from None
+    if unknown := sorted(set(stored) - {*_IN_FILE, "kafka", *_OF_SINK}):
+        known = f"{', '.join(_IN_FILE)} and the tables [kafka], [run], [[sink]] and [schema_registry]"
+        raise UsageError(f"--config {args.config}: unknown key {', '.join(unknown)}; there are {known}")
+    for key, value in stored.items():
+        if key not in _OF_SINK and not isinstance(value, dict if key == "kafka" else str):
+            raise UsageError(f"--config {args.config}: {key} must be a {'table' if key == 'kafka' else 'string'}")
     kafka = undotted(stored.pop("kafka", {}))
     if misplaced := next((key for key in kafka if key in _CALLBACKS), None):
         raise UsageError(f"--config: {misplaced} in [kafka] is a function of a program; a file can name oauth_cb only")
@@ -160,6 +193,10 @@ def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
         # In the order of precedence; an empty value counts as none, as an unset variable of a template does.
         given = (getattr(args, key), environment, stored.get(key), kafka.get(_IN_KAFKA.get(key, "")))
         found[key] = next((str(value) for value in given if value), None)
+    options = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    for name, value in (found | options).items():
+        if not all(_is_text(text) for text in (value if isinstance(value, list) else [value])):
+            raise UsageError(f"{name} is no text in {sys.getfilesystemencoding()}, the encoding of this environment")
     connect = NamedConnect("connect", stored["connect"]) if "connect" in stored else None
     if connect is not None and "conninfo" in stored:
         raise UsageError(f"--config {args.config}: conninfo and connect are two ways to one database; give one")
@@ -171,7 +208,7 @@ def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
         connect=connect if found["conninfo"] is None else None,
         kafka=kafka,
         secrets=_secrets(found["conninfo"], kafka),
-        more={key: stored[key] for key in more if key in stored},
+        more={key: stored[key] for key in _OF_SINK if key in stored},
     )
     # Before anything below can fail: from here on errors are shown without them.
     args.secrets = result.secrets
@@ -182,29 +219,13 @@ def settings(args: argparse.Namespace, more: Sequence[str] = ()) -> Settings:
     return result
 
 
+def _is_text(given: object) -> bool:
+    """Whether it is no text, or one that servers can be sent: bytes that the environment cannot decode are not."""
+    return not isinstance(given, str) or given.encode(errors="replace").decode() == given
+
+
 def _help(what: str, key: str) -> str:
     return f"{what} ({_ENVIRONMENT[key]})"
-
-
-def _read(path: Path, more: Sequence[str]) -> dict[str, Any]:
-    """Read the file; its values are never repeated in a complaint."""
-    try:
-        with path.open("rb") as file:
-            stored = tomllib.load(file)
-    except OSError as error:
-        raise UsageError(f"cannot read --config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        where = re.search(r"at line \d+, column \d+|at end of document", str(error))
-        raise UsageError(f"--config {path} is not TOML{f' ({where[0]})' if where else ''}") from None
-    unknown = sorted(set(stored) - {*_IN_FILE, "kafka", *more})
-    if unknown:
-        raise UsageError(
-            f"--config {path}: unknown key {', '.join(unknown)}; there are {', '.join(_IN_FILE)} and the table [kafka]"
-        )
-    for key, value in stored.items():
-        if key not in more and not isinstance(value, dict if key == "kafka" else str):
-            raise UsageError(f"--config {path}: {key} must be a {'table' if key == 'kafka' else 'string'}")
-    return stored
 
 
 def undotted(table: Mapping[str, Any], prefix: str = "", *, where: str = "kafka") -> dict[str, Any]:

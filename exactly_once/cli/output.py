@@ -16,7 +16,7 @@ from exactly_once import _log
 
 ago = _log.ago
 _GAP = "  "
-_LEAST = 8  # characters of a name that are always shown: with less, pods of one deployment look alike
+_LEAST = 8  # characters of a name, and of a line, that are always shown: with less, pods of one deployment look alike
 
 
 def show(
@@ -50,7 +50,7 @@ def width() -> int | None:
     """Return how many columns a line may have; None where nobody counts them, as in a pipe."""
     # COLUMNS is set by whoever pages or records the output of a pipe.
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return shutil.get_terminal_size().columns
+        return max(shutil.get_terminal_size().columns, _LEAST)
     return None
 
 

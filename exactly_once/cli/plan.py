@@ -110,7 +110,7 @@ def add_targets(
     parser: argparse.ArgumentParser, *, keep: str, keep_help: str, needs_topic: bool = True
 ) -> argparse._MutuallyExclusiveGroup:
     """Add options for which partitions are moved, where to, and whether really; return those of where to."""
-    parser.add_argument("--topic", required=needs_topic, help="the topic")
+    parser.add_argument("--topic", action=options.Once, required=needs_topic, help="the topic")
     no_offset = "is not an offset: 0 or more; see also --to-earliest and --to-latest"
     an_offset = options.number(int, no_offset, least=0, most=options.INT64)
     parser.add_argument(
@@ -408,7 +408,7 @@ def _time(text: str) -> Target:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in ISO 8601") from None
     if time.tzinfo is None:
-        raise argparse.ArgumentTypeError(f"{text!r} has no zone: {text}+00:00, or {text}Z, is UTC")
+        raise argparse.ArgumentTypeError(f"{text!r} has no zone: {time.isoformat()}Z is UTC")
     # Kafka takes negative times for its marks of the ends of a log.
     if time < datetime.fromtimestamp(0, UTC):
         raise argparse.ArgumentTypeError(f"{text!r} is before 1970")

@@ -23,6 +23,8 @@ after --stop-seconds or a second SIGTERM; it comes again"""
 # The exit code of a run that shows nothing.
 CUT_SHORT = 3
 
+_LEAST = 11  # characters of a line of help, which argparse has at least, too
+
 # By the name of the class: psycopg, which defines them, must not be imported here.
 _HINTS = {
     "InsufficientPrivilege": (
@@ -33,6 +35,24 @@ _HINTS = {
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
     "InvalidSchemaName": "run `exactly-once migrate`, or pass --schema",
 }
+# What the library's errors say in Python, and how the command line and the file say it.
+_IN_OPTIONS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r'on_poison="dead-letter"', "--on-poison dead-letter"),
+        (r",? or pass (wait_for_topics|migrate)=True", ""),
+        (r"\b(mode|missing)='(\S+)'", r"--\1 \2"),
+        (r"\bstart=(['\"])(\S+)\1", r"--start \2"),
+        (r"\b([Ss]ay) (key|missing|rest|start|schema)=", r"\1 --\2 "),
+        (r"\bon_tombstone ?= ?(['\"])(\w+)\1", r"--on-tombstone \2"),
+        (r"\bmax_messages=", "--max-messages "),
+        (r"\bset on_out_of_range=", "say --on-out-of-range"),
+        (r"\bon_out_of_range=(?=[ .])", "--on-out-of-range"),
+        (r"\bin_a_row=", "--dead-letter-limit "),
+        (r"\bin_window=", "--dead-letter-window "),
+        (r"\b(epoch|fields|update|newest_by|metadata|naive_timestamps|decimal)=", r"\1 = "),
+    )
+]
 
 
 class CommandError(Exception):
@@ -52,7 +72,7 @@ class _Help(argparse.HelpFormatter):
         for line in super()._format_usage(*given).splitlines():
             indent = " " * (len(line) - len(line.lstrip()) + 1)
             lines += textwrap.wrap(
-                line, self._width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+                line, max(self._width, _LEAST), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
             ) or [line]
         return "\n".join(lines) + "\n\n"
 
@@ -106,9 +126,19 @@ def one_line(error: BaseException, secrets: Iterable[str] = ()) -> str:
     hint = _HINTS.get(type(error).__name__)
     # Worded for users by us, by the drivers, or by the system about a file; others are defects, named by their class.
     is_worded = isinstance(error, (CommandError, ImportError, OSError))
-    if not is_worded and type(error).__module__.split(".")[0] not in ("exactly_once", "psycopg", "cimpl"):
+    package = type(error).__module__.split(".")[0]
+    if package == "exactly_once":
+        text = in_options(text)
+    elif not is_worded and package not in ("psycopg", "cimpl"):
         text = f"{type(error).__name__}: {text} (--debug shows where)"
     return without_secrets(f"{text}; {hint}" if hint else text, secrets)
+
+
+def in_options(text: str) -> str:
+    """Say in the words of the command line what the library says in Python's."""
+    for pattern, replacement in _IN_OPTIONS:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:

@@ -47,11 +47,14 @@ def naming_a_full_disk() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_in_order(args: argparse.Namespace, so_far: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Leave by an exception when this process is asked to end, so that everything it started ends, too.
+    """Leave by an exception when this process is asked to end, or its terminal is gone: what it started ends, too.
 
     With ``--json`` there is a result then as well, and behind any other error: why it was cut short, and ``so_far``.
     """
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup asks for
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         yield
     except (BrokenPipeError, UsageError):  # nobody reads it, or nothing was begun
@@ -62,4 +65,5 @@ def ending_in_order(args: argparse.Namespace, so_far: Callable[[], Mapping[str, 
             print(json.dumps({"ok": False, "cut_short": why, **so_far()}), flush=True)
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

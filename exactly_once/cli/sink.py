@@ -44,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     what.add_argument("--topics-regex", metavar="REGEX", help="instead: all topics of such names, new ones too")
     what.add_argument(
         "--table",
+        action=options.Once,
         metavar="TABLE",
         help='as in SQL: payment, bank.payment, "Odd Name"; with a pattern also bank.{topic}, or {1} for a group of it',
     )

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from confluent_kafka import Message
 from psycopg import sql
 
 from exactly_once._model import RangePolicy
 from exactly_once.errors import ConfigurationError
+from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.session import Connection, connector
 from exactly_once.writer.ddl import parts_of
 from exactly_once.writer.decoding import Decoder, Envelope, Source
@@ -30,7 +30,7 @@ try:
     from msgspec import Meta
 
     from exactly_once.writer.envelopes import EnvelopeName, Format
-    from exactly_once.writer.formats import FormatDecoder, FormatName, PlainDecoder, Shaped, Simple, format_of
+    from exactly_once.writer.formats import FormatDecoder, FormatName, Shaped, format_of
     from exactly_once.writer.from_json import JsonDecoder, OnTombstone
 except ImportError as error:
     raise ImportError(f"{error}\nthe sink command needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
@@ -42,6 +42,8 @@ LINGER_SECONDS = 0.05
 T = TypeVar("T")
 # What Python and the clients of Kafka read in different ways.
 _NOT_POSIX = re.compile(r"\(\?|\\[A-Za-z0-9]")
+# Quoted names in SQL, and a blank within another one.
+_QUOTED, _BLANK = re.compile(r'"(?:[^"]|"")*"'), re.compile(r"[^\s.]\s+[^\s.]")
 _Scalar = str | bool | int | float
 _Count = Annotated[int, Meta(ge=1)]
 
@@ -126,12 +128,10 @@ class Flow:
         if self.flatten:  # what is within objects is dropped before there are none
             options["drop"] = [path for path in self.drop if "." not in path]
         lax = self.lax or self.format in ("csv", "canal")  # all of whose values are texts
-        decoder = JsonDecoder(self.fields, rest=self.rest or None, lax=lax, **options)
-        last = self.unwrapping(decoder) or decoder
-        return PlainDecoder(last) if self.format is None and self.schema_registry is None else last
+        return self.unwrapping(JsonDecoder(self.fields, rest=self.rest or None, lax=lax, **options))
 
-    def unwrapping(self, decoder: JsonDecoder) -> FormatDecoder | None:
-        """Make what turns messages into JSON and gives them to a decoder; None for messages that are JSON."""
+    def unwrapping(self, decoder: JsonDecoder) -> FormatDecoder:
+        """Make what turns messages into JSON and gives them to a decoder."""
         binary = None
         if self.schema_registry is not None:
             from exactly_once.writer.registry import Registry  # noqa: PLC0415 - an extra
@@ -139,12 +139,10 @@ class Flow:
             given = self.schema_registry
             binary = Registry({"url": given} if isinstance(given, str) else undotted(given, where="schema_registry"))
         name = self.format
-        is_shaped = bool(self.where or self.where_not or self.flatten)
-        if name == "raw" or (name in (None, "json") and binary is None and not is_shaped):
-            return None
+        assert name != "raw"
         if binary is not None and name in (None, "json"):
             name = "connect"  # which is what comes out of a registry, with a schema or without
-        form: Format = Simple(Message.value)
+        form: Format | None = None
         if name is not None and name != "json":
             form = format_of(
                 name,
@@ -157,11 +155,12 @@ class Flow:
                 lax=self.lax,
                 drop=self.drop,
             )
-        if is_shaped:
+        if self.where or self.where_not or self.flatten:
             where, where_not = ({f: _texts(v) for f, v in w.items()} for w in (self.where, self.where_not))
             flatten = "_" if self.flatten is True else self.flatten or None
-            form = Shaped(form, where=where, where_not=where_not, flatten=flatten, drop=self.drop)
-        return FormatDecoder(decoder, form, binary=binary, opens_keys=str(self.claim).startswith("key:"))
+            form = Shaped(form or Format(), where=where, where_not=where_not, flatten=flatten, drop=self.drop)
+        guards, opens_keys = self.format is None and binary is None, str(self.claim).startswith("key:")
+        return FormatDecoder(decoder, form, binary=binary, opens_keys=opens_keys, guards=guards)
 
     def sink(self) -> TableSink:
         """Make the sink."""
@@ -182,8 +181,8 @@ class Run:
     on_poison: Literal["stop", "dead-letter"] = "stop"
     on_out_of_range: RangePolicy = "fail"
     name: str | None = None
-    dead_letter_limit: _Count | None = None
-    dead_letter_window: _Count | None = None
+    dead_letter_limit: _Count = DeadLetterLimit().in_a_row
+    dead_letter_window: _Count = DeadLetterLimit().in_window
     claims_window: Annotated[float, Meta(gt=0)] | None = None
     """In seconds: for how long the keys of claim are held at least; for ever without it."""
     metrics_host: str = "127.0.0.1"
@@ -251,8 +250,7 @@ def read_flows(args: argparse.Namespace, stored: object, registry: object = None
                 several.setdefault(key, []).append(each)
             twice = [key for key, found in several.items() if len(found) > 1]
             if twice and name not in ("where", "where_not"):
-                option = {"fields": "field", "constants": "constant", "types": "type"}.get(name, name)
-                raise UsageError(f"--{option} names {', '.join(twice)} twice")
+                raise UsageError(f"--{_OPTIONS.get(name, name)} names {', '.join(twice)} twice")
             given[name] = {key: found if len(found) > 1 else found[0] for key, found in several.items()}
     if isinstance(stored, Mapping) or not isinstance(stored, Sequence) or isinstance(stored, str):
         raise UsageError("the file has [sink]; write [[sink]] with two brackets, once for each table")
@@ -262,7 +260,7 @@ def read_flows(args: argparse.Namespace, stored: object, registry: object = None
         )
     registry = given.pop("schema_registry", registry)
     if stored and given:
-        named = ", ".join(f"--{'topic' if n == 'topics' else n.replace('_', '-')}" for n in given)
+        named = ", ".join(f"--{_OPTIONS.get(name, name.replace('_', '-'))}" for name in given)
         raise UsageError(f"the file has [[sink]] tables; say {named} there")
     flows = [_flow(one, registry) for one in stored or [given]]
     topics = [topic for flow in flows for topic in flow.topics or (flow.topics_regex,)]
@@ -294,6 +292,10 @@ def _flow(given: object, registry: object) -> Flow:
         raise UsageError(f"[[sink]]: {error}") from None
     _check_pattern(flow)
     for is_wrong, what in (
+        (
+            _BLANK.search(_QUOTED.sub("x", flow.table)),
+            f'table {flow.table}: a name with a blank in it needs double quotes, as in SQL: "Odd Name"',
+        ),
         (flow.topics and flow.topics_regex is not None, "topics names them, so there is no topics_regex beside it"),
         (
             flow.format == "raw" and not str(flow.claim or "key:").startswith(("key:", "header:")),
@@ -378,6 +380,8 @@ _RAW = {"topics", "topics_regex", "table", "mode", "key", "format", "update", "m
 # The formats whose messages may be in the wire format of a Schema Registry.
 _OF_REGISTRY = (None, "json", *get_args(EnvelopeName))
 _KEYS = {f.name for f in fields(Flow)}
+# What those are called on the command line that may be said there several times.
+_OPTIONS = {"topics": "topic", "fields": "field", "constants": "constant", "types": "type"}
 # Those that the decoder and the sink take under the same names.
 _OF_DECODER = (
     *("rename", "drop", "metadata", "constants", "epoch", "decimal"),

@@ -8,9 +8,8 @@ import logging
 import multiprocessing
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from multiprocessing.connection import Connection, wait
@@ -18,6 +17,7 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
+from exactly_once.consumer.options import group_id_in
 from exactly_once.errors import ConfigurationError
 from exactly_once.writer import MISSING, Tombstone
 
@@ -42,69 +42,54 @@ _KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
 def run(args: argparse.Namespace) -> int:
     """Look at everything, then show it or start the workers."""
-    settings = options.settings(args, more=("sink", "run", "schema_registry"))
+    settings = options.settings(args)
     flows = read_flows(args, settings.more.get("sink", ()), settings.more.get("schema_registry"))
     task = _task(args, settings, flows, read_run(args, settings.more.get("run", {})))
     set_up_logs(as_json=args.json, is_live=task.is_live and not args.dry_run)
     try:
         with _ending_on_signals(task):
-            found = _found(settings, task)
+            named = {topic for flow in task.flows for topic in flow.topics}
+            found: dict[str, Flow] = {}
+            for topic in sorted(open_cluster(settings).topic_names()) if task.patterns else ():
+                if not topic.startswith("__") and topic not in named and (flow := task.found_by_pattern(topic)):
+                    found[topic] = flow
+            if task.patterns:
+                said, extra = ", ".join(found) or "none", {"action": "topics_found"}
+                logger.info("topics that patterns find now: %s", said, extra=extra)
             if args.dry_run:
                 return _dry_run(args, task, [*task.flows, *found.values()])
-            task = _prepared(task, found)
+            ready: list[Flow] = []
+            waiting: list[Flow] = []
+            lacking: NoColumns | None = None
+            for flow in (*task.flows, *found.values()):
+                try:
+                    ready.append(prepare(task, flow))
+                # Topics that show no columns of theirs wait for a message, and do not hold up the others.
+                except NoColumns as error:
+                    lacking = lacking or error
+                    waiting.append(flow)
+                    extra = {"action": "table_waits", "table": flow.table}
+                    logger.warning("waiting for a first message of %s: %s", ", ".join(flow.topics), error, extra=extra)
+            if lacking is not None and task.run.until_end and not ready:
+                raise lacking  # or all of them would wait for what comes behind the end
+            by_pattern = {topic: flow for flow in ready for topic in flow.topics if topic in found}
+            flows = [flow for flow in ready if not by_pattern.keys() & {*flow.topics}]
+            task = replace(task, flows=flows, found=by_pattern, waiting=waiting)
             if task.run.workers > 1:
                 return Crew(task).run()
             work(task)
     except Exception as error:
-        if args.debug:
+        has_no_reader = args.dry_run and isinstance(error, BrokenPipeError)
+        if args.debug or has_no_reader:
             raise
         fail(error, task)
         return 2 if isinstance(error, (ConfigurationError, UsageError)) else 1
     return 0
 
 
-def _prepared(task: Task, found: Mapping[str, Flow]) -> Task:
-    """Make the tables ready; topics that show no columns of theirs wait for a message, and do not hold up the others.
-
-    :raises NoColumns: where all of them would wait for what comes behind the end.
-    """
-    ready: list[Flow] = []
-    waiting: list[Flow] = []
-    lacking: NoColumns | None = None
-    for flow in (*task.flows, *found.values()):
-        try:
-            ready.append(prepare(task, flow))
-        except NoColumns as error:
-            lacking = lacking or error
-            waiting.append(flow)
-            extra = {"action": "table_waits", "table": flow.table}
-            logger.warning("waiting for a first message of %s: %s", ", ".join(flow.topics), error, extra=extra)
-    if lacking is not None and task.run.until_end and not ready:
-        raise lacking
-    by_pattern = {topic: flow for flow in ready for topic in flow.topics if topic in found}
-    named = [flow for flow in ready if not by_pattern.keys() & {*flow.topics}]
-    return replace(task, flows=named, found=by_pattern, waiting=waiting)
-
-
-def _found(settings: options.Settings, task: Task) -> dict[str, Flow]:
-    """Return the topics that patterns find now, each with the flow of the first that does."""
-    if not task.patterns:
-        return {}
-    named = {topic for flow in task.flows for topic in flow.topics}
-    found: dict[str, Flow] = {}
-    for topic in sorted(open_cluster(settings).topic_names()):
-        if not topic.startswith("__") and topic not in named and (flow := task.found_by_pattern(topic)) is not None:
-            found[topic] = flow
-    logger.info("topics that patterns find now: %s", ", ".join(found) or "none", extra={"action": "topics_found"})
-    return found
-
-
 @contextlib.contextmanager
 def _ending_on_signals(task: Task) -> Iterator[None]:
     """End on a SIGTERM that comes before there is a unit: in order, unless an end was to be reached."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def end(number: int, frame: FrameType | None) -> None:
         logger.info("SIGTERM: stopping; nothing was begun", extra={"action": "stopping"})
@@ -127,8 +112,15 @@ def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[
         except ValueError:
             raise UsageError(f"--start {start!r}: say {', '.join(_STARTS)} or a time in ISO 8601") from None
         if start.tzinfo is None:
-            raise UsageError(f"--start {run_.start!r} has no time zone: say {run_.start}Z, or another one than UTC")
+            raise UsageError(
+                f"--start {run_.start!r} has no time zone: say {start.isoformat()}Z, or another one than UTC"
+            )
     settings.opener()
+    group_id = settings.required("group_id")
+    try:
+        group_id_in({"group.id": group_id})  # a sample is read first, by a client that ends the process for some names
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from None
     return Task(
         flows=[flow for flow in flows if flow.topics_regex is None],
         patterns=(patterns := [flow for flow in flows if flow.topics_regex is not None]),
@@ -139,7 +131,7 @@ def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[
             **(_PATTERN_SETTINGS if patterns else {}),
             **settings.kafka,
             "bootstrap.servers": settings.required("bootstrap_servers"),
-            "group.id": settings.required("group_id"),
+            "group.id": group_id,
         },
         conninfo=settings.conninfo,
         connect=settings.connect,
@@ -228,7 +220,21 @@ class Crew:
                     self._receive()
                     for worker in [w for w in self._workers if not w.is_alive()]:
                         self._workers.remove(worker)
-                        code = max(code, self._gone(worker))
+                        ended = worker.exitcode or 0
+                        if self._kill_at is not None:
+                            # One that has no handler of signals yet dies of SIGTERM, and has not begun.
+                            unbegun = _TERMINATED if self._task.run.until_end else 0
+                            by_signal = {-signal.SIGKILL: _KILLED, -signal.SIGTERM: unbegun}
+                            code = max(code, by_signal.get(ended, ended))
+                        elif ended < 0:
+                            logger.warning("worker %s died of signal %s; another takes its place", worker.pid, -ended)
+                            time.sleep(_PAUSE_SECONDS)
+                            if self._kill_at is None:  # no signal came meanwhile
+                                self._workers.append(self._start())
+                        elif ended > 0:
+                            logger.error("worker %s failed; stopping the others", worker.pid)
+                            self._stop(signal.SIGTERM, None)
+                            code = max(code, ended)
                     if self._kill_at is not None and time.monotonic() > self._kill_at:
                         logger.warning("workers do not stop; ending them, which loses nothing")
                         for worker in self._workers:
@@ -255,25 +261,6 @@ class Crew:
             except (EOFError, OSError):
                 connection.close()
                 self._counts[connection] = replace(self._counts[connection], owned=0, lag={})
-
-    def _gone(self, worker: SpawnProcess) -> int:
-        """Replace a worker that was killed; end the others when one failed by itself; return the crew's exit code."""
-        code = worker.exitcode or 0
-        if self._kill_at is not None:
-            # One that has no handler of signals yet dies of SIGTERM, and has not begun.
-            unbegun = _TERMINATED if self._task.run.until_end else 0
-            return {-signal.SIGKILL: _KILLED, -signal.SIGTERM: unbegun}.get(code, max(code, 0))
-        if code == 0:
-            return 0
-        if code < 0:
-            logger.warning("worker %s died of signal %s; another takes its place", worker.pid, -code)
-            time.sleep(_PAUSE_SECONDS)
-            if self._kill_at is None:  # no signal came meanwhile
-                self._workers.append(self._start())
-            return 0
-        logger.error("worker %s failed; stopping the others", worker.pid)
-        self._stop(signal.SIGTERM, None)
-        return code
 
     def _start(self) -> SpawnProcess:
         ours, theirs = self._context.Pipe(duplex=False)

@@ -13,18 +13,20 @@ from typing import Any
 
 import msgspec
 import psycopg
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 from psycopg import sql
 from psycopg.rows import class_row
 
-from exactly_once.errors import BrokerUnreachable, UnknownTopic
+from exactly_once._model import Partition
+from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.log import kafka_logger
+from exactly_once.kafka.settings import admin_settings
 from exactly_once.ledger.outcome import PATIENCE_SECONDS
 from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, TableError, ddl
-from exactly_once.writer.errors import NAME_BYTES, cut, place_of, way_on
+from exactly_once.writer.errors import NAME_BYTES, TableMissing, cut, place_of, way_on
 from exactly_once.writer.evolving import type_of, wider
 from exactly_once.writer.formats import hint_for
 from exactly_once.writer.from_json import JsonDecoder, path_of, paths_of
@@ -41,8 +43,7 @@ logger = logging.getLogger(__name__)
 SAMPLE = 100
 # Tells later runs which column it is.
 REST_COMMENT = "exactly-once sink: the fields that have no column of their own"
-# Offsets by topic and partition.
-Positions = Mapping[tuple[str, int], int]
+Positions = Mapping[Partition, int]
 
 _WAIT_SECONDS = 10.0
 _METADATA_TYPES = {
@@ -94,7 +95,22 @@ def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
                 connection.rollback()
                 continue  # another worker has just made it; IF NOT EXISTS does not wait for that
             ready.flow.sink().write(connection, [])
-            _warn_of_what_is_applied(task, ready.flow, connection)
+            # Of a group that goes on behind messages which this table cannot have: those are in another one, or gone.
+            # A ledger that is not there, or is of another version, is what the consumer tells of.
+            with contextlib.suppress(psycopg.ProgrammingError), connection.transaction():
+                positions, name = _positions(task, connection).items(), {"name": flow.table}
+                applied = [(place, at) for place, at in positions if place.topic in flow.topics and at > 0]
+                found = cursor_on(connection).execute(query("is_unwritten", ""), name, prepare=False).fetchone()
+                if applied and found is not None and found[0]:
+                    logger.warning(
+                        "%s is empty, and group %s goes on behind what it applied before, whatever --start says: %s; "
+                        "earlier messages do not come again. To copy them, too, say another --group-id, or "
+                        "`exactly-once reset`",
+                        flow.table,
+                        task.kafka["group.id"],
+                        ", ".join(f"{place} from offset {at}" for place, at in applied),
+                        extra={"action": "applied_before", "group": task.kafka["group.id"]},
+                    )
         for statement in ready.statements:
             logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
         return ready.flow
@@ -112,7 +128,7 @@ def made_ready(
     asking = waiting(PATIENCE_SECONDS, group_id=task.kafka["group.id"])
     try:
         table = read_table(connection, flow.table)
-    except TableError as error:
+    except TableMissing as error:
         connection.rollback()
         if not (task.creates_tables or is_dry):
             raise TableError(f"{error}; --create-table makes one") from None
@@ -152,29 +168,12 @@ def check_without_table(flow: Flow, messages: Sequence[Message]) -> None:
     list(decoder.decode(messages))
 
 
-def _warn_of_what_is_applied(task: Task, flow: Flow, connection: Connection) -> None:
-    """Tell of a group that goes on behind messages which this table cannot have: those are in another one, or gone."""
-    # A ledger that is not there, or is of another version, is what the consumer tells of.
-    with contextlib.suppress(psycopg.ProgrammingError), connection.transaction():
-        applied = [(p, at) for p, at in _positions(task, connection).items() if p[0] in flow.topics and at > 0]
-        found = cursor_on(connection).execute(query("is_unwritten", ""), {"name": flow.table}, prepare=False).fetchone()
-        if applied and found is not None and found[0]:
-            logger.warning(
-                "%s is empty, and group %s goes on behind what it applied before, whatever --start says: %s; earlier "
-                "messages do not come again. To copy them, too, say another --group-id, or `exactly-once reset`",
-                flow.table,
-                task.kafka["group.id"],
-                ", ".join(f"{topic}[{number}] from offset {at}" for (topic, number), at in applied),
-                extra={"action": "applied_before", "group": task.kafka["group.id"]},
-            )
-
-
 def _positions(task: Task, connection: Connection) -> Positions:
     """Return where the group stands."""
     with cursor_on(connection, class_row(Stored)) as cursor:
         # Binary, as no style of dates of the database is to be minded then.
         cursor.execute(query("status", task.schema), {"group_id": task.kafka["group.id"]}, prepare=False, binary=True)
-        return {(row.topic, row.partition): row.next_offset or 0 for row in cursor}
+        return {row.place: row.next_offset or 0 for row in cursor}
 
 
 def sample(kafka: Mapping[str, Any], topics: Sequence[str], positions: Positions | None = None) -> list[Message]:
@@ -185,45 +184,34 @@ def sample(kafka: Mapping[str, Any], topics: Sequence[str], positions: Positions
     :raises UnknownTopic: for a topic that is not there.
     :raises BrokerUnreachable: when no broker answers.
     """
+    with Cluster(admin_settings(kafka)) as cluster:
+        found = cluster.describe(topics)
+        logs = cluster.ranges(Partition(name, n) for name, topic in found.items() for n in range(topic.partitions))
     settings = {key: value for key, value in kafka.items() if key != "group.instance.id"}
     settings |= {"enable.auto.commit": False, "enable.partition.eof": True, "auto.offset.reset": "earliest"}
     client = Consumer({**settings, "logger": kafka_logger()})
     try:
-        logs: dict[tuple[str, int], tuple[int, int]] = {}
-        for topic in topics:
-            found = client.list_topics(topic, timeout=_WAIT_SECONDS).topics[topic]
-            if found.error is not None:
-                raise UnknownTopic(f"the cluster has no topic {topic}")
-            for number in found.partitions:
-                start, end = client.get_watermark_offsets(TopicPartition(topic, number), timeout=_WAIT_SECONDS)
-                logs[topic, number] = start, end
         starts = {place: max(start, (positions or {}).get(place, 0)) for place, (start, end) in logs.items()}
         head = _read(client, {place: start for place, start in starts.items() if start < logs[place][1]}, logs)
         known = set(map(place_of, head))
         tails = {place: max(start, end - SAMPLE) for place, (start, end) in logs.items() if start < end}
         tail = _read(client, tails, logs)
         return head + [message for message in tail if place_of(message) not in known]
-    except KafkaException as error:
-        raise BrokerUnreachable(
-            f"no answer from Kafka at {kafka['bootstrap.servers']}: {error.args[0].str()}"
-        ) from error
     finally:
         client.close()
 
 
-def _read(
-    client: Consumer, starts: Mapping[tuple[str, int], int], logs: Mapping[tuple[str, int], tuple[int, int]]
-) -> list[Message]:
+def _read(client: Consumer, starts: Positions, logs: Mapping[Partition, tuple[int, int]]) -> list[Message]:
     """Read at most so many messages from each place."""
     if not starts:
         return []
-    client.assign([TopicPartition(topic, number, start) for (topic, number), start in starts.items()])
-    found: dict[tuple[str, int], list[Message]] = {place: [] for place in starts}
+    client.assign([TopicPartition(*place, start) for place, start in starts.items()])
+    found: dict[Partition, list[Message]] = {place: [] for place in starts}
     left = set(starts)
     heard_at = time.monotonic()
     while left and time.monotonic() - heard_at < _WAIT_SECONDS:
         for message in client.consume(1000, 0.2):
-            heard_at, place = time.monotonic(), (str(message.topic()), message.partition() or 0)
+            heard_at, place = time.monotonic(), Partition.of(message)
             if message.error() is None and place in left:
                 found[place].append(message)
             error, offset = message.error(), message.offset() or 0
@@ -231,7 +219,7 @@ def _read(
             if ends or len(found.get(place, ())) >= SAMPLE or offset >= logs[place][1] - 1:
                 left.discard(place)
     if left:
-        names = ", ".join(f"{topic}[{number}]" for topic, number in sorted(left))
+        names = ", ".join(map(str, sorted(left)))
         logger.warning("the sample lacks messages of %s: Kafka sent none for %g s", names, _WAIT_SECONDS)
     return [message for place in sorted(found) for message in found[place]]
 
@@ -303,7 +291,7 @@ def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, An
         if flow.format is None and flow.schema_registry is None and (hint := hint_for(message.value())) is not None:
             raise CommandError(str(BadRow(hint, message=message)))
         try:
-            found, told, names = ([message], {}, ()) if looks is None else looks.read(message, tells=True)
+            found, told, names = looks.read(message, tells=True)
             rows = [_object(m.value()) for m in found if m.value() is not None]
             objects += rows
             types |= told if rows else {}
@@ -329,7 +317,7 @@ def _object(value: bytes | None) -> dict[str, Any]:
         raise ValueError(f"JSON has no {text}")
 
     try:
-        found = json.loads((value or b"").decode(), parse_constant=no_constant)
+        found = json.loads((value or b"").decode("utf-8-sig"), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{cut(value)} ({error})") from error
     if not isinstance(found, dict):

@@ -10,7 +10,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -47,23 +46,6 @@ logger = logging.getLogger(__name__)
 
 # How long a member that ends waits until Kafka has taken its partitions back.
 _LEAVE_SECONDS = 2.0
-# What the library's errors say in Python, and how the command line and the file say it.
-_IN_OPTIONS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r'on_poison="dead-letter"', "--on-poison dead-letter"),
-        (r",? or pass wait_for_topics=True", ""),
-        (r"\bsay (key|missing|rest|start|schema)=", r"say --\1 "),
-        (r"\bmode='(\S+)'", r"--mode \1"),
-        (r"\bmissing='(\S+)'", r"--missing \1"),
-        (r"\bstart='(\S+)'", r"--start \1"),
-        (r"\bmax_messages=", "--max-messages "),
-        (r"\bset on_out_of_range=", "say --on-out-of-range"),
-        (r"\bin_a_row=", "--dead-letter-limit "),
-        (r"\bin_window=", "--dead-letter-window "),
-        (r"\b(epoch|fields|update|newest_by|metadata|on_tombstone|naive_timestamps|decimal)=", r"\1 = "),
-    )
-]
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
@@ -110,8 +92,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
     filled = [(flow.table, flow.sink()) for flow in flows]
     sinks = {topic: sink for flow, (_, sink) in zip(flows, filled, strict=True) for topic in flow.topics}
     late = LateTables(task, filled)
-    given = {"in_a_row": task.run.dead_letter_limit, "in_window": task.run.dead_letter_window}
-    limit = DeadLetterLimit(**{name: number for name, number in given.items() if number is not None})
+    limit = DeadLetterLimit(in_a_row=task.run.dead_letter_limit, in_window=task.run.dead_letter_window)
     served = None
     if task.run.metrics_port is not None:
         from exactly_once.metrics.prometheus import PrometheusMetrics  # noqa: PLC0415 - an extra
@@ -163,7 +144,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         )
 
 
-def _set_aside(limit: DeadLetterLimit, told: dict[Any, int], unit: Unit, bad: Bad) -> None:
+def _set_aside(limit: DeadLetterLimit, told: dict[Partition, int], unit: Unit, bad: Bad) -> None:
     """Set messages aside in the unit that applies the others; ``told`` are the last offsets that the log has named.
 
     :raises BadRow: when they are too many, so that those before are committed, and the one too many stops the worker.
@@ -175,14 +156,14 @@ def _set_aside(limit: DeadLetterLimit, told: dict[Any, int], unit: Unit, bad: Ba
     errors = {place_of(message): error for message, error in bad}
     runs: list[list[Message]] = []
     """Those that could be too many in a row: several without a good one between them, or the first of a partition."""
-    last: dict[Any, list[Message]] = {}
+    last: dict[Partition, list[Message]] = {}
     for message in unit.messages:
-        place = message.topic(), message.partition()
-        is_first = place not in last
+        partition = Partition.of(message)
+        is_first = partition not in last
         if place_of(message) not in errors:
-            last[place] = []
+            last[partition] = []
             continue
-        run = last.setdefault(place, [])
+        run = last.setdefault(partition, [])
         run.append(message)
         if len(run) == 1 + (not is_first):
             runs.append(run)
@@ -193,11 +174,10 @@ def _set_aside(limit: DeadLetterLimit, told: dict[Any, int], unit: Unit, bad: Ba
         except TooManyDeadLetters:
             raise errors[place_of(run[0])] from None
     for message, error in bad:
-        place = message.topic(), message.partition()
-        if told.get(place, -1) >= (message.offset() or 0):
+        partition = Partition.of(message)
+        if told.get(partition, -1) >= (message.offset() or 0):
             continue  # the unit has failed by something else meanwhile, and comes again
-        told[place] = message.offset() or 0
-        partition = Partition(str(message.topic()), message.partition() or 0)
+        told[partition] = message.offset() or 0
         extra = about("set_aside", group=unit.work.group_id, partition=partition, offset=message.offset())
         logger.error("%s offset %s is set aside with its unit: %s", partition, message.offset(), error, extra=extra)
 
@@ -276,18 +256,11 @@ def work_alone(task: Task, counts: Connection) -> None:
 
 def fail(error: Exception, task: Task) -> None:
     """Tell the error that ends a worker in one line; as a record where the records are for programs."""
-    text = in_options(one_line(error, task.secrets))
+    text = one_line(error, task.secrets)
     if task.log_json:
         logger.critical("%s", text, extra={"action": "failed", "error": type(error).__name__})
     else:
         print(f"{CLEAR if task.is_live else ''}exactly-once: error: {text}", file=sys.stderr, flush=True)
-
-
-def in_options(text: str) -> str:
-    """Say in the words of the command line what the library says in Python's."""
-    for pattern, replacement in _IN_OPTIONS:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 def set_up_logs(*, as_json: bool, is_live: bool) -> None:

@@ -22,6 +22,7 @@ from psycopg.postgres import types
 from exactly_once import embedded
 from exactly_once.demo.display import Display
 from exactly_once.demo.payments import create_topic
+from exactly_once.embedded.proxy import PostgresProxy
 from exactly_once.ledger.migrate import DEFAULT_SCHEMA, migrate
 from exactly_once.soak.pipeline import FAULTS, NothingShown, Plan, counted, verify
 
@@ -94,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     given = Settings(schema=DEFAULT_SCHEMA, bootstrap_servers=args.bootstrap_servers, conninfo=args.conninfo)
     if args.conninfo is not None:
         given.opener()
+        if any("cut" in fault for fault in args.faults or FAULTS):
+            _check_proxy(args.conninfo)
     seed = drawn(args, 10_000)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending_in_order(args, lambda: {"seed": seed}))
@@ -112,6 +115,9 @@ def run(args: argparse.Namespace) -> int:
             seed=seed,
             **{name: getattr(args, name) for name in _OPTIONS},
         )
+        path = args.log or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-")), "log")
+        with _refusing("--log"):
+            log = stack.enter_context(path.open("w+b"))
         open_cluster(given)
         with open_database(given, check=False) as session:
             if args.conninfo is None:
@@ -125,8 +131,6 @@ def run(args: argparse.Namespace) -> int:
                     _check_effects(session.connection, args.effects)
                 with _refusing("--topic"):
                     create_topic(plan.bootstrap_servers, plan.topic)
-        path = args.log or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-")), "log")
-        log = stack.enter_context(path.open("w+b"))
 
         def show_log() -> None:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
@@ -178,6 +182,20 @@ def _words(command: str) -> list[str]:
     return words
 
 
+def _check_proxy(conninfo: str) -> None:
+    """Refuse a database that connections could not reach through the proxy that cuts them.
+
+    :raises UsageError: naming what can be done without.
+    """
+    try:
+        PostgresProxy(conninfo)
+    except ValueError:
+        raise UsageError(
+            "--conninfo: cuts need a postgresql:// URI with one TCP host, and connections that may be unencrypted; "
+            "or choose --fault kill and --fault pause"
+        ) from None
+
+
 def _check_effects(connection: psycopg.Connection[Any], effects: str) -> None:
     """Refuse a query whose rows are no numbers and counts, or that finds any before there is a message."""
     cursor = connection.execute(effects.encode(), prepare=False)
@@ -197,7 +215,7 @@ def _check_effects(connection: psycopg.Connection[Any], effects: str) -> None:
 
 @contextlib.contextmanager
 def _refusing(option: str) -> Iterator[None]:
-    """Raise what a server answers about the text of an option as an error of that option."""
+    """Raise what a server or the file system answers about the text of an option as an error of that option."""
     try:
         yield
     except psycopg.OperationalError:
@@ -206,3 +224,5 @@ def _refusing(option: str) -> Iterator[None]:
         raise UsageError(f"{option}: {error.diag.message_primary or error}") from error
     except KafkaException as error:
         raise UsageError(f"{option}: {error.args[0].str()}") from error
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise UsageError(f"{option}: {error}") from error

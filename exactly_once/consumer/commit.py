@@ -38,6 +38,7 @@ from exactly_once.ledger.outcome import (
     Patience,
     classify,
     is_by_statement,
+    own_error,
     sqlstate_of,
 )
 from exactly_once.ledger.retry import retry_for
@@ -192,6 +193,8 @@ class CommitProtocol:
         except psycopg.Error as error:
             if error.sqlstate == SHORT_COUNT:
                 raise Redelivered(_told(unit, "another owner has taken the partitions")) from error
+            if classify(error, connection_lost=False) is Fault.CONFLICT:  # as above READ COMMITTED such an owner is
+                raise Redelivered(_told(unit, text_of(error))) from error
             raise
 
     def finish(self, unit: Unit) -> None:
@@ -237,7 +240,8 @@ class CommitProtocol:
             self._halt(unit, decision, unclear or error)
         if decision is Decision.COMPARE:
             self._classify(unit, error)
-        self._give_back(unit)
+        else:
+            self._give_back(unit)
         self._raise_fault(unit, error, lost=lost, began=True)
 
     def resolve(self) -> None:
@@ -321,12 +325,10 @@ class CommitProtocol:
 
     def _count(self, unit: Unit, error: BaseException, *, lost: bool) -> None:
         """Count failures of the same messages that look like nobody's fault."""
-        is_ours = isinstance(error, ExactlyOnceError) or not isinstance(error, Exception)
+        is_ours = own_error(error) is not None or not isinstance(error, Exception)
         if is_ours or unit.is_taken or classify(error, connection_lost=lost) not in _NOBODYS:
             return
-        batch = tuple((a.partition, a.expected, a.next_offset) for a in unit.advances)
-        by_statement = is_by_statement(error, connection_lost=lost)
-        self._patience.failed(batch, time.monotonic(), by_statement=by_statement)
+        self._patience.failed(_batch(unit), time.monotonic(), by_statement=is_by_statement(error, connection_lost=lost))
 
     def _give_back(self, unit: Unit) -> None:
         self._pending = None  # first: an interruption may not give it back twice
@@ -398,8 +400,12 @@ class CommitProtocol:
             extra=self._about("rewound", partition=partition, offset=offset),
         )
 
-    def _classify(self, unit: Unit, error: BaseException) -> NoReturn:
-        """Read the rows of a unit that could not advance, and raise what is wrong with them."""
+    def _classify(self, unit: Unit, error: BaseException) -> None:
+        """Read the rows of a unit that could not advance, and raise what is wrong with them.
+
+        Return if that was nothing several times in a row: then the error is a statement's of the handler, or a
+        trigger's, with our SQLSTATE.
+        """
         try:
             rows = self.ledger.read(sorted(a.partition for a in unit.advances))
         except psycopg.Error:
@@ -416,6 +422,9 @@ class CommitProtocol:
         worst = (Conflict.MISSING, Conflict.RECREATED, Conflict.REWOUND, Conflict.FENCED, Conflict.AHEAD)
         wrong = [a for conflict in worst for a in unit.advances if conflicts[a.partition] is conflict]
         if not wrong:
+            self._patience.failed(_batch(unit), time.monotonic(), by_statement=True)
+            if self._patience.is_handlers:
+                return
             raise Redelivered(_told(unit, "its rows were changed and changed back")) from error
         advance, group = wrong[0], self.ledger.group_id
         conflict, row = conflicts[advance.partition], stored.get(advance.partition)
@@ -489,8 +498,10 @@ class CommitProtocol:
         """Raise what the outcome table says of ``error``, or return if it is to propagate itself."""
         if not isinstance(error, Exception):
             return
-        if isinstance(error, ExactlyOnceError):
-            unit.fault = Fault.HANDLER if isinstance(error, TransactionAborted) else Fault.OTHER
+        if (own := own_error(error)) is not None:
+            unit.fault = Fault.HANDLER if isinstance(own, TransactionAborted) else Fault.OTHER
+            if own is not error:
+                raise own from None  # the group has it, and would be its own cause
             return
         fault = classify(error, connection_lost=lost)
         several, patience = unit.given > 1, self._patience
@@ -542,6 +553,10 @@ class CommitProtocol:
 
 def _told(unit: Unit, what: str) -> str:
     return f"{what} ({unit!r}); nothing is lost, the messages come again if they did not take effect"
+
+
+def _batch(unit: Unit) -> tuple[tuple[Partition, int, int], ...]:
+    return tuple((a.partition, a.expected, a.next_offset) for a in unit.advances)
 
 
 def _names(partitions: Iterable[Partition]) -> str:

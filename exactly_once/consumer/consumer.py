@@ -142,8 +142,8 @@ class ExactlyOnceConsumer:
     :param kafka: The configuration that confluent-kafka's ``Consumer`` takes. What librdkafka logs goes to the logger
         ``exactly_once.kafka``, each line once, unless ``logger`` names another.
     :param conninfo: A connection string of libpq; this or ``connect``.
-    :param connect: A callable that returns a psycopg connection. ``getconn`` of a pool of psycopg_pool is one, and gets
-        every connection back, closed.
+    :param connect: A callable that opens a psycopg connection and returns it. ``getconn`` of a pool of psycopg_pool is
+        one, and gets every connection back, closed.
     :param start: Where partitions begin that the ledger has no offset of: ``"earliest"``, ``"latest"``, ``"committed"``
         (where Kafka has the group), or a datetime with a time zone. None, the default, is ``"earliest"`` for a group
         that Kafka has no offsets of, and refuses one that has.

@@ -638,10 +638,17 @@ class Maintenance:
                     self._next_examination = self._not_before
                     continue
                 if self.ownership.deliverable(partition) is state:
+                    is_truncated = "truncat" in reason.lower()
+                    if (
+                        state.next_offset < state.position
+                        and state.next_offset < logs[partition][0]
+                        and not is_truncated
+                    ):
+                        # Retention has removed what was fetched before. It is here only, and is applied first.
+                        self._next_examination = time.monotonic() + _BUSY_SECONDS
+                        continue
                     try:
-                        moved = self._start_offsets.in_range(
-                            rows[0], logs[partition], truncated="truncat" in reason.lower()
-                        )
+                        moved = self._start_offsets.in_range(rows[0], logs[partition], truncated=is_truncated)
                     except OffsetOutOfRange as error:
                         self._reject({partition: error})
                         continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import re
 import sys
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from exactly_once._log import FIELDS
 from exactly_once._model import RangePolicy, StartPolicy
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.settings import poll_interval_seconds
@@ -94,6 +96,12 @@ def check_options(
     for name, kinds, what in _KINDS:
         if isinstance(given[name], bool) or not isinstance(given[name], kinds):
             raise ConfigurationError(f"{name}={given[name]!r} must be {what}")
+    record = logging.getLogRecordFactory()(__name__, logging.DEBUG, __file__, 0, "", (), None)
+    if taken := [name for name in FIELDS if name in vars(record)]:
+        raise ConfigurationError(
+            f"logging.setLogRecordFactory() was given one that sets {', '.join(taken)}: records of this library have "
+            "fields of these names, so that logging would raise KeyError at each. Give yours other names"
+        )
     limit = poll_interval_seconds(kafka)
     unit_seconds = min(_UNIT_SECONDS, limit / 2) if max_unit_seconds is None else max_unit_seconds
     if not 0 < unit_seconds < limit:
@@ -108,7 +116,7 @@ def check_options(
             "ever"
         )
     options = Options(
-        group_id=_group_id(kafka),
+        group_id=group_id_in(kafka),
         connect=connect or connector(conninfo or ""),
         database=server_of(conninfo or "") if connect is None else "the server that connect= connects to",
         max_unit_seconds=unit_seconds,
@@ -203,7 +211,11 @@ def application_of(handler: Callable[..., object] | None, name: str | None) -> s
     return f"{module}:{named.__qualname__}"
 
 
-def _group_id(kafka: Mapping[str, Any]) -> str:
+def group_id_in(kafka: Mapping[str, Any]) -> str:
+    """Return the group of these settings.
+
+    :raises ConfigurationError: for none, and for one that the client would change.
+    """
     group_id = kafka.get("group.id")
     if not group_id:
         raise ConfigurationError(

@@ -204,7 +204,7 @@ class Ownership:
                 self.releases.append((row.partition, row.owner_token))
                 continue
             state.phase = Phase.STARTING
-            state.token, state.epoch, state.generation = row.owner_token, row.owner_epoch, row.generation
+            state.token, state.epoch = row.owner_token, row.owner_epoch
             state.previous_instance = row.previous_instance
             state.invalidate()
 
@@ -400,12 +400,12 @@ class Ownership:
         conflicts = {}
         for partition in partitions:
             row, state = found.get(partition), self.states.get(partition)
-            if state is None or state.phase not in (Phase.OWNED, Phase.BAD) or _is_as_left(state, row):
+            if state is None or _is_as_left(state, row):
                 continue
             if state.phase is Phase.BAD:
                 state.report = None
                 self._fence(state)
-            elif row is None or row.owner_token != state.token or row.owner_epoch != state.epoch:
+            elif (conflict := _compare(state, row)) is Conflict.FENCED or row is None:
                 conflicts[partition] = Conflict.FENCED
                 self._fence(state)
             elif state.is_at_end and row.next_offset == state.applied:
@@ -414,8 +414,7 @@ class Ownership:
                 state.leader_epoch = row.leader_epoch
                 state.count_advance(row.generation)
             else:
-                is_behind = row.next_offset is None or row.next_offset < state.next_offset
-                conflicts[partition] = Conflict.REWOUND if is_behind else Conflict.AHEAD
+                conflicts[partition] = conflict
                 self._go_to(state, row)
         return conflicts
 
@@ -516,10 +515,13 @@ def _is_as_left(state: PartitionState, row: Row | None) -> bool:
     """Compare a row with what this member knows of it; what is being acquired is not compared."""
     if state.phase is Phase.BAD:
         return (None if row is None else _left(row)) == state.left
-    if state.phase is not Phase.OWNED:
-        return True
-    is_ours = row is not None and row.owner_token == state.token and row.owner_epoch == state.epoch
-    return is_ours and row is not None and row.next_offset == state.next_offset
+    return state.phase is not Phase.OWNED or _compare(state, row) is Conflict.OK
+
+
+def _compare(state: PartitionState, row: Row | None) -> Conflict:
+    """Compare a row with what this member left; which topic it is of is found out where topics are asked for."""
+    assert state.token is not None
+    return check(row, Grant(state.token, state.epoch), state.next_offset, None if row is None else row.topic_id)
 
 
 def _left(row: Row) -> Left:

@@ -116,6 +116,13 @@ class _Commits(EndsUnits):
             extra = about("unit_unused", group=self.letter.group_id)
             text = "the handler did not use its unit for dead letter %s: effects elsewhere are not in its transaction"
             logger.warning(text, self.letter.id, extra=extra)
+        if unit.is_claim_refused:
+            extra = about("claimed_before", group=self.letter.group_id)
+            text = (
+                "a key that the handler claims for dead letter %s (%s) is claimed already, by another message or by "
+                "the unit that made the dead letter; if the handler skips it therefore, it takes no effect"
+            )
+            logger.warning(text, self.letter.id, self.letter.place, extra=extra)
         try:
             if unit.dead_letters:
                 raise DeadAgain("the handler made the message a dead letter again")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Literal
 
-import tenacity
 from confluent_kafka import Message
 
 from exactly_once._log import about, named, text_of
@@ -49,16 +48,18 @@ class _Suspect:
     """How often of these the handler or the message was at fault."""
     poison: Exception | None = None
     """What it is to become a dead letter for, once that is decided."""
+    is_stored: bool = False
+    """Whether its unit has made it one: a callable may have done something else with it."""
 
     @property
     def place(self) -> str:
         return f"{self.partition} offset {self.offset}"
 
-    def is_first_of(self, unit: Unit) -> bool:
-        return _place_of(unit) == (self.partition, self.offset)
+    def is_in(self, unit: Unit, at: int) -> bool:
+        return _place_of(unit, at) == (self.partition, self.offset)
 
     def is_only_one_of(self, unit: Unit) -> bool:
-        return len(unit.sent) == 1 and self.is_first_of(unit)
+        return len(unit.sent) == 1 and self.is_in(unit, 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Service:
 
     units: Units
     handler: Callable[[Unit], object]
-    retrying: tenacity.Retrying
+    retrying: Callable[[Callable[[], bool]], bool]
     stopping: Stop
     on_poison: OnPoison
     attempts: int
@@ -103,7 +104,11 @@ class Service:
         if unit is None:
             return False
         suspect = self._suspect
-        if self._doubts and self._doubts[0].is_first_of(unit):
+        if not all(doubt.is_in(unit, at) for at, doubt in enumerate(self._doubts[: len(unit.sent)])):
+            # The partition of one of them was taken: what comes in its place was not tried alone, and what is ours only
+            # now begins a search of its own.
+            self._doubts = []
+        if self._doubts:
             if not self._decide(unit):
                 return True
         elif suspect is not None and suspect.poison is not None and suspect.is_only_one_of(unit):
@@ -130,7 +135,11 @@ class Service:
         return True
 
     def _apply(self, unit: Unit) -> bool:
-        """Call the handler; return False when its messages are to be tried in smaller units, or are dead letters."""
+        """Call the handler; return False when its messages are to be tried in smaller units, or are dead letters.
+
+        :raises Redelivered: when a message that failed alone is to be tried again after a wait.
+        :raises PoisonMessage: when it stops the service.
+        """
         try:
             apply(self.handler, unit)
         except Exception as error:
@@ -170,7 +179,9 @@ class Service:
             if is_doubtful:
                 suspect.poison, self._doubts = error, [suspect]
             elif is_alone:
-                self._reject(unit, suspect, error)
+                suspect.failures += 1
+                self._refuse(suspect, error)
+                suspect.poison = error
             return False
         if self._named is not None and _place_of(unit) == self._named:
             extra = about("named_and_applied", group=unit.work.group_id, several=unit.advances)
@@ -178,29 +189,30 @@ class Service:
             self._named = None
         return True
 
-    def _is_searched(self, unit: Unit) -> bool:
-        """Tell whether a unit is a part of the batch that is searched."""
-        return all(a.next_offset <= self._searched.get(a.partition, -1) for a in unit.advances)
+    def _refuse(self, suspect: _Suspect, error: Exception) -> None:
+        """Return if a message that the handler has failed with alone is to become a dead letter.
 
-    def _reject(self, unit: Unit, suspect: _Suspect, error: Exception) -> None:
-        """Decide about a message that failed alone.
-
-        :raises Redelivered: when it is to be tried again after a wait.
+        :raises Redelivered: when it is to be tried again.
         :raises PoisonMessage: when it stops the service.
         """
         told = f"{suspect.place}: {named(error)}"
-        suspect.failures += 1
         if suspect.failures < self.attempts:
             raise Redelivered(f"{told} (attempt {suspect.failures} of {self.attempts})") from error
         why = _SWALLOWED if _is_consequence(error) else _HOW_ON if self.on_poison == "stop" else None
         if why is not None:
+            before = "Everything before it is committed"
+            if self._doubts:
+                before = f"Everything before {self._doubts[0].place} is committed, which failed alone, too"
             raise PoisonMessage(
-                f"{told}. Everything before it is committed; {why}",
+                f"{told}. {before}; {why}",
                 topic=suspect.partition.topic,
                 partition=suspect.partition.number,
                 offset=suspect.offset,
             ) from error
-        suspect.poison = error
+
+    def _is_searched(self, unit: Unit) -> bool:
+        """Tell whether a unit is a part of the batch that is searched."""
+        return all(a.next_offset <= self._searched.get(a.partition, -1) for a in unit.advances)
 
     def _decide(self, unit: Unit) -> bool:
         """Dead-letter doubtful messages together with the next one, which is applied: so nothing was missing for all.
@@ -212,19 +224,31 @@ class Service:
         doubts, error = self._doubts, self._doubts[0].poison
         assert error is not None
         if len(unit.sent) <= len(doubts) or len(doubts) > self.limit.in_a_row:
-            raise error
+            with unit:  # else nobody could iterate on: it was handed out, and would not have come to an end
+                raise error
         aside, other = unit.sent.messages[: len(doubts)], unit.sent.messages[len(doubts)]
+        is_tried = False
         try:
             with unit:
                 for message, suspect in zip(aside, doubts, strict=True):
                     self._dispose(unit, message, suspect)
                 unit.messages, unit.given = (other,), 1
+                is_tried = True
                 call(self.handler, unit)
         except Exception as another:
-            is_poison = unit.fault is Fault.HANDLER and self.attempts == 1 and not _is_consequence(another)
-            if not (is_poison or _is_doubtful(unit, another)):
+            # What on_poison raises says nothing about the message that the handler was to be called with.
+            if not is_tried or not (unit.fault is Fault.HANDLER or _is_doubtful(unit, another)):
                 raise
-            self._doubts = [*doubts, _Suspect(*_place_of(unit, len(doubts)), tries=1, poison=another)]
+            known = self._suspect
+            if known is None or not known.is_in(unit, len(doubts)):
+                known = _Suspect(*_place_of(unit, len(doubts)))
+            self._suspect = known
+            known.tries += 1
+            if unit.fault is Fault.HANDLER:
+                known.failures += 1
+                self._refuse(known, another)
+            known.poison = another
+            self._doubts = [*doubts, known]
             return False
         self._has_committed = True
         for suspect in doubts:
@@ -241,6 +265,7 @@ class Service:
             refuse_undone(self.on_poison(unit, message, error), "on_poison")
         else:
             unit.dead_letter(message, error)
+        suspect.is_stored = unit.dead_letters > before or not callable(self.on_poison)
         if unit.dead_letters > before:
             enforce(self.limit, work.connection, message, schema=work.schema, group_id=work.group_id)
         unit.tries_alone = None
@@ -256,7 +281,8 @@ class Service:
             offset=suspect.offset,
             owner_epoch=epochs[suspect.partition],
         )
-        logger.error("%s was stored as a dead letter: %s", suspect.place, named(suspect.poison), extra=extra)
+        how = "stored as a dead letter" if suspect.is_stored else "skipped by on_poison, without a new dead letter"
+        logger.error("%s was %s: %s", suspect.place, how, named(suspect.poison), extra=extra)
 
 
 class _Stopped(BaseException):
@@ -312,7 +338,7 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
     finally:
         is_over = True
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None is one of what embeds Python
         for alarm in alarms:
             alarm.cancel()
     # Also where the driver has made another error of it, which is waited for or ends the service as a stop does.

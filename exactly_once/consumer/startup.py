@@ -70,8 +70,8 @@ def naming_grants(schema: str) -> Iterator[None]:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         error.add_note(
-            f"the role of the connection lacks grants. exactly-once migrate --schema {schema} --role NAME gives a role "
-            "all that a consumer needs; with --sql it prints them"
+            "the role of the connection lacks grants, or a policy of row-level security keeps it out. exactly-once "
+            f"migrate --schema {schema} --role NAME gives a role all grants that it needs, or prints them (--sql)"
         )
         raise
 
@@ -90,10 +90,10 @@ def check_topics_exist(cluster: Cluster, topics: Sequence[str], options: Options
             try:
                 cluster.describe(topics)
                 return
-            except UnknownTopic:
+            except UnknownTopic as error:
                 # The broker that answers may be behind the one that has made the topic a moment ago.
                 if time.monotonic() >= deadline:
-                    raise
+                    raise UnknownTopic(f"{error}, or pass wait_for_topics=True") from error
             time.sleep(_AGAIN_SECONDS)
 
     at_start(

@@ -98,6 +98,8 @@ class Unit:
         self.dead_letters = 0
         # Whether the handler has asked the unit for its connection, or for what goes over it.
         self.is_touched = False
+        # Whether the handler has claimed a key that was claimed already.
+        self.is_claim_refused = False
         # Whether its connection was used, be it by a framework that has it from elsewhere.
         self.is_connection_used = False
         # Whether Kafka took partitions of it while it was open.
@@ -175,7 +177,7 @@ class Unit:
 
         :raises UnitNotFinished: by the next iteration, when your transaction is still open then.
         :raises HandlerCommitted: by the next iteration, when you committed although the block had failed.
-        :raises Redelivered: when another owner has taken the partitions; roll back.
+        :raises Redelivered: when another owner has taken the partitions, or the offsets meet a conflict; roll back.
         """
         self._enter()
         self._is_lent = True
@@ -267,7 +269,9 @@ class Unit:
             raise TypeError(
                 f"claim_many takes several keys, not one {type(keys).__name__}, whose parts would be claimed"
             )
-        return claims.claim(self._flushed(), keys, schema=self.work.schema, group_id=self.work.group_id)
+        answers = claims.claim(self._flushed(), keys, schema=self.work.schema, group_id=self.work.group_id)
+        self.is_claim_refused |= not all(answers)
+        return answers
 
     def dead_letter(self, message: Message, error: BaseException | str) -> None:
         """Make a message of this unit a dead letter, in the transaction: it counts as applied once the unit commits.

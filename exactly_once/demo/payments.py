@@ -66,7 +66,8 @@ def create_tables(connection: psycopg.Connection[Any], schema: str) -> None:
     connection.execute(statement)
 
 
-def create_topic(bootstrap_servers: str, topic: str, partitions: int = BRANCHES, replicas: int = 1) -> None:
+def create_topic(bootstrap_servers: str, topic: str, partitions: int = BRANCHES, replicas: int = -1) -> None:
+    """Make a topic, by itself with as many replicas as the cluster's own default: with fewer it may take nothing."""
     with AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2}) as admin:
         admin.create_topics([NewTopic(topic, partitions, replicas)])[topic].result(_SECONDS)
 

@@ -191,7 +191,26 @@ class SparkTrial:
             for number, fault in enumerate(setting.faults, 2):
                 self._publish(setting.orders * number // portions)
                 time.sleep(chance.uniform(0, 2))  # at any moment of the batches that follow
-                self._inflict(fault)
+                if fault == "worker":
+                    self._until(lambda driver: bool(driver.workers()), "a Python worker")
+                    assert self._driver is not None
+                    with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it may end by itself in this moment
+                        self._driver.workers()[-1].kill()
+                        self.result.workers_killed += 1
+                    self._display.log("a Python worker killed (-9); Spark tries its task again", style="red")
+                    continue
+                killed_at, what = time.monotonic(), "driver killed (-9)"
+                assert self._driver is not None
+                self._driver.kill()
+                self._driver = None
+                self.result.drivers_killed += 1
+                if fault == "checkpoint":
+                    shutil.rmtree(self._order.checkpoint, ignore_errors=True)
+                    self.result.checkpoints_deleted += 1
+                    what += ", its checkpoint deleted"
+                self._until(lambda driver: driver.reached > 0, "the next driver's first batch")
+                seconds = time.monotonic() - killed_at
+                self._display.log(f"{what}; the next one is at work after {seconds:.1f} s", style="red")
             self._until(lambda driver: driver.reached >= self._published, "the last orders")
         except Stuck as trouble:
             self.result.cut_short = str(trouble)
@@ -229,28 +248,6 @@ class SparkTrial:
         if producer.flush(60):
             raise Stuck("Kafka to take the orders")
         self._published = until
-
-    def _inflict(self, fault: str) -> None:
-        if fault == "worker":
-            self._until(lambda driver: bool(driver.workers()), "a Python worker")
-            assert self._driver is not None
-            with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it may end by itself in this moment
-                self._driver.workers()[-1].kill()
-                self.result.workers_killed += 1
-            self._display.log("a Python worker killed (-9); Spark tries its task again", style="red")
-            return
-        killed_at = time.monotonic()
-        assert self._driver is not None
-        self._driver.kill()
-        self._driver = None
-        self.result.drivers_killed += 1
-        what = "driver killed (-9)"
-        if fault == "checkpoint":
-            shutil.rmtree(self._order.checkpoint, ignore_errors=True)
-            self.result.checkpoints_deleted += 1
-            what += ", its checkpoint deleted"
-        self._until(lambda driver: driver.reached > 0, "the next driver's first batch")
-        self._display.log(f"{what}; the next one is at work after {time.monotonic() - killed_at:.1f} s", style="red")
 
     def _until(self, condition: Callable[[Driver], bool], what: str) -> None:
         """Wait until something is true of the driver; start one where there is none, as a supervisor does.

@@ -222,7 +222,8 @@ def _scratch_node() -> Iterator[Node]:
 
 
 def _keep(made: Path, path: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as copy, made.open("rb") as content:
-        shutil.copyfileobj(content, copy)
-    Path(copy.name).chmod(0o644)
-    Path(copy.name).replace(path)
+    # A copy that fails, on a disk that is full, takes no room there afterwards.
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        shutil.copyfile(made, copy := Path(temporary, path.name))
+        copy.chmod(0o644)
+        copy.replace(path)

@@ -78,9 +78,15 @@ def classpath() -> str:
 
 def cache_directory() -> Path:
     """Return this project's part of the user's cache; it need not exist."""
-    # Not Path.home(): it takes an empty HOME for the root directory.
-    home = os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
-    cache = os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")
+    if not (cache := os.environ.get("XDG_CACHE_HOME")):
+        try:
+            # Not Path.home(): it takes an empty HOME for the root directory.
+            home = os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:  # a number that a container was given, without a name
+            raise EmbeddedError(
+                "HOME is not set, and this user has no home directory; XDG_CACHE_HOME names a place for the cache"
+            ) from None
+        cache = str(Path(home, ".cache"))
     return Path(cache, "kafka-exactly-once")
 
 

@@ -91,17 +91,16 @@ class Kafka:
 
     def start(self, *, wait: bool = True) -> Self:
         """Start the brokers that do not run; with *wait*, return when all are up."""
-        if not self._nodes:
-            broker.prepare()
-            self._directory = self._given_directory or Path(tempfile.mkdtemp(prefix="exactly-once-kafka-"))
-            for number in range(1, self._brokers + 1):
-                place = self._directory / f"node-{number}"
-                self._nodes[number] = broker.Node(number, free_port(), free_port(), place)
-            nodes = list(self._nodes.values())
-            cluster_id = broker.cluster_id_of(nodes[0]) or broker.new_cluster_id()
-            for each in nodes:
-                broker.write_files(each, nodes, self._properties, cluster_id)
         try:
+            if not self._nodes:
+                broker.prepare()
+                place = self._directory = self._given_directory or Path(tempfile.mkdtemp(prefix="exactly-once-kafka-"))
+                numbers = range(1, self._brokers + 1)
+                nodes = [broker.Node(number, free_port(), free_port(), place / f"node-{number}") for number in numbers]
+                cluster_id = broker.cluster_id_of(nodes[0]) or broker.new_cluster_id()
+                for each in nodes:
+                    broker.write_files(each, nodes, self._properties, cluster_id)
+                self._nodes = {node.id: node for node in nodes}
             for node in self._nodes:
                 self._launch(node)
             if wait:
@@ -170,18 +169,20 @@ class Kafka:
             name = f"Kafka broker {node}"
             self._processes[node].come_up(name, is_up, deadline=deadline, poll_seconds=_POLL_SECONDS)
 
-        def knows_all(port: int) -> bool:
-            with AdminClient({"bootstrap.servers": f"127.0.0.1:{port}", "log_level": 0}) as client:
+        def knows_all(node: broker.Node) -> bool:
+            with AdminClient({"bootstrap.servers": f"127.0.0.1:{node.port}", "log_level": 0}) as client:
                 try:
-                    return set(nodes) <= client.list_topics(timeout=2).brokers.keys()
+                    found = client.list_topics(timeout=2)
                 except KafkaException:
                     return False
+            # Another process may have taken the port meanwhile: ours ends then, and its broker is not to be used.
+            return set(nodes) <= found.brokers.keys() and found.cluster_id == broker.cluster_id_of(node)
 
         # A broker accepts connections before it knows the others.
         for node in nodes:
             wait(node, partial(accepts, self._nodes[node].port))
         for node in nodes:
-            wait(node, partial(knows_all, self._nodes[node].port))
+            wait(node, partial(knows_all, self._nodes[node]))
 
     def _node(self, node: int) -> broker.Node:
         if node not in self._nodes:

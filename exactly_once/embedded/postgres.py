@@ -143,9 +143,14 @@ class Postgres:
                 )
                 (place / _KEY_FILE).touch(0o600)
                 (place / _KEY_FILE).write_text(secrets.token_hex(16))
-                programs.hand_over(place)
-                programs.run([self.binary("initdb"), "-D", data, *options], place)
-                (place / _KEY_FILE).rename(data / _KEY_FILE)
+                # It has its name when it is complete: who is killed meanwhile leaves nothing that looks like data.
+                fresh = place / "fresh"
+                shutil.rmtree(fresh, ignore_errors=True)
+                fresh.mkdir()
+                programs.hand_over(place, fresh.name, _KEY_FILE)
+                programs.run([self.binary("initdb"), "-D", fresh, *options], place)
+                (place / _KEY_FILE).rename(fresh / _KEY_FILE)
+                fresh.rename(data)
             (data / _CONFIGURATION).write_text("".join(f"{name} = '{text}'\n" for name, text in settings.items()))
             if (data / _KEY_FILE).exists():
                 self._password = f":{(data / _KEY_FILE).read_text()}"
@@ -153,8 +158,8 @@ class Postgres:
             if include not in main.read_text():
                 with main.open("a") as file:
                     file.write(include)
-            # A base backup was perhaps made by root.
-            programs.hand_over(place)
+            # A base backup was perhaps made by root. What else lies in a directory that was given is not the server's.
+            programs.hand_over(place, data.name)
             self._process = ServerProcess(
                 [self.binary("postgres"), "-D", data],
                 log=self.log,

@@ -53,20 +53,27 @@ def find_programs(copies: Path) -> Path:
     if not copy.exists():
         # The programs find their libraries by their place relative to each other.
         libraries = package.with_name(package.name + ".libs")
-        for source in filter(Path.exists, (libraries, package)):
-            shutil.copytree(source, copies / source.name)
+        if libraries.exists():
+            shutil.copytree(libraries, copies / libraries.name, dirs_exist_ok=True)
+        # It has its name when it is complete: who is killed meanwhile leaves nothing that looks like programs.
+        fresh = copies / "fresh"
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(package, fresh)
         hand_over(copies)
+        fresh.rename(copy)
     return copy / "pginstall" / "bin"
 
 
-def hand_over(directory: Path) -> None:
-    """Make the server's account the owner of *directory* and all that is in it."""
+def hand_over(directory: Path, *names: str) -> None:
+    """Make the server's account the owner of *directory* and all that is in it, or of *names* there only."""
     user, group = account()
     if user is None or group is None:
         return
     uid = pwd.getpwnam(user).pw_uid
-    for place, names, files in os.walk(directory):
-        for name in (".", *names, *files):
+    for place, directories, files in os.walk(directory):
+        if names and place == str(directory):
+            directories[:], files[:] = ([each for each in found if each in names] for found in (directories, files))
+        for name in (".", *directories, *files):
             # A link may lead out of the directory, to what is not ours to give away.
             os.chown(Path(place, name), uid, group, follow_symlinks=False)
 

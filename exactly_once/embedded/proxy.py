@@ -77,8 +77,10 @@ class PostgresProxy:
 
     def __init__(self, conninfo: str, *, record: bool = False) -> None:
         self._uri = urlsplit(conninfo)
-        if self._uri.scheme not in ("postgresql", "postgres") or not self._uri.hostname:
-            raise ValueError("the proxy needs a postgresql:// URI with a TCP host")
+        if self._uri.scheme not in ("postgresql", "postgres") or "," in (self._uri.hostname or ","):
+            raise ValueError("the proxy needs a postgresql:// URI with one TCP host")
+        if re.search("sslmode=(require|verify)", self._uri.query):
+            raise ValueError("the proxy reads what passes: sslmode may not ask for encryption")
         self.upstream = (self._uri.hostname, self._uri.port or 5432)
         # SQL of every statement run, in order, over all connections; only with `record=True`.
         self.statements: list[str] = []
@@ -202,16 +204,6 @@ class PostgresProxy:
             if self._record and sql is not None:
                 self.statements.append(sql)
 
-    def _fault_at(self, sql: str) -> Fault | None:
-        """Take the first armed fault that strikes at `sql`."""
-        with self._lock:
-            for fault in self._armed:
-                if fault._matches(sql):
-                    fault.sql = sql
-                    self._armed.remove(fault)
-                    return fault
-        return None
-
 
 class _Link:
     """One client's connection and its upstream."""
@@ -246,7 +238,8 @@ class _Link:
                 if int.from_bytes(head[4:], "big") not in (_SSL_REQUEST, _GSS_REQUEST):
                     break
                 self._client.sendall(b"N")  # encryption is declined: it would blind the proxy
-            self._upstream.connect(self._proxy.upstream)
+            self._upstream.close()
+            self._upstream = socket.create_connection(self._proxy.upstream)  # IPv4 or IPv6
             if self._is_cut:  # before there was a connection to shut down
                 raise ConnectionAbortedError
             for side in (self._client, self._upstream):
@@ -269,7 +262,13 @@ class _Link:
         out = bytearray()
         for message in stream:
             sql = self._note(message)
-            fault = None if sql is None else self._proxy._fault_at(sql)
+            fault = None
+            if sql is not None:
+                with self._proxy._lock:  # the first armed one that strikes here
+                    fault = next((each for each in self._proxy._armed if each._matches(sql)), None)
+                    if fault is not None:
+                        fault.sql = sql
+                        self._proxy._armed.remove(fault)
             if fault is not None and not fault.after:
                 self._to_server(out)
                 if not fault.holds:

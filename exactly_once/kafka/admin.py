@@ -173,9 +173,7 @@ class Cluster:
                     self._say_no_id(name)
                     return Topic(None, len(metadata.partitions))
             if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
-                raise UnknownTopic(
-                    f"there is no topic {name!r} on {self.servers}; create it, or pass wait_for_topics=True"
-                ) from error
+                raise UnknownTopic(f"there is no topic {name!r} on {self.servers}; create it") from error
             if code == KafkaError.TOPIC_EXCEPTION:
                 raise UnknownTopic(f"{name!r} cannot be the name of a topic") from error
             raise self._unreachable(error) from error

@@ -43,19 +43,22 @@ def send(connection: psycopg.Connection[Any], statements: bytes) -> list[PGresul
 
 
 def bind(transformer: Transformer, query: Query, params: Params | None) -> Bound:
-    """Convert a statement and its parameters as a cursor of the transformer's connection does; nothing is sent.
+    """Convert a statement and its parameters as the cursors of the transformer's connection do; nothing is sent.
 
     The transformer remembers how types are converted: one for many statements spares most of the work.
 
     :raises psycopg.Error: for a value that no adapter takes, or parameters that do not fit the placeholders.
     """
-    from psycopg._queries import PostgresQuery  # noqa: PLC0415 - nothing public does it without a round trip
+    # Nothing public does it without a round trip.
+    from psycopg._queries import PostgresClientQuery, PostgresQuery  # noqa: PLC0415
 
-    converted = PostgresQuery(transformer)
+    # Of a RawCursor, with placeholders of the server's, or of a ClientCursor, which writes values into the statement.
+    cursors = getattr(transformer.connection, "cursor_factory", None)
+    converted: PostgresQuery = getattr(cursors, "_query_cls", PostgresQuery)(transformer)
     converted.convert(query, params)
     if b"\0" in converted.query:
         raise psycopg.ProgrammingError("a statement cannot contain NUL (0x00) bytes")
-    if converted.params is None:
+    if converted.params is None or isinstance(converted, PostgresClientQuery):
         return Bound(converted.query)
     if len(converted.params) > _MAX_PARAMETERS:
         raise psycopg.ProgrammingError(f"{len(converted.params)} parameters are above {_MAX_PARAMETERS}, the limit")

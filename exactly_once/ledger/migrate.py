@@ -81,7 +81,10 @@ def _installed(connection: Connection, schema: str) -> tuple[int, int] | None:
 
 
 def check_schema_name(schema: str) -> None:
-    """Refuse names that Postgres would cut, that are none, or that look like a placeholder to psycopg."""
+    """Refuse names that Postgres would cut, that are none, or that look like something else where they are written.
+
+    A percent sign is a placeholder to psycopg, and ``$...$`` may end the body of a function.
+    """
     # 63 bytes is Postgres' limit, as it is built everywhere; it cuts longer names, with a notice that nobody reads.
-    if not schema or len(schema.encode()) > 63 or "\0" in schema or "%" in schema:
-        raise ConfigurationError(f"schema={schema!r} is not the name of a schema (1 to 63 bytes, no %)")
+    if not schema or len(schema.encode()) > 63 or "\0" in schema or "%" in schema or schema.count("$") > 1:
+        raise ConfigurationError(f"schema={schema!r} is not the name of a schema (1 to 63 bytes, no %, at most one $)")

@@ -8,6 +8,8 @@ from enum import Enum
 
 import psycopg
 
+from exactly_once.errors import ExactlyOnceError, Redelivered
+
 # SQLSTATE of the advance: fewer rows matched than the unit has partitions.
 SHORT_COUNT = "EO001"
 # SQLSTATE of the advance: it did not run in the transaction that the unit began.
@@ -160,7 +162,7 @@ def is_mistaken(error: BaseException) -> bool:
     if driver is None or not isinstance(driver, psycopg.OperationalError):
         return False
     if driver.sqlstate is not None:
-        return driver.sqlstate.startswith(("28", "3D"))
+        return driver.sqlstate.startswith("28")
     _, *attempts = _ATTEMPT.split(str(driver))
     by_host: dict[str, bool] = {}
     for host, text in zip(attempts[::2], attempts[1::2], strict=True):
@@ -190,7 +192,7 @@ def sqlstate_of(error: BaseException) -> str | None:
 
 
 def driver_error(error: BaseException) -> psycopg.Error | None:
-    """Find psycopg's own error behind ``error``: itself, its ``orig``, its causes and contexts."""
+    """Find psycopg's own error behind ``error``: itself, its ``orig``, what it groups, its causes and contexts."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -203,7 +205,21 @@ def driver_error(error: BaseException) -> psycopg.Error | None:
         orig = attribute_of(candidate, "orig")
         waiting += [
             orig if isinstance(orig, BaseException) else None,
+            *(candidate.exceptions if isinstance(candidate, BaseExceptionGroup) else ()),
             candidate.__cause__,
             candidate.__context__,
         ]
     return None
+
+
+def own_error(error: BaseException) -> ExactlyOnceError | None:
+    """Find an error of the library: ``error`` itself, or one of those that it groups, as an asyncio.TaskGroup does.
+
+    No cause or context: what an application makes of ours is its own, and what is raised beside ours has nothing to do
+    with it.
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, ExactlyOnceError) else None
+    found = [own for each in error.exceptions if (own := own_error(each)) is not None]
+    # What stops goes before what is tried again.
+    return min(found, key=lambda own: isinstance(own, Redelivered), default=None)

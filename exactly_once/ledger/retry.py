@@ -62,16 +62,28 @@ def is_unavailable(error: BaseException) -> bool:
 
 def retry_forever(
     *, sleep: Callable[[float], None], stop: Stop, group_id: str, wait: tenacity.wait.wait_base = BACKOFF
-) -> tenacity.Retrying:
-    """Return a retrier that waits by calling ``sleep`` until it works, or ``stop`` is set."""
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(is_retryable),
-        wait=wait,
-        stop=lambda _: stop.is_set,
-        sleep=sleep,
-        before_sleep=partial(_log, group_id),
-        reraise=True,
-    )
+) -> Callable[[Callable[[], T]], T]:
+    """Return a retrier that waits by calling ``sleep`` until it works, or ``stop`` is set.
+
+    A loop of its own: tenacity's takes 30 microseconds where nothing fails, and this is called for each unit.
+    """
+
+    def retrying(call: Callable[[], T]) -> T:
+        state = tenacity.RetryCallState(None, None, (), {})  # type: ignore[arg-type]
+        while True:
+            try:
+                return call()
+            except BaseException as error:
+                if stop.is_set or not is_retryable(error):
+                    raise
+                state.set_exception((type(error), error, error.__traceback__))
+                _log(group_id, state)
+            pause = wait(state)
+            state.idle_for += pause
+            state.prepare_for_next_attempt()
+            sleep(pause)
+
+    return retrying
 
 
 def retry_for(seconds: float) -> tenacity.Retrying:

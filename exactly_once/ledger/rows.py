@@ -24,7 +24,6 @@ from exactly_once._model import Advance, OwnerKind, Partition, Row
 from exactly_once.errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
 from exactly_once.kafka.origin import Origin
 
-from .conflict import Conflict, Grant, check
 from .libpq import send
 from .session import ADAPTERS, Connection, Session, cursor_on, execute, last_row, storable
 from .sql import query
@@ -162,7 +161,21 @@ class Ledger:
         """
         with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
             before = {row.partition: row for row in self._rows(cursor, "read_locked", _keys(partitions))}
-            self._refuse(partitions, before)
+            for partition in sorted(partitions):
+                row = before.get(partition)
+                if row is None:
+                    raise row_missing(self.group_id, partition)
+                if row.owner_token is None or row.owner_kind == self._owner_kind or self._take_over:
+                    continue
+                owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
+                since = ago(row.acquired_seconds_ago), ago(row.advanced_seconds_ago) or "never"
+                error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
+                raise error(
+                    f"{partition} of group {self.group_id!r} is owned by {row.owner_kind} ({owner}; acquired "
+                    f"{since[0]}, last advanced {since[1]}) and was not released. If that owner has stopped for good, "
+                    "start with take_over=True, or release its rows with: "
+                    f"exactly-once hand-over --to {self._owner_kind} --topic {partition.topic}"
+                )
             rows = self._rows(
                 cursor,
                 "acquire",
@@ -264,12 +277,12 @@ class Ledger:
         values = {
             b"xid": b"'%d'" % int(xid),
             b"group_id": group_id,
-            b"topics": _name_array(tuple([a.partition.topic for a in advances]), encoding),
+            b"topics": _literals(tuple([a.partition.topic for a in advances])),
             b"partitions": _array([a.partition.number for a in advances]),
             b"generations": _array([a.generation for a in advances]),
-            b"tokens": _token_array(tuple([a.token for a in advances])),
+            b"tokens": _literals(tuple([a.token for a in advances])),
             b"epochs": _array([a.epoch for a in advances]),
-            b"topic_ids": _name_array(tuple([a.topic_id for a in advances]), encoding),
+            b"topic_ids": _literals(tuple([a.topic_id for a in advances])),
             b"expected": _array([a.expected for a in advances]),
             b"next_offsets": _array([a.next_offset for a in advances]),
             b"leader_epochs": _array([a.leader_epoch for a in advances]),
@@ -292,28 +305,6 @@ class Ledger:
                 expected=[a.expected for a in advances],
                 next_offsets=[a.next_offset for a in advances],
             )
-
-    def finish(self, advances: Sequence[Advance]) -> set[Partition]:
-        """Move rows of ours from wherever they stand between ``expected`` and ``next_offset`` to the latter.
-
-        For the Spark sink, whose tasks move them part of the way; return which rows were there.
-        """
-        with self._changing([]) as cursor:
-            rows = {
-                row.partition: row for row in self._rows(cursor, "read_locked", _keys(a.partition for a in advances))
-            }
-            found = [
-                replace(a, expected=row.next_offset, generation=row.generation)
-                for a in advances
-                if (row := rows.get(a.partition)) is not None
-                and check(row, Grant(a.token, a.epoch), a.expected, a.topic_id) in (Conflict.OK, Conflict.AHEAD)
-                and row.next_offset is not None
-                and row.next_offset <= a.next_offset
-            ]
-            if found:
-                self._run(cursor, "current_xid")
-                self.advance(cursor.connection, found, xid=last_row(cursor)[0], commit=False)
-            return {a.partition for a in found}
 
     def resolve(self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float) -> list[Row]:
         """Acquire our own rows under a fresh token; return those that were still ours.
@@ -387,23 +378,6 @@ class Ledger:
             for topic, number, *rest in cursor
         ]
 
-    def _refuse(self, partitions: Iterable[Partition], found: Mapping[Partition, Row]) -> None:
-        """Refuse rows that are missing, or were not released by an owner of the other kind."""
-        for partition in sorted(partitions):
-            row = found.get(partition)
-            if row is None:
-                raise row_missing(self.group_id, partition)
-            if row.owner_token is None or row.owner_kind == self._owner_kind or self._take_over:
-                continue
-            owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
-            age = f"acquired {ago(row.acquired_seconds_ago)}, last advanced {ago(row.advanced_seconds_ago) or 'never'}"
-            error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
-            raise error(
-                f"{partition} of group {self.group_id!r} is owned by {row.owner_kind} ({owner}; {age}) and was not "
-                "released. If that owner has stopped for good, start with take_over=True, or release its rows with: "
-                f"exactly-once hand-over --to {self._owner_kind} --topic {partition.topic}"
-            )
-
 
 def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
     """Describe a row that should be there."""
@@ -431,15 +405,7 @@ def _array(values: list[int] | list[int | None]) -> bytes:
     return f"'{{{','.join(['NULL' if value is None else str(value) for value in values])}}}'".encode()
 
 
-@lru_cache(maxsize=64)
-def _token_array(tokens: tuple[UUID, ...]) -> bytes:
-    """Write tokens as a literal array. They stay the same for many units, and one takes as long as ten numbers."""
-    return f"'{{{','.join(map(str, tokens))}}}'".encode()
-
-
-@lru_cache(maxsize=64)
-def _name_array(names: tuple[str | None, ...], encoding: str) -> bytes:
-    """Write names as a literal array. Units mostly name the same topics, so the escaping is done once."""
-    if not names:
-        return b"'{}'"
-    return f"ARRAY[{','.join(sql.Literal(name).as_string(ADAPTERS) for name in names)}]".encode(encoding)
+@lru_cache(maxsize=192)  # three for each set of partitions that units are of
+def _literals(values: tuple[UUID | str | None, ...]) -> bytes:
+    """Write tokens, or Kafka's names and ids, which are ASCII, as a literal array. Many units have the same."""
+    return b"ARRAY[%b]" % b",".join([sql.Literal(value).as_bytes(ADAPTERS) for value in values]) if values else b"'{}'"

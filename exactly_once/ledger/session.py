@@ -15,6 +15,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -144,9 +145,12 @@ def connector(conninfo: str) -> Callable[[], Connection]:
 
 def hiding(connect: Callable[[], Connection]) -> Callable[[], Connection]:
     """Return ``connect`` with errors that repeat nothing of a password, not even of one that was written wrongly."""
+    # What was given last, which nothing keeps alive.
+    last: weakref.ref[Connection] | None = None
 
     @functools.wraps(connect)
     def hidden() -> Connection:
+        nonlocal last
         try:
             made: object = connect()
         except Exception as error:
@@ -162,17 +166,33 @@ def hiding(connect: Callable[[], Connection]) -> Callable[[], Connection]:
             if driver is error and text == str(error):
                 raise
             raise type(driver)(text) from None
-        if not isinstance(made, psycopg.Connection):
-            if inspect.iscoroutine(made):
-                made.close()
+        given = psycopg_connection(made, "connect= gave")
+        if given.closed and last is not None and last() is given:
             raise ConfigurationError(
-                f"connect= gave {type(made).__name__}: it must give a psycopg.Connection, and not the "
-                "asynchronous one; docs/how-to/fastapi.md shows how both work side by side"
+                "connect= gave the same connection again, which is closed: it must open a new one at each call"
             )
-        _notice_silence(made)
-        return made
+        last = weakref.ref(given)
+        _notice_silence(given)
+        return given
 
     return hidden
+
+
+def psycopg_connection(given: object, what: str) -> Connection:
+    """Return what an application gives for a connection if it is one of psycopg's own.
+
+    :raises ConfigurationError: else, as for what a framework has around one.
+    """
+    if isinstance(given, psycopg.Connection):
+        return given
+    if inspect.iscoroutine(given):
+        given.close()
+    kind = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+    raise ConfigurationError(
+        f"{what} {kind}: it must be a psycopg.Connection. SQLAlchemy has it as "
+        "session.connection().connection.driver_connection, Django as connection.connection inside atomic(); "
+        "docs/how-to/fastapi.md shows asynchronous code beside a consumer"
+    )
 
 
 def _notice_silence(connection: Connection) -> None:

@@ -149,7 +149,22 @@ class StartOffsets:
 
         :raises StartError: for what is wrong with the group, and not with one partition alone.
         """
-        self._log_collision(rows)
+        # Programs that applied messages of this group before us are told of once for each.
+        others: dict[str, list[Partition]] = {}
+        for row in rows:
+            if row.previous_application not in (None, row.application, *self._told):
+                others.setdefault(str(row.previous_application), []).append(row.partition)
+        for other, partitions in others.items():
+            self._told.add(other)
+            logger.warning(
+                "rows of group %r (%s) were applied by the program %r before, now %r applies them: if both run, each "
+                "lacks messages, and needs a group.id of its own. If it was renamed, application= keeps a name",
+                self._group_id,
+                ", ".join(map(str, partitions)),
+                other,
+                rows[0].application,
+                extra=about("group_collision", group=self._group_id, several=partitions),
+            )
         checked: list[Row] = []
         bad: dict[Partition, StartError] = {}
         for row in rows:
@@ -285,24 +300,6 @@ class StartOffsets:
             f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
             'start="committed" to go on from there, or start="earliest" to read everything again'
         )
-
-    def _log_collision(self, rows: Sequence[Row]) -> None:
-        """Tell, once for each, of programs that applied messages of this group before us."""
-        others: dict[str, list[Partition]] = {}
-        for row in rows:
-            if row.previous_application not in (None, row.application, *self._told):
-                others.setdefault(str(row.previous_application), []).append(row.partition)
-        for other, partitions in others.items():
-            self._told.add(other)
-            logger.warning(
-                "rows of group %r (%s) were applied by the program %r before, now %r applies them: if both run, each "
-                "lacks messages, and needs a group.id of its own. If it was renamed, application= keeps a name",
-                self._group_id,
-                ", ".join(map(str, partitions)),
-                other,
-                rows[0].application,
-                extra=about("group_collision", group=self._group_id, several=partitions),
-            )
 
     def identified(self, row: Row) -> Row:
         """Compare a row's ids with the cluster's; fill in those that had been unknown."""

@@ -20,7 +20,7 @@ from exactly_once.errors import ConfigurationError, TransactionAborted, Transact
 
 from .libpq import Bound, bind, check, send, send_together
 from .outcome import FOREIGN_TRANSACTION, sqlstate_of
-from .session import Begun, Connection, is_lost, open_blocks
+from .session import Begun, Connection, is_lost, open_blocks, psycopg_connection
 from .sql import query
 from .store import LedgerStore
 
@@ -92,8 +92,10 @@ class UnitOfWork:
     def join(self, connection: Connection) -> None:
         """Take part in a transaction that somebody else opened and will commit.
 
-        :raises ConfigurationError: when no transaction is open there, it is a connection of ours, or in a pipeline.
+        :raises ConfigurationError: when no transaction is open there, it is a connection of ours, none of psycopg's, or
+            in a pipeline.
         """
+        psycopg_connection(connection, "join() was given")
         if self._ledger.session.owns(connection):
             raise ConfigurationError("join() is for a transaction of yours; `with unit:` has one on this connection")
         if connection.info.transaction_status is TransactionStatus.IDLE and connection.autocommit:

@@ -31,7 +31,7 @@ from .filter import Filter, Resolved, State, Stats
 from .memcached import SharedSlotFilter
 from .options import DedupOptions, PublishOptions
 from .owners import DeadOwner, PublishOwner
-from .postgres import Found, PostgresWindow
+from .postgres import PostgresWindow
 from .postgres_chain import PostgresChain
 from .producer import DedupProducer
 from .publisher import ProducerRecord
@@ -40,7 +40,7 @@ from .shards import ShardedWindow
 from .slots import SlotFilter, loss_probability, messages_for, slots_for
 from .snapshot import SnapshotFile, SnapshotStore
 from .store import Store
-from .take_over import TopicTakeOver, end_positions
+from .take_over import Found, TopicTakeOver, end_positions
 from .transactional import Transaction, TransactionalProducer
 from .window import WindowFilter
 

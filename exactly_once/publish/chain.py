@@ -173,11 +173,15 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         if max_gaps < 1:
             raise ConfigurationError(f"max_gaps={max_gaps!r} must be at least 1")
         self._dense = dense
+        # The retry of a failed one may come after a higher number that named no reference, and is no duplicate then.
+        self.keeps_absent = not dense
         self._first = first
         self._max_gaps = max_gaps
         self._on_full = on_full
         self._chains: dict[str, Intervals] = {}
         self._links: dict[str, Links] = {}
+        # Of chains with messages that were seen or are open: whether their numbers are ints.
+        self._has_ints: dict[str, bool] = {}
         self._failed_open = 0
 
     def reserve_many(self, keys: Iterable[Link]) -> list[State]:
@@ -189,7 +193,11 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         wanted = list(keys)
         pairs = self._checked(wanted)
         with self._lock:
+            has_ints: dict[str, bool] = {}
             for chain, number, previous in wanted if not self._dense or self._on_full == "raise" else ():
+                is_int = isinstance(number, int)
+                if has_ints.setdefault(chain, self._has_ints.get(chain, is_int)) is not is_int:
+                    raise _mixed(chain, number)  # now: what is sent must be confirmed then
                 intervals = self._chains.get(chain)
                 if intervals is None or (chain, number) in self._open:
                     continue
@@ -199,13 +207,12 @@ class ChainFilter(MemoryFilter[Link, Pair]):
                     if place < 0 and chain in self._links:
                         why = why or self._links[chain].contradiction(number, previous)
                     if why is not None:
-                        raise InconsistentChain(
-                            f"the message {number} names {previous} as the one before it, but {why}"
-                        )
+                        raise _inconsistent(Link(chain, number, previous), why)
                 if place >= 0 and self._on_full == "raise" and intervals.gaps() >= self._max_gaps:
                     before = self._previous(number, previous, intervals, place)
                     if before > intervals.lowers[place] and number < intervals.uppers[place]:
                         raise LimitReached(f"chain {chain!r} has {intervals.gaps()} gaps; {number} would make one more")
+            self._has_ints |= has_ints
             return self._reserve(pairs)
 
     def confirm_many(self, keys: Iterable[Link]) -> None:
@@ -225,9 +232,12 @@ class ChainFilter(MemoryFilter[Link, Pair]):
     def release_many(self, keys: Iterable[Link]) -> None:
         """Release several messages."""
         with self._lock:
-            for key in keys:
-                # Its retry may come after a higher number that named no reference, and is no duplicate then.
-                self._change("release", (key[:2],), keeps_absent=not self._dense)
+            self._change("release", [key[:2] for key in keys])
+
+    def check_same(self, key: Link, other: Link) -> None:
+        """Refuse a message that names another predecessor than one with its number that is in flight."""
+        if not self._dense and None not in (key.previous, other.previous) and key.previous != other.previous:
+            raise _inconsistent(key, f"named {other.previous} earlier")
 
     def unseen(self, chain: str) -> list[tuple[Any, Any]]:
         """Return the intervals of a chain, lowest first: both ends belong to them where numbers are ints."""
@@ -242,6 +252,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         with self._lock:
             self._chains.pop(chain, None)
             self._links.pop(chain, None)
+            self._has_ints.pop(chain, None)
             self._close([pair for pair in self._open if pair[0] == chain])
 
     def to_bytes(self) -> bytes:
@@ -274,6 +285,8 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         with self._lock:
             self._chains |= chains
             self._links |= links
+            self._has_ints |= {chain: isinstance(number, int) for chain, number in held}
+            self._has_ints |= {chain: intervals.is_int() for chain, intervals in chains.items()}
             self._open |= held
             self._unknown |= {pair: 0 for pair, state in held.items() if state is KeyState.UNKNOWN}
 
@@ -306,6 +319,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
                 if named is None:  # nothing below its first message is expected
                     lower = just_below(number)
             intervals = self._chains[chain] = Intervals((lower, upper))
+            self._has_ints[chain] = intervals.is_int()
         place = intervals.find(number)
         if place < 0:
             return
@@ -342,9 +356,8 @@ class ChainFilter(MemoryFilter[Link, Pair]):
                     raise KeyRefused(f"a number of a dense chain is an int from {span}, not {number!r}")
                 continue
             _check_number(number)
-            intervals = self._chains.get(chain)
-            if intervals is not None and isinstance(number, int) is not intervals.is_int():
-                raise KeyRefused(f"chain {chain!r} has other numbers than {number!r}: ints and pairs do not mix")
+            if self._has_ints.get(chain, isinstance(number, int)) is not isinstance(number, int):
+                raise _mixed(chain, number)
             if previous is not None:
                 _check_number(previous)
                 if isinstance(previous, int) is not isinstance(number, int):
@@ -355,6 +368,14 @@ class ChainFilter(MemoryFilter[Link, Pair]):
             if type(chain) is not str or not chain:
                 raise KeyRefused(f"a chain's name is a str with something in it, not {chain!r}")
         return [key[:2] for key in given]
+
+
+def _inconsistent(key: Link, why: str) -> InconsistentChain:
+    return InconsistentChain(f"the message {key.number} names {key.previous} as the one before it, but {why}")
+
+
+def _mixed(chain: str, number: Number) -> KeyRefused:
+    return KeyRefused(f"chain {chain!r} has other numbers than {number!r}: ints and pairs do not mix")
 
 
 def _check_number(number: object) -> None:

@@ -7,7 +7,6 @@ objects for every collection of garbage. A report finds its message by the paylo
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from .errors import HeldElsewhere, NotDelivered, NotPersisted, OutcomeUnknown
-from .headers import Headers
+from .headers import Kept
 from .keys import CheckedKeys
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 Callback = Callable[[KafkaError | None, Message | None], object]
 Payload = str | bytes | None
 # Partition, headers and timestamp of a message.
-Extra = tuple[int, Headers | None, int]
+Extra = tuple[int, Kept | None, int]
 # A payload of more bytes costs more to compare and to keep than a callback of its own.
 _LONG = 1024
 
@@ -77,12 +76,6 @@ def outcome_of(error: KafkaError) -> Outcome:
 Call = tuple[Callback, KafkaError | None, Message | None]
 
 
-class Interest:
-    """Held by all who hold a delivery of a batch: without them nobody can ask where its messages stand."""
-
-    __slots__ = ("__weakref__",)
-
-
 class Batch:
     """Messages of one topic that share a callback; everything about one of them by its place."""
 
@@ -99,8 +92,8 @@ class Batch:
         self.outcomes: dict[int, Outcome] = {}
         # Places of messages that share the callback: their payload is bytes, and no other one's here.
         self.by_payload: dict[bytes, int] = {}
-        # Reports of success among these that are not matched with their places; None where nobody can ask.
-        self.arrived: list[Message | None] = []
+        # Reports of success among these that are not matched with their places.
+        self.arrived: list[Message] = []
         # Places with a report of their own that is not settled.
         self.reported: list[int] = []
         self.errors: dict[int, KafkaError] = {}
@@ -119,28 +112,19 @@ class Batch:
         self.is_watched = False
         # Whether the topic knows that there is something to settle. In a transaction the commit tells that.
         self.is_reported = topic.is_transactional
-        self.interest = _ALWAYS if topic.keeps_reports else _NEVER
         arrived, reported = self.arrived, topic.reported
 
         def told(error: KafkaError | None, message: Message) -> None:
             if error is not None:
                 self.report(self.by_payload[message.value()], error, message)  # type: ignore[index]
                 return
-            arrived.append(None if self.interest() is None else message)
+            arrived.append(message)
             if not self.is_reported:
                 self.is_reported = True
                 reported.append(self)
 
         # The callback that they share; None once it has done its work: it refers to the batch.
         self.told: Callback | None = told  # type: ignore[assignment]  # the client gives a message with each report
-
-    def watched(self) -> Interest:
-        """Return what a delivery holds."""
-        held = self.interest()
-        if held is None:
-            held = Interest()
-            self.interest = weakref.ref(held)
-        return held
 
     def place_of(self, identity: Any) -> int:
         """Return the place of the last message of an identity: one before it may have failed. Under the lock."""
@@ -186,14 +170,11 @@ class Batch:
             self.topic.reported.append(self)
 
     def match(self) -> list[int]:
-        """Find the places of the reports that have arrived, and return them. Under the lock of the topic.
-
-        Others may arrive meanwhile, and those that were not kept still count.
-        """
+        """Find the places of the reports that have arrived, and return them. Under the lock of the topic."""
         reports = self.arrived[:]
-        found = {self.by_payload[m.value()]: m for m in reports if m is not None}  # type: ignore[index]
+        found = {self.by_payload[m.value()]: m for m in reports}  # type: ignore[index]
         self.messages.update(found)
-        self.arrived[: len(reports)] = [None] * (len(reports) - len(found))
+        del self.arrived[: len(reports)]  # others may have arrived meanwhile
         return list(found)
 
     def match_if_settled(self) -> None:
@@ -204,7 +185,7 @@ class Batch:
     def acknowledged(self, places: Sequence[int]) -> Iterable[Message]:
         """Return the messages of these reports, in any order. Under the lock of the topic."""
         if self.topic.is_transactional and len(self.arrived) == len(places):
-            return [message for message in self.arrived if message is not None]
+            return self.arrived[:]
         self.match_if_settled()
         return [message for place in places if (message := self.messages.get(place)) is not None]
 
@@ -232,19 +213,13 @@ class Batch:
             self.messages.pop(place, None)
 
 
-_FOREVER = Interest()
-_ALWAYS: Callable[[], Interest | None] = lambda: _FOREVER  # noqa: E731 - called like a weak reference
-_NEVER: Callable[[], Interest | None] = lambda: None  # noqa: E731
-
-
 class Delivery:
     """What becomes of one call of ``produce``. Made by the producer."""
 
-    __slots__ = ("_batch", "_interest", "_place", "is_attached")
+    __slots__ = ("_batch", "_place", "is_attached")
 
     def __init__(self, batch: Batch, place: int, *, is_attached: bool = False) -> None:
         self._batch = batch
-        self._interest = batch.watched()
         self._place = place
         # Whether this call sent nothing, because an earlier one is sending the same key; it shares its outcome.
         self.is_attached = is_attached
@@ -348,11 +323,10 @@ class Delivery:
 class Deliveries(Sequence[Delivery]):
     """The deliveries of one batch, in the order of its messages; made when they are asked for."""
 
-    __slots__ = ("_batch", "_interest")
+    __slots__ = ("_batch",)
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._interest = batch.watched()
 
     def __len__(self) -> int:
         return len(self._batch.identities)

@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 from exactly_once.errors import ConfigurationError
 
-from .keys import Key, encoded
+from .keys import Key, checked_all, encoded
 
 K = TypeVar("K", bound=Hashable)
 G_contra = TypeVar("G_contra", contravariant=True)
@@ -161,6 +161,12 @@ class Filter(ABC, Generic[G_contra]):
     def stats(self) -> Stats:
         """Return the figures of this moment."""
 
+    def check_topic(self, topic: str) -> None:
+        """Raise for a topic whose keys it could not look for."""
+
+    def check_same(self, key: G_contra, other: G_contra) -> None:
+        """Raise for two equal keys that say nevertheless that their messages are different ones."""
+
     def resolve(self, found: Collection[Any], *, is_sure: bool) -> Resolved:
         """Settle unknown keys by what is in the log: encoded keys, or numbers. The rest is absent if that is sure.
 
@@ -200,9 +206,11 @@ class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
 
     max_unknown: int | None = None
     """So many unknown keys are kept; None for no bound. The oldest one that is let go counts as absent."""
+    keeps_absent = False
+    """Whether a released key stays open: a confirmed neighbour would make it look seen."""
 
     def __init__(self) -> None:
-        # Keys in flight and unknown ones; ABSENT where a confirmed neighbour would make the key look seen.
+        # Keys in flight and unknown ones; and with ``keeps_absent`` those that failed.
         self._open: dict[K, KeyState] = {}
         # Those of ``_open`` that are unknown, oldest first, and in which epoch they became so.
         self._unknown: dict[K, int] = {}
@@ -213,9 +221,9 @@ class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
         self._duplicates = 0
         self._evicted = 0
 
-    @abstractmethod
     def _checked(self, keys: Iterable[G_contra]) -> list[K]:
         """Return the keys in the form in which they are kept, or raise for one that is refused."""
+        return checked_all(keys)  # type: ignore[arg-type, return-value]  # a subclass with other keys has its own
 
     @abstractmethod
     def _seen(self, keys: Sequence[K]) -> Collection[K]:
@@ -294,14 +302,14 @@ class MemoryFilter(Filter[G_contra], Generic[G_contra, K]):
         if self._unknown:
             deque(map(self._unknown.pop, keys, repeat(None)), maxlen=0)
 
-    def _change(self, change: Change, keys: Iterable[K], *, keeps_absent: bool = False) -> None:
+    def _change(self, change: Change, keys: Iterable[K]) -> None:
         for key in keys:
             before = self._open.get(key)
             if before is None:
                 continue
             state = CHANGES[change][before]
             self._unknown.pop(key, None)
-            if state is _ABSENT and change == "release" and not keeps_absent:
+            if state is _ABSENT and change == "release" and not self.keeps_absent:
                 del self._open[key]
                 continue
             self._open[key] = state

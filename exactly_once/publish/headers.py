@@ -14,6 +14,7 @@ DEDUP_KEY = "exactly-once-key"
 
 HeaderValue = str | bytes | None
 Headers = Mapping[str, HeaderValue] | Iterable[tuple[str, HeaderValue]]
+Kept = list[tuple[str, HeaderValue]]
 
 
 class Sent(NamedTuple):
@@ -24,19 +25,25 @@ class Sent(NamedTuple):
     number: int
 
 
-def kept(headers: Headers | None) -> Headers | None:
-    """Return a copy: a message may go out later, and more than once, and the caller may change what it gave."""
-    return headers if headers is None else dict(headers) if isinstance(headers, Mapping) else list(headers)
+def kept(headers: Headers | None) -> Kept | None:
+    """Return a copy without ours: who passes on what it has consumed passes on its headers, too.
+
+    A message may go out later, and more than once, and the caller may change what it gave.
+    """
+    if headers is None:
+        return None
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    return [(name, value) for name, value in pairs if name not in (SEQUENCE, DEDUP_KEY)]
 
 
-def with_sequence(headers: Headers | None, producer: str, before: int, number: int) -> list[tuple[str, HeaderValue]]:
+def with_sequence(own: Kept | None, producer: str, before: int, number: int) -> Kept:
     """Return the caller's headers with the one of a sequence."""
-    return [*_listed(headers), (SEQUENCE, b"%d:%d:%b" % (before, number, producer.encode()))]
+    return [*(own or ()), (SEQUENCE, b"%d:%d:%b" % (before, number, producer.encode()))]
 
 
-def with_key(headers: Headers | None, key: Key) -> list[tuple[str, HeaderValue]]:
+def with_key(own: Kept | None, key: Key) -> Kept:
     """Return the caller's headers with the one of a dedup key."""
-    return [*_listed(headers), (DEDUP_KEY, encoded(key))]
+    return [*(own or ()), (DEDUP_KEY, encoded(key))]
 
 
 def headers_of(message: Any) -> list[tuple[str, bytes | None]] | None:
@@ -64,11 +71,3 @@ def sequence_of(headers: Iterable[tuple[str, bytes | None]] | None) -> Sent | No
 def key_of(headers: Iterable[tuple[str, bytes | None]] | None) -> bytes | None:
     """Read the encoded dedup key; None if there is none."""
     return next((value for name, value in reversed(list(headers or ())) if name == DEDUP_KEY), None)
-
-
-def _listed(headers: Headers | None) -> Iterable[tuple[str, HeaderValue]]:
-    """Return the caller's headers without ours: who passes on what it has consumed passes on its headers, too."""
-    if headers is None:
-        return ()
-    pairs = headers.items() if isinstance(headers, Mapping) else headers
-    return [(name, value) for name, value in pairs if name not in (SEQUENCE, DEDUP_KEY)]

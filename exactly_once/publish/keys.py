@@ -20,6 +20,17 @@ MAX_KEY_LENGTH = 1024
 INT64 = 1 << 63
 
 
+def is_name(given: object) -> bool:
+    """Tell whether it can name something: a str that is not empty, and that Postgres, its indexes and Kafka take."""
+    if type(given) is not str or not given or "\0" in given:
+        return False
+    form = given.encode(errors="replace")
+    return form.decode() == given and len(form) <= MAX_KEY_LENGTH
+
+
+NAME = f"a str of UTF-8 of 1 to {MAX_KEY_LENGTH} bytes without NUL"
+
+
 def checked(given: GivenKey) -> Key:
     """Return a key that cannot change any more.
 

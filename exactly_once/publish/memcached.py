@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 16
+_OWNER_BYTES = 8
 # A key of memcached has 250 characters, of which a slot's number needs up to 20.
 _PREFIX = 230
 _LONGEST_LEASE = 30 * 24 * 3600
 _OPEN = frozenset((KeyState.IN_FLIGHT, KeyState.RESENT))
+_STATES = {state.value.encode(): state for state in KeyState}
 _MISSING = object()
 # What a released slot holds in memcached, as in the original: a delete could not be compared.
 _EMPTY = b"-"
@@ -50,8 +52,8 @@ class SharedSlotFilter(Filter[GivenKey]):
     Keys that share a slot push each other out, also while they are in flight: a duplicate may pass then, with the
     probability of :func:`loss_probability`. Memcached drops what it has no room for, everything when it restarts, and a
     reservation after ``lease_seconds``, which must be longer than a message may be in flight: duplicates may pass then,
-    too. Filters of one ``prefix`` share their slots. Who can choose keys can also choose ones that share a slot, unless
-    ``hash_key`` is a secret; it is the same in all processes.
+    too. Filters of one ``prefix`` share their slots, and those of one topic their keys. Who can choose keys can also
+    choose ones that share a slot, unless ``hash_key`` is a secret; it is the same in all processes.
 
     Where memcached cannot be asked, ``on_unavailable="raise"`` (default) raises :class:`FilterUnavailable` and nothing
     is sent; ``"treat_as_new"`` lets everything through and counts it (``stats().failed_open``).
@@ -97,7 +99,7 @@ class SharedSlotFilter(Filter[GivenKey]):
         self.slots = slots
         self._lets_through = on_unavailable == "treat_as_new"
         self._hash_key = blake2b(hash_key).digest()[:32]
-        self._me = secrets.token_bytes(8)
+        self._me = secrets.token_bytes(_OWNER_BYTES)
         self._guard = Guard("this filter")
         # What this process holds. A slot that is ours and is not in here is from a lost answer.
         self._held: dict[bytes, KeyState] = {}
@@ -115,11 +117,10 @@ class SharedSlotFilter(Filter[GivenKey]):
     def stats(self) -> Stats:
         """Return what this process holds and what happened in it; the slots themselves are not counted."""
         states = list(self._held.values())
-        unknown = states.count(KeyState.UNKNOWN)
         return Stats(
             confirmed=-1,
-            in_flight=len(states) - unknown,
-            unknown=unknown,
+            in_flight=sum(state in _OPEN for state in states),
+            unknown=states.count(KeyState.UNKNOWN),
             duplicates=self._duplicates,
             evicted=self._evicted,
             failed_open=self._failed_open,
@@ -137,27 +138,32 @@ class SharedSlotFilter(Filter[GivenKey]):
 
     def _settle(self, change: Change, keys: Iterable[GivenKey]) -> list[State | None]:
         self._guard.check()
-        places = [self._slot_of(encoded(key)) for key in checked_all(keys)]
+        scope = b"" if self.topic is None else f"{self.topic}/".encode()
+        places = [self._slot_of(scope + encoded(key)) for key in checked_all(keys)]
         answers: list[State | None] = [None] * len(places)
         todo = list(range(len(places)))
         with self._lock:
             try:
                 while todo:
                     todo = self._pass(change, places, todo, answers)
-            except FilterUnavailable:
+            except FilterUnavailable as error:
                 if not self._lets_through:
                     # Nobody is told that these are reserved: asked for again, they come back as from a lost answer.
                     for (_, digest), answer in zip(places, answers, strict=True):
                         if change == "reserve" and (answer is NEW or answer is UNKNOWN):
                             self._held.pop(digest, None)
                     raise
-                # Nobody tells the slots again. A confirmed key stays in flight in its slot until the end of its lease.
-                for _, digest in places if change in ("release", "mark_unknown") else ():
-                    self._settle_held(change, digest)
+                # Nobody tells the slots again, unless this process is asked for the key once more. To the others it
+                # is in flight until the end of its lease.
+                for _, digest in places if change != "reserve" else ():
+                    self._settle_held(change, digest, is_told=False)
                 left = answers.count(None)
                 self._failed_open += left
                 logger.warning(
-                    "the shared slots are away: %s keys are let through", left, extra=about("keys_let_through")
+                    "the shared slots are away: %s keys are let through: %s",
+                    left,
+                    error,
+                    extra=about("keys_let_through"),
                 )
         return answers
 
@@ -183,14 +189,17 @@ class SharedSlotFilter(Filter[GivenKey]):
             self._evicted += changes and new is not None and held is not None and held.digest != digest
             if answer is NEW or answer is UNKNOWN:
                 self._held[digest] = KeyState.IN_FLIGHT if answer is NEW else KeyState.RESENT
+            elif answer is DUPLICATE:
+                self._held.pop(digest, None)
             elif change != "reserve":
                 self._settle_held(change, digest)
         return again
 
-    def _settle_held(self, change: Change, digest: bytes) -> None:
-        """Take note of what became of a key that this process held."""
+    def _settle_held(self, change: Change, digest: bytes, *, is_told: bool = True) -> None:
+        """Take note of what became of a key that this process held, and of what its slot was not told."""
         after = CHANGES[change][self._held.pop(digest, KeyState.ABSENT)]
-        if after is KeyState.UNKNOWN and len(self._held) < self.slots:
+        is_kept = after is KeyState.UNKNOWN or (after is KeyState.CONFIRMED and not is_told)
+        if is_kept and len(self._held) < self.slots:
             self._held[digest] = after
 
     def _read(self, slots: list[int]) -> dict[int, tuple[Slot | None, object]]:
@@ -200,9 +209,17 @@ class SharedSlotFilter(Filter[GivenKey]):
         answers: dict[int, tuple[Slot | None, object]] = {}
         for name, slot in names.items():
             value, mark = found.get(name, (None, _MISSING))
-            held = None if value in (None, _EMPTY) else Slot(value[:16], KeyState(value[16:17].decode()), value[17:])
-            answers[slot] = (held, mark)
+            answers[slot] = (None if value in (None, _EMPTY) else self._slot(name, value), mark)
         return answers
+
+    def _slot(self, name: str, value: bytes) -> Slot:
+        state = value[_DIGEST_BYTES:][:1]
+        if len(value) != _DIGEST_BYTES + 1 + _OWNER_BYTES or state not in _STATES:
+            raise FilterUnavailable(
+                f"memcached holds under {name!r} what no filter has put there: another program uses "
+                f"prefix={self._prefix!r}. Choose another prefix"
+            )
+        return Slot(value[:_DIGEST_BYTES], _STATES[state], value[_DIGEST_BYTES + 1 :])
 
     def _swap(self, slot: int, proof: object, new: Slot | None) -> bool:
         """Put something else into a slot if it is unchanged."""
@@ -237,9 +254,10 @@ def step(
 
     ``holds`` is what this process knows of the key, if it holds it. Pure: the protocol of one slot.
     """
-    before = held.state if held is not None and held.digest == digest else KeyState.ABSENT
+    before = found = held.state if held is not None and held.digest == digest else KeyState.ABSENT
     is_mine = before in _OPEN and held is not None and held.owner == me
-    if change == "reserve" and is_mine and holds is KeyState.UNKNOWN:  # the slot was not told
+    was_not_told = holds is KeyState.CONFIRMED or (is_mine and holds is KeyState.UNKNOWN)
+    if change == "reserve" and holds is not None and was_not_told:
         before = holds
     elif change == "reserve" and is_mine and holds is None:  # our own, of which we never heard that it had worked
         before = KeyState.ABSENT if before is KeyState.IN_FLIGHT else KeyState.UNKNOWN
@@ -247,4 +265,4 @@ def step(
         return None, None, False  # our lease was over, and another process has reserved it since
     after = CHANGES[change][before]
     new = None if after is KeyState.ABSENT else Slot(digest, after, me)
-    return ANSWERS[before] if change == "reserve" else None, new, after is not before
+    return ANSWERS[before] if change == "reserve" else None, new, after is not before or before is not found

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from exactly_once.errors import ConfigurationError
 
+from .keys import NAME, is_name
 from .owners import PublishOwner
 from .snapshot import SnapshotStore
 
@@ -58,10 +59,8 @@ def check_options(options: Mapping[str, Any], known: Mapping[str, object]) -> No
     if unknown := sorted(options.keys() - known.keys()):
         raise ConfigurationError(f"{unknown[0]}= is no option; there are {', '.join(known)}")
     name, owner, since = (options.get(option) for option in ("producer_name", "owner", "published_since"))
-    if name is not None and (type(name) is not str or not name or name != name.encode(errors="replace").decode()):
-        raise ConfigurationError(
-            f"producer_name={name!r} is empty, no str or no UTF-8; name the producer, the same after a restart"
-        )
+    if name is not None and not is_name(name):
+        raise ConfigurationError(f"producer_name={name!r} is not {NAME}; name the producer, in each life the same")
     if owner is not None and name not in (None, owner.name):
         raise ConfigurationError(f"producer_name={name!r} is not the owner's, {owner.name!r}; leave it out")
     if since is not None and since.tzinfo is None:
@@ -77,7 +76,7 @@ _FORCED: dict[str, tuple[object, tuple[str, ...]]] = {
     "acks": ("all", ("all", "-1")),
     "delivery.report.only.error": (False, ("false", "0")),
 }
-_ALIASES = {"request.required.acks": "acks"}
+_ALIASES = {"request.required.acks": "acks", "delivery.timeout.ms": "message.timeout.ms"}
 _REFUSED = {
     **dict.fromkeys(("on_delivery", "dr_cb", "delivery_cb"), "give on_delivery= to produce()"),
     "transactional.id": "this producer sends outside of transactions; take a TransactionalProducer",
@@ -85,12 +84,17 @@ _REFUSED = {
 }
 
 
+def named_alike(kafka: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under one name each: librdkafka has two for some."""
+    return {_ALIASES.get(key, key): value for key, value in kafka.items()}
+
+
 def client_settings(kafka: Mapping[str, Any], *, is_transactional: bool = False) -> dict[str, Any]:
     """Return the settings for the producing client.
 
     :raises ConfigurationError: for a setting that would break the guarantee, naming its key.
     """
-    settings = {_ALIASES.get(key, key): value for key, value in kafka.items()}
+    settings = named_alike(kafka)
     for key, instead in _REFUSED.items():
         if key in settings and not (is_transactional and key == "transactional.id"):
             raise ConfigurationError(f"{key} is refused: {instead}")

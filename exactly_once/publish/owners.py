@@ -16,6 +16,7 @@ from exactly_once.ledger.session import Connection
 
 from .errors import FilterUnavailable, NameTaken, ProducerFenced
 from .guard import Guard
+from .keys import NAME, is_name
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -79,8 +80,8 @@ class PublishOwner:
         if not 0 < lease_seconds <= threading.TIMEOUT_MAX:
             raise ConfigurationError(f"lease_seconds={lease_seconds!r} must be positive and finite")
         for option, given in (("name", name), ("transactional_id", transactional_id)):
-            if given is not None and (type(given) is not str or not given or "\0" in given):
-                raise ConfigurationError(f"{option}={given!r} is empty, no str or has a NUL; leave it out, or give one")
+            if given is not None and not is_name(given):
+                raise ConfigurationError(f"{option}={given!r} is not {NAME}; leave it out, or give one")
         if exclusive and name is None:
             raise ConfigurationError("exclusive=True needs name=: a drawn name is nobody else's")
         self.store = Store(conninfo, connect=connect, schema=schema, migrate=migrate)
@@ -97,7 +98,7 @@ class PublishOwner:
         self._fenced = False
         self._closing = threading.Event()
         self._guard = Guard(f"the owner {self.name!r}")
-        self._holdings: dict[int, Holding] = {}
+        self._holdings: dict[str, Holding] = {}
         self.id = 0
         self.id = self._start_within(wait_seconds, exclusive=exclusive)
         repeated = [(self._keep, "the lease", "cannot be renewed:", self._about("lease_not_renewed"))]
@@ -119,7 +120,7 @@ class PublishOwner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def holding(self, scope: int) -> Holding:
+    def holding(self, scope: str) -> Holding:
         """Return what this process holds in a scope; all its windows share that."""
         return self._holdings.setdefault(scope, Holding(set(), threading.Lock()))
 

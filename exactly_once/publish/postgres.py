@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
+
+import psycopg
 
 from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
 
+from .errors import PublishError
 from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Change, Filter, KeyState, Resolved, State, Stats
-from .keys import GivenKey, Key, checked_all, encoded
-from .owners import DeadOwner, PublishOwner
+from .keys import NAME, GivenKey, Key, checked_all, encoded, is_name
+from .owners import PublishOwner
+from .take_over import Found, TakeOver, TopicTakeOver
 from .window import Generations
 
 logger = logging.getLogger(__name__)
 
 # Bytes of an encoded key that are kept as they are; a row of the index has room for 2,704.
 _LONGEST = 1025
+# More would be agreed on for everybody; and the database could not add what is much more to a time.
+_LONGEST_WINDOW = 100 * 366 * 24 * 3600
 
 
 def _stored(form: bytes) -> bytes:
     """Return an encoded key, or its digest if it is long: of characters that take several bytes."""
     return form if len(form) <= _LONGEST else b"d" + blake2b(form, digest_size=32).digest()
-
-
-class Found(NamedTuple):
-    """What a take-over found in the log."""
-
-    keys: Collection[bytes]
-    """Encoded keys that are there, as the header ``exactly-once-key`` has them."""
-    is_sure: bool
-    """Whether nothing of the dead owner can arrive any more: it was fenced at the brokers, too."""
-
-
-TakeOver = Callable[[DeadOwner, str], Found]
 
 
 class PostgresWindow(Filter[GivenKey]):
@@ -63,10 +58,18 @@ class PostgresWindow(Filter[GivenKey]):
         take_over: TakeOver | None = None,
         cache_keys: int = 0,
     ) -> None:
-        if not seconds > 0:
-            raise ConfigurationError(f"the window must be positive, not {seconds!r}")
-        if not scope or "\0" in scope:
-            raise ConfigurationError(f"scope={scope!r} is empty or has a NUL; give the topic's name")
+        if not 0 < seconds <= _LONGEST_WINDOW:
+            raise ConfigurationError(
+                f"seconds={seconds!r}: the window must be positive, and {_LONGEST_WINDOW} s (100 years) at most"
+            )
+        if not is_name(scope):
+            raise ConfigurationError(f"scope={scope!r} is not {NAME}; give the topic's name")
+        if seconds < (turned_every := owner.lease_seconds / 3):
+            # Of two windows that passed since the last turn, the second one may have begun to fill a moment ago.
+            raise ConfigurationError(
+                f"seconds={seconds!r}: the owner drops old keys every {turned_every:g} s, a third of its lease, and "
+                "would drop new ones with them: give a longer window, or the owner a shorter lease_seconds="
+            )
         self.owner = owner
         self.scope = scope
         self._take_over = take_over
@@ -77,10 +80,9 @@ class PostgresWindow(Filter[GivenKey]):
                 f"seconds={seconds!r}, but the window of schema {self._store.schema!r} is {agreed:g} s for everybody. "
                 "changes_window=True changes it, also for those that run"
             )
-        ((number,),) = self._store.run("publish_scope", name=scope) or self._store.run("publish_scope", name=scope)
-        self._scope: int = number
+        self._store.run("publish_scope", name=scope)
         self._store.run("publish_rotate")
-        holding = owner.holding(self._scope)
+        holding = owner.holding(scope)
         self._mine, self._lock = holding.keys, holding.lock
         self._duplicates = 0
         # The last keys that were confirmed here, none for longer than a window: their duplicates cost no round trip. Of
@@ -104,11 +106,15 @@ class PostgresWindow(Filter[GivenKey]):
             known = self._cache.of(wanted)
             self._cache_hits += len(known)
             states, holders = self._ask(sorted(set(wanted) - known), map_version)
-            dead = self._take_over_from(holders) if holders else 0
-            if dead:
-                held = sorted(key for key, state in states.items() if state is IN_FLIGHT)
-                again, _ = self._ask(held, map_version)
-                states.update(again)
+            try:
+                dead = self._take_over_from(holders) if holders else 0
+                if dead:
+                    held = sorted(key for key, state in states.items() if state is IN_FLIGHT)
+                    again, _ = self._ask(held, map_version)
+                    states.update(again)
+            except BaseException:
+                self._undo({key for key, state in states.items() if state in (NEW, UNKNOWN)})
+                raise
             self._mine.update(key for key, state in states.items() if state in (NEW, UNKNOWN))
             answers = []
             states.update(dict.fromkeys(known, DUPLICATE))
@@ -119,10 +125,23 @@ class PostgresWindow(Filter[GivenKey]):
             self._duplicates += answers.count(DUPLICATE)
             return answers
 
+    def check_topic(self, topic: str) -> None:
+        """Raise for a topic in which a take-over would not look: what it did not find elsewhere would be sent again."""
+        if isinstance(self._take_over, TopicTakeOver) and topic != self.scope:
+            raise ConfigurationError(
+                f"scope={self.scope!r} of a window that serves topic {topic!r}: TopicTakeOver looks for the keys of a "
+                "dead process in the topic that the scope names. Give scope=topic"
+            )
+
+    def undo_many(self, keys: Iterable[GivenKey]) -> None:
+        """Undo reservations whose caller gets an error instead: no other process would wait for them in vain."""
+        with self._lock:
+            self._undo({self.form_of(key) for key in checked_all(keys)})
+
     def resolve(self, found: Collection[bytes], *, is_sure: bool) -> Resolved:
         """Settle unknown keys of the scope, whoever has left them; so what is not there may still arrive."""
         with self._lock:
-            unknown = {key for (key,) in self._store.run("publish_unknown", scope=self._scope)}
+            unknown = {key for (key,) in self._store.run("publish_unknown", scope=self.scope)}
             there = unknown.intersection(map(_stored, found))
             self._run("publish_confirm", there)
         return Resolved(len(there), 0, len(unknown) - len(there))
@@ -130,7 +149,7 @@ class PostgresWindow(Filter[GivenKey]):
     def peek(self, keys: Iterable[GivenKey]) -> dict[bytes, str]:
         """Return the encoded forms of those that are there, and in which state; reserve none."""
         wanted = sorted({self.form_of(key) for key in checked_all(keys)})
-        return dict(self._store.run("publish_peek", scope=self._scope, keys=wanted)) if wanted else {}
+        return dict(self._store.run("publish_peek", scope=self.scope, keys=wanted)) if wanted else {}
 
     @staticmethod
     def form_of(key: Key) -> bytes:
@@ -146,7 +165,7 @@ class PostgresWindow(Filter[GivenKey]):
 
     def stats(self) -> Stats:
         """Return the figures of this moment: a scan of the scope's keys, of all processes."""
-        counts: dict[str, int] = dict(self._store.run("publish_count", scope=self._scope))
+        counts: dict[str, int] = dict(self._store.run("publish_count", scope=self.scope))
         return Stats(
             confirmed=counts.get("c", 0),
             in_flight=counts.get("f", 0) + counts.get("t", 0),
@@ -163,7 +182,7 @@ class PostgresWindow(Filter[GivenKey]):
         holders: set[int] = set()
         rows = self._store.run(
             "publish_reserve",
-            scope=self._scope,
+            scope=self.scope,
             keys=wanted,
             owner=self.owner.id,
             token=self.owner.token,
@@ -186,7 +205,7 @@ class PostgresWindow(Filter[GivenKey]):
             found = Found((), is_sure=False) if self._take_over is None else self._take_over(owner, self.scope)
             ((confirmed, released, unknown),) = self._store.run(
                 "publish_take_over",
-                scope=self._scope,
+                scope=self.scope,
                 dead=owner.id,
                 keys=sorted(map(_stored, found.keys)),
                 is_sure=found.is_sure,
@@ -218,8 +237,16 @@ class PostgresWindow(Filter[GivenKey]):
                 self._run("publish_release", held, is_held=True)
                 self._run("publish_release", settled - held, is_held=False)
 
+    def _undo(self, forms: set[bytes]) -> None:
+        """Release keys; where that cannot be done now, they are given to this process again, as after a lost answer."""
+        try:
+            with contextlib.suppress(psycopg.Error, PublishError):
+                self._run("publish_release", forms, is_held=True)
+        finally:
+            self._mine.difference_update(forms)
+
     def _run(self, name: str, keys: set[bytes], **more: Any) -> None:
         """Run a change of keys, under the lock: nobody may reserve one of them before ``_mine`` has changed, too."""
         if keys:
-            self._store.run(name, scope=self._scope, keys=sorted(keys), owner=self.owner.id, **more)
+            self._store.run(name, scope=self.scope, keys=sorted(keys), owner=self.owner.id, **more)
             self._mine.difference_update(keys)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from .chain import Link, Pair
 from .errors import KeyRefused
 from .filter import MemoryFilter
-from .keys import INT64
+from .keys import INT64, NAME, is_name
 from .store import Rows, Store
 
 
@@ -17,7 +17,7 @@ class PostgresChain(MemoryFilter[Link, Pair]):
     What a chain has seen is one multirange in one row, whatever its length: nothing grows but with gaps. A batch is
     looked up by one statement and confirmed by one. Up to a hundred gaps of a chain cost nothing, a thousand cost a few
     milliseconds per batch. A batch waits for whoever holds the row of one of its chains. It never takes a new number
-    for a seen one.
+    for a seen one. A producer's topics have chains of their own: the row of this one is ``<topic>/sensor-7`` then.
 
     Thread-safe. ``docs/publishing.md`` says what it promises after a failed send, a crash, beside a second process.
     """
@@ -32,14 +32,14 @@ class PostgresChain(MemoryFilter[Link, Pair]):
     def _checked(self, keys: Iterable[Link]) -> list[Pair]:
         given = list(keys)
         for chain, number, _ in given:
-            if type(chain) is not str or not chain or "\0" in chain:
-                raise KeyRefused(f"a chain's name is a str with something in it, not {chain!r}")
+            if not is_name(chain):
+                raise KeyRefused(f"a chain's name is {NAME}, not {chain!r}")
             if type(number) is not int or not 0 <= number < INT64 - 1:
                 raise KeyRefused(f"a number of a dense chain is an int from 0 to 2**63 - 2, not {number!r}")
         return [key[:2] for key in given]
 
     def _seen(self, keys: Sequence[Pair]) -> Collection[Pair]:
-        return {(chain, number) for chain, number in self._run("publish_seen", keys)}
+        return {(chain.removeprefix(self._prefix), number) for chain, number in self._run("publish_seen", keys)}
 
     def _keep(self, keys: Sequence[Pair]) -> None:
         self._run("publish_see", keys)
@@ -47,4 +47,10 @@ class PostgresChain(MemoryFilter[Link, Pair]):
     def _run(self, name: str, keys: Sequence[Pair]) -> Rows:
         if not keys:
             return []
-        return self._store.run(name, chains=[chain for chain, _ in keys], numbers=[number for _, number in keys])
+        chains, numbers = [self._prefix + chain for chain, _ in keys], [number for _, number in keys]
+        return self._store.run(name, chains=chains, numbers=numbers)
+
+    @property
+    def _prefix(self) -> str:
+        """What tells the chains of topics apart; no topic's name has a slash."""
+        return "" if self.topic is None else f"{self.topic}/"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -131,6 +132,12 @@ class DedupProducer(Publisher):
         :raises BufferError: when there is none within ``room_seconds``; what was not handed over is not marked.
         :raises KeyRefused: when an identity is missing or cannot be one; nothing was marked.
         """
+        for several in (messages, dedup_keys):
+            if isinstance(several, (str, bytes, bytearray, memoryview)):
+                kind = type(several).__name__
+                raise TypeError(
+                    f"produce_many takes several messages and keys, not one {kind}, whose parts would be sent"
+                )
         ready = self._ready(topic)
         given: list[Any] = list(messages)
         if dedup_keys is None and sequences is None:
@@ -173,10 +180,12 @@ class DedupProducer(Publisher):
         if not options.get("transactions", True):
             return False
         if self._committer is None:
-            timeout_ms = float(self._settings.get("message.timeout.ms", _TIMEOUT_MS))
+            # To the client none means that there is no end.
+            timeout_ms = float(self._settings.get("message.timeout.ms", _TIMEOUT_MS)) or math.inf
             settings = {**self._settings, "transactional.id": f"exactly-once-{self.producer_name}"}
-            if "message.timeout.ms" in settings:  # the client refuses a shorter one
-                settings.setdefault("transaction.timeout.ms", max(60_000, int(timeout_ms)))
+            # Of one transaction: the client refuses more. Those of one that failed are sent again.
+            limit_ms = float(settings.get("transaction.timeout.ms", 1000 * _SECONDS))
+            settings["message.timeout.ms"] = int(min(timeout_ms, limit_ms))
             inner = TransactionalProducer(settings, dedup=NoFilter(), producer_name=self.producer_name)
             inner.find_seconds = min(_SECONDS, timeout_ms / 1000)
             inner.logs = self._logs

@@ -29,7 +29,7 @@ from .filter import Filter, NoFilter, Resolved
 from .guard import Guard, leave_in_children
 from .headers import Headers, headers_of, kept, key_of, sequence_of, with_key, with_sequence
 from .keys import GivenKey, checked_all
-from .options import PublishOptions, client_settings
+from .options import PublishOptions, client_settings, named_alike
 from .owners import PublishOwner
 from .recovery import SequenceLog
 from .sequence import SequenceFilter
@@ -44,6 +44,9 @@ CLOSE_SECONDS = 30.0
 _ROOM_SECONDS = 0.1
 # So many failed messages are named in an error; the others are counted.
 _NAMED = 3
+
+# So much of a topic's name is in that of its snapshots: 255 characters are what file systems take for all of it.
+_SHOWN = 200
 
 AnyFilter = Filter[Any]
 
@@ -90,7 +93,7 @@ class Publisher:
     def __init__(
         self, kafka: Mapping[str, Any], *, dedup: AnyFilter | Callable[[str], AnyFilter], options: PublishOptions
     ) -> None:
-        self._settings = dict(kafka)
+        self._settings = named_alike(kafka)
         # Of clients that read: where and as whom.
         self._kafka = {key: value for key, value in kafka.items() if not key.startswith("transaction")}
         self._options = options
@@ -101,6 +104,7 @@ class Publisher:
         # Who publishes with sequences gives one, and the same after a restart.
         self.producer_name = given or (f"producer-{uuid4()}" if owner is None else owner.name)
         self._dedup = dedup
+        # Replaced as a whole by who adds one: other threads may be in a loop over it.
         self._topics: dict[str, TopicPublisher] = {}
         self._opening = threading.Lock()
         # Callbacks that are to be called, with what they are told.
@@ -121,7 +125,7 @@ class Publisher:
         return contextlib.nullcontext()
 
     def _connect(self) -> Producer:
-        """Make the first client."""
+        """Make a client."""
         return Producer(client_settings(self._settings))
 
     def __enter__(self) -> Self:
@@ -137,7 +141,7 @@ class Publisher:
     def __len__(self) -> int:
         """Return how many messages wait for their report."""
         self._guard.check()
-        return 0 if self._closed else len(self._client)
+        return 0 if self._closed else self._waiting(len(self._client))
 
     def __bool__(self) -> bool:
         """Be true also with nothing to wait for."""
@@ -161,7 +165,7 @@ class Publisher:
     def metrics(self) -> str:
         """Return figures of all topics in the text format of Prometheus; filters in Postgres scan their keys for it."""
         ended, keys = ["# TYPE exactly_once_publish_messages_total counter"], ["# TYPE exactly_once_publish_keys gauge"]
-        for topic in list(self._topics.values()):
+        for topic in self._topics.values():
             name = self.producer_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
             labels = f'topic="{topic.topic}",producer="{name}"'
             stats = topic.filter.stats()
@@ -196,16 +200,16 @@ class Publisher:
         found: set[Any] = set()
         is_sure = of_topic.is_transactional
         with self._nothing_arrives() if is_sure else contextlib.nullcontext():
-            begin, is_whole = rest_of(self._kafka, topic, starts)
+            begin, why = rest_of(self._kafka, topic, starts, ahead=int(is_sure))
             for message in read_tail(self._kafka, topic, begin):
                 headers = headers_of(message)
                 sent = sequence_of(headers)
                 if sent is None:
-                    found.add(key_of(headers))
+                    if (key := key_of(headers)) is not None:
+                        found.add(key)
                 elif sent.producer == self.producer_name:
                     found.add(sent.number)
-            why = None if is_whole else "retention has removed messages, or it was made anew"
-            if is_sure and is_whole:
+            if is_sure and why is None:
                 why = describe(self._kafka, topic).why_unsure(None if of_topic.log is None else of_topic.log.topic_id)
             if is_sure and why is not None:
                 said = "what %r does not hold stays unknown: %s"
@@ -244,7 +248,7 @@ class Publisher:
         self._settle()
         if (failed := self._failures(all_of_them=False)) is not None:
             raise failed
-        return left
+        return self._waiting(left)
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Flush, and fail what has no acknowledgement by then. May be called again.
@@ -283,7 +287,21 @@ class Publisher:
         if (failed := self._failures(all_of_them=True)) is not None:
             errors.append(failed)
         if errors:
-            raise self._gravest(errors)
+            # An interruption, else what became of messages, else a callback's own error.
+            first, *others = sorted(errors, key=lambda e: (isinstance(e, Exception), not isinstance(e, PublishError)))
+            for other in others:
+                said = f"{type(other).__name__}: {other}"
+                logger.error("closing producer %r: %s", self.producer_name, said, extra=about("close_failed"))
+            for other in others[:_NAMED]:
+                first.add_note(f"closing also raised {type(other).__name__}: {other}")
+            if len(others) > _NAMED:
+                first.add_note(f"and {len(others) - _NAMED} errors more, which are logged")
+            raise first
+
+    def _waiting(self, events: int) -> int:
+        """Return how many messages are among what the client still has to tell: it counts errors of its own, too."""
+        topics = (topic for topic in self._topics.values() if topic.is_transactional is self._is_transactional)
+        return min(events, sum(len(topic.in_flight) for topic in topics))
 
     def _close_others(self) -> None:
         """Close what this producer has beside its client and its filters."""
@@ -306,20 +324,7 @@ class Publisher:
         while self.calls:
             with errors:
                 self._call_back()
-        # Its length counts errors of its connections, too, which come at any time.
-        return len(self._client) if unsent is None else unsent
-
-    def _gravest(self, errors: _Errors) -> BaseException:
-        """Return what ``close`` raises: an interruption, else what became of messages, else a callback's own error."""
-        first, *others = sorted(errors, key=lambda e: (isinstance(e, Exception), not isinstance(e, PublishError)))
-        for other in others:
-            said = f"{type(other).__name__}: {other}"
-            logger.error("closing producer %r: %s", self.producer_name, said, extra=about("close_failed"))
-        for other in others[:_NAMED]:
-            first.add_note(f"closing also raised {type(other).__name__}: {other}")
-        if len(others) > _NAMED:
-            first.add_note(f"and {len(others) - _NAMED} errors more, which are logged")
-        return first
+        return self._waiting(len(self._client) if unsent is None else unsent)
 
     def _failures(self, *, all_of_them: bool) -> Undelivered | None:
         """Return the failures that nobody has looked at, once; at the end also what others were to send."""
@@ -383,7 +388,16 @@ class Publisher:
         name, produce = batch.topic.topic, self._client.produce
         done = 0
         try:
-            headers = _headers(batch, places, self.producer_name)
+            headers: list[Any] | None = None
+            made, extras = batch.topic.filter, batch.extras
+            if made.writes_key:  # with what recovery needs
+                own = [extras[place][1] if place in extras else None for place in places]
+                identities = [batch.identities[place] for place in places]
+                if isinstance(made, SequenceFilter):
+                    numbered = zip(own, identities, made.predecessors(identities), strict=True)
+                    headers = [with_sequence(h, self.producer_name, before, number) for h, number, before in numbered]
+                else:
+                    headers = [with_key(h, key) for h, key in zip(own, identities, strict=True)]
             is_all = len(places) == len(batch.values)
             values = batch.values if is_all else [batch.values[place] for place in places]
             keys = batch.keys if is_all else [batch.keys[place] for place in places]
@@ -430,7 +444,7 @@ class Publisher:
                     raise
 
     def _settle(self) -> None:
-        for topic in list(self._topics.values()):
+        for topic in self._topics.values():
             self._settle_topic(topic)
         while self.calls:
             self._call_back()
@@ -476,6 +490,7 @@ class Publisher:
                         "be taken for a duplicate. Give a function that makes a filter for each topic: "
                         "dedup=lambda topic: WindowFilter(...)"
                     )
+                made.check_topic(name)
                 made.topic = name
             for owner in getattr(made, "owners", (getattr(made, "owner", None),)):
                 self._check_owner(owner)
@@ -484,7 +499,8 @@ class Publisher:
                     if options.get("recover", True):
                         is_transactional = self._fence_predecessor()
                         log = self._recovered(name, made, is_fenced=is_transactional)
-            topic = self._topics[name] = TopicPublisher(self, name, made, log, is_transactional=is_transactional)
+            topic = TopicPublisher(self, name, made, log, is_transactional=is_transactional)
+            self._topics = {**self._topics, name: topic}
             return topic
 
     def _recovered(self, topic: str, made: SequenceFilter, *, is_fenced: bool) -> SequenceLog:
@@ -500,8 +516,8 @@ class Publisher:
         if callable(given):
             store = given(topic)
         elif given is not None:  # a directory, in which each producer and topic has a file of its own
-            digest = blake2b(self.producer_name.encode(), digest_size=8).hexdigest()
-            store = SnapshotFile(Path(given) / f"{topic}-{digest}.snapshot")
+            shown = topic if len(topic) <= _SHOWN else f"{topic[:_SHOWN]}-{_digest(topic)}"
+            store = SnapshotFile(Path(given) / f"{shown}-{_digest(self.producer_name)}.snapshot")
         log = SequenceLog(
             self._kafka,
             topic,
@@ -526,14 +542,5 @@ class Publisher:
             )
 
 
-def _headers(batch: Batch, places: Sequence[int], producer: str) -> list[Any] | None:
-    """Return the headers of messages with those that recovery needs; None where it needs none."""
-    made = batch.topic.filter
-    if not made.writes_key:
-        return None
-    given = [batch.extras[place][1] if place in batch.extras else None for place in places]
-    identities = [batch.identities[place] for place in places]
-    if isinstance(made, SequenceFilter):
-        numbered = zip(given, identities, made.predecessors(identities), strict=True)
-        return [with_sequence(headers, producer, before, number) for headers, number, before in numbered]
-    return [with_key(headers, key) for headers, key in zip(given, identities, strict=True)]
+def _digest(name: str) -> str:
+    return blake2b(name.encode(), digest_size=8).hexdigest()

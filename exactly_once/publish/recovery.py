@@ -119,21 +119,34 @@ class SequenceLog:
                 "cleanup.policy=delete, or PostgresWindow with a dedup key"
             )
         walk, starts, may_hide = self._from_snapshot()
-        if may_hide:
-            self._wait_for_replicas()
-        lows = {p: low for p, (low, _) in ranges_of(self.kafka, self.topic).items()}
+        if may_hide and self._log.replicas > 1:
+            # A message of a killed predecessor stands in a leader's log unseen until every in-sync replica has it. One
+            # that lags leaves them after this long.
+            seconds = _LAGS * self._log.lag_seconds + _LEAVE_SECONDS
+            logger.warning(
+                "waiting %g s (by replica.lag.time.max.ms) before %r is read: without transactions, what an earlier "
+                "producer %r sent last may not be visible yet",
+                seconds,
+                self.topic,
+                self.producer,
+                extra=about("waits_for_replicas") | {"topic": self.topic, "producer": self.producer},
+            )
+            time.sleep(seconds)
+        ranges = ranges_of(self.kafka, self.topic)
+        lows = {p: low for p, (low, _) in ranges.items()}
         trimmed = set() if starts is not None or self.accept_trimmed else {p for p, low in lows.items() if low > 0}
         if starts is None and self.since is not None:
             starts = starts_since(self.kafka, lows, self.since)
             trimmed = {p for p in trimmed if starts[p] <= lows[p]}
             starts = {p: max(low, starts[p]) for p, low in lows.items()}
-        self.positions = {**lows, **(starts or {})}
+        # All of it is read, also what is no message: the ends of transactions.
+        self.positions = {p: high for p, (_, high) in ranges.items()}
         seen_in: set[Partition] = set()
         count = 0
         for message in read_tail(self.kafka, self.topic, starts):
             count += 1
             partition = Partition(self.topic, message.partition() or 0)
-            self.positions[partition] = (message.offset() or 0) + 1
+            self.positions[partition] = max(self.positions.get(partition, 0), (message.offset() or 0) + 1)
             sent = sequence_of(headers_of(message))
             if sent is not None and sent.producer == self.producer:
                 seen_in.add(partition)
@@ -179,6 +192,9 @@ class SequenceLog:
         for message in messages:
             self._fresh += 1
             partition, end = Partition(self.topic, message.partition() or 0), (message.offset() or 0) + 1
+            # Behind the last message of a transaction stands its end, or a message of another producer. The end belongs
+            # to what is known: where retention has removed nothing else, nothing is lost.
+            end += self.is_fenced
             self._next[partition] = max(self._next.get(partition, 0), end)
         self._advance()
         if self._fresh >= self.every:
@@ -239,21 +255,3 @@ class SequenceLog:
         # The fence ends only what was sent in transactions.
         may_hide = not (content["clean"] or (self.is_fenced and content.get("transactions", True)))
         return walk, {Partition(self.topic, n): offset for n, offset in content["positions"]}, may_hide
-
-    def _wait_for_replicas(self) -> None:
-        """Wait until what a killed predecessor has put into a leader's log is shown, or is gone.
-
-        A message stands there unseen until every in-sync replica has it. One that lags leaves them after this long.
-        """
-        if self._log.replicas < 2:
-            return
-        seconds = _LAGS * self._log.lag_seconds + _LEAVE_SECONDS
-        logger.warning(
-            "waiting %g s (by replica.lag.time.max.ms) before %r is read: without transactions, what an earlier "
-            "producer %r sent last may not be visible yet",
-            seconds,
-            self.topic,
-            self.producer,
-            extra=about("waits_for_replicas") | {"topic": self.topic, "producer": self.producer},
-        )
-        time.sleep(seconds)

@@ -13,6 +13,10 @@ from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Change, Filter,
 from .keys import GivenKey, Key, checked_all, encoded
 from .postgres import PostgresWindow
 
+# Where two databases know a key, what the later one here says holds.
+_SURER = (NEW, UNKNOWN, IN_FLIGHT, DUPLICATE)
+_INT32 = 1 << 31
+
 
 def shard_of(key: bytes, names: Iterable[str]) -> str:
     """Return the shard of an encoded key: the name with the highest digest together with the key.
@@ -25,9 +29,9 @@ def shard_of(key: bytes, names: Iterable[str]) -> str:
 class ShardedWindow(Filter[GivenKey]):
     """Spreads keys over windows in several databases: ``ShardedWindow({"a": window_a, "b": window_b}, version=1)``.
 
-    Every process must use the same map. A changed map gets a higher ``version`` and, for one window, ``previous``: the
-    names of the map before, whose windows are looked into for keys that have moved. Start one process with it, and
-    those that still have the lower version are refused with :class:`ProducerFenced` at their next call.
+    Every process must use the same map. A changed map gets a higher ``version`` and, for one window, ``previous``: all
+    windows of the maps that held meanwhile, which are looked into for keys that have moved. Start one process with it,
+    and those that still have the lower version are refused with :class:`ProducerFenced` at their next call.
 
     Promises what its windows promise. A shard that is away makes the keys of that shard unavailable, and a batch with
     such a key; reservations that the batch made in other shards are undone.
@@ -45,10 +49,21 @@ class ShardedWindow(Filter[GivenKey]):
     ) -> None:
         if not windows:
             raise ConfigurationError("a map of shards needs at least one")
-        if version < 1:
-            raise ConfigurationError(f"version={version!r} must be at least 1; raise it with every change of the map")
+        if not 0 < version < _INT32:
+            raise ConfigurationError(
+                f"version={version!r} must be at least 1, and an int of 32 bits; raise it with every change of the map"
+            )
         self._windows = dict(windows)
         self._previous = dict(previous or {})
+        # Keys that move between two names of one window would be found there at once: reserved, by this very call.
+        names_before = {(id(window.owner), window.scope): name for name, window in self._previous.items()}
+        for name, window in self._windows.items():
+            before = names_before.get((id(window.owner), window.scope), name)
+            if before != name:
+                raise ConfigurationError(
+                    f"the shard {name!r} is the window that previous= calls {before!r}: leave it its name, which "
+                    "decides where keys are"
+                )
         self.version = version
         self.owners = tuple(window.owner for window in (*self._windows.values(), *self._previous.values()))
         names = "\0".join(sorted(windows)).encode()
@@ -64,22 +79,26 @@ class ShardedWindow(Filter[GivenKey]):
         """Reserve several keys, each in its shard: one statement per shard."""
         wanted = checked_all(keys)
         answers: list[State] = [NEW] * len(wanted)
-        done: list[tuple[PostgresWindow, Key]] = []
+        done: list[tuple[PostgresWindow, list[Key]]] = []
         try:
             for name, places in self._by_shard(wanted, self._windows).items():
                 window = self._windows[name]
                 mine = [wanted[place] for place in places]
                 states = window.reserve_many(mine, map_version=self.version)
-                for place, key, state in zip(places, mine, states, strict=True):
+                done.append((window, [key for key, state in zip(mine, states, strict=True) if state in (NEW, UNKNOWN)]))
+                for place, state in zip(places, states, strict=True):
                     answers[place] = state
-                    if state in (NEW, UNKNOWN):
-                        done.append((window, key))
             self._ask_previous(wanted, answers)
         except BaseException:
-            for window, key in done:
-                window.release(key)
+            for window, keys_of_it in done:
+                window.undo_many(keys_of_it)
             raise
         return answers
+
+    def check_topic(self, topic: str) -> None:
+        """Ask each shard."""
+        for window in (*self._windows.values(), *self._previous.values()):
+            window.check_topic(topic)
 
     def stats(self) -> Stats:
         """Return the sums over the shards."""
@@ -87,8 +106,9 @@ class ShardedWindow(Filter[GivenKey]):
         return Stats(**{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(Stats)})
 
     def resolve(self, found: Collection[bytes], *, is_sure: bool) -> Resolved:
-        """Settle unknown keys in every shard."""
-        parts = [window.resolve(found, is_sure=is_sure) for window in self._windows.values()]
+        """Settle unknown keys in every shard, in those of the maps before as well: keys that have moved are there."""
+        windows = {**self._previous, **self._windows}.values()
+        parts = [window.resolve(found, is_sure=is_sure) for window in windows]
         return Resolved(*map(sum, zip(*parts, strict=True)))
 
     def _ask_previous(self, wanted: list[Key], answers: list[State]) -> None:
@@ -96,26 +116,28 @@ class ShardedWindow(Filter[GivenKey]):
         if not self._previous:
             return
         fresh = [key for key, state in zip(wanted, answers, strict=True) if state is NEW]
-        for name, places in self._by_shard(fresh, self._previous).items():
-            moved = [fresh[p] for p in places if shard_of(encoded(fresh[p]), self._windows) != name]
-            previous = self._previous[name]
+        found: dict[Key, State] = {}
+        # In each of them: where the map has changed twice, a key may be where the first one had it.
+        for name, previous in self._previous.items():
+            moved = [key for key in fresh if shard_of(encoded(key), self._windows) != name]
             there = previous.peek(moved)
-            found = {key: ANSWERS[KeyState(there[form])] for key in moved if (form := previous.form_of(key)) in there}
-            held = [key for key, state in found.items() if state is IN_FLIGHT]  # perhaps by somebody who died
+            states = {key: ANSWERS[KeyState(there[form])] for key in moved if (form := previous.form_of(key)) in there}
+            held = [key for key, state in states.items() if state is IN_FLIGHT]  # perhaps by somebody who died
             for key, state in zip(held, previous.reserve_many(held, map_version=self.version), strict=True):
-                found[key] = state
+                states[key] = state
                 if state is NEW:
                     previous.release(key)
                 elif state is UNKNOWN:
                     previous.mark_unknown(key)
-            for place, key in enumerate(wanted):
-                if answers[place] is NEW and found.get(key, NEW) is not NEW:
-                    window = self._windows[shard_of(encoded(key), self._windows)]
-                    answers[place] = found[key]
-                    if found[key] is DUPLICATE:
-                        window.confirm(key)
-                    elif found[key] is IN_FLIGHT:  # whoever holds it settles it there
-                        window.release(key)
+            found |= {key: max(state, found.get(key, NEW), key=_SURER.index) for key, state in states.items()}
+        for place, key in enumerate(wanted):
+            if answers[place] is NEW and found.get(key, NEW) is not NEW:
+                window = self._windows[shard_of(encoded(key), self._windows)]
+                answers[place] = found[key]
+                if found[key] is DUPLICATE:
+                    window.confirm(key)
+                elif found[key] is IN_FLIGHT:  # whoever holds it settles it there
+                    window.release(key)
 
     def _settle(self, change: Change, keys: Iterable[GivenKey]) -> None:
         given = checked_all(keys)

@@ -16,7 +16,7 @@ from typing import Literal
 from exactly_once.errors import ConfigurationError
 
 from .filter import MemoryFilter
-from .keys import GivenKey, Key, checked_all, encoded
+from .keys import GivenKey, Key, encoded
 
 WAYS = (1, 2, 4, 8, 16)
 _STAMP_MASK = 0xFFFFFFFF
@@ -74,9 +74,6 @@ class SlotFilter(MemoryFilter[GivenKey, Key]):
         self._stamps = array("I", bytes(0 if window is None else 4 * slots))
         self._count = self._young = 0
         self.max_unknown = slots
-
-    def _checked(self, keys: Iterable[GivenKey]) -> list[Key]:
-        return checked_all(keys)
 
     def _seen(self, keys: Sequence[Key]) -> Collection[Key]:
         return self._table.known(keys)

@@ -10,6 +10,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
+from exactly_once.errors import ConfigurationError
+
 from .errors import SnapshotCorrupted
 
 _NAME = b"exactly-once snapshot "
@@ -31,10 +33,15 @@ class SnapshotStore(Protocol):
 
 
 class SnapshotFile:
-    """Keeps snapshots in a file."""
+    """Keeps snapshots in a file.
+
+    :raises ConfigurationError: when its directory does not exist.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        if not self._path.parent.is_dir():
+            raise ConfigurationError(f"snapshots in {self._path}: there is no directory {self._path.parent}")
 
     def __repr__(self) -> str:
         return f"SnapshotFile({str(self._path)!r})"

@@ -15,13 +15,14 @@ from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
+import tenacity
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource  # type: ignore[attr-defined]
 
 from exactly_once._log import about
 from exactly_once._model import Partition
-from exactly_once.errors import BrokerUnreachable
-from exactly_once.kafka.admin import Cluster
+from exactly_once.errors import BrokerUnreachable, UnknownTopic
+from exactly_once.kafka.admin import REQUEST_SECONDS, Cluster
 from exactly_once.kafka.settings import admin_settings
 from exactly_once.ledger.retry import retry_for
 
@@ -33,9 +34,13 @@ T = TypeVar("T")
 
 _BATCH = 10_000
 _SECONDS = 120.0
-_ASK_SECONDS = 10.0
+# After so long without a message it is logged that one is waited for: brokers that answer take a second.
+_TOLD_SECONDS = 5.0
 _NOT_ALLOWED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 _RANGES_SECONDS = 30.0
+# For so long the broker that answers may be behind the one that has made a topic, and how often it is asked.
+_BEHIND_SECONDS = 3.0
+_AGAIN_SECONDS = 0.2
 # What the client says of a partition that nobody leads.
 _NO_LEADER = -1
 # The brokers' default of replica.lag.time.max.ms, where they do not tell.
@@ -73,7 +78,7 @@ def describe(kafka: Mapping[str, Any], topic: str) -> Log:
     def log(cluster: Cluster) -> Log:
         cluster_id, topic_id = cluster.identify(), cluster.describe([topic])[topic].topic_id
         try:
-            partitions = admin.list_topics(topic, timeout=_ASK_SECONDS).topics[topic].partitions.values()
+            partitions = admin.list_topics(topic, timeout=REQUEST_SECONDS).topics[topic].partitions.values()
             # A client that has just connected again may know the topic and no partition or leader of it.
             leaders = sorted({partition.leader for partition in partitions} - {_NO_LEADER})
             if not leaders:
@@ -91,8 +96,9 @@ def describe(kafka: Mapping[str, Any], topic: str) -> Log:
             lag_seconds=_LAG_SECONDS if lag is None else int(lag) / 1000,
         )
 
-    # As with the fence: without a logger of its own the client would print what is no news here.
-    with AdminClient({**admin_settings(kafka), "log_level": 3}) as admin:
+    # As with the fence: without a logger of its own the client would print what is no news here. Nor may a question
+    # create the topic.
+    with AdminClient({**admin_settings(kafka), "log_level": 3, "allow.auto.create.topics": False}) as admin:
         return _asked(kafka, log)
 
 
@@ -100,7 +106,7 @@ def _setting(admin: AdminClient, kind: Any, name: str, key: str) -> str | None:
     """Return a setting of a topic or a broker; None where one may not read it."""
     resource = ConfigResource(kind, name)
     try:
-        settings = admin.describe_configs([resource], request_timeout=_ASK_SECONDS)[resource].result(_ASK_SECONDS)
+        settings = admin.describe_configs([resource], request_timeout=REQUEST_SECONDS)[resource].result(REQUEST_SECONDS)
     except Silence as error:
         raise BrokerUnreachable(f"nobody tells {key} of {name!r}") from error
     except KafkaException as error:
@@ -133,18 +139,22 @@ def ends_of(kafka: Mapping[str, Any], topic: str) -> dict[Partition, int]:
     return {partition: high for partition, (_, high) in ranges_of(kafka, topic).items()}
 
 
-def rest_of(kafka: Mapping[str, Any], topic: str, starts: Mapping[Partition, int]) -> tuple[dict[Partition, int], bool]:
-    """Return where to read what is left of a log behind ``starts``, and whether that is all that ever was there.
+def rest_of(
+    kafka: Mapping[str, Any], topic: str, starts: Mapping[Partition, int], *, ahead: int = 0
+) -> tuple[dict[Partition, int], str | None]:
+    """Return where to read what is left of a log behind ``starts``, and why there may have been more; None if not.
 
-    Retention may have removed some of it. A log that ends before its start is another one, and is read as a whole.
+    A log that ends before its start is another one, and is read as a whole; a start may be ``ahead`` by so many records
+    that are still to come.
     """
-    begin, is_whole = {}, True
+    begin, why = {}, None
     for partition, (low, high) in ranges_of(kafka, topic).items():
         start = starts.get(partition, 0)
-        is_there = low <= start <= high
-        begin[partition] = start if is_there else low
-        is_whole = is_whole and is_there
-    return begin, is_whole
+        is_there = low <= start <= high + ahead
+        begin[partition] = min(start, high) if is_there else low
+        if not is_there:
+            why = "retention has removed messages, or the topic was made anew"
+    return begin, why
 
 
 def read_tail(
@@ -203,8 +213,14 @@ def starts_since(kafka: Mapping[str, Any], partitions: Iterable[Partition], mome
 
 def _asked(kafka: Mapping[str, Any], question: Callable[[Cluster], T]) -> T:
     """Return what the brokers answer, asked again while they cannot: a leader may be on its way."""
+    until_known = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(UnknownTopic),
+        wait=tenacity.wait_fixed(_AGAIN_SECONDS),
+        stop=tenacity.stop_after_delay(_BEHIND_SECONDS),
+        reraise=True,
+    )
     with Cluster(admin_settings(kafka)) as cluster:
-        return retry_for(_RANGES_SECONDS)(question, cluster)
+        return until_known(lambda: retry_for(_RANGES_SECONDS)(question, cluster))
 
 
 def _read(
@@ -212,6 +228,8 @@ def _read(
 ) -> Generator[Message, None, None]:
     client = Consumer(
         {
+            # Without a logger of its own it would print that it takes none of a producer's settings.
+            "log_level": 3,
             **admin_settings(kafka),
             "group.id": f"exactly-once-tail-{uuid4()}",
             "enable.auto.commit": False,
@@ -221,11 +239,13 @@ def _read(
             "fetch.queue.backoff.ms": 10,
         }
     )
+    starts = {Partition(each.topic, each.partition): each.offset for each in begin}
     try:
         client.assign(begin)
         seen_at = time.monotonic()
+        is_told = False
         reached: dict[Partition, int] = {}
-        while todo:
+        while True:
             for message in client.consume(_BATCH, 0.1):
                 seen_at = time.monotonic()
                 partition = Partition(str(message.topic()), message.partition() or 0)
@@ -238,8 +258,22 @@ def _read(
                     yield message
                 if position >= todo.get(partition, position):
                     todo.pop(partition, None)
-            if time.monotonic() - seen_at > seconds:
-                partition, high = next(iter(todo.items()))
+            if not todo:
+                return
+            partition, high = next(iter(todo.items()))
+            silent_seconds = time.monotonic() - seen_at
+            if not is_told and silent_seconds > _TOLD_SECONDS:
+                is_told = True
+                logger.warning(
+                    "%s shows nothing from offset %s on, and its log ends at %s: waiting for %g s at most, for a "
+                    "transaction of another producer to end or for brokers to answer",
+                    partition,
+                    reached.get(partition, starts[partition]),
+                    high,
+                    seconds,
+                    extra=about("waits_for_tail") | {"topic": partition.topic},
+                )
+            if silent_seconds > seconds:
                 if partition not in reached:
                     raise BrokerUnreachable(f"nothing of {partition} could be read for {seconds:g} s")
                 raise TailHidden(

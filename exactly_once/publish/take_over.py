@@ -1,20 +1,31 @@
-"""TopicTakeOver: what a topic holds of the keys of a dead owner."""
+"""Take-overs: what a topic holds of the keys of a dead owner."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from exactly_once._log import about
 from exactly_once._model import Partition
 
 from .headers import headers_of, key_of
 from .owners import TOPIC_ID, DeadOwner, Positions
-from .postgres import Found
 from .tail import describe, ends_of, fence, id_of, read_tail, rest_of
 
 logger = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """What a take-over found in the log."""
+
+    keys: Collection[bytes]
+    """Encoded keys that are there, as the header ``exactly-once-key`` has them."""
+    is_sure: bool
+    """Whether nothing of the dead owner can arrive any more: it was fenced at the brokers, too."""
+
+
+TakeOver = Callable[[DeadOwner, str], Found]
 
 
 def end_positions(kafka: Mapping[str, Any], topics: Iterable[str]) -> Positions:
@@ -57,13 +68,11 @@ class TopicTakeOver:
         if describe(self._kafka, scope).is_another(topic_id):
             given = {}
         starts = {Partition(scope, int(n)): offset for n, offset in given.items()}
-        begin, is_whole = rest_of(self._kafka, scope, starts)
+        begin, trimmed = rest_of(self._kafka, scope, starts)
         messages = read_tail(self._kafka, scope, begin, seconds=self._seconds)
         keys = {key for message in messages if (key := key_of(headers_of(message))) is not None}
         # After it was read: its policy may have changed meanwhile.
-        why = describe(self._kafka, scope).why_unsure(topic_id)
-        if why is None and not is_whole:
-            why = "retention has removed messages, or the topic was made anew"
+        why = describe(self._kafka, scope).why_unsure(topic_id) or trimmed
         if why is not None:
             logger.warning(
                 "%r does not hold all that was put there since %r (%s) began, and keys that are not there are unknown: "

@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from exactly_once._log import about
 
-from .delivery import FAILURES, Batch, Callback, Deliveries, Delivery, Extra, Interest, Outcome, Payload, outcome_of
+from .delivery import FAILURES, Batch, Callback, Deliveries, Delivery, Extra, Outcome, Payload, outcome_of
 from .errors import FilterUnavailable
 from .filter import DUPLICATE, NEW, UNKNOWN, Filter, State
 from .recovery import SequenceLog
@@ -33,15 +33,6 @@ _SILENT = KafkaError(KafkaError._FAIL, "the client has no report of it")  # noqa
 MARK_SECONDS = 2.0
 # So many messages that are given one by one share a batch: a delivery that is kept keeps the others' messages.
 _SHARED = 100
-
-
-class Doubt(NamedTuple):
-    """A message of which an interrupt has hidden whether the client took it: its report tells, if there is one."""
-
-    batch: Batch
-    place: int
-    # So that the report is kept: among those that are not, all are of other messages.
-    interest: Interest
 
 
 class Columns(NamedTuple):
@@ -70,12 +61,12 @@ class TopicPublisher:
         self.log = log
         # Whether messages are settled by :meth:`conclude`, and not as they are reported.
         self.is_transactional = is_transactional
-        self.keeps_reports = is_transactional or log is not None
         # From the call of ``produce`` until the outcome is marked in the filter; a second call attaches to it.
         self.in_flight: dict[Hashable, Batch] = {}
         # Batches in which there is something to settle.
         self.reported: list[Batch] = []
-        self.doubts: list[Doubt] = []
+        # Messages of which an interrupt has hidden whether the client took them: their reports tell, if there are any.
+        self.doubts: list[tuple[Batch, int]] = []
         # By identity: failures that nobody has looked at, and that no later call has made good.
         self.failed: dict[Hashable, Delivery] = {}
         # The one that takes messages that are given one by one.
@@ -123,8 +114,8 @@ class TopicPublisher:
                 else:
                     made = []
                     for n, identity in enumerate(identities):
-                        if identity in self.in_flight:
-                            made.append(self._attach(identity, columns.callbacks.get(n)))
+                        if (found := self.in_flight.get(identity)) is not None:
+                            made.append(self._attach(found, identity, columns.callbacks.get(n)))
                         else:
                             given = identity, columns.values[n], columns.keys[n], columns.extras.get(n)
                             place = self._add(batch, (*given, columns.callbacks.get(n)))
@@ -144,8 +135,8 @@ class TopicPublisher:
         try:
             with self.lock:
                 batch = self._batch
-                if given[0] in self.in_flight:
-                    delivery = self._attach(given[0], given[4])
+                if (found := self.in_flight.get(given[0])) is not None:
+                    delivery = self._attach(found, given[0], given[4])
                     return *delivery.entry, delivery, False
                 if batch is None or len(batch.identities) >= _SHARED:
                     batch = self._batch = Batch(self)
@@ -162,7 +153,7 @@ class TopicPublisher:
         """Undo the reservations of messages behind an error of ``produce``; the first one may be in the queue."""
         if places and not isinstance(error, _REFUSALS):
             batch.is_watched = True
-            self.doubts.append(Doubt(batch, places[0], batch.watched()))
+            self.doubts.append((batch, places[0]))
             places = places[1:]
         if places:
             self.undo(batch, places)
@@ -184,7 +175,7 @@ class TopicPublisher:
             self.in_flight.pop(batch.identities[place], None)
         self._tell(outcome, batch, places, is_raised=outcome is Outcome.NOT_PERSISTED)
 
-    def settle(self, unreported: Sequence[Doubt] = ()) -> None:
+    def settle(self, unreported: Sequence[tuple[Batch, int]] = ()) -> None:
         """Mark in the filter what was reported, then make it known; a filter's server is waited for, not for long.
 
         ``unreported`` are doubts from before the client had nothing more to report.
@@ -199,11 +190,11 @@ class TopicPublisher:
             # Only now: whoever is interrupted between two lines does this twice, which is harmless, and never not.
             del self.reported[:count]
             self._mark_and_tell(MARK_SECONDS)
-            for doubt in unreported:
-                self._give_up(doubt.batch, (doubt.place,))
+            for batch, place in unreported:
+                self._give_up(batch, (place,))
                 self._mark_and_tell(MARK_SECONDS)
-                if doubt in self.doubts:  # another thread may have done the same
-                    self.doubts.remove(doubt)
+                if (batch, place) in self.doubts:  # another thread may have done the same
+                    self.doubts.remove((batch, place))
 
     def conclude(self, batch: Batch, places: Sequence[int], verdict: Outcome, error: KafkaError | None) -> None:
         """Settle messages alike, whatever was reported: the transaction that they belong to is over."""
@@ -255,13 +246,7 @@ class TopicPublisher:
                     rest = [place for place in range(count) if place not in settled] if settled else range(count)
                     self._take(_DELIVERED, batch, rest)
                 elif batch.is_watched or batch.errors:
-                    found = batch.match()
-                    if doubtful := {doubt.place for doubt in self.doubts if doubt.batch is batch}:
-                        rest = [p for p in range(count) if p not in settled and p not in found and p not in doubtful]
-                        if len(rest) == len(batch.arrived):
-                            batch.arrived.clear()
-                            found += rest
-                    self._take(_DELIVERED, batch, found)
+                    self._take(_DELIVERED, batch, batch.match())
         for place in places:
             error = batch.errors.get(place)
             self._take(_DELIVERED if error is None else outcome_of(error), batch, (place,))
@@ -310,10 +295,10 @@ class TopicPublisher:
             batch.callbacks[place] = [callback]
         return place
 
-    def _attach(self, identity: Any, callback: Callback | None) -> Delivery:
-        """Attach a call to the message of the same identity that is in flight."""
-        batch = self.in_flight[identity]
+    def _attach(self, batch: Batch, identity: Any, callback: Callback | None) -> Delivery:
+        """Attach a call to the message of the same identity that was in flight a moment ago."""
         place = batch.place_of(identity)
+        self.filter.check_same(identity, batch.identities[place])
         self.attached += 1
         self._log_skipped(identity, "is being sent already")
         if batch.outcome(place) is _PENDING:
@@ -323,18 +308,7 @@ class TopicPublisher:
         return Delivery(batch, place, is_attached=True)
 
     def _mark_and_tell(self, seconds: float) -> None:
-        try:
-            if self.filter.is_remote:
-                self._mark_within(seconds)
-            else:
-                self._mark()
-        finally:
-            for outcome, batch, places in self._to_tell:
-                self._tell(outcome, batch, places)
-            self._to_tell.clear()
-
-    def _mark_within(self, seconds: float) -> None:
-        """Have a thread bring what is due into the filter: its server may be frozen, and ``poll`` has its bound."""
+        """Bring what is due into the filter, by a thread if its server may be frozen: ``poll`` has its bound."""
 
         def mark() -> None:
             try:
@@ -342,17 +316,24 @@ class TopicPublisher:
             except BaseException as error:  # noqa: BLE001 - raised by who settles next
                 self._mark_error = error
 
-        if any(self._due.values()) and (self._marking is None or not self._marking.is_alive()):
-            self._marking = threading.Thread(target=mark, name=f"marks of {self.topic}", daemon=True)
-            self._marking.start()
-        if self._marking is not None:
-            self._marking.join(seconds)
-            if self._marking.is_alive():
-                said = "outcomes on %r wait for the filter's server, which has not answered for %g s"
-                self._log_waiting(said, seconds)
-        error, self._mark_error = self._mark_error, None
-        if error is not None:
-            raise error
+        try:
+            if not self.filter.is_remote:
+                self._mark()
+            elif any(self._due.values()) and (self._marking is None or not self._marking.is_alive()):
+                self._marking = threading.Thread(target=mark, name=f"marks of {self.topic}", daemon=True)
+                self._marking.start()
+            if self._marking is not None:
+                self._marking.join(seconds)
+                if self._marking.is_alive():
+                    said = "outcomes on %r wait for the filter's server, which has not answered for %g s"
+                    self._log_waiting(said, seconds)
+            error, self._mark_error = self._mark_error, None
+            if error is not None:
+                raise error
+        finally:
+            for outcome, batch, places in self._to_tell:
+                self._tell(outcome, batch, places)
+            self._to_tell.clear()
 
     def _mark(self) -> None:
         """Bring what is due into the filter; what a store refuses now is tried again with the next reports."""
@@ -385,7 +366,8 @@ class TopicPublisher:
         """Make an outcome known to all whose call waits for it."""
         self.counts[outcome] += len(places)
         with self.lock:
-            if outcome is _DELIVERED and len(places) + len(batch.outcomes) == len(batch.identities):
+            is_rest = outcome is _DELIVERED and len(places) + len(batch.outcomes) == len(batch.identities)
+            if is_rest and batch.outcomes.keys().isdisjoint(places):  # after an interruption some are told twice
                 batch.rest, batch.told = _DELIVERED, None
                 if batch is self._batch:
                     self._batch = None  # what is added from here on is not delivered

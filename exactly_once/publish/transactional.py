@@ -108,6 +108,9 @@ class TransactionalProducer(Publisher):
         **options: Unpack[PublishOptions],
     ) -> None:
         check_options(options, PublishOptions.__annotations__)
+        self.logs = self._logs
+        self._turn = threading.RLock()  # again in a callback that close() calls: it is told that the producer is closed
+        self._id = str(kafka.get("transactional.id") or "")
         super().__init__(kafka, dedup=dedup, options=options)
 
     @contextlib.contextmanager
@@ -168,16 +171,10 @@ class TransactionalProducer(Publisher):
 
     _nothing_arrives = nothing_arrives
 
-    def _connect(self) -> Producer:
-        self.logs = self._logs
-        self._turn = threading.RLock()  # again in a callback that close() calls: it is told that the producer is closed
-        self._id = str(self._settings.get("transactional.id") or "")
+    def _connect(self, seconds: float | None = None) -> Producer:
+        """Make a client and fence the one before; the transaction that it left open ends by that."""
         if not self._id:
             raise ConfigurationError("transactional.id is missing: name one that no other producer has")
-        return self._new_client(_SECONDS)
-
-    def _new_client(self, seconds: float) -> Producer:
-        """Make a client and fence the one before; the transaction that it left open ends by that."""
         if self._owner is not None:
             self._owner.check()
         self._is_usable = False
@@ -185,12 +182,16 @@ class TransactionalProducer(Publisher):
         settings = {**client_settings(self._settings, is_transactional=True), **self._log.settings()}
         client = Producer(settings)
         try:
-            client.init_transactions(seconds)
+            client.init_transactions(_SECONDS if seconds is None else seconds)
         except KafkaException as error:
             _listen(client)
             # It asks again in its own thread for as long as it lives, which is as long as a traceback refers to it; and
             # each time it gets through, it fences the next one.
             del client
+            if error.args[0].code() == KafkaError.INVALID_TRANSACTION_TIMEOUT:  # at every attempt
+                raise ConfigurationError(
+                    "transaction.timeout.ms is above what the brokers allow, their transaction.max.timeout.ms"
+                ) from error
             raise BrokerUnreachable(f"no transactions as {self._id!r}: {error.args[0].str()}") from error
         _listen(client)
         self._log.is_quiet, self._is_usable = True, True
@@ -245,7 +246,7 @@ class TransactionalProducer(Publisher):
         A process that was frozen for long does not know of its successor, and would fence it by this. What it has
         numbered is in the log then, by somebody else.
         """
-        self._client = self._new_client(seconds)
+        self._client = self._connect(seconds)
         self._is_usable = False  # until that is known
         own = {(m.partition(), m.offset()) for m in _reports(to_send)}
         if any(log.has_another_writer(own) for log in self.logs()):

@@ -9,7 +9,7 @@ from typing import Generic
 from exactly_once.errors import ConfigurationError
 
 from .filter import Change, K, MemoryFilter
-from .keys import GivenKey, Key, checked_all
+from .keys import GivenKey, Key
 
 
 class Generations(Generic[K]):
@@ -83,9 +83,6 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
         self._seconds = seconds
         self._kept: Generations[Key] = Generations(keys, seconds, clock)
 
-    def _checked(self, keys: Iterable[GivenKey]) -> list[Key]:
-        return checked_all(keys)
-
     def _seen(self, keys: Sequence[Key]) -> Collection[Key]:
         self._age()
         return self._kept.of(keys)
@@ -94,9 +91,9 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
         self._age()
         self._kept.add(keys)
 
-    def _change(self, change: Change, keys: Iterable[Key], *, keeps_absent: bool = False) -> None:
+    def _change(self, change: Change, keys: Iterable[Key]) -> None:
         self._age()  # or a key that is unknown from now on would be as old as the last call
-        super()._change(change, keys, keeps_absent=keeps_absent)
+        super()._change(change, keys)
 
     def _figures(self) -> dict[str, int]:
         self._age()

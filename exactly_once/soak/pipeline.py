@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import random
 import signal
 import subprocess
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import IO, Any
@@ -29,9 +32,14 @@ _PAUSE_SECONDS = 12.0
 # How long a COMMIT is waited for that is to be cut.
 _CUT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
+_LOOKS = 3  # a process that goes into the background forks twice
+_LONGEST_SECONDS = 86_400.0  # of a time-out; Postgres counts milliseconds in 32 bits
+_STOP_SECONDS = 20.0  # for an end in good order; nothing is counted behind it
 _FLUSH_SECONDS = 60.0  # more than a broker that is started again takes to come up
 # Processes that may fail before anything took effect: one may meet another that makes the same table.
 _MOST_FAILED = 5
+# The variable that tells whose process one is: it is inherited by what leaves its parent and its session.
+_MARK = "EXACTLY_ONCE_VERIFY"
 
 
 class NothingShown(Exception):
@@ -90,61 +98,100 @@ class Verdict:
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"ok": self.is_exact and self.is_shown}
 
 
+class Member:
+    """One process of the pipeline, with all that it started, in the background too."""
+
+    def __init__(self, command: Sequence[str], log: IO[bytes]) -> None:
+        self._mark = uuid.uuid4().hex
+        environment = {**os.environ, _MARK: self._mark}
+        self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._process.returncode not in (None, 0)
+
+    def has_ended(self) -> bool:
+        """Tell whether nothing of it runs any more."""
+        # One look misses a process that is forked behind it by one that is gone before it is read.
+        return self._process.poll() is not None and not any(self._alive() for _ in range(_LOOKS))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of it."""
+        for process in self._alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill all of it, also what it starts meanwhile."""
+        while self._alive():
+            self.signal(signal.SIGKILL)
+            self._process.wait()
+        self._process.wait()
+
+    def _alive(self) -> list[psutil.Process]:
+        found: set[psutil.Process] = set()
+        if self._process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(self._process.pid)
+                found |= {process, *process.children(recursive=True)}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # one that is gone, or another user's
+                if process.environ().get(_MARK) == self._mark:
+                    found.add(process)
+        return list(found)
+
+
 class Pipeline:
     """Processes of somebody else's, in groups of their own, started again whenever one has ended."""
 
     def __init__(self, command: Sequence[str], processes: int, log: IO[bytes]) -> None:
         self.ended = self.failed = 0
         self._command, self._log = command, log
-        self._running: list[subprocess.Popen[bytes]] = [self._start() for _ in range(processes)]
+        self._running = [Member(command, log) for _ in range(processes)]
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._running:
-            self.signal(process, signal.SIGTERM)
-        for process in self._running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)  # seconds for an end in good order; nothing is counted behind it
-            self.signal(process, signal.SIGKILL)
-            process.wait()
+        for member in self._running:
+            member.signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while time.monotonic() < deadline and not all(member.has_ended() for member in self._running):
+            time.sleep(_LOOK_SECONDS / 10)
+        for member in self._running:
+            member.kill()
 
-    def replace(self) -> None:
-        """Start anew what has ended by itself, as a supervisor does."""
-        for place, process in enumerate(self._running):
-            if process.poll() is not None:
-                self.ended += 1
-                self.failed += process.returncode != 0
-                self._running[place] = self._start()
+    def work(self, seconds: float) -> None:
+        """Let it work for so long; what ends by itself meanwhile is started anew, as a supervisor does."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            for place, member in enumerate(self._running):
+                if member.has_ended():
+                    self.ended += 1
+                    self.failed += member.has_failed
+                    self._running[place] = Member(self._command, self._log)
+            time.sleep(min(left, _LOOK_SECONDS))
 
-    def kill(self, chance: random.Random) -> None:
-        """Kill one with all that it started, and start another one in its place."""
+    def kill(self, chance: random.Random) -> bool:
+        """Kill one with all that it started, and start another one in its place; tell whether it was alive."""
         place = chance.randrange(len(self._running))
-        self.signal(self._running[place], signal.SIGKILL)
-        self._running[place].wait()
-        self._running[place] = self._start()
+        if self._running[place].has_ended():
+            return False
+        self._running[place].kill()
+        self._running[place] = Member(self._command, self._log)
+        return True
 
-    @contextlib.contextmanager
-    def paused(self, chance: random.Random) -> Iterator[None]:
-        """Have one stand still meanwhile."""
-        process = chance.choice(self._running)
-        self.signal(process, signal.SIGSTOP)
+    def pause(self, chance: random.Random) -> bool:
+        """Have one stand still for a while; tell whether it was alive."""
+        member = chance.choice(self._running)
+        if member.has_ended():
+            return False
+        member.signal(signal.SIGSTOP)
         try:
-            yield
+            self.work(_PAUSE_SECONDS)
         finally:
-            self.signal(process, signal.SIGCONT)
-
-    def signal(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-        """Send a signal to one and to what it started."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(process.pid)
-            for member in (family, *family.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    member.send_signal(number)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stdout=self._log, stderr=self._log, start_new_session=True)
+            member.signal(signal.SIGCONT)
+        return True
 
 
 class Source:
@@ -185,8 +232,7 @@ def wait_for_an_effect(plan: Plan, pipeline: Pipeline) -> None:
     """
     began_at = time.monotonic()
     while not effects(plan):
-        time.sleep(_LOOK_SECONDS)
-        pipeline.replace()
+        pipeline.work(_LOOK_SECONDS)
         if pipeline.failed > _MOST_FAILED:
             raise NothingShown(f"the pipeline failed {pipeline.failed} times before any message took effect")
         if time.monotonic() - began_at > plan.patience_seconds:
@@ -218,14 +264,12 @@ def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
         began_at = time.monotonic()
         while (elapsed := time.monotonic() - began_at) < plan.seconds:
             source.publish(0.1 + 0.8 * elapsed / plan.seconds)
-            time.sleep(chance.uniform(*_BETWEEN_SECONDS))
-            pipeline.replace()
+            pipeline.work(chance.uniform(*_BETWEEN_SECONDS))
             fault = chance.choice(plan.faults)
-            if fault == "kill":
-                pipeline.kill(chance)
-            elif fault == "pause":
-                with pipeline.paused(chance):
-                    time.sleep(_PAUSE_SECONDS)
+            if fault in ("kill", "pause"):
+                # What has ended by itself just now has nothing to lose.
+                if not (pipeline.kill(chance) if fault == "kill" else pipeline.pause(chance)):
+                    continue
             else:
                 armed = proxy.cut_before() if fault == "cut-before" else proxy.cut_after()
                 if not armed.fired.wait(_CUT_SECONDS):
@@ -237,8 +281,7 @@ def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
         display.log("no more faults; waiting until the effects stand still")
         found, still_since = None, time.monotonic()
         while time.monotonic() - still_since < plan.patience_seconds:
-            time.sleep(_LOOK_SECONDS)
-            pipeline.replace()
+            pipeline.work(_LOOK_SECONDS)
             now = effects(plan)
             if now != found:
                 found, still_since = now, time.monotonic()
@@ -253,8 +296,16 @@ def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
 
 
 def effects(plan: Plan) -> Counter[str]:
+    """Count what took effect so far.
+
+    :raises NothingShown: where the pipeline keeps a lock for too long.
+    """
     with psycopg.connect(plan.conninfo) as connection:
-        return counted(connection.execute(plan.effects.encode()).fetchall())
+        connection.execute(f"SET LOCAL lock_timeout = '{min(plan.patience_seconds, _LONGEST_SECONDS):.0f}s'".encode())
+        try:
+            return counted(connection.execute(plan.effects.encode()).fetchall())
+        except psycopg.errors.LockNotAvailable as error:
+            raise NothingShown(f"--effects waited {plan.patience_seconds:g} s for a lock of somebody else's") from error
 
 
 def counted(rows: Iterable[tuple[Any, ...]]) -> Counter[str]:
@@ -263,8 +314,8 @@ def counted(rows: Iterable[tuple[Any, ...]]) -> Counter[str]:
     for number, times in rows:
         if times:
             # Of a number that JSON or a column keeps as 5.0, too.
-            whole = isinstance(number, (float, Decimal)) and number == number // 1
-            found[str(int(number) if whole else number)] += int(times)
+            whole = isinstance(number, (float, Decimal)) and math.isfinite(number) and number == number // 1
+            found[str(int(number) if whole else number)] += times
     return found
 
 
@@ -272,7 +323,8 @@ def compare(verdict: Verdict, found: Mapping[str, int]) -> None:
     """Count what is wrong, and name the first of each kind."""
     published = {str(number) for number in range(verdict.messages)}
     wrong = {
-        "lost": sorted(published - found.keys(), key=int),
+        # Half an effect, or one that was taken back, is none.
+        "lost": sorted((number for number in published if not found.get(number, 0) >= 1), key=int),
         "doubled": [number for number, times in found.items() if times > 1],
         "foreign": sorted(found.keys() - published),
     }

@@ -165,8 +165,8 @@ class Soak:
                 # Each group applies every message, and each worker ends in good order.
                 ends: dict[Place, int] = {}
                 for topic in TOPICS:
-                    found = log_ends(self._servers.bootstrap_servers, topic, _END_SECONDS)
-                    ends |= {(topic, number): end for number, end in found.items()}
+                    of_topic = log_ends(self._servers.bootstrap_servers, topic, _END_SECONDS)
+                    ends |= {(topic, number): end for number, end in of_topic.items()}
                 while not all(self._tail.upto(place) >= end for place, end in ends.items()) or self._waiting():
                     self._turn()
                 for worker in list(self._crew.workers.values()):
@@ -179,7 +179,17 @@ class Soak:
             finally:
                 self._observer.stop()
                 self._tail.stop()
-        return self._verdict(is_drained=is_drained)
+        self._display.log("checking it against the topics, read anew from their beginnings")
+        servers = self._servers
+        messages, found = verdict.check(
+            servers.bootstrap_servers, servers.conninfo, list(TOPICS), list(GROUPS), is_drained=is_drained
+        )
+        so_far = self.so_far(found)
+        # A run without a fault shows nothing.
+        ok = not so_far["anomalies"] and bool(self._faults)
+        effects = messages * len(GROUPS) if not so_far["anomalies"] else None
+        versions = verdict.versions(postgres=servers.postgres.version, kafka=servers.kafka.version)
+        return so_far | {"ok": ok, "messages": messages, "effects": effects, "versions": versions}
 
     def _prepare(self) -> None:
         """Make tables and topics, start what publishes and what watches, fill every group."""
@@ -448,19 +458,6 @@ class Soak:
             lines = self._servers.kafka.log(node).read_text(errors="replace").splitlines()
             parts += [f"--- broker {node}", *lines[-_EVIDENCE_LINES:]]
         return "\n".join(parts)
-
-    def _verdict(self, *, is_drained: bool) -> dict[str, Any]:
-        self._display.log("checking it against the topics, read anew from their beginnings")
-        servers = self._servers
-        messages, found = verdict.check(
-            servers.bootstrap_servers, servers.conninfo, list(TOPICS), list(GROUPS), is_drained=is_drained
-        )
-        so_far = self.so_far(found)
-        # A run without a fault shows nothing.
-        ok = not so_far["anomalies"] and bool(self._faults)
-        effects = messages * len(GROUPS) if not so_far["anomalies"] else None
-        versions = verdict.versions(postgres=servers.postgres.version, kafka=servers.kafka.version)
-        return so_far | {"ok": ok, "messages": messages, "effects": effects, "versions": versions}
 
     def so_far(self, found: Iterable[Anomaly] = ()) -> dict[str, Any]:
         """Return what was counted, and the anomalies that were met or found."""

@@ -47,8 +47,20 @@ def rows_of(batch: ArrowBatch) -> list[Row]:
 
     :raises BadRow: for a value that Python cannot hold, such as a timestamp beyond the year 9999.
     """
-    named = zip(batch.schema.names, batch.columns, strict=True)
-    return list(zip(*(_values(name, array) for name, array in named), strict=True))
+    columns: list[list[Any]] = []
+    for name, array in zip(batch.schema.names, batch.columns, strict=True):
+        # UTC for their time zone: in another one Python has not year 1, for one.
+        values = array.cast(_in_utc(array.type)) if "tz=" in str(array.type) else array
+        try:
+            columns.append(list(values.to_pylist(maps_as_pydicts="strict")))
+        except (ValueError, OverflowError, KeyError) as error:
+            for row, value in enumerate(values):
+                try:
+                    value.as_py(maps_as_pydicts="strict")
+                except (ValueError, OverflowError, KeyError) as reason:
+                    raise BadRow(str(reason), row=row, column=name) from error
+            raise
+    return list(zip(*columns, strict=True))
 
 
 @cache
@@ -58,21 +70,6 @@ def _encode() -> Callable[[ArrowBatch, Sequence[Column]], list[bytes] | None]:
     except ImportError:
         return lambda _batch, _columns: None
     return module.encode  # type: ignore[no-any-return]
-
-
-def _values(name: str, array: Any) -> list[Any]:
-    """Return the values as Python's, with UTC for their time zone: in another one Python has not year 1, for one."""
-    if "tz=" in str(array.type):
-        array = array.cast(_in_utc(array.type))
-    try:
-        return list(array.to_pylist(maps_as_pydicts="strict"))
-    except (ValueError, OverflowError, KeyError) as error:
-        for row, value in enumerate(array):
-            try:
-                value.as_py(maps_as_pydicts="strict")
-            except (ValueError, OverflowError, KeyError) as reason:
-                raise BadRow(str(reason), row=row, column=name) from error
-        raise
 
 
 def _in_utc(kind: Any) -> Any:

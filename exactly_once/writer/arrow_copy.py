@@ -41,8 +41,20 @@ def encode(batch: Any, columns: Sequence[Column]) -> Iterator[bytes] | None:
         return None
     batches = batch.to_batches() if isinstance(batch, pa.Table) else [batch]
     try:
-        fitting = [_fitting(each, columns) for each in batches]
-        if not fitting or any(each is None for each in fitting):
+        fitting = []
+        for each in batches:
+            arrays = []
+            for array, column in zip(each.columns, columns, strict=True):
+                name = name_of(column.type_oid) or "" if column.kind == "b" else ""
+                fit = _text if column.kind == "e" else _array if column.element_oid is not None else _FITS.get(name)
+                if fit is None or (fitted := fit(array, column)) is None:
+                    return None
+                arrays.append(fitted)
+            # Numbers for names, whatever they are called; and all may be null, for pgpq writes what lies under a null
+            # of a column that claims to have none.
+            fields = [pa.field(str(i), array.type) for i, array in enumerate(arrays)]
+            fitting.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)))
+        if not fitting:
             return None
         schema_ = fitting[0].schema
         chosen = {field.name: pgpq.ArrowToPostgresBinaryEncoder.infer_encoder(field) for field in schema_}
@@ -60,21 +72,6 @@ def _parts(encoder: Any, batches: Sequence[Any]) -> Iterator[bytes]:
     yield encoder.write_header()
     yield from map(encoder.write_batch, batches)
     yield encoder.finish()
-
-
-def _fitting(batch: Any, columns: Sequence[Column]) -> Any:
-    """Return a batch whose columns pgpq encodes as the table wants them; None if that is not certain."""
-    arrays = []
-    for array, column in zip(batch.columns, columns, strict=True):
-        name = name_of(column.type_oid) if column.kind == "b" else None
-        fit = _text if column.kind == "e" else _array if column.element_oid is not None else _FITS.get(name or "")
-        if fit is None or (fitting := fit(array, column)) is None:
-            return None
-        arrays.append(fitting)
-    # Numbers for names, whatever they are called; and all may be null, for pgpq writes what lies under a null
-    # of a column that claims to have none.
-    fields = [pa.field(str(i), array.type) for i, array in enumerate(arrays)]
-    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
 def _whole(wanted: Any) -> Fit:
@@ -103,10 +100,6 @@ def _bytea(array: Any, _: Column) -> Any:
     kind = array.type
     is_bytes = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
     return array.cast(pa.binary()) if is_bytes else None
-
-
-def _date(array: Any, _: Column) -> Any:
-    return array if pa.types.is_date32(array.type) and _within(array.view(pa.int32()), *_DAYS) else None
 
 
 def _timestamp(*, is_zoned: bool) -> Fit:
@@ -142,7 +135,7 @@ def _uuid(array: Any, _: Column) -> Any:
 
 def _array(array: Any, column: Column) -> Any:
     """Postgres compares the type of the elements, so only the usual ones need be told apart here."""
-    wanted = _ELEMENTS.get(name_of(column.element_oid) or "") if column.element_kind == "b" else None
+    wanted = _ELEMENTS.get(name_of(column.element_oid) or "")
     kind = array.type
     if wanted is None or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return None
@@ -173,7 +166,9 @@ _FITS: dict[str, Fit] = {
     "json": _text,
     "jsonb": _text,
     "uuid": _uuid,
-    "date": _date,
+    "date": lambda array, _: (
+        array if pa.types.is_date32(array.type) and _within(array.view(pa.int32()), *_DAYS) else None
+    ),
     "timestamp": _timestamp(is_zoned=False),
     "timestamptz": _timestamp(is_zoned=True),
 }

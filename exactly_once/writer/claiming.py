@@ -6,9 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from confluent_kafka import Message
-
-from .changes import Row, Tombstone
+from .changes import Tombstone
 from .decoding import Decoded, header
 from .errors import BadRow, cut, place_of
 from .table import Table
@@ -43,7 +41,26 @@ class Claims:
         :raises BadRow: for a row without a key.
         """
         rows = list(decoded)
-        keys = [self._key_of(message, row) for message, row in zip(decoded.origins, rows, strict=True)]
+        keys: list[str | None] = []  # as JSON, which tells the text "7" from the number; None for a delete
+        for message, row in zip(decoded.origins, rows, strict=True):
+            try:
+                if self._envelope is None:
+                    value = message.value()
+                    if value is None and type(row) is Tombstone:
+                        keys.append(None)
+                        continue
+                    found, _ = self._shape.find((value or b"null").removeprefix(BYTE_ORDER_MARK))
+                    key = msgspec.json.decode(found.get("key", b"null"))
+                elif self._envelope[0] == "header":
+                    key = header(self._envelope[1], message, is_bytes=False)
+                else:
+                    key = msgspec.json.decode(self._shape.in_key(message).get("key", b"null"))
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                raise BadRow(f"there is no key to claim: {error}", message=message) from error
+            if not isinstance(key, (str, int)) or isinstance(key, bool) or key == "":
+                where = ":".join(self._envelope) if self._envelope else ".".join(self._path)
+                raise BadRow(f"the key to claim, {where}, is text or a whole number, not {cut(key)}", message=message)
+            keys.append(json.dumps(key))
         places = [place_of(message) for message in decoded.origins]
         # All rows of a message have its key or header, and are one event: the first of them claims for all.
         claims = [(key, places[i] if self._envelope else i) for i, key in enumerate(keys)]
@@ -56,23 +73,3 @@ class Claims:
         kept = [i for i, each in enumerate(claims) if answers.get(named.get(each, i), places[i] not in again)]
         origins, first = [decoded.origins[i] for i in kept], [rows[i] for i in kept]
         return replace(decoded, origins=origins, make=lambda: iter(first), repeated=len(rows) - len(kept))
-
-    def _key_of(self, message: Message, row: Row) -> str | None:
-        """Return the key that a row claims, as JSON, which tells the text "7" from the number; None for a delete."""
-        try:
-            if self._envelope is None:
-                value = message.value()
-                if value is None and type(row) is Tombstone:
-                    return None
-                found, _ = self._shape.find((value or b"null").removeprefix(BYTE_ORDER_MARK))
-                key = msgspec.json.decode(found.get("key", b"null"))
-            elif self._envelope[0] == "header":
-                key = header(self._envelope[1], message, is_bytes=False)
-            else:
-                key = msgspec.json.decode(self._shape.in_key(message).get("key", b"null"))
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise BadRow(f"there is no key to claim: {error}", message=message) from error
-        if not isinstance(key, (str, int)) or isinstance(key, bool) or key == "":
-            where = ":".join(self._envelope) if self._envelope else ".".join(self._path)
-            raise BadRow(f"the key to claim, {where}, is text or a whole number, not {cut(key)}", message=message)
-        return json.dumps(key)

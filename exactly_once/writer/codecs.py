@@ -125,7 +125,7 @@ def _array(column: Column, element_column: Column, naive: Naive) -> Codec:
     """Make the codec of an array: its parts are converted one by one, because the dumper looks at none."""
     element = codec_of(element_column, naive)
     # Elements of a domain go as text: Postgres wants their own type in the binary form.
-    name = name_of(column.element_oid) if column.element_kind in ("b", "r", "m") else None
+    name = name_of(column.element_oid)
     is_json = element.wire == BYTEA and element_column.type_oid != BYTEA
     is_text = element.wire is None or is_json or name in (None, "bpchar")  # the driver dumps no arrays of bpchar
 

@@ -106,11 +106,6 @@ class Envelope:
         self.exact: frozenset[str] = frozenset()
         self._getters: list[Callable[[Message], Any]] = []
 
-    @property
-    def read_columns(self) -> tuple[str, ...]:
-        """The columns whose values are in JSON or text, of which options may say how to read them."""
-        return tuple(column for column, source in self.sources.items() if ":" in source)
-
     def prepare(self, table: Table, reading: Reading | None = None) -> None:
         """Choose for each column the form that its type takes; ``reading`` is how parts of keys and headers are read.
 

@@ -94,7 +94,7 @@ def recognised(value: bytes | None) -> EnvelopeName | None:
 
 
 class Format:
-    """Turns messages into JSON; what it does not say otherwise depends on neither table nor schema."""
+    """Turns messages into JSON. This one is for JSON, a row each; it depends on neither table nor schema."""
 
     left_out = 0
     """How many rows did not go on so far."""
@@ -106,12 +106,16 @@ class Format:
         """
 
     def read(self, message: Message) -> Iterable[Change]:
-        """Return keys with rows in JSON, or with None for a delete.
+        """Return keys with rows in JSON, or with None for a delete; by default a message is one row.
 
         :raises BadRow: for a message that is not of the format.
         :raises ValueError: the same; so do other errors of decoding.
         """
-        raise NotImplementedError
+        return ((message.key(), self.row(message)),)
+
+    def row(self, message: Message) -> bytes | None:
+        """Return the row in a message; None for the delete that a message without a value is."""
+        return message.value()
 
     def types(self, message: Message) -> dict[str, str]:
         """Return the types of columns that a message tells, by the names of fields; by default the values tell."""
@@ -265,17 +269,17 @@ class Envelope(Format):
             row = self._row(data, None) or {}
             before = row | (self._row(old, None) or {})
             for one in (row, before):
-                one |= {n: self._from_mysql(n, types.get(n, ""), text) for n, text in one.items()}
+                for name, value in one.items():
+                    of_mysql = types.get(name, "")
+                    try:
+                        one[name] = value_for(self._columns.get(name), of_mysql, value)
+                    except (ValueError, LookupError) as error:
+                        what = f"{cut(value)}, of MySQL's type {of_mysql or 'unknown'}: {error}"
+                        raise BadRow(what, column=name) from error
             if kind == "DELETE":
                 yield from self._delete(message, row)
             else:
                 yield from self._stored(message, before if kind == "UPDATE" else None, row)
-
-    def _from_mysql(self, field: str, kind: str, text: bytes) -> bytes:
-        try:
-            return value_for(self._columns.get(field), kind, text)
-        except (ValueError, LookupError) as error:
-            raise BadRow(f"{cut(text)}, of MySQL's type {kind or 'unknown'}: {error}", column=field) from error
 
     def _row(self, text: bytes | Raw, schema: Schema | None) -> Row | None:
         """Read an object, its logical types as what they stand for; None for null or nothing."""

@@ -100,7 +100,8 @@ def short(text: str) -> str:
 
 def way_on(value: bytes | None) -> str:
     """Say what takes a message that is a list; nothing of any other."""
-    return "; FunctionDecoder makes several rows of a message" if (value or b"").lstrip().startswith(b"[") else ""
+    is_list = (value or b"").lstrip().startswith(b"[")
+    return "; in a program FunctionDecoder makes several rows of a message" if is_list else ""
 
 
 def origin(origins: Sequence[Message] | None, row: int) -> Message | None:

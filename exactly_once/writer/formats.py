@@ -10,7 +10,7 @@ import base64
 import contextlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, Protocol, get_args
@@ -26,7 +26,7 @@ from .decoding import Decoded, remade
 from .envelopes import Change, Envelope, EnvelopeName, Format, recognised
 from .errors import BadRow, cut
 from .from_json import JsonDecoder, OnTombstone, path_of
-from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, Path, fields_in
+from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
 from .statements import Mode
 from .table import Column, Table
 from .times import EPOCH
@@ -55,38 +55,6 @@ class Binary(Protocol):
         """
 
 
-class PlainDecoder:
-    """Refuses messages in a format that nobody has named, of which most would be lost; else as the decoder given."""
-
-    def __init__(self, decoder: JsonDecoder | FormatDecoder) -> None:
-        self._decoder = decoder
-        self._is_guarded = True
-
-    def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
-        """Get the decoder ready; a table that takes the envelope's own fields is filled with them."""
-        self._decoder.prepare(table, mode=mode, key=key)
-        self._is_guarded = not {path[0] for path in self._decoder.paths.values()} & _WRAPPERS
-
-    @property
-    def new_fields(self) -> set[str]:
-        """The fields that no column takes, as the decoder knows them."""
-        return self._decoder.new_fields
-
-    def types(self, messages: Sequence[Message]) -> dict[str, str]:
-        """Return the types that messages tell, as the decoder knows them."""
-        return self._decoder.types(messages) if isinstance(self._decoder, FormatDecoder) else {}
-
-    def decode(self, messages: Sequence[Message]) -> Decoded:
-        """Look at both ends of the batch, since a topic has one format; then decode.
-
-        :raises BadRow: for a message in an envelope, or in the wire format of a Schema Registry.
-        """
-        for message in (messages[0], messages[-1]) if messages and self._is_guarded else ():
-            if (hint := hint_for(message.value())) is not None:
-                raise BadRow(hint, message=message)
-        return self._decoder.decode(messages)
-
-
 def hint_for(value: bytes | None) -> str | None:
     """Say which option a message asks for that is no plain JSON; None if none is known."""
     if (value or b"").startswith(b"\0"):
@@ -100,25 +68,27 @@ def hint_for(value: bytes | None) -> str | None:
 
 
 class FormatDecoder:
-    """Turns messages into JSON and gives them to ``decoder``.
+    """Turns messages into JSON and gives them to ``decoder``; without a format they are JSON.
 
-    ``opens_keys`` has rows keep their messages' keys in JSON, and not as they were sent.
+    ``opens_keys`` has rows keep their messages' keys in JSON, and not as they were sent. With ``guards`` messages in a
+    format that nobody has named are refused, for most of what they say would be lost.
     """
 
     def __init__(
         self,
         decoder: JsonDecoder,
-        form: Format,
+        form: Format | None = None,
         *,
         binary: Binary | None = None,
         opens_keys: bool = False,
+        guards: bool = False,
     ) -> None:
         self._decoder = decoder
-        self._format = form
+        self._format = form or Format()
         self._binary = binary
-        self._left_out = 0
-        self._sources = decoder.envelope.sources
-        self._opens_keys = opens_keys or any(source.startswith("key:") for source in self._sources.values())
+        self._is_json = form is None and binary is None
+        self._guards = guards
+        self._opens_keys = opens_keys or any(source.startswith("key:") for source in decoder.envelope.sources.values())
         self._deletes = False
         # Whether a column of the table's key is the message's own key, as it was sent.
         self._has_whole_key = False
@@ -126,17 +96,14 @@ class FormatDecoder:
     def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
         """Get ready for a table."""
         self._decoder.prepare(table, mode=mode, key=key)
-        paths, columns = self.paths, {column.name: column for column in table.columns}
+        paths, columns = self._decoder.paths, {column.name: column for column in table.columns}
+        # A table that takes the fields of an envelope is filled with them.
+        self._is_guarded = self._guards and not {path[0] for path in paths.values()} & _WRAPPERS
         by_field = {path[0]: columns[name] for name, path in paths.items() if len(path) == 1}
         names = [paths[name][-1] for name in key if name in paths] if mode == "upsert" else []
         self._format.prepare(by_field, mode=mode, key=names)
         self._deletes = mode == "upsert"
-        self._has_whole_key = any(self._sources.get(name) == "key" for name in key)
-
-    @property
-    def paths(self) -> dict[str, Path]:
-        """The fields of the columns, as the decoder knows them."""
-        return self._decoder.paths
+        self._has_whole_key = any(self._decoder.envelope.sources.get(name) == "key" for name in key)
 
     @property
     def new_fields(self) -> set[str]:
@@ -155,12 +122,19 @@ class FormatDecoder:
     def decode(self, messages: Sequence[Message]) -> Decoded:
         """Turn all messages into JSON now; what is wrong with a row is raised when it is made.
 
+        For formats that nobody has named both ends of the batch are looked at, since a topic has one format.
+
         :raises BadRow: for a message that is not of the format, or asks for what cannot be done.
         """
+        for message in (messages[0], messages[-1]) if messages and self._is_guarded else ():
+            if (hint := hint_for(message.value())) is not None:
+                raise BadRow(hint, message=message)
+        if self._is_json:
+            return self._decoder.decode(messages)
+        before = self._format.left_out
         found = [self.read(message)[0] for message in messages]
         decoded = self._decoder.decode([each for some in found for each in some])
-        before, self._left_out = self._left_out, self._format.left_out
-        return replace(decoded, filtered=self._left_out - before)
+        return replace(decoded, filtered=self._format.left_out - before)
 
     def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[str, str], tuple[str, ...]]:
         """Return what a message says as messages in JSON; with ``tells`` also types and key, as far as it tells them.
@@ -212,22 +186,11 @@ def format_of(
     if name == "msgpack":
         return MessagePack(decimal)
     if name == "cloudevents":
-        return Simple(_from_cloudevent)
+        return CloudEvents()
     if name not in get_args(EnvelopeName):
         raise ConfigurationError(f"format={name!r} is not possible; choose one of {', '.join(get_args(FormatName))}")
     how: dict[str, Any] = {"missing": missing, "on_tombstone": on_tombstone, "on_truncate": on_truncate}
     return Envelope(name, decimal=decimal, lax=lax, drop=drop, **how)
-
-
-class Simple(Format):
-    """A format in which a message is a row; keys are text or JSON."""
-
-    def __init__(self, row_in: Callable[[Message], bytes | None]) -> None:
-        self._row_in = row_in
-
-    def read(self, message: Message) -> Iterable[Change]:
-        """Return the row, or the delete that a message without a value is."""
-        return ((message.key(), self._row_in(message)),)
 
 
 class MessagePack(Format):
@@ -253,10 +216,10 @@ class MessagePack(Format):
         self._texts = {name: column.name for name, column in columns.items() if name not in in_base64}
         self._binary = {name: column.name for name, column in columns.items() if kinds[name] == "bytea"}
 
-    def read(self, message: Message) -> Iterable[Change]:
-        """Return the row, or the delete that a message without a value is."""
+    def row(self, message: Message) -> bytes | None:
+        """Return the row in a map."""
         if (value := message.value()) is None:
-            return ((message.key(), None),)
+            return None
         found = _unpacked(value) if any(hint in value for hint in _FINE_TIMES) else msgspec.msgpack.decode(value)
         if not isinstance(found, dict):
             raise ValueError(f"a map of MessagePack is wanted, not {cut(found)}")
@@ -270,7 +233,7 @@ class MessagePack(Format):
             if _has_text(found.get(name)):
                 reason = f"text for a column of bytes: {cut(found[name])}; send it as bin, or store it in a text column"
                 raise BadRow(reason, message=message, column=column)
-        return ((message.key(), to_json(found)),)
+        return to_json(found)
 
     def types(self, message: Message) -> dict[str, str]:
         """Return bytea for bytes, which JSON does not tell from text; text for what is not bytes in each message."""
@@ -438,42 +401,46 @@ def to_json(value: Any) -> bytes:
     return _encode(jsonable(value))
 
 
-def _from_cloudevent(message: Message) -> bytes | None:
-    """Return the attributes of an event as fields, and its data as ``data``, or as base64 in ``data_base64``.
-
-    :raises ValueError: for what is no event, or a batch of them.
-    """
-    value, headers = message.value(), {pair[0].lower(): pair[1] for pair in message.headers() or ()}
-    sent = _text(headers.get("content-type"))
-    kind = sent.strip().lower()  # RFC 9110, 8.3.1
-    if kind.startswith("application/cloudevents"):
-        if not kind.startswith("application/cloudevents+json"):
-            raise ValueError(f"events in {sent} are not read; application/cloudevents+json and the binary mode are")
-    elif "ce_specversion" in headers:
-        event: dict[str, Any] = {name[3:]: _text(text) for name, text in headers.items() if name.startswith("ce_")}
-        event |= {"datacontenttype": sent} if sent else {}
-        if value is None:
-            return _encode(event)
-        if not kind or re.match(r"(?:application|text)/(?:json|[^;]*\+json)\b", kind):
-            msgspec.json.decode(value)  # or what is malformed would make the whole row so
-            return _encode(event | {"data": Raw(value)})
-        if kind.startswith("text/"):
-            charset = re.search(r';\s*charset="?([^";\s]+)', kind)
-            try:
-                return _encode(event | {"data": value.decode(charset[1] if charset else "utf-8")})
-            except LookupError as error:
-                raise ValueError(f"the data is text in an unknown charset: {sent}") from error
-        return _encode(event | {"data_base64": base64.b64encode(value).decode()})
-    elif value is None:
-        return None
-    found = msgspec.json.decode(value or b"null", type=dict[str, Raw])
-    if "specversion" not in found:
-        raise ValueError("the message is no CloudEvent: it has neither a header ce_specversion nor a field specversion")
-    return value
-
-
 def _text(value: str | bytes | None) -> str:
     return value.decode() if isinstance(value, bytes) else value or ""
+
+
+class CloudEvents(Format):
+    """Events, in their structured or their binary mode."""
+
+    def row(self, message: Message) -> bytes | None:
+        """Return the attributes of an event as fields, and its data as ``data``, or as base64 in ``data_base64``.
+
+        :raises ValueError: for what is no event, or a batch of them.
+        """
+        value, headers = message.value(), {pair[0].lower(): pair[1] for pair in message.headers() or ()}
+        sent = _text(headers.get("content-type"))
+        kind = sent.strip().lower()  # RFC 9110, 8.3.1
+        if kind.startswith("application/cloudevents"):
+            if not kind.startswith("application/cloudevents+json"):
+                raise ValueError(f"events in {sent} are not read; application/cloudevents+json and the binary mode are")
+        elif "ce_specversion" in headers:
+            event: dict[str, Any] = {name[3:]: _text(text) for name, text in headers.items() if name.startswith("ce_")}
+            event |= {"datacontenttype": sent} if sent else {}
+            if value is None:
+                return _encode(event)
+            if not kind or re.match(r"(?:application|text)/(?:json|[^;]*\+json)\b", kind):
+                msgspec.json.decode(value)  # or what is malformed would make the whole row so
+                return _encode(event | {"data": Raw(value)})
+            if kind.startswith("text/"):
+                charset = re.search(r';\s*charset="?([^";\s]+)', kind)
+                try:
+                    return _encode(event | {"data": value.decode(charset[1] if charset else "utf-8")})
+                except LookupError as error:
+                    raise ValueError(f"the data is text in an unknown charset: {sent}") from error
+            return _encode(event | {"data_base64": base64.b64encode(value).decode()})
+        elif value is None:
+            return None
+        found = msgspec.json.decode(value or b"null", type=dict[str, Raw])
+        if "specversion" not in found:
+            what = "it has neither a header ce_specversion nor a field specversion"
+            raise ValueError(f"the message is no CloudEvent: {what}")
+        return value
 
 
 class Csv(Format):
@@ -488,7 +455,6 @@ class Csv(Format):
         if columns is not None and (not all(columns) or len(set(columns)) < len(columns)):
             names = ", ".join(repr(name) for name in columns)
             raise ConfigurationError(f"csv_columns: each field of a line needs a name of its own: {names}")
-        self._given = columns
         self._names = tuple(columns or ())
         # The fields that hold JSON, and their columns.
         self._json: dict[str, str] = {}
@@ -497,7 +463,7 @@ class Csv(Format):
 
     def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str]) -> None:
         """Name the fields by the columns."""
-        if self._given is None and not self._names:  # a column that is added later is no field of the lines
+        if not self._names:  # a column that is added later is no field of the lines
             self._names = tuple(columns)
         self._json = {n: column.name for n, column in columns.items() if name_of(column.type_oid) in ("json", "jsonb")}
 

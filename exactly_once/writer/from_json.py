@@ -112,6 +112,8 @@ class JsonDecoder:
         # The columns that a message has filled so far, and the others by their positions.
         self._filled: set[str] = set()
         self._unfilled: dict[int, str] = {}
+        # The same until there is a row: of deletes nobody expects a value.
+        self._awaited: dict[int, str] = {}
         # Columns whose names Postgres may have cut: filled from longer ones, or known to have a field of their own.
         self._adopted: set[str] = set()
         self._own: set[str] = set()
@@ -154,14 +156,13 @@ class JsonDecoder:
 
     def decode(self, messages: Sequence[Message]) -> Decoded:
         """Describe the rows; a message is decoded when its row is asked for."""
-        what = self._on_tombstone or ("delete" if self._key is not None else "refuse")
-        if what == "skip":
+        if self._on_tombstone == "skip":
             messages = [m for m in messages if m.value() is not None]
         unused: Counter[str] = Counter()
 
         def make() -> Iterator[Row]:
             unused.clear()
-            return self._rows(messages, what, unused, at_once=_AT_ONCE)
+            return self._rows(messages, unused, at_once=_AT_ONCE)
 
         return Decoded(
             columns=self._columns,
@@ -181,7 +182,9 @@ class JsonDecoder:
         :raises TableError: for options for columns that no field fills, or that are of another kind.
         """
         columns, reading = self._table.pick(list(self._paths)), self._reading
-        names = {c.name: base_name(c) for c in (*columns, *self._table.pick(self.envelope.read_columns))}
+        # Parts of keys, and headers, are read as fields are.
+        parts = self._table.pick([column for column, source in self.envelope.sources.items() if ":" in source])
+        names = {c.name: base_name(c) for c in (*columns, *parts)}
         for option, given, kinds in (
             ("epoch", set(reading.epoch), TIMES),
             ("decimal", set(reading.decimal), {"numeric"}),
@@ -209,8 +212,7 @@ class JsonDecoder:
         self._is_unsure = re.compile(b"|".join(unsure)).search if unsure else None
         self._unfilled.clear()
         from_messages = {*self._paths, *self.envelope.sources} - self._filled
-        self._unfilled.update((i, name) for i, name in enumerate(self._columns) if name in from_messages)
-        self._pick = self._shape.pick
+        self._awaited = {i: name for i, name in enumerate(self._columns) if name in from_messages}
         key = self._key_columns
         self._key = None if key is None else _Key(self._table, key, self._paths, self._reading)
         self._expect_known(expects=self._rest is None)
@@ -221,27 +223,29 @@ class JsonDecoder:
         decode = self._shape.decode_known if expects else self._shape.decode
         self._decode = decode or _nothing
 
-    def _rows(
-        self, messages: Sequence[Message], what: OnTombstone, unused: Counter[str], *, at_once: int
-    ) -> Iterator[Row]:
+    def _rows(self, messages: Sequence[Message], unused: Counter[str], *, at_once: int) -> Iterator[Row]:
         """Decode so many at once; those among which one needs a closer look again, by fewer and fewer."""
         for start in range(0, len(messages), at_once):
             some = messages[start : start + at_once]
-            if (rows := self._at_once(some, what, unused)) is not None:
+            if (rows := self._at_once(some, unused)) is not None:
                 yield from rows
             elif len(some) > 1:
-                yield from self._rows(some, what, unused, at_once=_FEW if len(some) > _FEW else 1)
+                yield from self._rows(some, unused, at_once=_FEW if len(some) > _FEW else 1)
             else:
-                yield self._alone(some[0], what, unused)
+                yield self._alone(some[0], unused)
 
-    def _at_once(self, messages: Sequence[Message], what: OnTombstone, unused: Counter[str]) -> list[Row] | None:
+    def _at_once(self, messages: Sequence[Message], unused: Counter[str]) -> list[Row] | None:
         """Decode by loops that run in C; None where one of the messages needs a closer look."""
         try:
             values: list[Any] = list(map(Message.value, messages))
             if None in values:
-                return self._among_tombstones(messages, what, unused)
+                deleted = [self._tombstone(m) if m.value() is None else None for m in messages]
+                kept = [m for m in messages if m.value() is not None]
+                found = self._at_once(kept, unused) if kept else []
+                left = iter(found or ())
+                return None if found is None else [next(left) if each is None else each for each in deleted]
             objects = list(map(self._decode, values))
-            rows: list[Row] = list(map(self._pick, objects))
+            rows: list[Row] = list(map(self._shape.pick, objects))
             # Although msgspec has decoded them.
             joined = b"\n".join(values)
             if self._shape.empty in rows or (self._is_unsure is not None and self._is_unsure(joined)):
@@ -279,34 +283,25 @@ class JsonDecoder:
         self._note_filled(rows)
         return rows
 
-    def _among_tombstones(
-        self, messages: Sequence[Message], what: OnTombstone, unused: Counter[str]
-    ) -> list[Row] | None:
-        deleted = [self._tombstone(m, what) if m.value() is None else None for m in messages]
-        kept = [m for m in messages if m.value() is not None]
-        rows = self._at_once(kept, what, unused) if kept else []
-        stored = iter(rows or ())
-        return None if rows is None else [next(stored) if tombstone is None else tombstone for tombstone in deleted]
-
-    def _tombstone(self, message: Message, what: OnTombstone) -> Tombstone:
+    def _tombstone(self, message: Message) -> Tombstone:
         """Read the key of a message without a value.
 
         :raises BadRow: where it is none, or deletes nothing.
         """
-        if what == "delete" and self._key is not None:
+        if self._key is not None and self._on_tombstone in (None, "delete"):
             return self._key.tombstone(message, self.envelope)
         raise BadRow(
             'the message has no value, so nothing can be stored; on_tombstone = "skip" passes over such',
             message=message,
         )
 
-    def _alone(self, message: Message, what: OnTombstone, unused: Counter[str]) -> Row:
+    def _alone(self, message: Message, unused: Counter[str]) -> Row:
         """Decode one message that needs a closer look.
 
         :raises BadRow: for what is no object, has no field for any column, or one with a value that does not fit.
         """
         if (value := message.value()) is None:
-            return self._tombstone(message, what)
+            return self._tombstone(message)
         value = value.removeprefix(BYTE_ORDER_MARK)
         try:
             found, left = self._shape.find(value)
@@ -366,6 +361,9 @@ class JsonDecoder:
         return text
 
     def _note_filled(self, rows: Sequence[Row]) -> None:
+        if rows and self._awaited:
+            self._unfilled.update(self._awaited)
+            self._awaited = {}
         for position in list(self._unfilled):
             if any(value is not None and not isinstance(value, Missing) for value in map(itemgetter(position), rows)):
                 self._filled.add(self._unfilled.pop(position))

@@ -25,7 +25,7 @@ from .codec import Naive
 from .codecs import codec_of, name_of
 from .errors import cut, short
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
-from .numbers import LIMITS, decimal_of, oid_of, whole_of
+from .numbers import LIMITS, decimal_of, oid_of, scaled, whole_of
 from .table import Column
 from .times import BEYOND, EPOCH, clock_of, span_of
 
@@ -289,8 +289,7 @@ def _unscaled(raw: bytes, scale: int) -> Decimal:
         scale, raw = whole_of(text_of(bytes(parts["scale"]))), bytes(parts["value"])
     if not raw.startswith(b'"'):
         raise ValueError(f"base64 of a number's bytes is wanted, not {shown(raw)}")
-    whole = int.from_bytes(_bytes(raw), signed=True)
-    return Decimal(whole).scaleb(-scale, Context(prec=max(28, len(str(abs(whole))) + abs(scale))))
+    return scaled(_bytes(raw), scale)
 
 
 def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:

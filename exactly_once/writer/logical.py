@@ -14,6 +14,7 @@ from msgspec import Raw
 from .codecs import name_of
 from .errors import BadRow, cut
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
+from .numbers import scaled
 from .table import Column
 from .times import BEYOND, EPOCH, span_of
 
@@ -60,7 +61,7 @@ def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) ->
                 row[name] = convert(row[name], columns.get(name))
             except OverflowError as error:
                 raise BadRow(f"{cut(row[name])}: {error}", column=name) from error
-            except (ValueError, TypeError, LookupError) as error:
+            except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 what = f"{cut(row[name])} is not of the type that the schema says: {error}"
                 raise BadRow(what, column=name) from error
     return row
@@ -174,24 +175,13 @@ def _duration(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes
 
 
 def _decimal(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    """Write an integer in base64, and its scale, which may be beside it, as a decimal; a number stays as it is."""
     value = msgspec.json.decode(text)
-    return _number(value, int(parameters["scale"]), column) if isinstance(value, str) else text
-
-
-def _variable_decimal(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
-    value = msgspec.json.decode(text)
-    return _number(value["value"], value["scale"], column) if isinstance(value, dict) else text
-
-
-def _number(encoded: str, scale: int, column: Column | None) -> bytes:
-    """Write an integer in base64 and its scale as a decimal, every digit kept."""
-    unscaled = int.from_bytes(base64.b64decode(encoded, validate=True), "big", signed=True)
-    digits = str(abs(unscaled)).rjust(scale + 1, "0") if scale >= 0 else str(abs(unscaled)) + "0" * -scale
-    written = (
-        f"{'-' if unscaled < 0 else ''}{digits[:-scale]}.{digits[-scale:]}"
-        if scale > 0
-        else str(unscaled) + "0" * -scale
-    )
+    if isinstance(value, str):
+        value = {"value": value, "scale": int(parameters["scale"])}
+    if not isinstance(value, dict):
+        return text
+    written = f"{scaled(base64.b64decode(value['value'], validate=True), value['scale']):f}"
     # A text would be taken for what money is in the server's language.
     return written.encode() if column is None or _type(column) in (*NUMBERS, "money") else _text(written)
 
@@ -259,7 +249,7 @@ _LOGICAL: dict[str, tuple[Callable[[Mapping[str, str], bytes, Column | None], by
     "io.debezium.time.ZonedTime": (None, "timetz"),
     "io.debezium.time.MicroDuration": (_duration, "interval"),
     "io.debezium.time.Interval": (None, "interval"),
-    "io.debezium.data.VariableScaleDecimal": (_variable_decimal, "numeric"),
+    "io.debezium.data.VariableScaleDecimal": (_decimal, "numeric"),
     "io.debezium.data.Json": (_json, "jsonb"),
     "io.debezium.data.Uuid": (None, "uuid"),
     "io.debezium.data.Bits": (_bits, "bit varying"),

@@ -62,8 +62,14 @@ def value_for(column: Column | None, kind: str, text: bytes) -> bytes:
             raise ValueError("bytes that are no text: make the column bytea") from error
     if name == "bytea":
         raise ValueError(f"it is no bytes: make the column {column_of(kind)}")
-    if base in ("enum", "set") and name not in _NUMBERS and (number := re.fullmatch(rb'"(\d+)"', text)):
-        return msgspec.json.encode(_labels(base, kind, int(number[1])))
+    if base in ("enum", "set") and name not in _NUMBERS and (found := re.fullmatch(rb'"(\d+)"', text)):
+        # The label of an enum by its number, from 1, or those of a set by their bits; 0 is the empty text.
+        number, written = int(found[1]), (label[1] for label in _LABEL.finditer(kind))
+        labels = [re.sub(r"''|\\(.)", lambda m: _ESCAPED.get(m[1], m[1] or "'"), each) for each in written]
+        chosen = [at for at in range(number.bit_length()) if number >> at & 1] if base == "set" else [number - 1]
+        if number and chosen[-1] >= len(labels):  # as of a type that was altered since
+            raise ValueError(f"the type has no number {number}")
+        return msgspec.json.encode(",".join(labels[at] for at in chosen) if number else "")
     if base == "bit" and name in ("bit", "varbit"):  # whose digits would else be read as bits
         length = re.search(r"\d+", kind)
         return msgspec.json.encode(f"{int(msgspec.json.decode(text, type=str)):0{length[0] if length else 1}b}")
@@ -78,16 +84,3 @@ def _name(kind: str) -> str:
 
 def _is_bytes(kind: str) -> bool:
     return _BYTES.search(_name(kind)) is not None
-
-
-def _labels(base: str, kind: str, number: int) -> str:
-    """Return the label of an enum by its number, from 1, or those of a set by their bits; 0 is the empty text.
-
-    :raises ValueError: for a number without a label, as of a type that was altered since.
-    """
-    written = (found[1] for found in _LABEL.finditer(kind))
-    labels = [re.sub(r"''|\\(.)", lambda m: _ESCAPED.get(m[1], m[1] or "'"), each) for each in written]
-    chosen = [at for at in range(number.bit_length()) if number >> at & 1] if base == "set" else [number - 1]
-    if number and chosen[-1] >= len(labels):
-        raise ValueError(f"the type has no number {number}")
-    return ",".join(labels[at] for at in chosen) if number else ""

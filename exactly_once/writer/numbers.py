@@ -7,7 +7,7 @@ import operator
 import re
 import struct
 from collections.abc import Sequence
-from decimal import Decimal
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from typing import Any
 
 from .codec import Codec, by_text, named, text_or
@@ -26,6 +26,7 @@ LIMITS = {
 }
 _MAX_EXPONENT = 131071
 _MIN_EXPONENT = -16383
+_UNROUNDED = Context(prec=MAX_PREC, Emin=MIN_EMIN, Emax=MAX_EMAX)
 
 
 def _whole(name: str) -> Codec:
@@ -172,6 +173,11 @@ def decimal_of(text: str) -> Decimal:
     :raises ValueError: for any other text.
     """
     return Decimal(_matching(_NUMBER_TEXT, text, "number"))
+
+
+def scaled(data: bytes, scale: int) -> Decimal:
+    """Return the number whose digits are a whole one's, given by its bytes, every digit kept."""
+    return Decimal(int.from_bytes(data, signed=True)).scaleb(-scale, _UNROUNDED)
 
 
 # The codecs of types without a modifier.

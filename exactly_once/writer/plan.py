@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any
 
 from confluent_kafka import Message
 from psycopg._copy_base import format_row_binary
@@ -43,14 +43,6 @@ class Prepared:
 
     rows: Iterable[Row]
     is_binary: bool
-
-
-class Arrays(NamedTuple):
-    """Rows by columns, for a statement that takes an array for each."""
-
-    natives: list[bool]
-    """Whether an array is of the column's own type, else of text."""
-    values: list[list[Any]]
 
 
 class Plan:
@@ -168,15 +160,18 @@ class Plan:
             return "BINARY", encode_binary(prepared.rows, wires)
         return "TEXT", [encode_text(prepared.rows, [codec.as_text for codec in self.codecs])]
 
-    def arrays(self, prepared: Prepared) -> Arrays:
-        """Return the rows by columns: under the column's own type where all values are of one, else as text."""
+    def arrays(self, prepared: Prepared) -> tuple[list[bool], list[list[Any]]]:
+        """Return the rows by columns: where all values are of the column's own type as that, else as text.
+
+        Before the arrays comes which of them are of their column's own type.
+        """
         natives, arrays = [], []
         for column, codec, values in zip(self.columns, self.codecs, zip(*prepared.rows, strict=True), strict=True):
             is_scalar = column.element_oid is None and codec.wire == column.type_oid
             is_native = prepared.is_binary and is_scalar and len({*map(type, values)} - {_NONE}) <= 1
             natives.append(is_native)
             arrays.append(list(values) if is_native else list(map(codec.as_text, values)))
-        return Arrays(natives, arrays)
+        return natives, arrays
 
     def is_comparable(self, position: int, values: Iterable[Any]) -> bool:
         """Tell whether Python finds two values of a column equal exactly when Postgres does."""

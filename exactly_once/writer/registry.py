@@ -149,27 +149,28 @@ class Registry:
     def _read(self, data: bytes) -> bytes:
         number = int.from_bytes(data[1:_HEADER_BYTES])
         if (read := self._readers.get(number)) is None:
+            schema = self._ask(f"schemas/ids/{number}", number)
+            kind = schema.get("schemaType") or "AVRO"
+            references = [] if kind == "JSON" else list(self._references(schema, number))
             try:
-                read = self._readers[number] = self._reader(number)
+                if kind == "JSON":
+                    read = _json
+                elif kind == "AVRO":
+                    read = _avro(schema["schema"], [found["schema"] for _, found in references])
+                elif kind == "PROTOBUF":
+                    files = [(name, self._serialized(found["id"])) for name, found in references]
+                    read = _protobuf(self._serialized(number), files, self.url)
+                else:
+                    raise TableError(
+                        f"schema {number} of the Schema Registry {self.url} is of kind {kind}, which is not read"
+                    )
+                self._readers[number] = read
             except ImportError as error:  # which is no message's fault
                 raise TableError(f"schema {number}: {error}: pip install 'kafka-exactly-once[registry]'") from error
         try:
             return read(data[_HEADER_BYTES:])
         except Exception as error:
             raise BadRow(f"the data is not as schema {number} says: {str(error) or type(error).__name__}") from error
-
-    def _reader(self, number: int) -> Read:
-        schema = self._ask(f"schemas/ids/{number}", number)
-        kind = schema.get("schemaType") or "AVRO"
-        if kind == "JSON":
-            return _json
-        references = list(self._references(schema, number))
-        if kind == "AVRO":
-            return _avro(schema["schema"], [found["schema"] for _, found in references])
-        if kind == "PROTOBUF":
-            files = [(name, self._serialized(found["id"])) for name, found in references]
-            return _protobuf(self._serialized(number), files, self.url)
-        raise TableError(f"schema {number} of the Schema Registry {self.url} is of kind {kind}, which is not read")
 
     def _references(self, schema: Mapping[str, Any], number: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the schemas that one refers to, those first that others need."""

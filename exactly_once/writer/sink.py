@@ -113,11 +113,29 @@ class TableSink:
         if self._claims is not None and claim is None and messages:
             raise ConfigurationError("claim= needs a unit: call the sink with it, or pass claim=unit.claim_many")
         if self._to_add:
-            self._add_columns(connection)
+            # Before anything else locks the table, so that no two workers wait for each other.
+            table = read_table(connection, self.writer.name)
+            statements = add_columns(table, self._to_add)
+            self._to_add = self._to_add if statements else {}
+            for statement in statements:
+                try:
+                    connection.execute(statement, prepare=False)
+                except psycopg.errors.InsufficientPrivilege as error:
+                    raise TableError(f"{table}: only its owner adds columns: {error}") from error
+                except psycopg.errors.TooManyColumns as error:
+                    # No message is at fault: the fields go to the column for the rest, or are counted, as they do
+                    # without evolve.
+                    self._declined.update(self._to_add)
+                    self._to_add = {}
+                    raise TableChanged(f"{table} takes no more columns: {error}") from error
+                logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
         table = self.writer.table(connection)  # locked as it is from here on
         if table is not self._prepared_for:
             # A column that was filled so far must not be left out in silence because it is gone.
             table.pick(self._columns)
+            table.refuse_unlogged()
+            if table.is_foreign:
+                logger.warning("%s is a foreign table: after a crash at COMMIT rows can be there twice", table)
             self.decoder.prepare(table, mode=self.writer.mode, key=self.writer.key(connection))
             self._prepared_for = table
         try:
@@ -157,11 +175,9 @@ class TableSink:
         parts = [messages[start : start + _SIFTED] for start in range(0, len(messages), _SIFTED)][::-1]
         while parts:
             part = parts.pop()
-            made: list[Row] = []
-            decoded: Decoded | None = None
             try:
                 decoded = self.decoder.decode(part)
-                made.extend(decoded)  # which keeps those before the one that raises
+                made = list(decoded)
             except BadRow as error:
                 place = error.topic, error.partition, error.offset
                 places = list(map(place_of, part))
@@ -169,23 +185,17 @@ class TableSink:
                     raise
                 at = places.index(place)
                 bad.append((part[at], error))
-                parts.append(part[at + 1 :])
-                if decoded is None:  # of a decoder that looks at all of them before it makes a row of one
-                    parts.append(part[:at])
-                    continue
-                while made and place_of(decoded.origins[len(made) - 1]) == place:  # one message may make several rows
-                    made.pop()
+                parts += [part[at + 1 :], part[:at]]
+                continue
             rows += made
-            origins += decoded.origins[: len(made)]
+            origins += decoded.origins
             unused += decoded.unused
             filtered += decoded.filtered
         if bad:
             order = {place_of(message): number for number, message in enumerate(messages)}
             set_aside(sorted(bad, key=lambda pair: order[place_of(pair[0])]))
         last = self.decoder.decode([])
-        return replace(
-            last, origins=origins, make=lambda: iter(rows), unused=unused, filtered=filtered, unfilled=last.unfilled
-        )
+        return replace(last, origins=origins, make=lambda: iter(rows), unused=unused, filtered=filtered)
 
     def _look_for_columns(self, table: Table, messages: Sequence[Message], decoded: Decoded) -> None:
         """Decide what columns a batch asks for.
@@ -211,27 +221,6 @@ class TableSink:
             self._to_add = found
             columns = ", ".join(f"{cut(name)} {kind}" for name, kind in found.items())
             raise TableChanged(f"{table} gets columns that the messages bring: {columns}")
-
-    def _add_columns(self, connection: Connection) -> None:
-        """Add columns before anything else locks the table, so that no two workers wait for each other.
-
-        :raises TableError: when that is not allowed.
-        """
-        table = read_table(connection, self.writer.name)
-        statements = add_columns(table, self._to_add)
-        if not statements:
-            self._to_add = {}
-        for statement in statements:
-            try:
-                connection.execute(statement, prepare=False)
-            except psycopg.errors.InsufficientPrivilege as error:
-                raise TableError(f"{table}: only its owner adds columns: {error}") from error
-            except psycopg.errors.TooManyColumns as error:
-                # No message is at fault: the fields go to the column for the rest, or are counted, as without evolve.
-                self._declined.update(self._to_add)
-                self._to_add = {}
-                raise TableChanged(f"{table} takes no more columns: {error}") from error
-            logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
 
 
 class Router:

@@ -41,14 +41,8 @@ class Conflict:
     """Columns that a change sets also where a row lacks them: to their default."""
 
 
-def append(connection: Connection, plan: Plan, prepared: Prepared) -> int:
-    """Append rows by COPY."""
-    form, encoded = plan.encode(prepared)
-    return append_encoded(connection, plan, form, encoded)
-
-
-def append_encoded(connection: Connection, plan: Plan, form: str, encoded: Iterable[bytes | bytearray]) -> int:
-    """Append rows that are encoded for these columns already."""
+def append(connection: Connection, plan: Plan, form: str, encoded: Iterable[bytes | bytearray]) -> int:
+    """Append rows by COPY, from their encoded form."""
     cursor = cursor_on(connection)
     _copy(cursor, plan.table.identifier, plan.names, form, encoded)
     return cursor.rowcount
@@ -89,14 +83,27 @@ def merge(connection: Connection, plan: Plan, prepared: Prepared, conflict: Conf
     return cursor.execute(sql.SQL("; ").join([insert, query("drop_stage", "")]), prepare=False).rowcount
 
 
-def delete(connection: Connection, key: Plan, doomed: Sequence[Row], *, is_binary: bool) -> set[int]:
-    """Delete rows by key, and tell which had one, by their positions; ``key`` is the plan of the key's columns."""
-    return _by_key("delete_rows", connection, key, Prepared(doomed, is_binary))
+def by_key(name: Literal["delete_rows", "find_rows"], connection: Connection, key: Plan, sought: Prepared) -> set[int]:
+    """Delete or find the rows of keys, which are locked in the order of the keys; tell which there are by position.
 
-
-def find(connection: Connection, key: Plan, sought: Sequence[Row], *, is_binary: bool) -> set[int]:
-    """Tell which keys have a row, by their positions, and lock those rows."""
-    return _by_key("find_rows", connection, key, Prepared(sought, is_binary))
+    ``key`` is the plan of the key's columns.
+    """
+    natives, arrays = key.arrays(sought)
+    columns = [sql.SQL("t.{}").format(sql.Identifier(n)) for n in key.names]
+    same = (
+        sql.SQL("{} {} {}").format(column, _operator("=", kind), value)
+        for column, kind, value in zip(columns, key.columns, _values(key, natives), strict=True)
+    )
+    statement = query(
+        name,
+        "",
+        table=key.table.identifier,
+        source=_arrays(key, natives),
+        same=sql.SQL(" AND ").join(same),
+        lock=sql.SQL("ORDER BY {} FOR UPDATE OF t").format(_list(columns)),
+    )
+    cursor = cursor_on(connection).execute(_finished(statement), arrays, prepare=False)
+    return {number - 1 for (number,) in cursor.fetchall()}
 
 
 def rank(connection: Connection, plan: Plan, changes: Sequence[Row], rules: Rules, *, is_binary: bool) -> Marks:
@@ -139,26 +146,6 @@ def _copy(
     with cursor.copy(query("copy_rows", "", target=target, columns=columns, format=sql.SQL(form))) as copying:
         for part in encoded:
             copying.write(part)
-
-
-def _by_key(name: str, connection: Connection, key: Plan, prepared: Prepared) -> set[int]:
-    """Do something to the rows of keys, which are locked in the order of the keys; tell which there are."""
-    natives, arrays = key.arrays(prepared)
-    columns = [sql.SQL("t.{}").format(sql.Identifier(n)) for n in key.names]
-    same = (
-        sql.SQL("{} {} {}").format(column, _operator("=", kind), value)
-        for column, kind, value in zip(columns, key.columns, _values(key, natives), strict=True)
-    )
-    statement = query(
-        name,
-        "",
-        table=key.table.identifier,
-        source=_arrays(key, natives),
-        same=sql.SQL(" AND ").join(same),
-        lock=sql.SQL("ORDER BY {} FOR UPDATE OF t").format(_list(columns)),
-    )
-    cursor = cursor_on(connection).execute(_finished(statement), arrays, prepare=False)
-    return {number - 1 for (number,) in cursor.fetchall()}
 
 
 def _insert(

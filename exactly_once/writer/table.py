@@ -18,8 +18,6 @@ from .errors import TableError, TableMissing
 # What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was.
 OnMissing = Literal["null", "default", "keep"]
 
-_WRITABLE = {"r": "table", "p": "partitioned table", "f": "foreign table"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
@@ -40,10 +38,9 @@ class Column:
     is_numbered: bool = False
     """Whether its default is the next number of a sequence."""
     element_oid: int | None = None
-    element_kind: str | None = None
     element_base_oid: int | None = None
     """The type below the domains of the elements."""
-    element_base_kind: str | None = None
+    element_kind: str = "b"
     element_typmod: int | None = None
     is_deterministic: bool = True
     operator_schema: str | None = None
@@ -60,7 +57,7 @@ class Column:
             self,
             type_oid=self.element_base_oid or self.element_oid,
             typmod=self.typmod if self.element_typmod is None else self.element_typmod,
-            kind=self.element_base_kind or self.element_kind or "b",
+            kind=self.element_kind,
             element_oid=None,
         )
 
@@ -80,14 +77,15 @@ class Table:
     columns: Sequence[Column]
     keys: Sequence[tuple[str, ...]] = ()
     """The sets of columns that ON CONFLICT can name, the primary key first."""
-    is_partitioned: bool = False
     is_foreign: bool = False
+    is_unlogged: bool = False
+    """Whether a crash of the server empties it, or a partition of it."""
     has_row_security: bool = False
     """Whether policies apply to us; Postgres refuses COPY then."""
     has_rules: bool = False
     """Whether rules rewrite INSERT or UPDATE; a COPY would pass them by."""
     notices_deletes: bool = False
-    """Whether something hangs on deletes: a foreign key that points here, or a trigger."""
+    """Whether something hangs on deletes: a foreign key that points here, a trigger, or a table that inherits."""
     shape: str = field(default="", repr=False)
     """All of this, as the server tells it for comparison."""
 
@@ -108,6 +106,17 @@ class Table:
     def writable(self) -> list[str]:
         """The columns that take values, but for those that Postgres always numbers by itself."""
         return [c.name for c in self.columns if not c.is_generated and not c.is_identity]
+
+    def refuse_unlogged(self) -> None:
+        """Refuse a table that loses rows while their offsets stay.
+
+        :raises TableError: for an unlogged one.
+        """
+        if self.is_unlogged:
+            raise TableError(
+                f"{self} or a partition of it is unlogged: a crash of the server would empty it, and its messages "
+                f"would not come again. ALTER TABLE {self} SET LOGGED, or that partition"
+            )
 
     def pick(self, names: Sequence[str]) -> list[Column]:
         """Return columns by name.
@@ -132,9 +141,9 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
     :raises TableError: when there is none, or rows cannot be copied into it.
     """
     text = name.as_string(None) if isinstance(name, sql.Identifier) else name
-    cursor = cursor_on(connection)
+    cursor, by_name = cursor_on(connection), cursor_on(connection, dict_row)
     try:
-        found = cursor.execute(query("find_table", ""), {"name": text}, prepare=False).fetchone()
+        found = by_name.execute(query("find_table", ""), {"name": text}, prepare=False).fetchone()
     except (psycopg.errors.InvalidName, psycopg.errors.SyntaxError, psycopg.errors.FeatureNotSupported) as error:
         raise TableError(f"{text!r} is not the name of a table as SQL writes it: {error}") from error
     if found is None:
@@ -142,21 +151,15 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
         alike = ", ".join(a for (a,) in cursor.execute(query("find_alike", ""), {"name": last}, prepare=False))
         hint = f"; there is {alike} (upper case needs quotes, another schema its name)" if alike else ""
         raise TableMissing(f"there is no table {text}{hint}")
-    oid, schema, relation, kind, has_row_security, has_rules, notices_deletes = found
-    if kind not in _WRITABLE:
+    oid, is_writable = found.pop("oid"), found.pop("is_writable")
+    if not is_writable:
         raise TableError(f"{text} is not a table; rows can be written to tables, partitioned and foreign ones too")
     keys = cursor.execute(query("keys_of_table", ""), {"oid": oid}, prepare=False).fetchall()
     return Table(
-        schema=schema,
-        name=relation,
+        **found,
         columns=_columns(connection, oid),
         keys=[tuple(key) for (key,) in keys],
-        is_partitioned=kind == "p",
-        is_foreign=kind == "f",
-        has_row_security=has_row_security,
-        has_rules=has_rules,
-        notices_deletes=notices_deletes,
-        shape=read_shape(connection, sql.Identifier(schema, relation)),
+        shape=read_shape(connection, sql.Identifier(found["schema"], found["name"])),
     )
 
 

@@ -12,7 +12,7 @@ from exactly_once.ledger.session import Connection
 from .changes import MISSING, UNAVAILABLE, Marks, Merge, Row, Rules, Tombstone, collapse, keys_of, marks_of, rounds
 from .errors import BadRow, origin
 from .plan import Plan, Prepared
-from .statements import Conflict, delete, find, merge, rank
+from .statements import Conflict, by_key, merge, rank
 from .table import OnMissing
 
 
@@ -66,7 +66,22 @@ class Upsert:
         """Apply changes in their order; return how many rows Postgres stored, changed or deleted."""
         looked_at, is_binary = self._prepare(changes, exact, origins)
         written = 0
-        marks = self._marks(connection, looked_at, is_binary=is_binary)
+        # What changes are compared by: their values, or their ranks where only Postgres can tell.
+        marks = Marks(range(len(looked_at)), [None] * len(looked_at))
+        if len(looked_at) > 1:
+            stored = [c for c in looked_at if type(c) is not Tombstone]
+            deletes = [c for c in looked_at if type(c) is Tombstone]
+            newest_by = self._rules.newest_by
+            is_known = all(
+                self._key.is_comparable(i, [*(c[p] for c in stored), *(c[i] for c in deletes)])
+                for i, p in enumerate(self._rules.key)
+            )
+            if is_known and newest_by is not None and not self._rules.keeps_missing:
+                is_known = self._plan.is_ordered(newest_by, [c[newest_by] for c in stored])
+            if is_known:
+                marks = marks_of(looked_at, self._rules)
+            else:
+                marks = rank(connection, self._plan, looked_at, self._rules, is_binary=is_binary)
         if self._conflict.add or (self._rules.keeps_missing and self._rules.newest_by is not None):
             # Such changes cannot be made one, as a sum takes each row: a statement for each time that a key comes.
             parts: Sequence[Sequence[int]] = rounds(marks.keys)
@@ -76,12 +91,12 @@ class Upsert:
             steps = [collapse(looked_at, self._rules, marks)]
         for part, step in zip(parts, steps, strict=True):
             if step.deletes:
-                deleted = delete(connection, self._key, step.deletes, is_binary=is_binary)
+                deleted = by_key("delete_rows", connection, self._key, Prepared(step.deletes, is_binary))
                 written += len(deleted)
                 self.missed += len(set(range(len(step.deletes))) - deleted - step.follows)
             if self._rules.keeps_missing and (unsure := [row for row in step.rows if UNAVAILABLE in row]):
                 keys = [tuple(row[i] for i in self._rules.key) for row in unsure]
-                there = find(connection, self._key, keys, is_binary=is_binary)
+                there = by_key("find_rows", connection, self._key, Prepared(keys, is_binary))
                 for index, row in enumerate(unsure):
                     if index not in there:
                         raise self._unkept(row, looked_at, part, marks, origins)
@@ -108,22 +123,6 @@ class Upsert:
             row=at,
             column=self._plan.names[row.index(UNAVAILABLE)],
         )
-
-    def _marks(self, connection: Connection, changes: Sequence[Row], *, is_binary: bool) -> Marks:
-        """Return what changes are compared by: their values, or their ranks where only Postgres can tell."""
-        if len(changes) <= 1:
-            return Marks(range(len(changes)), [None] * len(changes))
-        rows = [c for c in changes if type(c) is not Tombstone]
-        newest_by = self._rules.newest_by
-        is_known = all(
-            self._key.is_comparable(i, [*(row[p] for row in rows), *(c[i] for c in changes if type(c) is Tombstone)])
-            for i, p in enumerate(self._rules.key)
-        )
-        if newest_by is not None and not self._rules.keeps_missing:
-            is_known = is_known and self._plan.is_ordered(newest_by, [row[newest_by] for row in rows])
-        if is_known:
-            return marks_of(changes, self._rules)
-        return rank(connection, self._plan, changes, self._rules, is_binary=is_binary)
 
     def _prepare(
         self, changes: Sequence[Row], exact: Collection[str], origins: Sequence[Message] | None

@@ -21,7 +21,7 @@ from .codec import Naive
 from .decoding import Decoded
 from .errors import BadRow, TableChanged, TableError, UnreadableValue, origin
 from .plan import Plan, Prepared
-from .statements import Conflict, Mode, append, append_encoded, merge, stage_columns
+from .statements import Conflict, Mode, append, merge, stage_columns
 from .table import Column, OnMissing, Table, lock_shape, read_table
 from .upsert import Upsert
 
@@ -187,7 +187,7 @@ class TableWriter:
             first_wins = self._conflict.key if self.mode == "insert-ignore" else None
             for part, some in plan.by_columns(prepared, first_wins=first_wins):
                 if self.mode == "append" and plan.table.can_copy:
-                    written += append(connection, part, some)
+                    written += append(connection, part, *part.encode(some))
                 else:
                     written += merge(connection, part, some, self._conflict, small_batch=small_batch)
         return written
@@ -211,7 +211,7 @@ class TableWriter:
         if encoded is None:
             return self.write(connection, rows, columns=columns, origins=origins, table=table)
         with self._explaining(plan, rows, origins):
-            return append_encoded(connection, plan, "BINARY", encoded)
+            return append(connection, plan, "BINARY", encoded)
 
     @contextmanager
     def _explaining(self, plan: Plan, rows: Iterable[Row], origins: Sequence[Message] | None) -> Iterator[None]:

@@ -35,15 +35,17 @@ def test_zombie_that_wakes_up_stores_nothing_and_works_on(
     heir = crew.start(options=OPTIONS, counts=False)
     heir.wait("assigned", TAKEOVER_SECONDS)
     crew.until_applied(MESSAGES)
-    epochs = crew.epochs()
+    taken, given = sum(crew.epochs().values()), _given(crew)
 
     zombie.cont()
     if failpoint != "committed":  # the moment after COMMIT: nothing of it is in doubt
         zombie.wait("redelivered")
     produce(bootstrap_servers, topic, MESSAGES, 1, start=MESSAGES)
     crew.until_applied(2 * MESSAGES)
-    # Awake it joins again, and Kafka may well give it the partition, but only after taking it from the heir.
-    assert crew.epochs() == epochs or heir.count("revoked"), "the zombie took the partition back by itself"
+    # Awake it joins again, and Kafka may well give it the partition, or take the heir for dead on a busy machine. But
+    # nobody takes what Kafka did not give.
+    again = sum(crew.epochs().values()) - taken
+    until(lambda: _given(crew) - given >= again, 10, f"Kafka to have given what was taken {again} times")
 
     heir.kill()
     produce(bootstrap_servers, topic, 100, 1, start=2 * MESSAGES)
@@ -51,6 +53,11 @@ def test_zombie_that_wakes_up_stores_nothing_and_works_on(
     assert crew.owners() == {zombie.name: 1}
     crew.assert_exact(counts=False)
     crew.end_well(zombie)
+
+
+def _given(crew: Crew) -> int:
+    """How often Kafka gave somebody a partition."""
+    return sum(e["event"] == "assigned" and bool(e["partitions"]) for w in crew.workers for e in list(w.events))
 
 
 @pytest.mark.fault("A4")

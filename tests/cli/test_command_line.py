@@ -145,6 +145,16 @@ def test_a_closed_or_full_output_is_no_defect(words: list[str]) -> None:
         assert (closed.returncode, closed.stderr) == (0, "")
 
 
+def test_the_exit_code_is_the_same_where_nobody_reads_the_error() -> None:
+    """For `verify` the interpreter's own would be a verdict."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "exactly_once", "status"]
+    left = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=write, timeout=200, check=False)
+    os.close(write)
+    assert left.returncode == 2
+
+
 @pytest.mark.parametrize("columns", ["40", None, "150"])
 def test_help_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: str | None) -> None:
     width = 80

@@ -354,6 +354,17 @@ def test_wrong_handler_is_refused_before_anything_happens(handler: str, why: str
     assert dead.statuses() == ["dead"] * 4
 
 
+def test_a_program_that_ends_when_it_is_imported_is_no_replay_that_is_done(
+    letters: Command, dead: Dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "program_without_a_guard.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    refused = letters("replay", "--handler", "program_without_a_guard:apply", "--execute")
+    assert refused.code == 2
+    assert "program_without_a_guard is a program, which ended when it was imported" in refused.err
+    assert dead.statuses() == ["dead"] * 4
+
+
 def test_replay_of_several_groups_with_one_handler_is_refused(command: Command, conninfo: str, dead: Dead) -> None:
     dead.db.execute("UPDATE exactly_once.dead_letter SET group_id = 'another' WHERE id = %s", [dead[0, 3]])
     where = ("--conninfo", conninfo, "--topic", dead.topic)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from exactly_once import cli
-from exactly_once.cli.problems import CommandParser
+from exactly_once.cli.problems import CommandParser, one_line
+from exactly_once.errors import ConfigurationError
 from tests.cli.conftest import Command
 
 NOWHERE = "host=127.0.0.1 port=1 dbname=nowhere"
@@ -73,7 +74,7 @@ def test_brokers_can_come_from_the_environment(
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('conn_info = "x"\ngroup = "y"\n', "unknown key conn_info, group; there are bootstrap_servers"),
+        ('conn_info = "x"\ngroup = "y"\n', "unknown key conn_info, group; there are bootstrap_servers, "),
         ("group_id = 5\n", "group_id must be a string"),
         ('kafka = "x"\n', "kafka must be a table"),
         ('[kafka]\n"debug" = ["all"]\n', "debug in [kafka] must be a string"),
@@ -87,6 +88,34 @@ def test_a_file_that_is_wrong_is_refused_by_name(command: Command, file: Path, t
     assert (result.code, result.out) == (2, "")
     assert complaint in result.err
     assert str(file) in result.err or "[kafka]" in result.err
+
+
+def test_the_sinks_file_serves_other_commands_with_a_byte_order_mark_too(
+    command: Command, consumed: str, file: Path, conninfo: str
+) -> None:
+    text = f'conninfo = "{conninfo}"\r\ngroup_id = "{consumed}"\r\n[run]\r\nworkers = 2\r\n'
+    file.write_bytes(b"\xef\xbb\xbf" + f'{text}[[sink]]\r\ntopics = ["t"]\r\ntable = "t"\r\n'.encode())
+    result = command("status", "--config", file, "--json")
+    assert (result.code, result.err) == (0, "")
+    assert {p["group_id"] for p in result.partitions} == {consumed}
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "there is no topic t; create it, or pass wait_for_topics=True",
+            "there is no topic t; create it",
+        ),
+        ('on_poison="dead-letter"; say key=, start=', "--on-poison dead-letter; say --key , start="),
+        ("Run: exactly-once migrate --conninfo ..., or pass migrate=True", "Run: exactly-once migrate --conninfo ..."),
+        ("on_tombstone='delete' needs mode='upsert'", "--on-tombstone delete needs --mode upsert"),
+        ('on_tombstone = "skip" passes over such', "--on-tombstone skip passes over such"),
+        ('say start="latest"; see also on_out_of_range=.', "say --start latest; see also --on-out-of-range."),
+    ],
+)
+def test_errors_are_told_in_the_words_of_the_command_line(said: str, told: str) -> None:
+    assert one_line(ConfigurationError(said)) == told
 
 
 def test_a_file_that_is_not_there_is_named(command: Command, file: Path) -> None:
@@ -119,6 +148,44 @@ def test_what_is_missing_is_named_with_the_places_to_say_it(command: Command, ar
     result = command(*args)
     assert result.code == 2
     assert missing in result.err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["status", "--group-id", "g\udcfc"], "group_id is no text in utf-8"),
+        (["dead-letters", "list", "--topic", "t\udcfc"], "--topic is no text in utf-8"),
+        (["sink", "--topic", "t", "--table", "t\udcfc"], "--table is no text in utf-8"),
+        (["sink", "--topic", "t", "--table", "t", "--group-id", "g\udcfc"], "group_id is no text in utf-8"),
+        (["sink", "--topic", "t", "--table", "t", "--group-id", " g"], "group.id=' g' is not possible"),
+    ],
+)
+def test_what_the_environment_cannot_decode_is_refused(command: Command, args: list[str], said: str) -> None:
+    """A client of Kafka ends the process for such a group, and the text of others is an error of Python's."""
+    result = command(*args, "--conninfo", NOWHERE, "--bootstrap-servers", "127.0.0.1:1")
+    assert (result.code, result.out) == (2, "")
+    assert said in result.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["reset", "--topic", "{}", "--to-current"],
+        ["adopt", "--topic", "{}", "--keep-offsets"],
+        ["dead-letters", "drop", "--topic", "{}"],
+        ["dead-letters", "list", "--partition", "{}"],
+        ["sink", "--topic", "t", "--table", "{}"],
+    ],
+)
+def test_of_two_names_for_what_is_changed_the_last_does_not_win(command: Command, words: list[str]) -> None:
+    """`sink --topic a --table a --topic b --table b` filled b from both topics."""
+    at = words.index("{}")
+    twice = [word for value in "01" for word in (words[at - 1], value)]
+    result = command(*words[: at - 1], *twice, *words[at + 1 :])
+    assert (result.code, result.out) == (2, "")
+    assert f"{words[at - 1]} is given twice" in result.err
+    alike = command(*words[: at - 1], *([words[at - 1], "0"] * 2), *words[at + 1 :])
+    assert (alike.code, "twice" in alike.err) == (2, False)  # it lacks the servers only
 
 
 def test_a_schema_that_is_no_name_is_refused(command: Command) -> None:

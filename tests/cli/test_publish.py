@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from exactly_once.publish import (
     DedupProducer,
     Link,
@@ -30,7 +32,8 @@ def test_the_status_shows_what_filters_hold(operate: Command, conninfo: str, boo
     store = Store(conninfo)
     PostgresChain(store).confirm_many([Link(name, number) for number in (0, 1, 5)])
     store.close()
-    with PublishOwner(conninfo, name=name) as owner:
+    # The other one's lease runs for a century.
+    with PublishOwner(conninfo, name=name) as owner, PublishOwner(conninfo, lease_seconds=3.2e9) as other:
         window = PostgresWindow(owner, scope=name, seconds=3600)
         window.reserve_many(["a", "b", "c"])
         window.confirm("a")
@@ -43,6 +46,7 @@ def test_the_status_shows_what_filters_hold(operate: Command, conninfo: str, boo
     (mine,) = [each for each in found["owners"] if each["name"] == name]
     assert (mine["id"], mine["in_flight"], mine["ended"]) == (owner.id, 1, False)
     assert 0 < mine["lease_seconds"] <= 60
+    assert [each["lease_seconds"] for each in found["owners"] if each["id"] == other.id] == [pytest.approx(3.2e9)]
     scopes: list[dict[str, Any]] = [each for each in found["scopes"] if each["scope"] == name]
     assert scopes == [{"scope": name, "confirmed": 1, "in_flight": 1, "unknown": 1}]
     assert [c for c in found["chains"] if c["chain"] == name] == [{"chain": name, "last_seen": 5, "gaps": 1}]

@@ -133,7 +133,7 @@ def test_to_time_finds_the_first_message_that_is_not_older(
 @pytest.mark.parametrize(
     ("target", "complaint"),
     [
-        (["--to-time", "2026-01-31T12:00:00"], "has no zone"),
+        (["--to-time", "2026-01-31"], "has no zone: 2026-01-31T00:00:00Z is UTC"),
         (["--to-time", "yesterday"], "not a time"),
         (["--to-time", "1969-12-31T23:59:59.999+00:00"], "before 1970"),
         (["--to-offset", "-1"], "is not an offset"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -111,6 +112,18 @@ def test_a_dry_run_shows_rows_and_ddl_and_stores_nothing(
     assert db.execute("SELECT count(*) FROM exactly_once.ledger WHERE group_id = %s", (source,)).fetchone() == (0,)
     document = operate("sink", "--topic", source, "--table", source, "--dry-run", "--json").json
     assert len(document["sinks"][0]["rows"]) == 3
+
+
+def test_a_dry_run_whose_reader_leaves_is_no_error(bootstrap_servers: str, conninfo: str, source: str) -> None:
+    """Of more output than is kept back until the end."""
+    send(bootstrap_servers, source, [(None, {"id": i, "text": "x" * 500}) for i in range(50)])
+    command = [sys.executable, "-m", "exactly_once", "sink", "--topic", source, "--table", source, "--dry-run"]
+    command += ["--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--group-id", source]
+    read, write = os.pipe()
+    os.close(read)
+    left = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
+    os.close(write)
+    assert (left.returncode, left.stderr) == (141, "")
 
 
 def test_a_dry_run_tells_deletes_from_rows(operate: Command, bootstrap_servers: str, source: str, db: Database) -> None:
@@ -255,6 +268,25 @@ def test_a_bad_message_can_be_set_aside(operate: Command, bootstrap_servers: str
 )
 def test_a_wrong_command_line_is_told(wrong: tuple[str, ...], operate: Command) -> None:
     assert operate("sink", *wrong).code == 2
+
+
+def test_a_time_without_a_zone_is_told_with_one_that_is_taken(operate: Command, source: str) -> None:
+    where = ("sink", "--topic", source, "--table", "no_such_table", "--start")
+    assert "no time zone: say 2026-01-31T00:00:00Z, or" in operate(*where, "2026-01-31").err
+    assert "there is no table no_such_table" in operate(*where, "2026-01-31T00:00:00Z").err
+
+
+def test_what_is_no_table_is_told_and_not_to_be_made(operate: Command, source: str, db: Database) -> None:
+    db.execute(f"CREATE VIEW {source} AS SELECT 1 AS id")
+    try:
+        for options in ((), ("--create-table",)):
+            result = operate("sink", "--topic", source, "--table", source, "--until-end", *options)
+            assert result.code == 1
+            assert result.err.endswith(
+                f"{source} is not a table; rows can be written to tables, partitioned and foreign ones too\n"
+            )
+    finally:
+        db.execute(f"DROP VIEW {source}")
 
 
 def test_a_table_that_is_not_there_is_told(operate: Command, source: str) -> None:

@@ -81,8 +81,8 @@ def test_a_file_that_is_not_of_the_form_is_told(text: str, said: str) -> None:
 
 
 def test_what_the_file_says_is_not_said_on_the_command_line_too() -> None:
-    with pytest.raises(UsageError, match="say --topic, --mode there"):
-        flows_of('[[sink]]\ntopics = ["a"]\ntable = "t"', "--topic", "b", "--mode", "upsert")
+    with pytest.raises(UsageError, match="say --topic, --mode, --field there"):
+        flows_of('[[sink]]\ntopics = ["a"]\ntable = "t"', "--topic", "b", "--mode", "upsert", "--field", "a=b")
 
 
 def test_the_command_line_goes_before_the_file() -> None:
@@ -134,6 +134,14 @@ def test_each_field_of_a_line_has_a_name_of_its_own(names: str) -> None:
 )
 def test_names_are_folded_as_postgres_folds_them(name: str, parts: list[str]) -> None:
     assert parts_of(name) == parts
+
+
+def test_a_blank_in_a_name_needs_quotes() -> None:
+    """Postgres takes no such name; made with quotes, the table would not be found afterwards."""
+    with pytest.raises(UsageError, match=r'needs double quotes, as in SQL: "Odd Name"'):
+        read_flows(parsed("--topic", "t", "--table", "bank.Odd Name"), ())
+    for name in ('"Odd Name"', 'bank . "a ""b"" c"', " bank.t "):
+        read_flows(parsed("--topic", "t", "--table", name), ())
 
 
 def test_fields_of_lines_need_an_order() -> None:

@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 
 from exactly_once.cli.sink_progress import CLEAR, Counts, LeftOut, Measurements, Progress
-from exactly_once.cli.sink_worker import in_options
 from exactly_once.metrics import table as m
 from exactly_once.writer import RawDecoder, TableSink
 
@@ -161,10 +160,3 @@ def test_a_name_that_differs_in_case_and_underscores_only_is_pointed_at(caplog: 
     (record,) = caplog.records
     assert 'column messageid is not field messageId: say rename = {messageid = "messageId", ...}' in record.getMessage()
     assert "column user_id is not field userId" in record.getMessage()
-
-
-def test_errors_are_told_in_the_words_of_the_command_line() -> None:
-    said = (
-        'the cluster has no topic t; create it, or pass wait_for_topics=True. on_poison="dead-letter"; say key=, start='
-    )
-    assert in_options(said) == "the cluster has no topic t; create it. --on-poison dead-letter; say --key , start="

@@ -243,6 +243,16 @@ def test_the_table_fits_the_terminal(
     assert max(map(len, text.splitlines())) <= columns
 
 
+@pytest.mark.parametrize("columns", ["1", "-3", "none"])
+def test_a_terminal_that_is_no_width_is_shown_the_table(
+    columns: str, command: Command, conninfo: str, crowd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    result = command("status", "--conninfo", conninfo, "--group-id", crowd)
+    assert (result.code, result.err) == (0, "")
+    assert "1234567890" in result.out
+
+
 def test_spark_queries_fit_the_terminal_too(
     command: Command, conninfo: str, db: Db, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

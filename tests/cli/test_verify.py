@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import psutil
 import psycopg
 import pytest
 from confluent_kafka import Producer
@@ -17,9 +21,10 @@ from confluent_kafka.admin import AdminClient
 from exactly_once.cli import main
 from exactly_once.demo import payments
 from exactly_once.soak import pipeline
-from exactly_once.soak.pipeline import Verdict, compare, counted
+from exactly_once.soak.pipeline import Pipeline, Verdict, compare, counted
 from tests.cli.conftest import Command
 from tests.support.topics import create_topic
+from tests.support.waiting import until
 
 OURS = """
 import json, sys
@@ -55,57 +60,50 @@ with psycopg.connect(conninfo, autocommit=True) as connection:
 """
 
 
-def verified(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    *,
-    program: str,
-    servers: tuple[str, str],
-    name: str,
-    arguments: list[str],
-) -> tuple[int, dict[str, Any]]:
-    (tmp_path / "pipeline.py").write_text(program)
-    bootstrap_servers, conninfo = servers
-    start = f"{shlex.quote(sys.executable)} {tmp_path / 'pipeline.py'} {{bootstrap_servers}} {{conninfo}} {{topic}}"
-    options = {
-        "--start": start,
-        "--bootstrap-servers": bootstrap_servers,
-        "--conninfo": conninfo,
-        "--topic": name,
-        "--effects": f'SELECT n, count(*) FROM "{name}" GROUP BY 1',
-        "--messages": "600",
-        "--seed": "3",
-        "--patience-seconds": "60",
-        "--log": str(tmp_path / "log"),
-    }
-    status = main(["verify", "--json", *(word for option in options.items() for word in option), *arguments])
-    return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+Verify: TypeAlias = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
-def _copied(db: psycopg.Connection[Any], name: str) -> Any:
+def copy(db: psycopg.Connection[Any], name: str) -> Iterator[str]:
+    """The table that a pipeline copies into, of the topic's name."""
     db.execute(f'CREATE TABLE "{name}" (n int)'.encode())
-    yield
+    yield name
     db.execute(f'DROP TABLE "{name}"'.encode())
 
 
+@pytest.fixture
+def verify(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, copy: str, bootstrap_servers: str, conninfo: str
+) -> Verify:
+    """Run the command on a pipeline: ``verify(program, *options)`` returns the status and the verdict."""
+
+    def run(program: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+        (tmp_path / "pipeline.py").write_text(program)
+        start = f"{shlex.quote(sys.executable)} {tmp_path / 'pipeline.py'} {{bootstrap_servers}} {{conninfo}} {{topic}}"
+        options = {
+            "--start": start,
+            "--bootstrap-servers": bootstrap_servers,
+            "--conninfo": conninfo,
+            "--topic": copy,
+            "--effects": f'SELECT n, count(*) FROM "{copy}" GROUP BY 1',
+            "--messages": "600",
+            "--seed": "3",
+            "--patience-seconds": "60",
+            "--log": str(tmp_path / "log"),
+        }
+        status = main(["verify", "--json", *(word for option in options.items() for word in option), *arguments])
+        return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("_copied", "own_servers")
-def test_a_pipeline_that_is_exact_is_told_so(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    *,
-    bootstrap_servers: str,
-    conninfo: str,
-    name: str,
-) -> None:
+@pytest.mark.usefixtures("own_servers")
+def test_a_pipeline_that_is_exact_is_told_so(verify: Verify, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where the queue of the client that publishes is full after each few messages."""
     monkeypatch.setattr(pipeline, "Producer", lambda given: Producer(given | {"queue.buffering.max.messages": 10}))
-    arguments = ["--seconds", "12", "--fault", "kill", "--fault", "cut-before", "--fault", "cut-after"]
-    status, verdict = verified(
-        capsys, tmp_path, program=OURS, servers=(bootstrap_servers, conninfo), name=name, arguments=arguments
-    )
+    faults = ["--fault", "kill", "--fault", "cut-before", "--fault", "cut-after"]
+    status, verdict = verify(OURS, "--seconds", "12", *faults)
     assert (status, verdict["ok"], verdict["lost"], verdict["doubled"]) == (0, True, 0, 0), (
         tmp_path / "log"
     ).read_text()
@@ -113,19 +111,79 @@ def test_a_pipeline_that_is_exact_is_told_so(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_copied", "own_servers")
-def test_what_a_pipeline_leaves_out_and_repeats_is_counted(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, bootstrap_servers: str, conninfo: str, name: str
-) -> None:
-    arguments = ["--seconds", "8", "--fault", "kill", "--processes", "1"]
-    servers = (bootstrap_servers, conninfo)
-    status, verdict = verified(
-        capsys, tmp_path, program=WITHOUT_COMMITS, servers=servers, name=name, arguments=arguments
-    )
+@pytest.mark.usefixtures("own_servers")
+def test_what_a_pipeline_leaves_out_and_repeats_is_counted(verify: Verify) -> None:
+    status, verdict = verify(WITHOUT_COMMITS, "--seconds", "8", "--fault", "kill", "--processes", "1")
     assert status == 1
     assert verdict["lost"] == 60
     assert verdict["examples"]["lost"] == ["3", "13", "23", "33", "43"]
     assert verdict["doubled"] > 0
+
+
+# Leaves its parent, its session and its process group, as a service of old times does.
+IN_THE_BACKGROUND = (
+    """
+import os, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+open(f"pid-{os.getpid()}", "w").close()
+"""
+    + OURS
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_servers")
+def test_a_pipeline_in_the_background_is_injured_and_ended(
+    verify: Verify, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, verdict = verify(IN_THE_BACKGROUND, "--seconds", "8", "--fault", "kill")
+    assert (status, verdict["lost"], verdict["doubled"]) == (0, 0, 0), (tmp_path / "log").read_text()
+    started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    assert verdict["ended"] == 0
+    assert len(started) == 2 + verdict["faults"]["kill"]
+    until(lambda: not any(map(psutil.pid_exists, started)), 10, "the processes to be reaped")
+
+
+def test_a_process_that_has_ended_by_itself_is_not_taken_for_injured(tmp_path: Path) -> None:
+    """A fault that struck nothing was counted, so a pipeline that ends at once was exact whatever it did."""
+    chance = random.Random(1)
+    with (tmp_path / "log").open("w+b") as log, Pipeline(["sleep", "600"], 1, log) as living:
+        assert living.kill(chance)
+        with Pipeline(["true"], 1, log) as ending:
+            until(lambda: not ending.kill(chance), 60, "a process that has ended by itself")
+            assert not ending.pause(chance)
+            ending.work(0.1)
+            assert ending.ended > 0
+        assert living.kill(chance)
+        assert living.ended == 0
+
+
+def test_a_lock_that_nobody_gives_back_is_named(db: psycopg.Connection[Any], conninfo: str, copy: str) -> None:
+    """The effects were waited for without an end."""
+    plan = pipeline.Plan(
+        bootstrap_servers="",
+        topic=copy,
+        conninfo=conninfo,
+        start=[],
+        effects=f'SELECT n, count(*) FROM "{copy}" GROUP BY 1',
+        value="",
+        processes=1,
+        messages=1,
+        seconds=1,
+        patience_seconds=1,
+        faults=[],
+        seed=1,
+    )
+    with db.transaction():
+        db.execute(f'LOCK TABLE "{copy}"'.encode())
+        with pytest.raises(pipeline.NothingShown, match="--effects waited 1 s for a lock"):
+            pipeline.effects(plan)
+    assert pipeline.effects(plan) == {}
 
 
 IDLE = """
@@ -144,7 +202,7 @@ ELSEWHERE = WITHOUT_COMMITS.replace("psycopg.connect(conninfo,", "psycopg.connec
         (FAILING, "60", "the pipeline failed 6 times before any message took effect"),
     ],
 )
-@pytest.mark.usefixtures("_copied")
+@pytest.mark.usefixtures("copy")
 def test_faults_do_not_begin_before_the_pipeline_works(
     command: Command,
     tmp_path: Path,
@@ -168,26 +226,14 @@ def test_faults_do_not_begin_before_the_pipeline_works(
     assert "published" not in result.out  # what each fault is logged with
 
 
-@pytest.mark.usefixtures("_copied", "own_servers")
+@pytest.mark.usefixtures("own_servers")
 def test_without_a_fault_nothing_is_shown(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    *,
-    bootstrap_servers: str,
-    conninfo: str,
-    name: str,
+    verify: Verify, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, conninfo: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("conninfo").write_text(conninfo)
-    status, verdict = verified(
-        capsys,
-        tmp_path,
-        program=ELSEWHERE.replace("% 10 != 3", ">= 0"),
-        servers=(bootstrap_servers, conninfo),
-        name=name,
-        arguments=["--seconds", "1", "--fault", "cut-after", "--processes", "1", "--patience-seconds", "30"],
-    )
+    options = ["--seconds", "1", "--fault", "cut-after", "--processes", "1", "--patience-seconds", "30"]
+    status, verdict = verify(ELSEWHERE.replace("% 10 != 3", ">= 0"), *options)
     assert (status, verdict["ok"], verdict["lost"], verdict["faults"]) == (3, False, 0, {})
 
 
@@ -211,6 +257,9 @@ def test_without_a_fault_nothing_is_shown(
         ({"--topic": "exists"}, "already exists"),
         ({"--topic": "no/topic"}, "--topic: "),
         ({"--conninfo": "no conninfo"}, "conninfo is not a connection string"),
+        ({"--conninfo": "host=127.0.0.1"}, "--conninfo: cuts need a postgresql:// URI with one TCP host"),
+        ({"--conninfo": "postgresql://a/b?sslmode=require"}, "or choose --fault kill and --fault pause"),
+        ({"--log": "/dev/null/log"}, "--log: [Errno 20] Not a directory: '/dev/null/log'"),
     ],
 )
 def test_what_cannot_be_verified_is_refused_before_anything_begins(
@@ -295,3 +344,10 @@ def test_a_number_without_an_effect_is_lost_and_rows_of_one_number_are_added_up(
     verdict = Verdict(messages=4)
     compare(verdict, counted([(0, 1), (1, 0), (2, None), (3, 1), (3, 1), (9, 0)]))
     assert verdict.examples == {"lost": ["1", "2"], "doubled": ["3"]}
+
+
+def test_half_an_effect_and_one_that_was_taken_back_are_none() -> None:
+    verdict = Verdict(messages=5)
+    rows = [(0, 1.0), (1, 0.5), (2, -1), (3, 1.5), (4, 1), (4, -1), (Decimal("Infinity"), 1)]
+    compare(verdict, counted(rows))
+    assert verdict.examples == {"lost": ["1", "2", "4"], "doubled": ["3"], "foreign": ["Infinity"]}

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give the first test of a stack the time to start it, on a busy machine."""
     for item in items:
         if "tests/docker/" in item.nodeid and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(420))
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

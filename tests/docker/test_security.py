@@ -52,9 +52,9 @@ EFFECTS = f"""
 
 
 def documented_sql() -> list[str]:
-    """The statements of the how-to: an administrator's, what a worker is granted, and those behind a replication."""
+    """The statements of the page of deployment, a text for each of its blocks."""
     found = re.findall(r"^```sql\n(.*?)^```", DOCUMENT.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(found) == 3
+    assert len(found) == 4
     return found
 
 

@@ -28,10 +28,12 @@ from exactly_once import embedded
 from exactly_once.cli import main
 from exactly_once.demo.journal import scan
 from exactly_once.ledger.migrate import migrate
+from tests.conftest import MakeConsumer
 from tests.docs.programs import ROOT, code, placed
 from tests.support.findings import nothing
 from tests.support.topics import create_topic, delete_topic, produce
 from tests.support.waiting import until
+from tests.support.worker import drain, ensure_journal
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 MESSAGES = 1000
@@ -291,3 +293,22 @@ def test_sequences_are_set_beyond_rows_that_a_replication_has_copied(db: psycopg
     ).fetchone()
     assert row == (501,)
     db.execute(f"DROP SCHEMA {name} CASCADE")
+
+
+def test_a_renamed_group_goes_on_where_it_was(
+    db: psycopg.Connection[Any], make_consumer: MakeConsumer, bootstrap_servers: str, conninfo: str, name: str
+) -> None:
+    ensure_journal(conninfo)
+    (text,) = (block for block in code("docs/how-to/deploy.md", "sql") if "SET group_id" in block)
+    tables = db.execute(
+        "SELECT table_name::text FROM information_schema.columns WHERE table_schema = 'exactly_once' "
+        "AND column_name = 'group_id' AND table_name NOT LIKE 'spark%'"
+    ).fetchall()
+    assert {table for (table,) in tables} == set(re.findall(r"UPDATE exactly_once\.(\w+)", text))
+    topic = create_topic(bootstrap_servers, 2)
+    for group, messages in ((name, 20), (f"{name}-new", 10)):
+        produce(bootstrap_servers, topic, messages, 2)
+        with make_consumer({"group.id": group}) as consumer:
+            consumer.subscribe([topic])
+            assert drain(consumer) == messages
+        db.execute(text.replace("'old'", f"'{name}'").replace("'new'", f"'{name}-new'"))

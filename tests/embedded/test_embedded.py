@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import concurrent.futures
 import contextlib
+import errno
 import importlib.util
 import os
 import re
@@ -27,7 +28,8 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import embedded
-from exactly_once.embedded import jars, programs
+from exactly_once.embedded import broker, jars, programs
+from exactly_once.embedded.ports import free_port
 from exactly_once.embedded.process import is_frozen
 from tests.support.waiting import until
 
@@ -175,6 +177,17 @@ def test_a_broker_stands_still_when_pause_returns(kafka: embedded.Kafka) -> None
         assert stands
 
 
+def test_a_broker_whose_port_another_one_has_taken_is_not_taken_for_up(
+    kafka: embedded.Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that were started at once, the one was then used for both."""
+    ports = iter([kafka.port(), free_port()])
+    monkeypatch.setattr("exactly_once.embedded.kafka.free_port", lambda: next(ports))
+    with pytest.raises(embedded.StartError, match="Kafka broker 1 "):
+        embedded.Kafka().start()
+    assert kafka.is_running()
+
+
 def test_three_brokers_survive_the_loss_of_one() -> None:
     with embedded.Kafka(brokers=3) as kafka:
         topic = create_topic(kafka, replicas=3)
@@ -267,6 +280,31 @@ def test_postgres_starts_from_a_base_backup(postgres: embedded.Postgres, place: 
         assert query(copy, f"SELECT kept FROM {table}") == (7,)
 
 
+def test_who_is_killed_while_data_is_made_can_start_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(command: list[Any], _: Path) -> None:
+        data = Path(command[command.index("-D") + 1])
+        data.mkdir(exist_ok=True)
+        (data / "PG_VERSION").write_text("18\n")  # what initdb writes first
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(programs, "run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            embedded.Postgres(directory=place).start()
+    with embedded.Postgres(directory=place) as postgres:
+        assert query(postgres, "SELECT 7") == (7,)
+    assert {each.name for each in place.iterdir()} <= {"data", "programs", "server.log"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root needs another account")
+def test_what_else_is_in_a_given_directory_keeps_its_owner(place: Path) -> None:
+    (place / "project").mkdir()
+    (place / "project" / "file").touch()
+    with embedded.Postgres(directory=place) as postgres:
+        assert query(postgres, "SELECT 7") == (7,)
+    assert [each.stat().st_uid for each in (place / "project", place / "project" / "file")] == [0, 0]
+
+
 def test_data_in_a_given_directory_outlives_the_server(place: Path) -> None:
     with embedded.Postgres(directory=place / "p") as postgres:
         query(postgres, "CREATE TABLE t AS SELECT 7 AS kept")
@@ -303,6 +341,21 @@ def test_programs_in_a_private_directory_are_copied(monkeypatch: pytest.MonkeyPa
         assert postgres.binary("postgres").is_relative_to(postgres.data_directory.parent)
         assert psutil.Process(postgres.pid).exe() == str(postgres.binary("postgres"))
         assert query(postgres, "SELECT 1") == (1,)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root needs another account")
+def test_a_copy_of_the_programs_that_was_broken_off_is_made_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(_: Path, copy: Path, **__: Any) -> None:
+        copy.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(programs, "_others_may_run", lambda _: False)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copytree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            embedded.Postgres(directory=place).binary("postgres")
+    with embedded.Postgres(directory=place) as postgres:
+        assert query(postgres, "SELECT 7") == (7,)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root needs another account")
@@ -352,6 +405,19 @@ def test_failed_starts_show_the_log_and_leave_nothing(place: Path, monkeypatch: 
     assert not list(place.iterdir())
     left = [each.info["cmdline"] for each in psutil.process_iter(["cmdline"])]  # None for one that is ending
     assert not [command for command in left if str(place) in str(command)]
+
+
+def test_a_start_that_cannot_write_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(broker, "write_files", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    with pytest.raises(OSError, match="No space left"):
+        embedded.Kafka().start()
+    with pytest.raises(FileNotFoundError):
+        broker._keep(place / "not-made", place / "classes.aot")
+    assert not list(place.iterdir())
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,6 +626,21 @@ def test_users_bring_their_own_servers(tmp_path: Path) -> None:
     )
     assert "from EXACTLY_ONCE_TEST_CONNINFO" in output
     assert "secret" not in output
+
+
+def test_a_user_without_a_home_needs_none_where_the_cache_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that a container was given has no entry among the users."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/mine")
+    assert jars.cache_directory() == Path("/var/cache/mine/kafka-exactly-once")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    with pytest.raises(embedded.EmbeddedError, match=r"HOME is not set.*XDG_CACHE_HOME names a place"):
+        jars.cache_directory()
 
 
 @pytest.mark.parametrize("command", ["Kafka().start()", "spark.session('x').__enter__()"])

@@ -207,3 +207,21 @@ def test_a_signal_that_comes_when_the_loop_is_over_comes_once(monkeypatch: pytes
     monkeypatch.undo()
     assert received == [signal.SIGTERM]
     assert {thread.ident for thread in threading.enumerate()} <= alarms
+
+
+def test_a_handler_that_is_not_pythons_own_does_not_hide_how_the_loop_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a handler that what embeds Python has set nothing is known, so it cannot be put back."""
+    own = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    set_handler: Callable[..., Any] = signal.signal
+
+    def of_another_language(number: int, handler: Any) -> None:
+        set_handler(number, handler)
+
+    monkeypatch.setattr(signal, "signal", of_another_language)
+    try:
+        with pytest.raises(ZeroDivisionError), stopping_on_signals(lambda: None, 1):
+            raise ZeroDivisionError
+    finally:
+        monkeypatch.undo()
+        for number, handler in own.items():
+            signal.signal(number, handler)

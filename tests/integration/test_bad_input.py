@@ -119,6 +119,22 @@ def test_option_with_a_wrong_value_is_refused_with_the_possible_ones(option: str
     assert possible in message
 
 
+def test_record_factory_that_sets_our_fields_is_refused() -> None:
+    """Else logging raises KeyError at the first record, which may be one of trouble in the middle of the night."""
+    before = logging.getLogRecordFactory()
+
+    def factory(*args: Any, **options: Any) -> logging.LogRecord:
+        record = before(*args, **options)
+        record.topic, record.group = "billing", "blue"
+        return record
+
+    logging.setLogRecordFactory(factory)
+    try:
+        assert "sets group, topic" in refused()
+    finally:
+        logging.setLogRecordFactory(before)
+
+
 def test_unit_may_not_outlast_the_poll_interval() -> None:
     message = refused({**KAFKA, "max.poll.interval.ms": 30_000, "session.timeout.ms": 6000}, max_unit_seconds=30)
     assert "max_unit_seconds=30" in message

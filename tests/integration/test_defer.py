@@ -417,6 +417,24 @@ def test_values_are_encoded_as_the_connection_wants_them(scene: Scene, encoding:
     assert scene.query(f"SELECT value FROM {table} ORDER BY 1") == [("größe",), ("weiß",)]
 
 
+@pytest.mark.parametrize(
+    ("factory", "placeholder"), [(psycopg.RawCursor, "$1"), (psycopg.ClientCursor, "%s"), (psycopg.Cursor, "%s")]
+)
+def test_parameters_are_written_as_the_cursors_of_the_connection_want_them(
+    scene: Scene, factory: type[psycopg.Cursor[Any]], placeholder: str
+) -> None:
+    """A statement like SET takes no parameters of the protocol, so only one kind of cursor can execute it with some."""
+    table = scene.table("value text")
+    consumer = scene.consumer(connect=lambda: psycopg.connect(scene.proxy.conninfo, cursor_factory=factory))
+    with next(iter(consumer)) as unit:
+        unit.defer(text(f"INSERT INTO {table} VALUES ({placeholder})"), ["it's"])
+        if factory is psycopg.ClientCursor:
+            unit.defer("SET LOCAL application_name = %s", ["ours"])
+            unit.defer(text(f"INSERT INTO {table} VALUES (current_setting('application_name'))"))
+    expected = [("it's",), ("ours",)] if factory is psycopg.ClientCursor else [("it's",)]
+    assert scene.query(f"SELECT value FROM {table} ORDER BY 1") == expected
+
+
 def test_types_may_change_from_one_call_to_the_next(scene: Scene) -> None:
     """Equal statements are parsed once, but only where the server would infer the same of them."""
     table = scene.table("n int GENERATED ALWAYS AS IDENTITY, type text, value text")

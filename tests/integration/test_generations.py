@@ -18,6 +18,7 @@ from psycopg import sql
 
 from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row
 from exactly_once.ledger.conflict import Conflict, Grant, check
+from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.outcome import SHORT_COUNT
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
@@ -225,6 +226,25 @@ def test_a_worker_may_rotate_without_the_right_to_delete(
     finally:
         db.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
     assert stored(db, name) == [(0, 1, 5)]
+
+
+def test_a_row_that_may_be_read_and_not_locked_is_no_endless_loop(conninfo: str, name: str, db: Db) -> None:
+    """A policy of row-level security for SELECT is none for FOR UPDATE."""
+    worker, ledger = sql.Identifier(name), sql.Identifier(name, "ledger")
+    migrate(db, name)
+    db.execute(sql.SQL("CREATE ROLE {} LOGIN").format(worker))
+    try:
+        db.execute(grants(name, name))
+        db.execute(sql.SQL("ALTER TABLE {} ENABLE ROW LEVEL SECURITY").format(ledger))
+        db.execute(sql.SQL("CREATE POLICY reads ON {} FOR SELECT USING (true)").format(ledger))
+        db.execute(sql.SQL("CREATE POLICY makes ON {} FOR INSERT WITH CHECK (true)").format(ledger))
+        with closing(Session(connector(as_role(conninfo, name)), schema=name)) as session:
+            owner = Ledger(session, group_id=name, owner_kind="consumer")
+            partitions = register(owner, name)
+            with pytest.raises(psycopg.errors.InsufficientPrivilege, match="read but not locked"):
+                owner.acquire(partitions)
+    finally:
+        db.execute(sql.SQL("DROP SCHEMA {0} CASCADE; DROP OWNED BY {0}; DROP ROLE {0}").format(worker))
 
 
 def test_there_is_one_row_of_each_partition_whoever_is_killed(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ from exactly_once import (
     PoisonMessage,
     Redelivered,
     TooManyDeadLetters,
+    TransactionNotYours,
     Unit,
 )
 from exactly_once.consumer import commit
@@ -286,11 +289,138 @@ def test_class_42_of_the_first_messages_is_their_fault_once_another_is_applied(s
     assert scene.applied() == [n for n in range(20) if n not in (0, 1, 10, 19)]
 
 
+def refused_then(fail: Callable[[Unit], object]) -> Callable[[Unit], None]:
+    """A handler that is refused with message 0, which may be everybody's trouble, and fails with message 1."""
+
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        if 0 in offsets(unit):
+            unit.execute(RAISE.format("42501"))
+        if 1 in offsets(unit):
+            fail(unit)
+
+    return handler
+
+
+def test_a_message_behind_one_in_doubt_is_tried_as_often_as_asked(scene: Scene) -> None:
+    run(scene.consumer(), refused_then(lambda unit: int("no number")), on_poison="dead-letter", attempts=3)
+    assert [(letter.message_offset, letter.attempts) for letter in letters(scene)] == [(0, 1), (1, 3)]
+    assert scene.applied() == list(range(2, 20))
+
+
+def test_a_message_behind_one_in_doubt_is_named_where_it_stops_the_service(scene: Scene) -> None:
+    def swallow(unit: Unit) -> None:
+        with contextlib.suppress(psycopg.Error):
+            unit.execute("SELECT 1 / 0")
+
+    with pytest.raises(PoisonMessage, match=r"offset 1: TransactionAborted.*before .* offset 0 is committed"):
+        run(scene.consumer(), refused_then(swallow), on_poison="dead-letter")
+    assert dead(scene) == scene.applied() == []
+
+
+def test_what_on_poison_raises_is_not_the_fault_of_the_message_behind_one_in_doubt(scene: Scene) -> None:
+    trouble = [ValueError("of the callable")]
+
+    def aside(unit: Unit, message: Message, error: Exception) -> None:
+        if trouble:
+            raise trouble.pop()
+        unit.dead_letter(message, error)
+
+    consumer, handler = scene.consumer(), refused_then(lambda unit: None)
+    with pytest.raises(ValueError, match="of the callable"):
+        run(consumer, handler, on_poison=aside)
+    run(consumer, handler, on_poison=aside)
+    assert dead(scene) == [0]
+    assert scene.applied() == list(range(1, 20))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_doubtful_message_whose_partition_is_taken_leaves_no_other_in_its_place(
+    make_scene: MakeScene, count: int
+) -> None:
+    """While the first ones are in doubt, the partition of the last of them is reset; then one more is refused."""
+    scene = make_scene(6, partitions=3)
+    bad: list[tuple[int | None, int | None]] = []
+    calls, expected, was_reset = itertools.count(), count, False
+
+    def handler(unit: Unit) -> None:
+        nonlocal expected, was_reset
+        assert next(calls) < 100, "the same messages again and again"
+        record(unit, "test")
+        places = [(message.partition(), message.offset()) for message in unit.messages]
+        if len(bad) < expected or not set(places).isdisjoint(bad):
+            if len(places) == 1 and places[0] not in bad:
+                bad.append(places[0])
+            unit.execute(RAISE.format("42501"))
+        elif not was_reset:
+            was_reset, expected = True, count + 1
+            scene.query(
+                "UPDATE exactly_once.ledger SET owner_token = NULL, owner_epoch = owner_epoch + 1 "
+                f"WHERE group_id = %s AND partition = {bad[-1][0]}"
+            )
+
+    run(scene.consumer(), handler, on_poison="dead-letter")
+    assert sorted((letter.partition, letter.message_offset) for letter in letters(scene)) == sorted(bad)
+    assert len(bad) == count + 1
+    assert len(scene.applied()) == 6 - len(bad)
+
+
+def in_a_task_group(call: Callable[[], object]) -> None:
+    async def task() -> None:
+        call()
+
+    async def tasks() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(task())
+
+    asyncio.run(tasks())
+
+
+@pytest.mark.parametrize("form", [run, in_thread])
+@pytest.mark.parametrize("kind", [Redelivered, psycopg.errors.DeadlockDetected])
+def test_what_is_nobodys_fault_is_that_in_a_task_group_too(
+    scene: Scene, form: Callable[..., None], kind: type[Exception]
+) -> None:
+    tries = itertools.count()
+
+    def call() -> None:
+        if next(tries) < 8:
+            raise kind("away")
+
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        in_a_task_group(call)
+
+    form(scene.consumer(), handler, on_poison="dead-letter")
+    assert dead(scene) == []
+    scene.assert_exact()
+
+
+def test_a_dead_letter_says_what_a_task_group_had(scene: Scene) -> None:
+    def handler(unit: Unit) -> None:
+        record(unit, "test")
+        if 2 in offsets(unit):
+            in_a_task_group(lambda: int("no number"))
+
+    run(scene.consumer(), handler, on_poison="dead-letter")
+    ((offset, error),) = [(letter.message_offset, letter.error) for letter in letters(scene)]
+    assert offset == 2
+    assert error.endswith("; ValueError: invalid literal for int() with base 10: 'no number'")
+
+
+def test_a_broken_contract_stops_in_a_task_group_too(scene: Scene) -> None:
+    with pytest.raises(TransactionNotYours):
+        run(scene.consumer(), lambda unit: in_a_task_group(unit.connection.commit), on_poison="dead-letter")
+    assert dead(scene) == scene.applied() == []
+
+
 @pytest.mark.parametrize("statement", ["SELECT * FROM is_not_there", CAUSES["0A000"], CAUSES["3F000"]])
 def test_a_doubtful_error_of_all_messages_stops_and_sets_nothing_aside(scene: Scene, statement: str) -> None:
     expected = (psycopg.errors.UndefinedTable, psycopg.errors.FeatureNotSupported, psycopg.errors.InvalidSchemaName)
-    with pytest.raises(expected):
-        run(scene.consumer(), failing(statement, *range(20)), on_poison="dead-letter")
+    consumer = scene.consumer()
+    for _ in range(2):  # who goes on after it gets it again
+        with pytest.raises(expected):
+            run(consumer, failing(statement, *range(20)), on_poison="dead-letter")
     assert dead(scene) == scene.applied() == []
 
 
@@ -370,6 +500,20 @@ def test_a_statement_that_can_never_succeed_ends_the_documented_loop(scene: Scen
     assert scene.applied() == []
 
 
+def test_a_statement_that_fails_with_the_sqlstate_of_the_ledger_ends_the_documented_loop(scene: Scene) -> None:
+    """It says that the offsets could not be moved, which is tried again; but nothing is wrong with them."""
+    calls: list[Unit] = []
+
+    def handler(unit: Unit) -> None:
+        calls.append(unit)
+        failing(RAISE.format("EO001"), 3)(unit)
+
+    with pytest.raises(psycopg.Error, match="refused"):
+        loop(scene.consumer(), handler)
+    assert len(calls) == TRIES
+    assert scene.applied() == []
+
+
 @pytest.mark.parametrize("form", [run, in_thread])
 def test_message_is_not_to_blame_for_connections_that_are_cut_under_it(scene: Scene, form: Callable[..., None]) -> None:
     """More often than any batch or message is tried for other reasons; each of the first units meets it."""
@@ -409,7 +553,7 @@ def test_poison_names_the_error_of_the_statement(scene: Scene) -> None:
 def test_conflicts_that_never_end_stop_the_service_and_are_no_dead_letter(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 6.0)  # on a busy machine, too, it comes to units of one message
     sizes: list[int] = []
 
     def handler(unit: Unit) -> None:

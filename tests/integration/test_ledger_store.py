@@ -31,7 +31,7 @@ class Quiet:
         logs = SimpleNamespace(between=lambda begin, end: [])
         self.name = "quiet"
         self.world = SimpleNamespace(
-            database=database, rng=random.Random(0), fault=lambda *_: False, logs={P: logs, Q: logs}
+            database=database, rng=random.Random(0), uuid=uuid4, fault=lambda *_: False, logs={P: logs, Q: logs}
         )
 
     def __call__(self) -> simulated.Connection:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,13 +14,14 @@ from uuid import UUID
 
 import psycopg
 import pytest
+import sqlalchemy
 from psycopg import sql
 from psycopg.adapt import Buffer, Dumper, Loader
 from psycopg.conninfo import make_conninfo
 
-from exactly_once import ConfigurationError, Unit
+from exactly_once import ConfigurationError, Unit, testing
 from exactly_once.ledger.migrate import migrate
-from tests.integration.scene import Scene
+from tests.integration.scene import Scene, apply
 from tests.support.worker import ROOT, record
 
 LETTERS = "SELECT message_offset, error_class, error FROM exactly_once.dead_letter WHERE group_id = %s"
@@ -204,6 +207,37 @@ def test_a_transaction_in_another_database_is_not_joined(
         with pytest.raises(ConfigurationError, match=f"{scene.topic}_odd, which has another ledger"):  # noqa: SIM117
             with unit.join(connection):
                 pytest.fail("joined")
+
+
+@pytest.mark.parametrize("way", ["a consumer's unit", "a test's unit"])
+@pytest.mark.parametrize("kind", ["NoneType", "sqlalchemy.engine.base.Connection", "psycopg.AsyncConnection"])
+def test_what_is_around_a_connection_or_none_cannot_be_joined(scene: Scene, kind: str, way: str) -> None:
+    url = re.sub("^postgresql:", "postgresql+psycopg:", scene.conninfo)
+    units = scene.consumer().units(until_end=True)
+    with asyncio.Runner() as runner, sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool).connect() as around:
+        asynchronous = runner.run(psycopg.AsyncConnection.connect(scene.conninfo))
+        given: Any = {"NoneType": None, "psycopg.AsyncConnection": asynchronous}.get(kind, around)
+        block = next(units).join(given) if way == "a consumer's unit" else testing.unit(given, [])
+        with pytest.raises(ConfigurationError, match=f"was given {kind}.*driver_connection"), block:
+            pytest.fail("joined")
+        runner.run(asynchronous.close())
+    for unit in units:
+        apply(unit)
+    scene.assert_exact()
+
+
+def test_connect_that_gives_one_connection_for_all_is_refused_when_that_is_lost(scene: Scene) -> None:
+    """Nothing could ever be read over it again, and the server, of which all logs speak, is well."""
+    with psycopg.connect(scene.conninfo) as one, scene.consumer(connect=lambda: one) as consumer:
+
+        def handler(unit: Unit) -> None:
+            record(unit, "test")
+            if unit.messages[0].offset() == 10:
+                one.pgconn.finish()
+
+        with pytest.raises(ConfigurationError, match="connect= gave the same connection again, which is closed"):
+            consumer.run(handler, until_end=True)
+    assert scene.applied() == list(range(10))
 
 
 def test_connect_that_gives_no_connection_is_refused(scene: Scene) -> None:

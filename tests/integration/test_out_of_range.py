@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import psycopg
@@ -9,9 +10,11 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from exactly_once import ExactlyOnceConsumer, LogTruncated, OffsetBelowLogStart, OffsetBeyondLogEnd
+from exactly_once import ExactlyOnceConsumer, LogTruncated, OffsetBelowLogStart, OffsetBeyondLogEnd, Redelivered
+from exactly_once._model import Partition
 from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
+from tests.support import journal
 from tests.support.topics import create_topic, delete_records, produce
 from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal
@@ -135,6 +138,34 @@ def test_retention_that_passes_a_running_consumer_is_seen(
         else:
             assert drain(consumer) == messages
             assert len(audited(db, name)) == 1
+
+
+@pytest.mark.parametrize("policy", ["fail", "earliest"])
+def test_what_was_fetched_before_retention_removed_it_is_applied(
+    *,
+    policy: str,
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    conninfo: str,
+    topic: str,
+    db: Db,
+    name: str,
+) -> None:
+    """It comes again after a conflict, when the client has already reported that it cannot read on."""
+    with make_consumer(on_out_of_range=policy) as consumer:
+        consumer.subscribe([topic])
+        fetched = 0
+        for unit in consumer:
+            with contextlib.suppress(Redelivered), unit:
+                fetched = len(unit.messages)
+                delete_records(bootstrap_servers, topic, 45)
+                consumer._ownership.suspect(Partition(topic, 0), "the offset is out of range")
+                raise Redelivered("a conflict")
+            break
+        assert fetched > 1
+        drain(consumer)
+    assert [entry.offset for entry in journal.entries(conninfo, topic)] == list(range(50))
+    assert audited(db, name) == []
 
 
 def test_operator_reset_mends_a_running_consumer(

@@ -346,7 +346,7 @@ def test_too_many_in_the_window_stop(scene: Scene) -> None:
     assert scene.ledger("next_offset") == [8]
 
 
-def test_callable_decides_in_the_transaction_that_skips(scene: Scene) -> None:
+def test_callable_decides_in_the_transaction_that_skips(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     table = scene.table("o bigint, why text")
 
     def aside(unit: Unit, message: Message, error: Exception) -> None:
@@ -356,6 +356,8 @@ def test_callable_decides_in_the_transaction_that_skips(scene: Scene) -> None:
     assert scene.query(f"SELECT * FROM {table}") == [(6, "this is no payment")]
     assert dead(scene) == []
     assert scene.ledger("next_offset") == [20]
+    assert "was stored as a dead letter" not in caplog.text
+    assert f"{scene.topic}[0] offset 6 was skipped by on_poison, without a new dead letter: ValueError" in caplog.text
 
 
 class ByPayload(Exception):
@@ -461,6 +463,30 @@ def test_a_replay_that_does_not_use_its_unit_is_told(scene: Scene, caplog: pytes
     finally:
         replay.close()
     assert f"did not use its unit for dead letter {letter.id}" in caplog.text
+
+
+def test_a_replay_whose_key_is_claimed_already_is_told(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """A handler that claims, and then makes the dead letter itself, has committed the claim with it."""
+    can_apply = False
+
+    def handler(unit: Unit) -> None:
+        for each, is_first in zip(
+            unit.messages, unit.claim_many([m.offset() or 0 for m in unit.messages]), strict=True
+        ):
+            if is_first and each.offset() == 6 and not can_apply:
+                unit.dead_letter(each, "there is no such account yet")
+            elif is_first:
+                unit.execute("SELECT 1")
+
+    run(scene.consumer(), handler)
+    (letter,) = letters(scene)
+    can_apply = True
+    replay = Replay(connector(scene.conninfo), schema="exactly_once")
+    try:
+        assert replay.replay(letter, handler)
+    finally:
+        replay.close()
+    assert f"claims for dead letter {letter.id} ({letter.place}) is claimed already" in caplog.text
 
 
 def test_what_the_callable_raises_stops_and_stores_nothing(scene: Scene) -> None:

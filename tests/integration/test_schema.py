@@ -121,7 +121,7 @@ def test_a_schema_of_any_name_works_or_is_refused_at_once(
         _drop(conninfo, schema)
 
 
-@pytest.mark.parametrize("schema_name", ["", "x" * 64, "\u00fc" * 32, "nul\0"])
+@pytest.mark.parametrize("schema_name", ["", "x" * 64, "\u00fc" * 32, "nul\0", "a $lock$ b"])
 def test_what_is_no_name_of_a_schema_is_refused(make_consumer: MakeConsumer, schema_name: str) -> None:
     with pytest.raises(ConfigurationError, match="schema="):
         make_consumer(schema=schema_name)

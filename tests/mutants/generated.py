@@ -33,7 +33,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "exactly_once/consumer/bisection.py": ("tests/unit/test_poison.py",),
     "exactly_once/consumer/buffer.py": ("tests/unit/test_sent.py", "tests/unit/test_delivery.py"),
     "exactly_once/consumer/outcomes.py": ("tests/unit/test_outcomes.py",),
-    "exactly_once/consumer/partitions.py": ("tests/unit/test_ownership.py", "tests/unit/test_delivery.py"),
+    "exactly_once/consumer/partitions.py": (
+        "tests/unit/test_partition_state.py",
+        "tests/unit/test_ownership.py",
+        "tests/unit/test_delivery.py",
+    ),
     "exactly_once/ledger/conflict.py": ("tests/unit/test_ownership.py",),
     "exactly_once/ledger/outcome.py": ("tests/unit/test_outcome.py", "tests/unit/test_retry.py"),
     "exactly_once/publish/window.py": ("tests/publish/test_window.py",),

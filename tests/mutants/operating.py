@@ -164,8 +164,8 @@ OPERATING = (
         (
             "acquire-any",
             "a consumer takes rows that a Spark job holds",
-            "            self._refuse(partitions, before)\n",
-            "",
+            "row.owner_kind == self._owner_kind or self._take_over",
+            "True",
         ),
         (
             "acquire-released",

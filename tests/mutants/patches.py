@@ -381,14 +381,14 @@ MUTANTS = (
         (
             "seen-offset",
             "a reset between units is not seen",
-            "is_ours and row is not None and row.next_offset == state.next_offset",
-            "is_ours",
+            "_compare(state, row) is Conflict.OK",
+            "_compare(state, row) not in (Conflict.FENCED, Conflict.MISSING)",
         ),
         (
             "seen-epoch",
             "another owner with the same token is not seen between units",
-            "row.owner_token != state.token or row.owner_epoch != state.epoch:",
-            "row.owner_token != state.token:",
+            "return check(row, Grant(state.token, state.epoch),",
+            "return check(row, Grant(state.token, state.epoch if row is None else row.owner_epoch),",
         ),
         (
             "fenced-at-once",

@@ -211,8 +211,8 @@ PUBLISHING = (
         (
             "chain-failed",
             "a message that failed is a duplicate behind a higher one: loses",
-            "keeps_absent=not self._dense",
-            "keeps_absent=False",
+            "self.keeps_absent = not dense",
+            "self.keeps_absent = False",
         ),
         (
             "chain-jumps",
@@ -380,7 +380,7 @@ PUBLISHING = (
         (
             "shard-undone",
             "a batch that one shard refuses stays reserved in the others",
-            "            for window, key in done:\n                window.release(key)\n",
+            "            for window, keys_of_it in done:\n                window.undo_many(keys_of_it)\n",
             "",
         ),
     ),
@@ -408,7 +408,7 @@ PUBLISHING = (
         "exactly_once/publish/topic.py",
         (
             "tests/publish/test_interrupts.py::test_a_message_that_the_client_has_taken_is_not_sent_again",
-            "tests/publish/test_interrupts.py::test_a_report_that_nobody_kept_is_of_another_message_than_the_one_in_doubt",
+            "tests/publish/test_interrupts.py::test_a_report_beside_a_message_in_doubt_is_settled",
         ),
         (
             "interrupted-absent",
@@ -418,9 +418,9 @@ PUBLISHING = (
         ),
         (
             "interrupted-alone",
-            "the report of a message in doubt is not kept, and it stays unknown",
-            "if doubtful := {doubt.place for doubt in self.doubts if doubt.batch is batch}:",
-            "if doubtful := set():",
+            "the reports beside a message in doubt wait for its own",
+            "            batch.is_watched = True\n            self.doubts.append(",
+            "            self.doubts.append(",
         ),
     ),
     *each(

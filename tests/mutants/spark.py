@@ -94,8 +94,8 @@ SPARK = (
         (
             "rows-since",
             "a row again from before the last ones passes where a prefix is demanded",
-            "offset > self.last.get(partition, -1)",
-            "offset >= self.last.get(partition, -1)",
+            "first > self.last.get(partition, -1)",
+            "first >= self.last.get(partition, -1)",
         ),
         (
             "row-nowhere",
@@ -177,11 +177,11 @@ SPARK = (
                 with savepoint, naming(some):
                     # In the savepoint: what cannot be stored has claimed nothing.
                     if part.options.claim is not None:
-                        kept, numbers = self._first(some, part.options.claim, number)
+                        kept = self._first(some, part.options.claim, number)
 """,
             """\
                 if part.options.claim is not None:
-                    kept, numbers = self._first(some, part.options.claim, number)
+                    kept = self._first(some, part.options.claim, number)
                 with savepoint, naming(some):
 """,
         ),
@@ -271,8 +271,8 @@ SPARK = (
         (
             "finish-left",
             "a row that a failover has set back behind its tasks goes unnoticed: loses",
-            "left = [each for each in wanted.values() if each.partition not in moved]",
-            "left: list[Advance] = []",
+            "rows = checked_rows(ledger, list(wanted.values()))",
+            "rows = checked_rows(ledger, [replace(each, expected=0) for each in wanted.values()])",
         ),
     ),
     *each(
@@ -356,6 +356,12 @@ SPARK = (
             "of two drivers that make a table at once one fails",
             "contextlib.suppress(psycopg.errors.UniqueViolation, psycopg.errors.DuplicateTable)",
             "contextlib.nullcontext()",
+        ),
+        (
+            "define-smaller",
+            "what a table lacks that another driver makes at once is not added",
+            "            table = read_table(connection, name)\n    if table",
+            "            pass\n    if table",
         ),
         (
             "define-unasked",
@@ -470,7 +476,7 @@ SPARK = (
         (
             "failure-unnoted",
             "a batch whose error the user's function catches is lost",
-            "                run.note_failure(batch_id, error, is_counted=_last.get(writes) == (batch_id, None))\n",
+            "            run.note_failure(batch_id, error, is_counted=_last.get(writes) == (batch_id, None))\n",
             "",
         ),
     ),
@@ -482,6 +488,36 @@ SPARK = (
             "a database that was set back is laid to the user's function",
             "if failure is None or was_set_back:",
             "if failure is None:",
+        ),
+    ),
+    *each(
+        "spark_sink/run.py",
+        (f"{CAUGHT}::test_a_failure_behind_one_that_was_left_out_is_named_itself",),
+        (
+            "failure-unsettled",
+            "a failure that an operator has left out is told of in place of the next one",
+            "            self._log.settle_failure(group_id)\n",
+            "            pass\n",
+        ),
+    ),
+    *each(
+        "spark_sink/ranges.py",
+        (f"{CAUGHT}::test_what_fails_before_the_ledger_has_a_row_is_refused_as_well[batch]",),
+        (
+            "resets-no-row",
+            "the command that an error names is refused where the topic has no row",
+            "absent = sorted({p.topic for p in offsets} - {p.topic for p in existing})",
+            "absent = []",
+        ),
+    ),
+    *each(
+        "spark_sink/run.py",
+        (f"{CAUGHT}::test_what_failed_under_another_kind_of_ledger_is_refused_as_well[batch-id-batch]",),
+        (
+            "failure-new",
+            "a batch that failed is lost where the ledger counts otherwise by then",
+            "if new := [r for r in new if failure is None or r.start is None]:",
+            "if new:",
         ),
     ),
     *each(

@@ -149,6 +149,23 @@ def test_ints_and_pairs_do_not_mix_in_a_chain() -> None:
         made.reserve(Link("chain", (11, 0), (10, 0)))
 
 
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_ints_and_pairs_do_not_mix_while_the_first_ones_are_in_flight(*, is_restored: bool) -> None:
+    """Both would be sent, and only one of them could be confirmed."""
+    made = ChainFilter()
+    with pytest.raises(KeyRefused, match="do not mix"):
+        made.reserve_many([Link("chain", 10), Link("chain", (11, 0))])
+    assert made.reserve(Link("chain", (11, 0))) is NEW, "of a batch that was refused nothing is reserved"
+    if is_restored:
+        made, data = ChainFilter(), made.to_bytes()
+        made.load_bytes(data)
+    with pytest.raises(KeyRefused, match="do not mix"):
+        made.reserve(Link("chain", 10))
+    made.confirm(Link("chain", (11, 0)))
+    made.drop("chain")
+    assert made.reserve(Link("chain", 10)) is NEW
+
+
 def gappy(policy: GapPolicy, max_gaps: int = 3) -> ChainFilter:
     """A chain with as many gaps as it may have: 1, 3, 5 are missing."""
     made = ChainFilter(dense=True, max_gaps=max_gaps, on_full=policy)

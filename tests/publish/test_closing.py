@@ -56,6 +56,22 @@ def test_a_callback_that_raises_hides_no_failed_message(caplog: pytest.LogCaptur
     assert (made.is_closed, producer.is_ended, made.reserve(0)) == (True, True, State.UNKNOWN)
 
 
+def test_a_topic_that_is_opened_meanwhile_keeps_no_other_one_from_being_closed() -> None:
+    """As by another thread; here by the first filter that is closed."""
+
+    class Opening(WindowFilter):
+        def close(self) -> None:
+            producer.filter_of("new")
+
+    last = Closable(keys=10)
+    filters = {"first": Opening(keys=10), "last": last, "new": WindowFilter(keys=10)}
+    producer = DedupProducer(NOWHERE, dedup=filters.__getitem__)
+    for topic in ("first", "last"):
+        producer.filter_of(topic)
+    producer.close()
+    assert (last.is_closed, producer.is_ended) == (True, True)
+
+
 def test_a_callback_of_the_client_that_raises_ends_no_flush(bootstrap_servers: str) -> None:
     topic = create_topic(bootstrap_servers, 1)
     made = Closable(keys=100)

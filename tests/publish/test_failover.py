@@ -43,6 +43,14 @@ class Pair:
         self.ask(server, f"ALTER SYSTEM SET {setting} = '{value}'")
         self.ask(server, "SELECT pg_reload_conf()")
 
+    def stop_replication(self) -> None:
+        """Let the standby have all that there is, and nothing of what comes."""
+        behind = "SELECT pg_current_wal_flush_lsn() - replay_lsn FROM pg_stat_replication"
+        until(lambda: self.ask(self.primary, behind) == 0, 30, "the standby")
+        self.set(self.standby, "primary_conninfo", "")
+        connected = "SELECT count(*) FROM pg_stat_replication"
+        until(lambda: self.ask(self.primary, connected) == 0, 30, "the end of replication")
+
     def fail_over(self) -> None:
         """Crash the primary and promote the standby."""
         self.primary.stop("immediate")
@@ -130,13 +138,27 @@ def test_with_asynchronous_replication_the_last_keys_may_be_sent_again(pair: Pai
     owner, made = window(pair)
     made.reserve_many(["replicated", "in flight"])
     made.confirm("replicated")
-    behind = "SELECT pg_current_wal_flush_lsn() - replay_lsn FROM pg_stat_replication"
-    until(lambda: pair.ask(pair.primary, behind) == 0, 30, "the standby")
-    pair.set(pair.standby, "primary_conninfo", "")
-    until(lambda: pair.ask(pair.primary, "SELECT count(*) FROM pg_stat_replication") == 0, 30, "the end of replication")
+    pair.stop_replication()
     made.reserve("too late")
     made.confirm("too late")
     pair.fail_over()
     states = retry(lambda: made.reserve_many(["replicated", "too late", "in flight"]), threading.Event())
     assert states == [DUPLICATE, NEW, IN_FLIGHT]
+    owner.close()
+
+
+@pytest.mark.fault("E4", more=True)
+def test_a_scope_that_a_failover_has_lost_shares_no_keys_with_the_next_one(pair: Pair) -> None:
+    """The new primary gives the number of the lost scope to another one."""
+    owner = PublishOwner(connect=pair.connect)
+    pair.stop_replication()
+    made = PostgresWindow(owner, scope="made too late", seconds=3600)
+    made.reserve("a")
+    pair.fail_over()
+    other = retry(lambda: PostgresWindow(owner, scope="the next one", seconds=3600), threading.Event())
+    made.confirm("a")
+    made.reserve("b")
+    made.confirm("b")
+    assert other.reserve_many(["a", "b"]) == [NEW, NEW]
+    assert made.reserve_many(["a", "b"]) == [DUPLICATE, DUPLICATE]
     owner.close()

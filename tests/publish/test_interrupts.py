@@ -71,7 +71,7 @@ def test_a_message_that_the_client_has_taken_is_not_sent_again(bootstrap_servers
     assert values(bootstrap_servers, topic) == {b"%d" % n: 1 for n in range(4)}
 
 
-def test_a_report_that_nobody_kept_is_of_another_message_than_the_one_in_doubt(bootstrap_servers: str) -> None:
+def test_a_report_beside_a_message_in_doubt_is_settled(bootstrap_servers: str) -> None:
     topic = create_topic(bootstrap_servers, 1)
     settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 2000}
     with DedupProducer(settings, dedup=WindowFilter(keys=10)) as producer:

@@ -16,11 +16,12 @@ def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
             kind(KAFKA, dedup=WindowFilter(keys=1), recovr=False)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("name", ["", 5, b"x", "caf\udce9"])
+@pytest.mark.parametrize("name", ["", 5, b"x", "caf\udce9", "a\0b", "x" * 1025])
 def test_a_name_that_is_none_is_refused(name: object) -> None:
     """An empty one as of an environment variable that is not set: each life would have a name of its own.
 
-    What is no text, or none that UTF-8 has, would fail in the header of each message.
+    What is no text, or none that UTF-8 has, would fail in the header of each message. Behind a NUL the client does not
+    read on: names that differ there would fence each other.
     """
     with pytest.raises(ConfigurationError, match="producer_name="):
         DedupProducer(KAFKA, dedup=WindowFilter(keys=1), producer_name=name)  # type: ignore[arg-type]

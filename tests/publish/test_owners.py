@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
@@ -11,7 +12,8 @@ import psycopg
 import pytest
 from confluent_kafka import Producer
 
-from exactly_once import ConfigurationError
+from exactly_once import ConfigurationError, UnknownTopic
+from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.publish import (
     FilterUnavailable,
     NameTaken,
@@ -21,6 +23,7 @@ from exactly_once.publish import (
     Store,
     TopicTakeOver,
     end_positions,
+    tail,
 )
 from exactly_once.publish.headers import with_key
 from exactly_once.publish.owners import TOPIC_ID
@@ -59,6 +62,38 @@ def start_of(db: psycopg.Connection[Any], owner: PublishOwner) -> dict[str, dict
     row = db.execute("SELECT positions FROM exactly_once.publish_owner WHERE id = %s", [owner.id]).fetchone()
     assert row is not None
     return {topic: {n: end for n, end in ends.items() if n != TOPIC_ID} for topic, ends in row[0].items()}
+
+
+def test_a_topic_that_was_made_a_moment_ago_is_waited_for(
+    kafka: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker that answers may not know of it yet; one that there is not is refused, in words of this side."""
+    with pytest.raises(UnknownTopic, match=r"no topic .*; create it$"):
+        end_positions(kafka, [name])
+    monkeypatch.setattr(tail, "_BEHIND_SECONDS", 60)
+    describe, is_asked = Cluster.describe, threading.Event()
+
+    def told(self: Cluster, topics: Iterable[str]) -> dict[str, Topic]:
+        try:
+            return describe(self, topics)
+        finally:
+            is_asked.set()
+
+    monkeypatch.setattr(Cluster, "describe", told)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(end_positions, kafka, [name])
+        assert is_asked.wait(30)
+        create_topic(kafka["bootstrap.servers"], 1, name=name)
+        assert asking.result(60)[name].keys() == {TOPIC_ID, 0}
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "caf\udce9", "\u00e9" * 513, b"x"])
+def test_what_can_be_no_name_is_refused(make_owner: MakeOwner, conninfo: str, name: Any) -> None:
+    for option in ("name", "transactional_id"):
+        with pytest.raises(ConfigurationError, match=rf"{option}=.* is not a str of UTF-8 of 1 to 1024 bytes"):
+            PublishOwner(conninfo, **{option: name})
+    with pytest.raises(ConfigurationError, match=r"scope=.* is not a str of UTF-8"):
+        PostgresWindow(make_owner(), scope=name, seconds=WINDOW_SECONDS)
 
 
 def test_the_start_of_a_take_over_moves_on_behind_what_is_settled_only(

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg
 import pytest
 
-from exactly_once.publish import Link, PostgresChain, State, Store
+from exactly_once.publish import DedupProducer, Link, PostgresChain, State, Store
+from tests.support.topics import create_topic
 from tests.support.waiting import until
 
 NEW, DUPLICATE = State.NEW, State.DUPLICATE
@@ -16,6 +17,16 @@ NEW, DUPLICATE = State.NEW, State.DUPLICATE
 
 def links(chain: str, *numbers: int) -> list[Link]:
     return [Link(chain, number) for number in numbers]
+
+
+def test_a_chain_on_two_topics_is_two_chains(store: Store, bootstrap_servers: str, name: str) -> None:
+    topics = [create_topic(bootstrap_servers, 1, name=f"{name}-{n}") for n in range(2)]
+    for life in range(2):
+        with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=lambda _: PostgresChain(store)) as producer:
+            for topic in topics:
+                is_duplicate = producer.produce(topic, b"x", chain=Link(name, 1)).duplicate
+                producer.flush(30)
+                assert is_duplicate is bool(life)
 
 
 def test_the_seeds_numbers_are_three_ranges(

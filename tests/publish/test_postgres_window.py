@@ -30,6 +30,7 @@ from exactly_once.publish import (
     ProducerFenced,
     PublishOwner,
     State,
+    TailHidden,
 )
 from exactly_once.publish.keys import encoded
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
@@ -219,6 +220,24 @@ def test_a_take_over_asks_the_log(make_owner: MakeOwner, db: psycopg.Connection[
     assert asked == [(DeadOwner(dead.id, "crashed", "tx-1", {name: {"0": 17}}), name)]
 
 
+def test_a_take_over_that_fails_leaves_nothing_reserved(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], name: str
+) -> None:
+    dead, living, third = (make_owner() for _ in range(3))
+    window(dead, name).reserve("of the dead")
+    end_lease(db, dead)
+
+    def take_over(*_: object) -> Found:
+        raise TailHidden("a transaction is open")
+
+    other = window(living, name, take_over=take_over)
+    other.reserve("unsure")
+    other.mark_unknown("unsure")
+    with pytest.raises(TailHidden):
+        other.reserve_many(["of the dead", "new", "unsure"])
+    assert window(third, name).reserve_many(["new", "unsure"]) == [NEW, UNKNOWN]
+
+
 def test_without_a_fence_at_the_brokers_absence_proves_nothing(
     make_owner: MakeOwner, db: psycopg.Connection[Any], name: str
 ) -> None:
@@ -405,6 +424,15 @@ def test_another_length_of_the_window_is_refused(make_owner: MakeOwner, own_sche
         window(make_owner(schema=own_schema), name, seconds=200)
 
 
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e13])
+def test_a_window_that_the_database_cannot_add_to_a_time_is_refused(
+    make_owner: MakeOwner, own_schema: str, name: str, seconds: float
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"seconds=.*must be positive, and .* at most"):
+        window(make_owner(schema=own_schema), name, seconds=seconds)
+    window(make_owner(schema=own_schema), name, seconds=100)  # nothing was agreed on
+
+
 def test_the_length_of_the_window_may_be_changed(
     make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
 ) -> None:
@@ -417,6 +445,31 @@ def test_the_length_of_the_window_may_be_changed(
     assert after.reserve("a") is DUPLICATE
     with pytest.raises(ConfigurationError, match="200 s"):
         window(make_owner(schema=own_schema), name, seconds=100)
+
+
+def test_a_window_that_becomes_much_shorter_keeps_what_was_just_confirmed(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
+) -> None:
+    """Two of the new windows have passed since the last turn, but not since the key was confirmed."""
+    before = window(make_owner(schema=own_schema), name, seconds=1000)
+    pass_window(db, own_schema, 0.5)
+    before.reserve("a")
+    before.confirm("a")
+    after = window(make_owner(schema=own_schema), name, seconds=100, changes_window=True)
+    assert after.reserve("a") is DUPLICATE
+    pass_window(db, own_schema, 0.9)
+    after.owner.store.run("publish_rotate")
+    assert after.reserve("a") is DUPLICATE
+    pass_window(db, own_schema, 0.2)
+    after.owner.store.run("publish_rotate")
+    assert after.reserve("a") is NEW
+
+
+def test_a_window_that_is_turned_too_seldom_is_refused(make_owner: MakeOwner, own_schema: str, name: str) -> None:
+    owner = make_owner(schema=own_schema, lease_seconds=60)
+    with pytest.raises(ConfigurationError, match="every 20 s"):
+        window(owner, name, seconds=19)
+    window(owner, name, seconds=20)
 
 
 def test_duplicates_of_what_was_confirmed_here_need_no_question(

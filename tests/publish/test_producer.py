@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -40,6 +42,7 @@ from exactly_once.publish.delivery import Batch
 from exactly_once.publish.filter import NoFilter
 from exactly_once.publish.headers import DEDUP_KEY, SEQUENCE, sequence_of
 from exactly_once.publish.recovery import SequenceLog
+from exactly_once.publish.tail import read_tail
 from tests.support.topics import create_topic
 from tests.support.waiting import until
 
@@ -104,6 +107,33 @@ def test_one_filter_for_two_topics_is_refused(bootstrap_servers: str, topic: str
         made.produce(topic, b"x", dedup_key="a")
         with pytest.raises(ConfigurationError, match="lambda topic"):
             made.produce("another", b"x", dedup_key="a")
+
+
+def test_what_is_counted_are_messages_and_not_errors_of_the_client() -> None:
+    made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+    made.filter_of("t")
+    until(lambda: len(made._client) > 0, 30, "an error of the client's own")
+    assert (len(made), made.flush(0)) == (0, 0)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({"delivery.timeout.ms": 600_000}, 600),
+        ({"message.timeout.ms": 3_600_000}, 3600),
+        ({"message.timeout.ms": 0}, math.inf),
+    ],
+)
+def test_numbered_messages_are_tried_for_as_long_as_the_client_is_told_to(
+    bootstrap_servers: str, topic: str, settings: dict[str, int], seconds: float
+) -> None:
+    """For the client none is no end, and more than a transaction may last is too much."""
+    kafka = {"bootstrap.servers": bootstrap_servers, **settings}
+    with DedupProducer(kafka, dedup=SequenceFilter(), producer_name=topic) as made:
+        made.produce(topic, b"x", sequence=1).result(30)
+        assert made._committer is not None
+        assert made._committer.timeout == seconds
 
 
 def test_callbacks_are_called_for_every_call_once(producer: DedupProducer, topic: str) -> None:
@@ -247,6 +277,13 @@ def test_deduplication_is_off_where_it_is_told_to_be(bootstrap_servers: str, top
         assert made.produce(topic, b"z", dedup_key="a").duplicate
 
 
+def test_one_message_or_key_is_not_taken_for_many() -> None:
+    with DedupProducer(NOWHERE, dedup=WindowFilter(keys=10)) as made:
+        for messages, keys in (([b"x", b"y"], "ab"), ([b"x", b"y"], b"ab"), (b"xy", ["a", "b"]), ("xy", ["a", "b"])):
+            with pytest.raises(TypeError, match="takes several messages and keys, not one"):
+                made.produce_many("t", messages, dedup_keys=keys)  # type: ignore[arg-type]
+
+
 def test_many_messages_at_once(producer: DedupProducer, bootstrap_servers: str, topic: str) -> None:
     keys = ["a", "b", "a", "c"]
     deliveries = producer.produce_many(topic, [ProducerRecord(b"%d" % n, dedup_key=key) for n, key in enumerate(keys)])
@@ -287,10 +324,30 @@ def test_many_threads_send_each_key_once(producer: DedupProducer, bootstrap_serv
     assert values(bootstrap_servers, topic) == dict.fromkeys((key.bytes for key in keys), 1)
 
 
+def test_threads_that_call_at_once_with_a_key_that_was_sent_are_all_told_so() -> None:
+    """One of them finds the key in flight while another one is told that it is not."""
+    window, before = WindowFilter(keys=10), sys.getswitchinterval()
+    window.confirm("a")
+    with DedupProducer(NOWHERE, dedup=window) as made, ThreadPoolExecutor(4) as pool:
+        sys.setswitchinterval(1e-6)
+        try:
+            calls = [pool.submit(made.produce, "t", b"x", dedup_key="a") for _ in range(10_000)]
+            deliveries = [call.result(60) for call in calls]
+        finally:
+            sys.setswitchinterval(before)
+    assert {delivery.outcome for delivery in deliveries} == {Outcome.SKIPPED}
+
+
 def test_chains_deduplicate_by_number(bootstrap_servers: str, topic: str) -> None:
     with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=ChainFilter()) as made:
         made.produce(topic, b"3", chain=Link("c", 300, 200))
         made.produce(topic, b"2", chain=Link("c", 200, 100))
+        assert made.produce(topic, b"2", chain=Link("c", 200)).is_attached
+        with pytest.raises(InconsistentChain, match="named 100"):
+            made.produce(topic, b"another 2", chain=Link("c", 200, 150))
+        twins = [ProducerRecord(b"6", chain=Link("c", 600, before)) for before in (500, 550)]
+        with pytest.raises(InconsistentChain, match="named 500"):
+            made.produce_many(topic, twins)
         made.flush(30)
         assert made.produce(topic, b"2", chain=Link("c", 200, 100)).duplicate
         with pytest.raises(InconsistentChain, match="named 100"):
@@ -435,6 +492,19 @@ def test_a_message_that_was_not_handed_over_can_be_sent_again_when_the_store_is_
         producer.close(0)
 
 
+def test_an_outcome_that_is_told_twice_is_none_of_another_message() -> None:
+    """As where an interrupt comes between a report and the end of its settling."""
+    producer = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+    first, second = producer.produce_many("t", [b"1", b"2"], dedup_keys=["a", "b"])
+    batch, place = first.entry
+    for _ in range(2):
+        producer._topics["t"]._tell(Outcome.DELIVERED, batch, (place,))
+    assert (first.outcome, second.outcome) == (Outcome.DELIVERED, Outcome.PENDING)
+    producer._client.purge()
+    with contextlib.suppress(Undelivered):
+        producer.close(0)
+
+
 def test_a_batch_that_is_sent_again_while_it_is_in_flight_is_attached_to_in_one_pass() -> None:
     with_places = Batch(DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))._open("t"))
     with_places.identities += ["a", "b", "a"]
@@ -520,6 +590,19 @@ def test_an_error_of_the_filter_hides_no_outcome(bootstrap_servers: str, topic: 
     assert made.produce(topic, b"x", dedup_key="a").duplicate, "what could not be marked is still known here"
     with pytest.raises(OSError, match="no space"):
         made.close()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_headers_of_ours_are_not_passed_on_by_who_writes_none(
+    bootstrap_servers: str, topic: str, *, enabled: bool
+) -> None:
+    """Else a take-over that reads this topic would find a key there that is one of another topic."""
+    headers = [(DEDUP_KEY, b"sorder-1"), ("mine", b"1"), (SEQUENCE, b"-1:1:files")]
+    settings = {"bootstrap.servers": bootstrap_servers}
+    with DedupProducer(settings, dedup=WindowFilter(keys=10), enabled=enabled) as made:
+        made.produce(topic, b"x", dedup_key="a", headers=headers)
+        made.produce_many(topic, [ProducerRecord(b"x", dedup_key="b", headers=dict(headers))])
+    assert [message.headers() for message in read_tail(settings, topic, None)] == [[("mine", b"1")]] * 2
 
 
 def test_passed_on_headers_of_ours_do_not_deceive(bootstrap_servers: str, topic: str) -> None:

@@ -120,11 +120,7 @@ class Dedup(DedupProducer):
 class Transactional(TransactionalProducer):
     """The same in transactions: what became of one is asked of the world, which may not answer."""
 
-    def _connect(self) -> Any:
-        self._settings["transactional.id"] = "x"
-        return super()._connect()
-
-    def _new_client(self, seconds: float) -> Any:
+    def _connect(self, seconds: float | None = None) -> Any:
         self._log, self._used_at, self._is_usable = Quiet(), float("inf"), True  # type: ignore[assignment]
         return TransactionClient(World.current)
 

@@ -30,6 +30,7 @@ from exactly_once.publish import (
     TailLost,
     Undelivered,
     recovery,
+    tail,
 )
 from exactly_once.publish.headers import Sent, headers_of, with_sequence
 from exactly_once.publish.recovery import SequenceLog, Walk
@@ -133,6 +134,16 @@ def test_a_snapshot_saves_reading_the_topic_and_the_rest_is_read(
     read = again._topics[topic].log
     assert read is not None
     assert read.recover() == 0, "recovering makes a snapshot, so that the next one has nothing to read"
+
+
+def test_reading_says_nothing_of_the_settings_of_a_producer(
+    bootstrap_servers: str, topic: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kafka = {"bootstrap.servers": bootstrap_servers, "linger.ms": 5, "compression.type": "gzip"}
+    for life in range(2):
+        with DedupProducer(kafka, dedup=SequenceFilter(), producer_name=topic) as producer:
+            send(producer, topic, life)
+    assert "CONFWARN" not in capfd.readouterr().err
 
 
 def test_a_new_name_need_not_read_what_is_older(make: Make, bootstrap_servers: str, topic: str) -> None:
@@ -259,6 +270,15 @@ def test_in_a_directory_each_producer_and_topic_has_a_snapshot(
     assert make(snapshots=tmp_path, producer_name="a").last_sequence_id(topic) == 1
 
 
+def test_the_longest_name_of_a_topic_has_snapshots(
+    make: Make, bootstrap_servers: str, name: str, tmp_path: Path
+) -> None:
+    topics = [create_topic(bootstrap_servers, 1, name=f"{name}{'x' * (248 - len(name))}{n}") for n in range(2)]
+    for topic in topics:
+        send(make(snapshots=tmp_path), topic, 1, 2)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_log_that_ends_before_the_snapshot_is_refused(
     make: Make,
     bootstrap_servers: str,
@@ -311,6 +331,36 @@ def test_retention_past_the_snapshot_is_refused(make: Make, bootstrap_servers: s
     store.save(data)
     with pytest.raises(TailLost, match="log starts at"):
         make(snapshots=lambda _: store).last_sequence_id(topic)
+
+
+@pytest.mark.parametrize("transactions", [True, False])
+def test_retention_that_has_removed_what_is_known_is_no_matter(
+    make: Make, bootstrap_servers: str, topic: str, tmp_path: Path, *, transactions: bool
+) -> None:
+    """A job that runs less often than retention: also the ends of its transactions are gone, and those of others."""
+    for day in range(3):
+        producer = make(snapshots=tmp_path, transactions=transactions)
+        assert producer.last_sequence_id(topic) == 10 * day - 1
+        send(producer, topic, *range(10 * day, 10 * day + 10))
+        producer.close()
+        delete_all(bootstrap_servers, topic)
+    send(make(producer_name="other", accept_trimmed=True), topic, *range(10))
+    idle = make(snapshots=tmp_path, transactions=transactions)
+    assert idle.last_sequence_id(topic) == 29
+    idle.close()
+    delete_all(bootstrap_servers, topic)
+    assert make(snapshots=tmp_path, transactions=transactions).last_sequence_id(topic) == 29
+
+
+def test_what_is_in_doubt_behind_a_transaction_that_has_just_ended_is_looked_for(make: Make, topic: str) -> None:
+    """The record that ends it may not be there yet: the log seems to end before the position behind it."""
+    producer = make()
+    for number in range(0, 40, 2):
+        producer.produce(topic, b"%d" % number, sequence=number, partition=0).result(30)
+        made = producer.filter_of(topic)
+        made.reserve(number + 1)
+        made.mark_unknown(number + 1)
+        assert producer.resolve(topic).absent == 1
 
 
 def test_a_trimmed_topic_without_a_snapshot_is_refused_unless_accepted(
@@ -381,8 +431,11 @@ def test_an_unknown_outcome_is_sent_again_under_its_number() -> None:
     made.close()
 
 
-def test_an_open_transaction_hides_committed_messages_until_it_ends(bootstrap_servers: str, topic: str) -> None:
-    """A reader that stops at the end it is shown sees nothing. Ours waits for what the log really holds."""
+def test_an_open_transaction_hides_committed_messages_until_it_ends(
+    bootstrap_servers: str, topic: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader that stops at the end it is shown sees nothing. Ours waits for what the log holds, and logs that."""
+    monkeypatch.setattr(tail, "_TOLD_SECONDS", 0.2)
     settings = {"bootstrap.servers": bootstrap_servers}
     other = Producer({**settings, "transactional.id": f"{topic}-other", "transaction.timeout.ms": 60_000})
     other.init_transactions(30)
@@ -396,6 +449,8 @@ def test_an_open_transaction_hides_committed_messages_until_it_ends(bootstrap_se
     starts = {Partition(topic, n): 0 for n in range(3)}
     with pytest.raises(TailHidden, match="open"):
         list(read_tail(settings, topic, starts, seconds=1))
+    (told,) = (record for record in caplog.records if getattr(record, "action", "") == "waits_for_tail")
+    assert told.getMessage().startswith(f"{topic}[0] shows nothing from offset 0 on, and its log ends at ")
     reading = read_tail(settings, topic, starts, seconds=60)
     other.abort_transaction(30)
     assert sorted(int(message.value() or b"") for message in reading) == list(range(10))

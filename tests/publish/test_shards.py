@@ -12,7 +12,16 @@ import pytest
 from exactly_once import ConfigurationError
 from exactly_once.embedded.proxy import PostgresProxy
 from exactly_once.ledger.migrate import migrate
-from exactly_once.publish import DedupProducer, FilterUnavailable, PostgresWindow, ProducerFenced, ShardedWindow, State
+from exactly_once.publish import (
+    DedupProducer,
+    FilterUnavailable,
+    PostgresWindow,
+    ProducerFenced,
+    Resolved,
+    ShardedWindow,
+    State,
+    TopicTakeOver,
+)
 from exactly_once.publish.keys import encoded
 from exactly_once.publish.shards import shard_of
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
@@ -75,6 +84,44 @@ def test_after_a_change_of_the_map_moved_keys_are_still_known(shard: MakeShard) 
     assert after.reserve_many(KEYS[200:210]) == [NEW] * 10
 
 
+def test_after_two_changes_of_the_map_within_a_window_keys_are_still_known(shard: MakeShard) -> None:
+    a, b, c = (shard(name) for name in "abc")
+    first = ShardedWindow({"a": a, "b": b}, version=1)
+    first.reserve_many(KEYS[:60])
+    first.confirm_many(KEYS[:20])
+    first.mark_unknown_many(KEYS[20:40])
+    second = ShardedWindow({"a": a, "b": b, "c": c}, version=2, previous={"a": a, "b": b})
+    assert second.reserve_many(KEYS[20:30]) == [UNKNOWN] * 10
+    second.confirm_many(KEYS[20:30])
+    third = ShardedWindow({"b": b, "c": c}, version=3, previous={"a": a, "b": b, "c": c})
+    known = [DUPLICATE] * 30 + [UNKNOWN] * 10 + [IN_FLIGHT] * 20 + [NEW]
+    assert third.reserve_many(KEYS[:61]) == known
+
+
+def test_what_is_found_in_the_topic_is_settled_in_a_shard_that_the_map_has_no_more(shard: MakeShard) -> None:
+    a, b, c = (shard(which) for which in "abc")
+    keys = [key for key in KEYS if shard_of(encoded(key), "ab") == "a"][:20]
+    before = ShardedWindow({"a": a, "b": b}, version=1)
+    before.reserve_many(keys)
+    before.mark_unknown_many(keys)
+    after = ShardedWindow({"b": b, "c": c}, version=2, previous={"a": a, "b": b})
+    assert after.resolve(set(map(encoded, keys[:15])), is_sure=False) == Resolved(15, 0, 5)
+    assert after.reserve_many(keys) == [DUPLICATE] * 15 + [UNKNOWN] * 5
+
+
+def test_a_window_under_another_name_is_refused(shard: MakeShard) -> None:
+    """Keys that move from the one name to the other would be found in flight: by the call that asks for them."""
+    a, b = shard("a"), shard("b")
+    ShardedWindow({"a": a, "b": b}, version=1)
+    for names in ("xb", "ba"):
+        with pytest.raises(ConfigurationError, match=r"the window that previous= calls 'a'"):
+            ShardedWindow(dict(zip(names, (a, b), strict=True)), version=2, previous={"a": a, "b": b})
+    for version in (0, 1 << 31):
+        with pytest.raises(ConfigurationError, match="an int of 32 bits"):
+            ShardedWindow({"a": a, "b": b}, version=version)
+    assert ShardedWindow({"a": a, "b": b}, version=1).reserve("k") is NEW
+
+
 def test_a_process_with_an_older_map_is_refused(shard: MakeShard) -> None:
     old = {which: shard(which) for which in "ab"}
     before = ShardedWindow(old, version=1)
@@ -94,9 +141,10 @@ def test_a_reservation_under_way_is_seen_by_who_brings_a_new_map(shard: MakeShar
     new = {**old, "c": shard("c")}
     moved = next(key for key in KEYS if shard_of(encoded(key), new) == "c")
     window = old["a"]
-    reserve = f'SELECT * FROM "{name}_a".publish_reserve(%s, %s, %s, %s, 1)'.encode()
+    number = f'"{name}_a".publish_scope_number(%s)'
+    reserve = f'SELECT * FROM "{name}_a".publish_reserve({number}, %s, %s, %s, 1)'.encode()
     with psycopg.connect(conninfo) as connection, ThreadPoolExecutor(1) as pool:
-        connection.execute(reserve, [window._scope, [encoded(moved)], window.owner.id, window.owner.token])
+        connection.execute(reserve, [window.scope, [encoded(moved)], window.owner.id, window.owner.token])
         starting = pool.submit(ShardedWindow, new, version=2, previous={"a": shard("a")})
         with pytest.raises(TimeoutError):
             starting.result(0.3)
@@ -133,6 +181,21 @@ def test_an_owner_that_promises_a_transactional_id_is_refused_in_a_shard_too(mak
         made.close()
 
 
+def test_a_window_whose_take_over_looks_in_another_topic_is_refused(make_owner: MakeOwner, name: str) -> None:
+    """What it does not find there was never sent, it would say of what a dead process had sent in a transaction."""
+    kafka = {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}
+    owner, take_over = make_owner(), TopicTakeOver(kafka)
+    before, after = (PostgresWindow(owner, scope=n, seconds=WINDOW_SECONDS, take_over=take_over) for n in (name, "t"))
+    shards = ShardedWindow({"a": after}, version=1, previous={"b": before})
+    for dedup in (before, shards):
+        made = DedupProducer(kafka, dedup=dedup)
+        with pytest.raises(ConfigurationError, match=f"scope='{name}' of a window that serves topic 't'"):
+            made.produce("t", b"x", dedup_key="a")
+        made.close()
+    after.check_topic("t")
+    PostgresWindow(owner, scope=name, seconds=WINDOW_SECONDS).check_topic("t")
+
+
 def test_a_shard_that_is_away_undoes_the_batch(shard: MakeShard, conninfo: str) -> None:
     keys = sorted(KEYS[:20], key=lambda key: shard_of(encoded(key), "ab"))  # first those of the one that is there
     with PostgresProxy(conninfo) as proxy:
@@ -141,5 +204,21 @@ def test_a_shard_that_is_away_undoes_the_batch(shard: MakeShard, conninfo: str) 
         proxy.cut_all()
         with pytest.raises(FilterUnavailable):
             made.reserve_many(keys)
+        proxy.heal()
+        assert made.reserve_many(keys) == [NEW] * 20
+
+
+def test_shards_that_go_away_together_leave_nothing_reserved(shard: MakeShard, conninfo: str) -> None:
+    """The one that has reserved cannot be told that the other one has not."""
+    keys = sorted(KEYS[:20], key=lambda key: shard_of(encoded(key), "ab"))
+    with PostgresProxy(conninfo) as proxy:
+        made = ShardedWindow({"a": shard("a", proxy.conninfo), "b": shard("b", proxy.conninfo)}, version=1)
+        fault = proxy.hold(r"_b\"?\.publish_reserve", close_client=False)
+        with ThreadPoolExecutor(1) as pool:
+            reserving = pool.submit(made.reserve_many, keys)
+            fault.wait()
+            proxy.refuse()
+            with pytest.raises(FilterUnavailable):
+                reserving.result(60)
         proxy.heal()
         assert made.reserve_many(keys) == [NEW] * 20

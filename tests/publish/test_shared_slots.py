@@ -51,6 +51,15 @@ def test_two_processes_share_what_they_know(make_filter: MakeFilter) -> None:
     assert one.reserve("b") is UNKNOWN
 
 
+def test_the_same_key_on_two_topics_is_two_keys(make_filter: MakeFilter) -> None:
+    first, twin, other = (make_filter(1 << 32) for _ in range(3))
+    first.topic = twin.topic = "orders"  # as the first producer that uses them does
+    other.topic = "audit"
+    assert first.reserve("a") is NEW
+    first.confirm("a")
+    assert (twin.reserve("a"), other.reserve("a")) == (DUPLICATE, NEW)
+
+
 def test_of_processes_that_race_for_a_key_one_gets_it(make_filter: MakeFilter) -> None:
     """Without compare-and-set all would be told that it is new."""
     # So many slots that no two keys share one: those would push each other out, and both be new once more.
@@ -152,6 +161,24 @@ def test_what_a_dead_process_held_in_memcached_is_absent_after_its_lease(memcach
     made.close()
 
 
+@pytest.mark.parametrize("value", [b"", b"1", b"a session of a web server", b"\x00" * 16 + b"c" + b"\x00" * 7])
+def test_what_another_program_keeps_under_the_prefix_is_refused_by_its_name(
+    memcached: Memcached, name: str, value: bytes
+) -> None:
+    from pymemcache.client.base import Client  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    theirs = Client(memcached.address, default_noreply=False)
+    theirs.set(f"{name}:0", value)
+    made = SharedSlotFilter(memcached.address, prefix=name, slots=1)
+    with pytest.raises(FilterUnavailable, match=f"'{name}:0'.*another program.*prefix='{name}'"):
+        made.reserve("a")
+    assert theirs.get(f"{name}:0") == value
+    theirs.delete(f"{name}:0")
+    assert made.reserve("a") is NEW
+    made.close()
+    theirs.close()
+
+
 def test_memcached_that_is_gone_stops_publishing_or_lets_everything_through_by_choice(name: str) -> None:
     skip_unless("memcached", missing_memcached())
     with Memcached() as server:
@@ -167,7 +194,9 @@ def test_memcached_that_is_gone_stops_publishing_or_lets_everything_through_by_c
         assert opened.stats().failed_open == 4
         server.start()
         assert closed.reserve("a") is NEW, "memcached starts empty"
-        assert opened.reserve("a") is IN_FLIGHT
+        assert opened.reserve_many(["a", "a"]) == [DUPLICATE, DUPLICATE], "it has confirmed it meanwhile"
+        assert closed.reserve("a") is DUPLICATE
+        assert opened.stats().in_flight == 0
         closed.close()
         opened.close()
 
@@ -179,7 +208,7 @@ def test_a_message_that_failed_while_memcached_stood_still_may_be_sent_again(nam
         made = SharedSlotFilter(
             server.address, prefix=name, slots=1 << 20, timeout_seconds=1, on_unavailable="treat_as_new"
         )
-        assert made.reserve_many(["new", "unsure", "silent"]) == [NEW] * 3
+        assert made.reserve_many(["new", "unsure", "silent", "sent"]) == [NEW] * 4
         made.mark_unknown("unsure")
         assert made.reserve("unsure") is UNKNOWN
         assert server._process is not None
@@ -187,9 +216,10 @@ def test_a_message_that_failed_while_memcached_stood_still_may_be_sent_again(nam
         try:
             made.release_many(["new", "unsure"])
             made.mark_unknown("silent")
+            made.confirm("sent")
         finally:
             server._process.send_signal(signal.SIGCONT)
-        assert made.reserve_many(["new", "unsure", "silent"]) == [NEW, UNKNOWN, UNKNOWN]
+        assert made.reserve_many(["new", "unsure", "silent", "sent"]) == [NEW, UNKNOWN, UNKNOWN, DUPLICATE]
         made.close()
 
 

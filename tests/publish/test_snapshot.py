@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from exactly_once.errors import ConfigurationError
 from exactly_once.publish import SnapshotCorrupted, SnapshotFile
 from exactly_once.publish.snapshot import pack, unpack
 
@@ -34,6 +35,11 @@ def test_every_cut_and_every_flipped_bit_is_noticed() -> None:
 
 def test_a_file_that_is_not_there_was_never_written(tmp_path: Path) -> None:
     assert SnapshotFile(tmp_path / "none").load() is None
+
+
+def test_a_directory_that_is_not_there_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"no directory {tmp_path}/missing"):
+        SnapshotFile(tmp_path / "missing" / "snapshot")
 
 
 def test_the_last_snapshot_is_what_is_there(tmp_path: Path) -> None:

@@ -459,6 +459,12 @@ def test_an_id_is_needed() -> None:
         TransactionalProducer({"bootstrap.servers": "127.0.0.1:1"}, dedup=WindowFilter(keys=1))
 
 
+def test_a_timeout_that_no_broker_allows_is_no_trouble_of_brokers(make_producer: MakeProducer) -> None:
+    """Who waits for brokers to come back would try it for ever."""
+    with pytest.raises(ConfigurationError, match=r"transaction\.max\.timeout\.ms"):
+        make_producer(kafka={"transaction.timeout.ms": 10_000_000})
+
+
 def test_an_owner_that_promises_another_id_is_refused(make_owner: MakeOwner) -> None:
     """A take-over would believe it: what it does not find is new, for certain."""
     owner = make_owner(transactional_id="a")

@@ -135,7 +135,8 @@ class Database:
         self.transactions: dict[str, Transaction] = {}
         self.in_flight: list[Transaction] = []
         self.statements: list[Statement] = []
-        """What was executed since the beginning."""
+        """What was executed since the beginning, where it is kept."""
+        self.keeps_statements = False
         self.incarnation = "1"
         self.is_down = False
         self.fences_token = self.fences_epoch = self.compares_expected = True
@@ -150,7 +151,8 @@ class Database:
         return transaction
 
     def record(self, transaction: Transaction | None, name: str, answer: Any, *arguments: Any) -> None:
-        self.statements.append(Statement(transaction, name, arguments, answer))
+        if self.keeps_statements:
+            self.statements.append(Statement(transaction, name, arguments, answer))
 
     def apply(self, transaction: Transaction, effects: Sequence[Effect]) -> None:
         """Do what a handler does."""
@@ -214,7 +216,7 @@ class Database:
         for partition, offset in transaction.effects:
             self.effects.setdefault(partition, set()).add(offset)
         self._end(transaction, "committed")
-        self.record(transaction, "commit", self._state())
+        self._record_state(transaction, "commit")
 
     def abort(self, transaction: Transaction) -> None:
         if transaction.status == "in progress":
@@ -260,7 +262,7 @@ class Database:
                 self.effects[partition].discard(offset)
             for partition, offset in change.removed:
                 self.effects[partition].add(offset)
-        self.record(None, "fail_over", self._state(), lost_commits)
+        self._record_state(None, "fail_over", lost_commits)
 
     def owner_of(self, partition: Partition) -> UUID | None:
         row = self.rows.get(partition)
@@ -294,10 +296,12 @@ class Database:
         self.rows[partition] = replace(
             row, next_offset=offset, leader_epoch=None, owner_epoch=row.owner_epoch + 1, owner_token=None
         )
-        self.record(None, "reset", self._state(), partition, offset, sorted(should))
+        self._record_state(None, "reset", partition, offset, sorted(should))
 
-    def _state(self) -> State:
-        return State(dict(self.rows), {p: tuple(sorted(offsets)) for p, offsets in self.effects.items() if offsets})
+    def _record_state(self, transaction: Transaction | None, name: str, *arguments: Any) -> None:
+        if self.keeps_statements:
+            effects = {p: tuple(sorted(offsets)) for p, offsets in self.effects.items() if offsets}
+            self.record(transaction, name, State(dict(self.rows), effects), *arguments)
 
     def _end(self, transaction: Transaction, status: Status) -> None:
         transaction.status = status

@@ -10,13 +10,14 @@ import contextlib
 import inspect
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from unittest import mock
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import psycopg
 from confluent_kafka import Message
@@ -41,7 +42,7 @@ from exactly_once.ledger.session import Begun
 
 from .database import REGISTER, Connection, Database, ShortCount, Transaction, Violation, Waits
 from .kafka import Client, Hiccup
-from .scheduler import Killed
+from .scheduler import WORKER, Killed
 
 if TYPE_CHECKING:
     from .world import World
@@ -76,6 +77,7 @@ class Member:
             connect=self,  # type: ignore[arg-type]
             start="earliest",
             startup_seconds=1e9,
+            application="simulated",  # or each member looks for the program's file
             max_messages=world.rng.choice((1, 2, 3, 6)),
             linger_seconds=world.rng.choice((0.0, 0.0, 0.5)),
         )
@@ -199,7 +201,7 @@ class Session:
     def __init__(self, connect: Member, *, schema: str) -> None:
         self.member: Member = inspect.unwrap(connect)  # the consumer has wrapped it to hear of warnings
         self.schema = schema
-        self.instance: UUID = uuid4()
+        self.instance: UUID = self.member.world.uuid()
         self._connection: Connection | None = None
 
     @property
@@ -313,7 +315,7 @@ class Ledger:
         self._change("register", lambda _: [REGISTER], body, next_offsets)
 
     def acquire(self, partitions: Sequence[Partition], *, lock_seconds: float = 4.0) -> list[Row]:
-        token = uuid4()
+        token = self._member.world.uuid()
 
         def body(transaction: Transaction) -> list[Row]:
             for partition in partitions:
@@ -375,7 +377,7 @@ class Ledger:
         raise Violation(f"no offset is ever out of range here: {reason}")
 
     def resolve(self, partitions: Sequence[Partition], tokens: list[UUID], *, lock_seconds: float) -> list[Row]:
-        tokens.append(uuid4())
+        tokens.append(self._member.world.uuid())
 
         def body(transaction: Transaction) -> list[Row]:
             ours = [p for p in partitions if p in self._database.rows]
@@ -567,6 +569,9 @@ class StaleBackendTerminator:
     def close(self) -> None: ...
 
 
+_really_sleep = time.sleep
+
+
 class Clock:
     """The time that the code under test sees; it passes only while somebody waits."""
 
@@ -577,6 +582,10 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
+        # Threads that others have left in this process, such as one of Spark's, must not turn without a pause.
+        if threading.current_thread().name != WORKER:
+            _really_sleep(seconds)
+            return
         self.now += seconds
 
 

@@ -11,6 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import ClassVar
 
+# The name of the threads that run actors.
+WORKER = "simulation"
+
 
 class Killed(BaseException):
     """Unwinds an actor that is dead; nothing that it still does has any effect."""
@@ -25,7 +28,7 @@ class _Worker:
         self.baton = threading.Lock()
         self.baton.acquire()
         self.job: Callable[[], None] = lambda: None
-        threading.Thread(target=self._run, name="simulation", daemon=True).start()
+        threading.Thread(target=self._run, name=WORKER, daemon=True).start()
 
     @classmethod
     def take(cls) -> _Worker:

@@ -68,6 +68,7 @@ def _replay(conninfo: str, name: str, tried: Iterable[int]) -> int:
     try:
         for seed in tried:
             world = World(seed, Plan(usurps=seed % 4 == 0))
+            world.database.keeps_statements = True
             world.run()
             try:
                 replay.run(f"{name}-{seed}", world.database.statements)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable
 
@@ -15,7 +16,7 @@ import pytest
 from tests.support.seeds import drawn, seeds
 
 from .database import Violation
-from .member import Member
+from .member import Clock, Member, simulated
 from .world import FAULTS, Plan, World
 
 FOUND = [
@@ -60,6 +61,15 @@ def test_a_seed_gives_the_same_schedule_again() -> None:
     for world in worlds:
         world.run()
     assert worlds[0].trace == worlds[1].trace
+
+
+def test_a_thread_that_is_no_actor_sleeps_as_long_as_it_says() -> None:
+    clock = Clock()
+    with simulated(clock, seed=0):
+        stranger = threading.Thread(target=time.sleep, args=[0.01])
+        stranger.start()
+        stranger.join()
+    assert clock.now == 0
 
 
 def test_the_offset_alone_need_not_be_trusted() -> None:

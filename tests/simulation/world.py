@@ -6,9 +6,11 @@ must stand at the end of the log.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from uuid import UUID
 
 from exactly_once._model import Partition
 
@@ -57,6 +59,7 @@ class World:
         self.plan = plan
         self.rng = random.Random(seed)
         self.clock = Clock()
+        self._ids = itertools.count(1)
         self.trace: list[tuple[object, ...]] = []
         partitions = [Partition("t", n) for n in range(self.rng.choice((1, 2, 3)))]
         self.logs = {p: Log(p) for p in partitions}
@@ -73,7 +76,8 @@ class World:
         self._size = self.rng.choice((2, 2, 3))
         faults = {name: weight for name, weight in FAULTS.items() if name not in plan.without}
         # Each schedule has its own mixture, so that some faults come often and some not at all.
-        self._faults = [(name, weight * self.rng.random() ** 2) for name, weight in faults.items()]
+        weights = [weight * self.rng.random() ** 2 for weight in faults.values()]
+        self._faults, self._weights = list(faults), list(itertools.accumulate(weights))
         self._rate = self.rng.choice((0.03, 0.08, 0.2))
         self._bad_luck = self.rng.choice((0.0, 0.5, 1.0, 3.0))
         for log in self.logs.values():
@@ -99,6 +103,10 @@ class World:
             self.note("fault", name)
         return happens
 
+    def uuid(self) -> UUID:
+        """Return an id that no other has: the same ones for a seed, and without asking the system."""
+        return UUID(int=next(self._ids))
+
     def note(self, *what: object) -> None:
         self.trace.append((self._steps, *what))
 
@@ -118,8 +126,7 @@ class World:
             if self.plan.usurps:
                 next(self._usurpation)
             if self.rng.random() < self._rate:
-                name = self.rng.choices(*zip(*self._faults, strict=True))[0]
-                self._happen(name)
+                self._happen(self.rng.choices(self._faults, cum_weights=self._weights)[0])
             if self._steps >= self.plan.chaos_steps:
                 self._heal()
         elif self._is_done():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.require import skip_unless
+from tests.support.waiting import SPARK_SECONDS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
         if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(400))
+            item.add_marker(pytest.mark.timeout(2 * SPARK_SECONDS))
 
 
 @pytest.fixture(scope="session")

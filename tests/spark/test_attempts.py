@@ -13,6 +13,7 @@ import pytest
 from exactly_once import _failpoints
 from exactly_once._model import Partition
 from exactly_once.errors import AlreadyApplied, Fenced, HandlerCommitted, PartitionHalted, TransactionBusy
+from exactly_once.writer import TableError
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit
 from spark_sink.owners import query_row
 from spark_sink.ranges import Range, refuse_older, remaining
@@ -53,6 +54,21 @@ def test_an_attempt_writes_its_rows_and_moves_the_ledger(place: Place, transacti
     assert (result["rows"], result["transactions"]) == (8, 1)
     assert place.written() == every(5, 3)
     assert place.ledger() == [5, 3]
+
+
+@both
+def test_a_table_that_a_crash_would_empty_takes_no_rows(
+    place: Place, db: psycopg.Connection[Any], transaction: str
+) -> None:
+    """The driver has looked at it when the run began; somebody has altered it since."""
+    work = place.work(place.owners(), place.ranges(5))
+    db.execute(f"ALTER TABLE {place.name} SET UNLOGGED")
+    with pytest.raises(TableError, match=r"unlogged.*SET LOGGED"):
+        run(transaction, work, whole(place, transaction, range(5)))
+    assert (place.written(), place.ledger()) == ([], [0])
+    db.execute(f"ALTER TABLE {place.name} SET LOGGED")
+    run(transaction, work, whole(place, transaction, range(5)))
+    assert (place.written(), place.ledger()) == (every(5), [5])
 
 
 def test_input_that_ends_without_its_mark_leaves_nothing(place: Place) -> None:

@@ -13,6 +13,7 @@ import pytest
 from spark_sink import PostgresSink
 from tests.spark.scene import Scene, Sink
 from tests.support.spark import read_topic
+from tests.support.waiting import SPARK_SECONDS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -48,7 +49,7 @@ class Counting:
         writer = self.frame(**options).writeStream.outputMode(output).foreachBatch(sink)
         query = writer.option("checkpointLocation", str(self.scene.checkpoint)).trigger(availableNow=True).start()
         try:
-            assert query.awaitTermination(240)
+            assert query.awaitTermination(SPARK_SECONDS)
         finally:
             query.stop()
 

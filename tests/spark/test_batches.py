@@ -10,7 +10,7 @@ import pytest
 
 from tests.spark.scene import Scene
 from tests.support.spark import drain
-from tests.support.waiting import until
+from tests.support.waiting import SPARK_SECONDS, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +116,7 @@ def test_of_two_queries_with_one_group_the_later_one_goes_on(scene: Scene, tmp_p
         until(lambda: later.lastProgress is not None, 120, "the later query to own the partitions")
         scene.produce(100)
         with pytest.raises(Exception, match="Fenced"):
-            earlier.awaitTermination(240)
+            earlier.awaitTermination(SPARK_SECONDS)
         until(is_written, 120, "the later query to write")
     finally:
         earlier.stop()

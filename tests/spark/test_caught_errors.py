@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import psycopg
 import pytest
 
 from exactly_once.cli import main
+from exactly_once.errors import ConfigurationError
 from spark_sink import PostgresSink
 from tests.spark.scene import JOURNAL, Scene, Sink
 from tests.spark.source import write_stream
@@ -99,6 +101,30 @@ def test_the_batch_behind_one_whose_error_was_caught_is_refused_at_each_start(
     assert written(db, strict) == sorted([*before, *twice(range(10, 20))])
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_call_without_the_frames_that_it_needs_is_such_an_error(scene: Scene, is_named: bool) -> None:  # noqa: FBT001
+    """A sink with several tables that is called with one frame, and a call of write() without any."""
+    sink = scene.sink(table=None, tables={JOURNAL: {}})
+
+    def write(frame: Any, batch_id: int) -> None:
+        if batch_id > 0:
+            sink.write({JOURNAL: frame}, batch_id)
+            return
+        with contextlib.suppress(ConfigurationError):
+            if is_named:
+                sink.write({}, batch_id)
+            else:
+                sink(frame, batch_id)
+
+    scene.produce(20)
+    said = refused(lambda: scene.run(write, per_trigger=10), 0, 1)
+    assert f"the sink writes '{JOURNAL}', and was given frames for" in said
+    leave_out(scene, said)
+    scene.run(write, per_trigger=10)
+    scene.lose_checkpoint()
+    assert set(scene.ledger().values()) == {10}
+
+
 @each_large
 def test_where_all_errors_are_caught_nothing_goes_on(
     scene: Scene, strict: str, db: Db, options: dict[str, Any]
@@ -165,6 +191,21 @@ def test_a_batch_that_failed_and_came_again_is_forgotten(
     scene.produce(10)
     scene.run(scene.sink(table=strict, **options))
     assert written(db, strict) == twice(range(10), range(15, 20))
+
+
+@pytest.mark.parametrize(("before", "now"), [("batch-id", "batch"), ("batch", "batch-id")])
+def test_what_failed_under_another_kind_of_ledger_is_refused_as_well(
+    scene: Scene, strict: str, db: Db, before: str, now: str
+) -> None:
+    """Nothing was written yet, else the other kind itself would be refused; so to it the query is a new one."""
+    scene.produce(20)
+    scene.run(catching(scene.sink(table=strict, **MODES[before])))
+    scene.produce(10)
+    said = refused(lambda: scene.run(scene.sink(table=strict, **MODES[now])), 0, 1)
+    assert written(db, strict) == []
+    leave_out(scene, said)
+    scene.run(scene.sink(table=strict, **MODES[now]))
+    assert written(db, strict) == twice(range(10, 15))
 
 
 def test_a_failure_behind_one_that_was_left_out_is_named_itself(scene: Scene, strict: str, db: Db) -> None:

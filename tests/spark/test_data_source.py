@@ -15,6 +15,7 @@ from exactly_once.embedded.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from spark_sink import FrameError
 from tests.spark.scene import Scene
 from tests.support.spark import read_topic
+from tests.support.waiting import SPARK_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,7 +147,7 @@ def test_a_driver_killed_at_the_commit_writes_the_batch_once(
             else proxy.hold(ADVANCE_AND_COMMIT, close_client=False)
         )
         driver = start_driver(tmp_path, proxy.conninfo)
-        aim.wait(180)
+        aim.wait(SPARK_SECONDS)
         driver.kill(everything=True)
         proxy.cut_all()
     assert scene.ledger() == (scene.ends() if moment == "after" else {})
@@ -164,7 +165,7 @@ def test_a_zombie_driver_is_fenced_by_its_successor(
     with PostgresProxy(scene.conninfo) as proxy:
         aim = proxy.hold("pg_current_xact_id.*", close_client=False)
         zombie = start_driver(tmp_path / "zombie", proxy.conninfo)
-        aim.wait(180)
+        aim.wait(SPARK_SECONDS)
         assert leftovers(scene) > 0, "its tasks are through"
         zombie.stop()
         write_stream(scene, per_trigger=600)

@@ -108,7 +108,8 @@ def test_nothing_that_is_there_is_changed(db: Database, place: Place) -> None:
         ([("Note", T.StringType()), NOTE], {}, "'Note' and 'note' differ in upper and lower case only"),
         ([(NAME, T.StringType())], {}, f"name '{NAME}' .over 63 bytes.*rename it"),
         ([("ctid", T.StringType())], {}, "name 'ctid'"),
-        ([ID], {"mode": "upsert"}, r"an upsert needs a key: say key=\["),
+        ([ID], {"mode": "upsert"}, r"mode='upsert' needs a key: say key=\["),
+        ([ID], {"mode": "insert-ignore"}, r"mode='insert-ignore' needs a key: say key=\["),
         ([NOTE], {"mode": "upsert", "key": ["id"]}, "the frame lacks 'id'"),
         ([NOTE], {"mode": "insert-ignore", "key": ["id"]}, "the frame lacks 'id'"),
     ],
@@ -176,11 +177,13 @@ def test_who_may_not_is_told_what_to_have_executed(db: Database, place: Place) -
         db.execute(f"DROP SCHEMA {name}; DROP TABLE {name}; DROP ROLE {name}")
 
 
-@pytest.mark.parametrize("before", [None, "CREATE TABLE {} (id bigint)"])
+@pytest.mark.parametrize(
+    ("before", "theirs"), [(None, (ID, NOTE)), (None, (ID,)), ("CREATE TABLE {} (id bigint)", (ID, NOTE))]
+)
 def test_of_two_drivers_that_define_at_once_both_succeed(
-    db: Database, place: Place, conninfo: str, before: str | None
+    db: Database, place: Place, conninfo: str, before: str | None, theirs: Any
 ) -> None:
-    """The second waits for the first, whose table or column it finds then."""
+    """The second waits for the first, whose table or column it finds then, and adds what a smaller table lacks."""
     if before is not None:
         db.execute(before.format(place.name))
     failed: list[BaseException] = []
@@ -196,7 +199,7 @@ def test_of_two_drivers_that_define_at_once_both_succeed(
     with psycopg.connect(conninfo, autocommit=True) as first, psycopg.connect(conninfo, autocommit=True) as other:
         thread = threading.Thread(target=second, args=(other,))
         with first.transaction():
-            define(first, place.options(create_table=True, evolve="add-columns"), schema(ID, NOTE))
+            define(first, place.options(create_table=True, evolve="add-columns"), schema(*theirs))
             thread.start()
             waits = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = %s"
             pid = (other.info.backend_pid,)

@@ -40,7 +40,7 @@ def test_every_kind_of_fault_is_drawn() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("needs_spark")
 def test_the_sink_is_exact_when_a_worker_is_killed_and_a_checkpoint_is_gone(
     bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from exactly_once.embedded import jars
 from exactly_once.embedded import spark as embedded_spark
 from tests.support.topics import create_topic, produce
 
@@ -51,8 +52,10 @@ def test_an_installed_java_is_taken_if_it_runs_spark(
         (tmp_path / "release").write_text(release)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(embedded_spark, "_fetched_java", lambda: Path("the fetched"))
-    assert embedded_spark.java_home() == {"the installed": tmp_path}.get(taken, Path("the fetched"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fetched = jars.cache_directory() / embedded_spark._JAVA_PACKAGE.replace("==", "-")
+    fetched.mkdir(parents=True)
+    assert embedded_spark.java_home() == {"the installed": tmp_path}.get(taken, fetched)
 
 
 @pytest.mark.usefixtures("needs_spark")

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from tests.spark.scene import JOURNAL, Scene
-from tests.support.waiting import until
+from tests.support.waiting import SPARK_SECONDS, until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -132,7 +132,7 @@ def running(scene: Scene, **options: Any) -> Iterator[Any]:
     query = writer.option("checkpointLocation", str(scene.checkpoint)).trigger(availableNow=True).start()
     try:
         yield query
-        assert query.awaitTermination(240)
+        assert query.awaitTermination(SPARK_SECONDS)
     finally:
         query.stop()
 

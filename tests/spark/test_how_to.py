@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from tests.support.topics import create_topic, produce
+from tests.support.waiting import SPARK_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,7 @@ def test_an_aggregation_keeps_its_table_up_to_date(
         per_customer = orders.groupBy("customer").count()
         writer = per_customer.writeStream.outputMode("update").foreachBatch(sink)
         query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
-        assert query.awaitTermination(240)
+        assert query.awaitTermination(SPARK_SECONDS)
         rows = db.execute("SELECT * FROM customer_orders ORDER BY 1").fetchall()
         assert rows == [(str(n), total // 5) for n in range(5)]
     db.execute("DROP TABLE customer_orders")
@@ -77,7 +78,7 @@ def test_rows_and_totals_are_written_in_one_transaction(
 
     writer = orders.writeStream.foreachBatch(both)
     query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
-    assert query.awaitTermination(240)
+    assert query.awaitTermination(SPARK_SECONDS)
     assert db.execute("SELECT count(*) FROM orders").fetchone() == (50,)
     assert db.execute("SELECT orders FROM customer_totals").fetchall() == [(10,)] * 5
     db.execute("DROP TABLE orders, customer_totals")
@@ -122,7 +123,7 @@ def test_the_data_source_writes_streams_and_jobs(
         conninfo=conninfo, table="orders", groupId="orders-to-table"
     )
     query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
-    assert query.awaitTermination(240)
+    assert query.awaitTermination(SPARK_SECONDS)
     assert db.execute("SELECT count(DISTINCT item), count(*) FROM orders").fetchone() == (50, 50)
     frame = spark.range(7)
     for _ in range(2):

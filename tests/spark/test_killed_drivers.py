@@ -13,7 +13,7 @@ from tests.support.seeds import first_seed
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("needs_spark")
 def test_each_mode_is_exact_when_its_drivers_are_killed(
     bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any], tmp_path: Path

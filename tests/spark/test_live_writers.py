@@ -19,7 +19,7 @@ from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target
-from tests.support.waiting import until
+from tests.support.waiting import SPARK_SECONDS, until
 
 # A sign of life comes every tenth of a second; on a busy machine some come late.
 STILL, UNBOUNDED = 3.0, 4.0
@@ -88,7 +88,7 @@ def test_live_transactions_are_left_alone_in_every_mode(conninfo: str, name: str
 
     def hold() -> None:
         have_written.release()
-        assert go.wait(180)
+        assert go.wait(SPARK_SECONDS)
 
     _failpoints.arm("guarded", hold)
     with ThreadPoolExecutor(8) as pool, ExitStack() as stack:

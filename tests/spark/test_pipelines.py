@@ -41,7 +41,7 @@ def reason() -> str | None:
     return f"{missing} not installed; pip install 'pyspark[pipelines]'" if missing else None
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_declarative_pipeline_writes_into_a_sink_of_it(
     needs_spark: None, conninfo: str, name: str, db: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
@@ -55,11 +55,12 @@ def test_a_declarative_pipeline_writes_into_a_sink_of_it(
     (tmp_path / "orders.py").write_text(PIPELINE.format(options=options, source=source))
     spec = f"name: orders\nstorage: file://{tmp_path}/storage\nlibraries:\n  - glob:\n      include: orders.py\n"
     (tmp_path / "spark-pipeline.yml").write_text(spec)
-    environment = {**os.environ, **spark.environment(), "SPARK_HOME": str(home)}
+    chosen = spark.environment()
+    environment = {**os.environ, **chosen, "SPARK_HOME": str(home), "SPARK_SUBMIT_OPTS": chosen["SPARK_LAUNCHER_OPTS"]}
     for _ in range(2):
         command = [str(home / "bin" / "spark-pipelines"), "run"]
         done = subprocess.run(
-            command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+            command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
         )
         # Not its exit code: 4.2.0 ends with UNKNOWN_RESPONSE behind a run that is complete.
         assert "Run is COMPLETED" in done.stdout + done.stderr, done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,6 +84,24 @@ def test_batches_that_were_written_before_under_other_cuts_are_written_once(targ
     assert target.ledger() == [15]
 
 
+def test_rows_that_are_dropped_are_told_and_loudly_where_all_are(
+    target: Target, db: Looking, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as those of a job that brings the beginning of a partition when an earlier one has brought its end."""
+    with caplog.at_level(logging.INFO, "spark_sink"):
+        for offsets in (range(10, 20), range(10), range(25)):
+            job = Run(target, query_id=publication.BATCH_JOB)
+            job.write(job.rows(0, offsets))
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if getattr(r, "action", None) == "dropped"]
+    assert [level for level, _ in told] == ["WARNING", "INFO"]
+    assert ": 0 rows, 10 dropped" in told[0][1]
+    assert ": 5 rows, 20 dropped" in told[1][1]
+    assert target.offsets() == [(0, n) for n in range(10, 25)]
+    assert db.execute(
+        "SELECT row_count, dropped FROM exactly_once.spark_query WHERE group_id = %s", (target.name,)
+    ).fetchall() == [(5, 20)]
+
+
 def test_of_a_chunk_with_rows_of_several_partitions_each_is_judged_by_its_own(target: Target) -> None:
     """Two topics, two partitions; of one of them the ledger has nothing yet, of another one all."""
     other = f"{target.name}_other"
@@ -96,6 +115,18 @@ def test_of_a_chunk_with_rows_of_several_partitions_each_is_judged_by_its_own(ta
     again.write(chunk(8, 3, 6, 2))
     assert target.ledger() == [8, 3, 6, 2]
     assert target.offsets() == sorted((n, o) for n, end in [(0, 8), (1, 3), (0, 6), (1, 2)] for o in range(end))
+
+
+def test_a_foreign_table_is_warned_of(target: Target, db: Looking, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    db.execute(f"CREATE FOREIGN DATA WRAPPER {name}; CREATE SERVER {name} FOREIGN DATA WRAPPER {name}")
+    try:
+        db.execute(f"DROP TABLE {name}; CREATE FOREIGN TABLE {name} (value text) SERVER {name}")
+        run = Run(target)
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):  # the wrapper has no handler
+            run.write(run.rows(0, range(5)))
+        assert "is a foreign table: after a crash at COMMIT rows can be there twice" in caplog.text
+    finally:
+        db.execute(f"DROP FOREIGN DATA WRAPPER {name} CASCADE")
 
 
 # Who may publish.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -27,6 +28,24 @@ def test_the_halves_of_a_batch_cannot_be_written_one_after_the_other(scene: Scen
     scene.produce(40)
     with pytest.raises(Exception, match=r"second frame of batch 0(.|\n)*group_id of its own"):
         scene.run(halves)
+
+
+@pytest.mark.parametrize("sinks", [1, 2])
+def test_halves_that_come_from_two_threads_end_the_query_at_the_next_batch(scene: Scene, sinks: int) -> None:
+    """A pool keeps the error of the call that was refused, unless somebody asks for it."""
+    made = [scene.sink() for _ in range(sinks)]
+
+    def halves(frame: DataFrame, batch_id: int) -> None:
+        if batch_id > 0:
+            made[0](frame, batch_id)
+            return
+        with ThreadPoolExecutor() as pool:
+            for half in range(2):
+                pool.submit(made[-half], frame.where(f"offset % 2 = {half}"), batch_id)
+
+    scene.produce(40)
+    with pytest.raises(Exception, match=r"batch 0 was written but for a call that was refused(.|\n)*second frame"):
+        scene.run(halves, per_trigger=20)
 
 
 @pytest.mark.parametrize(("sinks", "table"), [(1, JOURNAL), (2, JOURNAL), (1, "elsewhere")])

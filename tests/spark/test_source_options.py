@@ -44,6 +44,7 @@ def test_settings_of_kafka_and_a_password_of_its_own_are_taken() -> None:
     ("options", "said"),
     [
         ({"tabel": "t"}, "no option tabel.*conninfo, table, groupId"),
+        ({"kafka": "x"}, r"no option kafka;.*, kafka\.\*"),
         ({"smallBatch": "1"}, "smallBatch is an option of PostgresSink"),
         ({"takeOver": "yes"}, "takeOver='yes'.*true or false"),
         ({"reapAfterSeconds": "soon"}, "positive number"),

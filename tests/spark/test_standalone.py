@@ -19,7 +19,7 @@ from tests.support import journal
 from tests.support.require import skip_unless
 from tests.support.spark import Driver
 from tests.support.topics import create_topic, produce
-from tests.support.waiting import until
+from tests.support.waiting import SPARK_SECONDS, until
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ class Twins:
     def wait(self, driver: Driver) -> dict[str, list[str]]:
         """Return the workers of each task's attempts, when each task has two that have copied their rows."""
         try:
-            return until(self._twins, 300, "two attempts of each task, their rows copied")
+            return until(self._twins, SPARK_SECONDS, "two attempts of each task, their rows copied")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{driver.story()}") from error
 
@@ -159,7 +159,7 @@ def test_an_attempt_cut_from_postgres_alone_does_not_keep_its_twin_from_landing(
 
 
 @pytest.mark.fault("F10")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(4 * SPARK_SECONDS)
 @pytest.mark.parametrize(("transaction", "cut"), [("batch", "silent"), ("partition", "refused")])
 def test_a_batch_whose_workers_are_all_cut_from_postgres_fails_and_is_replayed(
     twins: Twins, transaction: Transaction, cut: str
@@ -174,7 +174,7 @@ def test_a_batch_whose_workers_are_all_cut_from_postgres_fails_and_is_replayed(
             twins.go()
         else:
             twins.go_dark(attempts)
-        told = driver.wait("failed", 240)
+        told = driver.wait("failed")
         assert driver.wait_ended() == 1, driver.story()
     assert any(f"{proxy.port}" in told for proxy in proxies), f"it does not say which server is away: {told}"
     assert twins.ledger() == [(0, 0), (1, 0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -47,6 +48,23 @@ def test_a_group_that_writes_another_table_than_before_is_refused(
         assert db.execute(count).fetchone() == (10,)
 
 
+@pytest.mark.parametrize("writes", ["sink", "data source"])
+def test_a_table_that_a_crash_would_empty_is_refused(
+    scene: Scene, other: str, db: psycopg.Connection[Any], writes: str
+) -> None:
+    """Its rows would be gone then, and the ledger would still have their offsets."""
+    db.execute(f"ALTER TABLE {other} SET UNLOGGED")
+    scene.produce(10)
+    write = (
+        partial(write_stream, scene) if writes == "data source" else lambda table: scene.run(scene.sink(table=table))
+    )
+    with pytest.raises(Exception, match=rf"TableError.*{other}.* is unlogged.*SET LOGGED"):
+        write(table=other)
+    db.execute(f"ALTER TABLE {other} SET LOGGED")
+    write(table=other)
+    assert db.execute(f"SELECT count(*) FROM {other}").fetchone() == (10,)
+
+
 def test_a_new_checkpoint_that_brings_what_is_written_is_told_once(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,3 +76,30 @@ def test_a_new_checkpoint_that_brings_what_is_written_is_told_once(
         scene.run(per_trigger=10)
     (told,) = [r for r in caplog.records if getattr(r, "action", None) == "new_checkpoint"]
     assert "offsets 0 to 5" in told.getMessage()
+
+
+@pytest.mark.parametrize("source", [False, True])
+@pytest.mark.parametrize("first", ["offsets", "batch-id"])
+def test_a_group_that_counts_otherwise_than_before_is_refused(scene: Scene, first: str, source: bool) -> None:  # noqa: FBT001
+    """Offsets do not tell which batches were counted, nor batches which offsets were written: rows would come twice."""
+
+    def run(ledger: str) -> None:
+        if source:
+            write_stream(scene, ledger=ledger)
+        else:
+            scene.run(scene.sink(ledger=ledger))
+
+    (other,) = {"offsets", "batch-id"} - {first}
+    scene.produce(20)
+    run(first)
+    scene.forget_last_commit()
+    if source and first == "offsets":
+        run(other)  # the data source counts batches, too
+    else:
+        with pytest.raises(Exception, match=f"written with ledger='{first}', now it is '{other}'"):
+            run(other)
+    scene.check()
+    scene.lose_checkpoint()
+    with pytest.raises(Exception, match=f"written with ledger='{first}', now it is '{other}'|QueryChanged"):
+        run(other)
+    scene.check()

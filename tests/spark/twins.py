@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from exactly_once.embedded import spark
 from tests.spark.scene import Scene
 from tests.spark.standalone import SETTINGS
-from tests.support.waiting import until
+from tests.support.waiting import SPARK_SECONDS, until
 
 if TYPE_CHECKING:
     from spark_sink import SinkUnit
@@ -48,7 +48,7 @@ class Standstill:
         half = file.with_suffix(".half")
         half.write_text(os.environ["SPARK_LOCAL_IP"])
         half.rename(file)
-        until((self.place / GO).exists, 300, "leave to go on")
+        until((self.place / GO).exists, 2 * SPARK_SECONDS, "leave to go on")
 
 
 def main(*arguments: str) -> None:

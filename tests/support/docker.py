@@ -24,8 +24,8 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"
-UP_SECONDS = 240.0  # for a whole stack, its images there
-_ANSWER_SECONDS = 120.0  # the engine of a busy machine freezes and ends containers slowly
+UP_SECONDS = 900.0  # for a whole stack, its images there: half a minute on an idle machine
+_ANSWER_SECONDS = 300.0  # the engine of a busy machine freezes and ends containers slowly
 
 _NO_IMAGE = re.compile(r"pull|manifest|registry|no such host|lookup|i/o timeout", re.IGNORECASE)
 
@@ -133,9 +133,12 @@ class Container:
         """Whether its health check has succeeded."""
         return docker("inspect", "--format", "{{.State.Health.Status}}", self.name) == "healthy"
 
-    def until_ready(self, timeout_seconds: float = 90) -> None:
+    def until_ready(self, timeout_seconds: float = UP_SECONDS) -> None:
         """Wait for its health check, in vain if it ends."""
-        until(lambda: self.is_ready or not self.is_running, timeout_seconds, f"{self.name} to be healthy")
+        # Each look is two processes, which would take the processor from what is to come up.
+        until(
+            lambda: self.is_ready or not self.is_running, timeout_seconds, f"{self.name} to be healthy", poll_seconds=2
+        )
         assert self.is_running, f"{self.name} has ended"
 
     def address(self) -> str:
@@ -174,7 +177,9 @@ class Stack:
 
     def compose(self, *arguments: str) -> None:
         """Run a compose command on this stack."""
-        done = subprocess.run([*self._command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            [*self._command, *arguments], capture_output=True, text=True, timeout=UP_SECONDS, check=False
+        )
         if done.returncode:
             raise RuntimeError(f"compose {' '.join(arguments)}: {done.stderr.strip()}")
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 from pyspark.sql import DataFrame, SparkSession
 
 from exactly_once.embedded.process import freeze
-from tests.support.waiting import until
+from tests.support.waiting import SPARK_SECONDS, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ def run_out(writer: Any) -> Any:
     """Start what a stream is written with over what is there now, and return the query when it has ended."""
     query = writer.trigger(availableNow=True).start()
     try:
-        if not query.awaitTermination(240):
+        if not query.awaitTermination(SPARK_SECONDS):
             raise AssertionError(f"the query did not end: {query.status}")
     finally:
         query.stop()
@@ -95,7 +95,7 @@ class Driver:
         """Its exit status, None while it runs."""
         return self._process.poll()
 
-    def wait(self, text: str, timeout_seconds: float = 180, *, count: int = 1) -> str:
+    def wait(self, text: str, timeout_seconds: float = SPARK_SECONDS, *, count: int = 1) -> str:
         """Return the `count`-th line that holds `text`."""
         deadline = time.monotonic() + timeout_seconds
         with self._news:
@@ -108,7 +108,7 @@ class Driver:
                     why = f"it ended with status {self.status}" if ended else f"{timeout_seconds:g} s passed"
                     raise AssertionError(f"no line with {text!r} from the driver: {why}\n{self.story()}")
 
-    def wait_ended(self, timeout_seconds: float = 240) -> int:
+    def wait_ended(self, timeout_seconds: float = SPARK_SECONDS) -> int:
         """Return its exit status when it and all that it started are gone, and what they printed is read."""
         status = self._process.wait(timeout_seconds)
         self._wait_gone(timeout_seconds)

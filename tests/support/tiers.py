@@ -7,6 +7,7 @@ nothing is left out.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -44,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "fault(*ids, more=False): provokes these rows of docs/faults.md; more: beside another in the short tier",
     )
+    config.addinivalue_line("markers", "short: in the short tier; follows from the other markers")
     config.addinivalue_line(
         "markers", "slow: takes 20 s and more; comes first, and is not in the short tier with servers"
     )
@@ -58,27 +60,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if fixtures & asked:
                 item.add_marker(name)
     _order_files(items)
+    seen: set[str] = set()
+    for item in items:
+        if _is_short(item, seen):
+            item.add_marker("short")
     tier = config.getoption("tier")
     if tier is None:
         return
-    seen: set[str] = set()
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        (kept if _belongs(item, tier, seen) else left_out).append(item)
+        (kept if _belongs(item, tier) else left_out).append(item)
     items[:] = kept
+    _order_files(items)  # anew: what takes minutes in another tier is left out perhaps
     config.stash[_left_out] = Counter(_needs(item) for item in left_out)
     config.hook.pytest_deselected(items=left_out)
 
 
-def _belongs(item: pytest.Item, tier: str, seen: set[str]) -> bool:
-    """Tell whether a tier has the test; of the tests of a fault the short one has the first that is collected."""
+def _belongs(item: pytest.Item, tier: str) -> bool:
+    """Tell whether a tier has the test."""
+    if tier == "short":
+        return item.get_closest_marker("short") is not None
+    return _needs(item) != "docker" if tier == "all" else not _needs(item)
+
+
+def _is_short(item: pytest.Item, seen: set[str]) -> bool:
+    """Tell whether the short tier has the test; of the tests of a fault it has the first that is collected."""
     needs = _needs(item)
-    if tier == "pure" or not needs:
-        return not needs
-    if needs == "docker" or tier == "all":
-        return needs != "docker"
-    if item.get_closest_marker("slow"):
+    if not needs:
+        return True
+    if needs == "docker" or item.get_closest_marker("slow"):
         return False
     ids = {fault for mark in item.iter_markers("fault") if not mark.kwargs.get("more") for fault in mark.args}
     is_first = bool(ids - seen)
@@ -87,32 +98,24 @@ def _belongs(item: pytest.Item, tier: str, seen: set[str]) -> bool:
 
 
 def _order_files(items: list[pytest.Item]) -> None:
-    """Order the files so that all processes are busy to the end, and no two more than needed with Spark.
-
-    Those with minutes of work come first; pure tests are short, and last. Spark works where others wait, so its files
-    are spread among the others: one of three.
-    """
+    """Order the files so that all processes are busy to the end: minutes of work come first, pure tests last."""
     names = ["slow", *_FIXTURES]
     ranks: dict[Path, int] = {}
-    with_spark: set[Path] = set()
     for item in items:
         rank = next((n for n, name in enumerate(names) if item.get_closest_marker(name)), len(names))
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
-        if item.get_closest_marker("spark"):
-            with_spark.add(item.path)
-    in_order = sorted(ranks, key=lambda path: ranks[path])
-    heavy = iter([path for path in in_order if path in with_spark])
-    places: list[Path] = []
-    for number, path in enumerate(path for path in in_order if path not in with_spark):
-        places += [path, *([next(heavy, path)] if number % 2 else [])]
-    places += heavy
-    place = {path: number for number, path in reversed([*enumerate(places)])}
-    items.sort(key=lambda item: place[item.path])
+    items.sort(key=lambda item: ranks[item.path])
 
 
 def _needs(item: pytest.Item) -> str:
     """Name the rarest thing that a test needs; empty for a pure one."""
     return next((name for name in _FIXTURES if item.get_closest_marker(name)), "")
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of every later garbage collection: half a million objects that stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

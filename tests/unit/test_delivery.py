@@ -108,7 +108,9 @@ def test_nothing_is_taken_behind_what_cannot_be_read_and_everything_before_it() 
     assert (delivery.dropped, delivery.not_owned) == (2, 0)
 
 
-@pytest.mark.parametrize(("offsets", "gaps"), [([0, 1, 2], 0), ([0, 2, 3], 1), ([5, 6, 9], 2), ([0, 3, 4, 9], 2)])
+@pytest.mark.parametrize(
+    ("offsets", "gaps"), [([0, 1, 2], 0), ([0, 3], 1), ([0, 2, 3], 1), ([5, 6, 9], 2), ([0, 3, 4, 9], 2)]
+)
 def test_a_gap_of_the_log_is_counted_and_passed(offsets: list[int], gaps: int) -> None:
     delivery = delivering(A0)
     delivery.add([message(A0, offset) for offset in offsets])
@@ -121,6 +123,7 @@ def test_a_gap_between_two_fetches_is_counted_too() -> None:
     delivery.add([message(A0, 0)])
     delivery.add([message(A0, 5)])
     assert delivery.gaps == 1
+    assert delivery.ownership.states[A0].gaps == {5: 1}
 
 
 def test_what_was_fetched_before_is_dropped_and_counted() -> None:
@@ -144,10 +147,11 @@ def test_nothing_is_counted_before_anything_came() -> None:
     assert (delivery.waiting, delivery.keeps, delivery.repeats, delivery.to_pause) == (0, False, False, set())
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("queue_bytes", [0, 50])
-def test_a_batch_is_bounded_by_count_and_by_bytes(queue_bytes: int) -> None:
+def test_a_batch_is_bounded_by_count_and_by_bytes(queue_bytes: int, *, keep: bool) -> None:
     delivery = delivering(A0, queue_bytes=queue_bytes)
-    delivery.add([message(A0, offset, size=10) for offset in range(6)])
+    delivery.add([message(A0, offset, size=10) for offset in range(6)], keep=keep)
     assert [m.offset() for m in delivery.next_batch(2, 49)[0]] == [0, 1]
     assert [m.offset() for m in delivery.next_batch(9, 20)[0]] == [2, 3], "just what is allowed"
     assert [m.offset() for m in delivery.next_batch(9, 20)[0]] == [4, 5]
@@ -235,6 +239,18 @@ def test_all_that_waits_can_be_dropped() -> None:
     delivery.requeue(again)
     delivery.drop_all()
     assert (delivery.waiting, delivery.repeats) == (0, False)
+    delivery.add([message(A0, 2)])
+    delivery.drop_all()
+    assert delivery.next_batch(MANY, MANY) == ([], {})
+
+
+def test_only_what_is_not_ours_any_more_is_dropped() -> None:
+    delivery = delivering(A0, A1)
+    delivery.add([message(A0, 0), message(A1, 0)])
+    delivery.ownership.revoked([A0])
+    delivery.discard()
+    batch, spans = delivery.next_batch(MANY, MANY)
+    assert (at(batch), spans) == ([("a", 1, 0)], {A1: Span(0, 1, 7)})
 
 
 def test_two_fetches_come_with_the_ends_of_both() -> None:
@@ -242,6 +258,12 @@ def test_two_fetches_come_with_the_ends_of_both() -> None:
     delivery.add([message(A0, 0)])
     delivery.add([message(A1, 0)])
     assert delivery.next_batch(MANY, MANY)[1] == {A0: Span(0, 1, 7), A1: Span(0, 1, 7)}
+
+
+def test_the_leader_epoch_is_that_of_the_last_message() -> None:
+    delivery = delivering(A0)
+    delivery.add([Message(topic="a", partition=0, offset=n, value=b"v", leader_epoch=n) for n in range(3)])
+    assert [delivery.next_batch(2, MANY)[1] for _ in range(2)] == [{A0: Span(0, 2, 1)}, {A0: Span(2, 3, 2)}]
 
 
 def test_a_part_of_a_fetch_comes_with_its_own_ends() -> None:
@@ -297,6 +319,7 @@ def test_what_is_kept_comes_in_turns_and_in_order() -> None:
     assert delivery.to_pause == set()
     assert not delivery.keeps
     assert delivery.waiting == 0
+    assert delivery.next_batch(1, MANY) == ([], {})
 
 
 def test_no_more_is_kept_than_the_client_holds() -> None:
@@ -327,8 +350,10 @@ def test_what_was_kept_of_a_partition_that_is_gone_takes_no_memory() -> None:
     delivery.drop_all()
     assert not delivery.keeps
     assert delivery.waiting == 0
-    delivery.add([message(A1, 2, size=9400)], keep=True)
-    assert delivery.to_pause == {A1}, "what was dropped counts no more"
+    for size, to_pause in ((9500, {A1}), (9501, None)):
+        delivery.add([message(A1, delivery.ownership.states[A1].position, size=size)], keep=True)
+        assert delivery.to_pause == to_pause, "what was dropped counts no more"
+        delivery.drop_all()
 
 
 class Interleavings(RuleBasedStateMachine):

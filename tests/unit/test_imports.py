@@ -46,6 +46,7 @@ PURE = {
     "consumer.identity": set[str](),
     "consumer.outcomes": set[str](),
     "consumer.partitions": set[str](),
+    "errors": {"psycopg"},
     "kafka.origin": set[str](),
     "ledger.conflict": set[str](),
     "ledger.outcome": {"psycopg", "re"},

@@ -6,6 +6,7 @@ import psycopg
 import pytest
 from psycopg.errors import lookup
 
+from exactly_once import Fenced, Redelivered, TransactionNotYours
 from exactly_once.ledger.outcome import (
     _STANDARD,
     FOREIGN_TRANSACTION,
@@ -18,6 +19,7 @@ from exactly_once.ledger.outcome import (
     driver_error,
     is_by_statement,
     may_be_data,
+    own_error,
     sqlstate_of,
 )
 
@@ -149,6 +151,23 @@ def test_a_cycle_of_causes_ends() -> None:
     assert driver_error(first) is None
     second.__cause__ = error = server_error("40P01")
     assert driver_error(first) is error
+
+
+def test_a_group_is_judged_by_what_is_in_it() -> None:
+    error = server_error("40P01")
+    group = ExceptionGroup("tasks", [ValueError(), ExceptionGroup("more", [FrameworkError(error)])])
+    assert driver_error(group) is error
+    assert classify(group, connection_lost=False) is Fault.CONFLICT
+    assert own_error(group) is None
+    again, wrong = Fenced("taken"), TransactionNotYours("commit()")
+    assert own_error(ExceptionGroup("tasks", [ValueError(), ExceptionGroup("more", [again])])) is again
+    assert own_error(ExceptionGroup("tasks", [again, wrong])) is wrong, "what stops goes before what is tried again"
+
+
+def test_an_own_error_is_none_of_what_it_was_raised_beside() -> None:
+    """A service that is begun anew where an earlier one has ended has that one's error for its context."""
+    assert own_error(again := Redelivered("again")) is again
+    assert own_error(while_handling(again)) is own_error(ValueError()) is None
 
 
 def test_every_class_that_the_driver_knows_is_one_of_postgres() -> None:

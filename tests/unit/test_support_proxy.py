@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -428,10 +429,34 @@ def test_leaving_the_proxy_ends_its_threads_and_connections(postgres_conninfo: s
     connection.close()
 
 
-@pytest.mark.parametrize("conninfo", ["host=127.0.0.1 port=5432", "postgresql:///postgres?host=/tmp"])
+@pytest.mark.parametrize(
+    "conninfo", ["host=127.0.0.1 port=5432", "postgresql:///postgres?host=/tmp", "postgresql://one,two/postgres"]
+)
 def test_a_conninfo_that_is_no_tcp_uri_is_refused(conninfo: str) -> None:
     with pytest.raises(ValueError, match="TCP host"):
         PostgresProxy(conninfo)
+
+
+@pytest.mark.parametrize("mode", ["require", "verify-ca", "verify-full"])
+def test_a_conninfo_that_asks_for_encryption_is_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match="sslmode"):
+        PostgresProxy(f"postgresql://me@127.0.0.1/postgres?connect_timeout=5&sslmode={mode}")
+
+
+def test_a_server_with_an_address_of_ipv6_is_reached() -> None:
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        skip_unless("ipv6", f"this machine has no ::1: {error}")
+        return
+    startup = (8).to_bytes(4, "big") + (196608).to_bytes(4, "big")
+    with server, PostgresProxy(f"postgresql://me@[::1]:{server.getsockname()[1]}/postgres") as proxy:
+        server.settimeout(60)
+        with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+            client.sendall(startup)
+            connection, _ = server.accept()
+            with connection:
+                assert connection.recv(len(startup)) == startup
 
 
 def test_pgbouncer_pools_transactions(postgres_conninfo: str) -> None:

@@ -27,7 +27,7 @@ def codec(name: str, typmod: int = -1, **more: Any) -> Codec:
     is_array = name.endswith("[]")
     info = registry[name.removesuffix("[]")]
     oid = info.array_oid if is_array else info.oid
-    element = {"element_oid": info.oid, "element_kind": "b"} if is_array else {}
+    element = {"element_oid": info.oid} if is_array else {}
     naive = more.pop("naive", "refuse")
     column = Column(
         name="c", type_name=name, base_name=name, type_oid=oid, typmod=typmod, **{"kind": "b", **element, **more}

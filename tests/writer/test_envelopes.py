@@ -17,7 +17,7 @@ from confluent_kafka import Message
 from exactly_once.errors import ConfigurationError
 from exactly_once.writer import BadRow, Column, Table, TableSink, Tombstone, statements
 from exactly_once.writer.envelopes import EnvelopeName, recognised
-from exactly_once.writer.formats import FormatDecoder, PlainDecoder, Shaped, format_of
+from exactly_once.writer.formats import FormatDecoder, Shaped, format_of
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.plan import Plan
 
@@ -388,11 +388,11 @@ def test_only_a_batch_that_lacks_a_large_value_asks_for_its_rows(
 ) -> None:
     asked: list[int] = []
 
-    def find(connection: Any, key: Any, sought: Any, **options: Any) -> set[int]:
-        asked.append(len(sought))
-        return statements.find(connection, key, sought, **options)
+    def by_key(name: Any, connection: Any, key: Any, sought: Any) -> set[int]:
+        asked.append(len(sought.rows))
+        return statements.by_key(name, connection, key, sought)
 
-    monkeypatch.setattr("exactly_once.writer.upsert.find", find)
+    monkeypatch.setattr("exactly_once.writer.upsert.by_key", by_key)
     known, lacking = (messages((1, change("u", None, row(1, name)))) for name in ("a", UNAVAILABLE))
     write(db, sink(table, "debezium", missing="keep"), [known, messages((1, change("u", None, {"id": 1})))])
     assert asked == []
@@ -432,6 +432,7 @@ TYPES: list[tuple[str, dict[str, Any], Any, str]] = [
     ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "3"}), base64_of(5), "0.005"),
     ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "0"}), "1234", "-2658824"),
     ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "-2"}), base64_of(-7), "-700"),
+    ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "-2"}), base64_of(0), "0"),
     ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), 1.5, "1.5"),
     ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "40"}), base64_of(10**60 + 1), str(10**20) + "." + "0" * 39 + "1"),
     ("text", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), base64_of(150), "1.50"),
@@ -603,7 +604,7 @@ def test_changes_of_maxwell_end_as_the_rows_of_the_source(table: str, db: Databa
 def test_an_envelope_is_recognised(value: Any, found: EnvelopeName | None, table: str, db: Database) -> None:
     (message,) = messages((None, value))
     assert recognised(message.value()) == found
-    plain = TableSink(table, decoder=PlainDecoder(JsonDecoder()))
+    plain = TableSink(table, decoder=FormatDecoder(JsonDecoder(), guards=True))
     if found is not None:
         with pytest.raises(BadRow, match=rf"t\[0\] offset 0: .*--format {found}"), db.transaction():
             plain.write(db, [message])
@@ -619,6 +620,6 @@ def test_updates_are_not_left_out_by_a_mode_that_only_inserts(table: str, db: Da
 def test_who_has_a_column_for_a_part_of_the_envelope_means_it(db: Database, name: str) -> None:
     db.execute(f"CREATE TABLE {name} (id int, op text)")
     fields = {"id": "after.id", "op": "op"}
-    plain = TableSink(name, decoder=PlainDecoder(JsonDecoder(fields)))
+    plain = TableSink(name, decoder=FormatDecoder(JsonDecoder(fields), guards=True))
     write(db, plain, [messages((None, change("c", None, row(1, "a"))))])
     assert rows(db, name) == [(1, "c")]

@@ -17,7 +17,7 @@ from confluent_kafka import Message
 from exactly_once.cli.sink_flows import Flow
 from exactly_once.errors import ConfigurationError
 from exactly_once.writer import BadRow, Column, Table, TableSink
-from exactly_once.writer.formats import PlainDecoder, format_of
+from exactly_once.writer.formats import FormatDecoder, format_of
 from exactly_once.writer.from_json import JsonDecoder
 
 Database = psycopg.Connection[Any]
@@ -415,6 +415,6 @@ def test_the_own_key_of_a_message_fills_a_column_in_every_format(db: Database, n
 
 def test_wire_format_without_a_registry_is_told(db: Database, name: str) -> None:
     db.execute(f"CREATE TABLE {name} (id int)")
-    sink = TableSink(name, decoder=PlainDecoder(JsonDecoder()))
+    sink = TableSink(name, decoder=FormatDecoder(JsonDecoder(), guards=True))
     with pytest.raises(BadRow, match="--schema-registry"), db.transaction():
         sink.write(db, [message(b"\0\0\0\0\1" + base64.b64encode(b"x"))])

@@ -37,7 +37,6 @@ def table(**types: str) -> Table:
                 base_name=type_name,
                 type_oid=info.array_oid if is_array else info.oid,
                 element_oid=info.oid if is_array else None,
-                element_kind="b" if is_array else None,
             )
         )
     return Table(schema="public", name="t", columns=columns)

@@ -89,6 +89,14 @@ def test_fields_without_a_column_and_columns_without_a_field_are_told(work: Conn
     assert sink.unfilled_columns == {"never"}
 
 
+def test_of_deletes_alone_no_column_is_told(work: Connection, make_table: MakeTable) -> None:
+    sink = TableSink(make_table("(id int PRIMARY KEY, a text)"), mode="upsert", decoder=JsonDecoder())
+    sink.write(work, messages(None, None, key=b'{"id": 1}'))
+    assert sink.unfilled_columns == set()
+    sink.write(work, messages({"id": 1}, None, key=b'{"id": 1}'))
+    assert sink.unfilled_columns == {"a"}
+
+
 def test_nested_fields_without_a_column_are_told_by_their_paths(work: Connection, make_table: MakeTable) -> None:
     table = make_table("(id int, city text)")
     sink = TableSink(table, decoder=JsonDecoder({"id": "id", "city": "c.city"}))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -221,6 +222,13 @@ def test_messages_that_are_not_wanted_are_left_out_and_counted(db: Database, nam
     assert rows(db, name) == [("b",)]
     with pytest.raises(BadRow, match=r"t\[0\] offset 7: "):
         write(db, name, flow, message(b"no json"))
+    again = Flow(topics=("t",), table=name, **flow).sink()
+    batch = [message({"type": "open"}, offset=0), message(b"no json", offset=1), message(sent[0], offset=2)]
+    bad: list[Any] = []
+    for set_aside in (None, bad.append):  # of a batch that comes again nothing is counted twice
+        with contextlib.suppress(BadRow), db.transaction():
+            again.write(db, batch, set_aside=set_aside)
+    assert again.filtered_messages == 1
 
 
 def test_rows_of_an_envelope_are_shaped_as_others(db: Database, name: str) -> None:

@@ -115,6 +115,20 @@ def test_a_generator_is_read_once(work: Connection, make_table: MakeTable) -> No
     assert TableWriter(table).write(work, ((i,) for i in range(5))) == 5
 
 
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_the_default_of_a_domain_is_the_columns(
+    mode: Any, small_batch: int, work: Connection, make_table: MakeTable, name: str
+) -> None:
+    """Of a domain that gets another one meanwhile, too."""
+    work.execute(f"CREATE DOMAIN {name}_seven AS int DEFAULT 7")
+    work.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, a {name}_seven, b int)")
+    writer = TableWriter(name, mode=mode, small_batch=small_batch)
+    writer.write(work, [(1, MISSING, 1), (2, None, 2), (3, 3, 3)])
+    work.execute(f"ALTER DOMAIN {name}_seven DROP DEFAULT")
+    writer.write(work, [(4, MISSING, 4)])
+    assert rows_of(work, name) == [(1, 7, 1), (2, None, 2), (3, 3, 3), (4, None, 4)]
+
+
 # Names.
 
 
@@ -611,6 +625,48 @@ def test_what_is_made_to_notice_deletes_notices_those_of_the_next_batch(
     assert rows_of(work, table) == [(1, "b")]
     work.commit()
     db.execute(f"DROP TABLE {table}_log CASCADE; DROP FUNCTION IF EXISTS {table}_log CASCADE")
+
+
+def test_a_delete_takes_the_row_of_a_table_that_inherits(
+    small_batch: int, db: Connection, work: Connection, make_table: MakeTable
+) -> None:
+    """Also behind which the row comes again, and of a table that is made meanwhile."""
+    table = make_table("(id int PRIMARY KEY, a text)")
+    writer = TableWriter(table, mode="upsert", small_batch=small_batch)
+    writer.write(work, [])
+    work.commit()
+    db.execute(f"CREATE TABLE {table}_old () INHERITS ({table}); INSERT INTO {table}_old VALUES (1, 'old')")
+    writer.write(work, [Tombstone((1,)), (1, "b")])
+    assert rows_of(work, table) == [(1, "b")]
+
+
+@pytest.mark.parametrize("is_partition", [False, True])
+def test_a_sink_refuses_a_table_that_a_crash_would_empty(
+    *, is_partition: bool, db: Connection, work: Connection, make_table: MakeTable
+) -> None:
+    """Rows of a unit would be gone then, and its messages would not come again."""
+    table = make_table("(id int)" + " PARTITION BY LIST (id)" * is_partition)
+    sink = TableSink(table, decoder=JsonDecoder())
+    sink.write(work, [])
+    work.commit()
+    of_partition = f"CREATE UNLOGGED TABLE {table}_1 PARTITION OF {table} FOR VALUES IN (1)"
+    db.execute(of_partition if is_partition else f"ALTER TABLE {table} SET UNLOGGED")
+    with pytest.raises(TableError, match=r"is unlogged: a crash of the server would empty it.*SET LOGGED"):
+        sink.write(work, [])
+
+
+def test_a_sink_warns_of_a_foreign_table(
+    db: Connection, work: Connection, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    db.execute(f"CREATE FOREIGN DATA WRAPPER {name}; CREATE SERVER {name} FOREIGN DATA WRAPPER {name}")
+    try:
+        db.execute(f"CREATE FOREIGN TABLE {name} (id int) SERVER {name}")
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):  # the wrapper has no handler
+            TableSink(name, decoder=JsonDecoder()).write(work, [])
+        assert "is a foreign table: after a crash at COMMIT rows can be there twice" in caplog.text
+    finally:
+        work.rollback()
+        db.execute(f"DROP FOREIGN DATA WRAPPER {name} CASCADE")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
 -- Every statement of the publish side. The changes of keys are functions of the schema, one call per batch.
 
 -- name: publish_scope
--- Return the number of a scope, made at its first use.
-WITH made AS (
-    INSERT INTO {schema}.publish_scope (name) VALUES (%(name)s) ON CONFLICT (name) DO NOTHING RETURNING id)
-SELECT id FROM made UNION ALL SELECT id FROM {schema}.publish_scope WHERE name = %(name)s
+-- Make a scope, if it is not there.
+SELECT {schema}.publish_scope_number(%(name)s)
 
 -- name: publish_window
--- Agree on the length of the window: the first to come decides, or who is to change it. Return what was decided.
+-- Agree on the length of the window: the first to come decides, or who is to change it. Return what was decided. A
+-- shorter one is due for one turn at once, and for no second one: what was confirmed a moment ago stays for a window.
 UPDATE {schema}.publish_window
-SET seconds = CASE WHEN %(changes)s THEN %(seconds)s::float8 ELSE coalesce(seconds, %(seconds)s::float8) END
+SET seconds = CASE WHEN %(changes)s THEN %(seconds)s::float8 ELSE coalesce(seconds, %(seconds)s::float8) END,
+    turned_at = CASE WHEN %(changes)s AND %(seconds)s::float8 < seconds
+                     THEN greatest(turned_at, clock_timestamp() - %(seconds)s::float8 * interval '1 second')
+                     ELSE turned_at END
 RETURNING seconds
 
 -- name: publish_rotate
@@ -19,36 +21,42 @@ SELECT {schema}.publish_rotate()
 -- name: publish_reserve
 -- Reserve sorted, different keys; return only those that are not new.
 SELECT place, found_state::text, holder
-FROM {schema}.publish_reserve(%(scope)s, %(keys)s::bytea[], %(owner)s, %(token)s, %(map_version)s)
+FROM {schema}.publish_reserve(
+    {schema}.publish_scope_number(%(scope)s), %(keys)s::bytea[], %(owner)s, %(token)s, %(map_version)s)
 
 -- name: publish_confirm
 -- Confirm keys.
-SELECT {schema}.publish_confirm(%(scope)s, %(keys)s::bytea[], %(owner)s)
+SELECT {schema}.publish_confirm({schema}.publish_scope_number(%(scope)s), %(keys)s::bytea[], %(owner)s)
 
 -- name: publish_release
 -- Make keys absent that surely are not in the log.
-SELECT {schema}.publish_release(%(scope)s, %(keys)s::bytea[], %(owner)s, %(is_held)s)
+SELECT {schema}.publish_release(
+    {schema}.publish_scope_number(%(scope)s), %(keys)s::bytea[], %(owner)s, %(is_held)s)
 
 -- name: publish_mark_unknown
 -- Make keys unknown.
-SELECT {schema}.publish_mark_unknown(%(scope)s, %(keys)s::bytea[], %(owner)s)
+SELECT {schema}.publish_mark_unknown({schema}.publish_scope_number(%(scope)s), %(keys)s::bytea[], %(owner)s)
 
 -- name: publish_take_over
 -- Settle what a fenced owner has left.
-SELECT confirmed, released, unknown FROM {schema}.publish_take_over(%(scope)s, %(dead)s, %(keys)s::bytea[], %(is_sure)s)
+SELECT confirmed, released, unknown
+FROM {schema}.publish_take_over({schema}.publish_scope_number(%(scope)s), %(dead)s, %(keys)s::bytea[], %(is_sure)s)
 
 -- name: publish_count
 -- Count the keys of a scope by state. A scan: for looking, not for every message.
-SELECT state::text, count(*) FROM {schema}.publish_key WHERE slot IN (0, 1) AND scope = %(scope)s GROUP BY 1
+SELECT state::text, count(*) FROM {schema}.publish_key
+WHERE slot IN (0, 1) AND scope = (SELECT id FROM {schema}.publish_scope WHERE name = %(scope)s) GROUP BY 1
 
 -- name: publish_peek
 -- Look which keys are there and what they are, without reserving any.
 SELECT key, state::text FROM {schema}.publish_key
-WHERE slot IN (0, 1) AND scope = %(scope)s AND key = ANY(%(keys)s::bytea[])
+WHERE slot IN (0, 1) AND scope = (SELECT id FROM {schema}.publish_scope WHERE name = %(scope)s)
+  AND key = ANY(%(keys)s::bytea[])
 
 -- name: publish_unknown
 -- Find the keys of a scope whose messages may be in the log.
-SELECT key FROM {schema}.publish_key WHERE slot IN (0, 1) AND scope = %(scope)s AND state = 'u'
+SELECT key FROM {schema}.publish_key
+WHERE slot IN (0, 1) AND scope = (SELECT id FROM {schema}.publish_scope WHERE name = %(scope)s) AND state = 'u'
 
 -- name: publish_start_owner
 -- Begin the life of a sending process.
@@ -126,7 +134,7 @@ FROM {schema}.publish_window
 -- name: publish_show_owners
 -- Show owners that live, and those that have ended with keys in flight.
 SELECT o.id, o.name, o.transactional_id, o.started_at, o.ended_at IS NOT NULL AS ended,
-       round(extract(epoch FROM o.lease_until - clock_timestamp()))::int AS lease_seconds,
+       round(extract(epoch FROM o.lease_until - clock_timestamp()))::bigint AS lease_seconds,
        count(k.key) FILTER (WHERE k.state IN ('f', 't'))::int AS in_flight
 FROM {schema}.publish_owner o
 LEFT JOIN {schema}.publish_key k ON k.slot IN (0, 1) AND k.owner = o.id AND k.state <> 'c'

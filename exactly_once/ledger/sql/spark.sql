@@ -10,7 +10,9 @@ SET run_id = excluded.run_id, batch_id = excluded.batch_id, name = excluded.name
 
 -- name: spark_claim
 -- Write down which table a group writes, and return which it is: another one only where the caller names the one before,
--- or while nothing was written. Return as well whether this query, and whether another one, has written for the group.
+-- or while nothing was written. Return as well whether this query, and whether another one, has written for the group,
+-- and what the group counts, where its rows tell: the data source counts batches also with offsets, and only where
+-- nothing else is counted there are digests.
 INSERT INTO {schema}.spark_target AS t (group_id, table_name) VALUES (%(group_id)s, %(table)s)
 ON CONFLICT (group_id) DO UPDATE
 SET table_name = CASE
@@ -20,7 +22,18 @@ SET table_name = CASE
     THEN excluded.table_name ELSE t.table_name END
 RETURNING table_name,
     EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id AND q.query_id = %(query_id)s),
-    EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id AND q.query_id <> %(query_id)s)
+    EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id AND q.query_id <> %(query_id)s),
+    CASE
+        WHEN EXISTS (
+            SELECT FROM {schema}.ledger l
+            WHERE l.group_id = t.group_id AND l.topic NOT LIKE 'query:%%'
+              AND l.owner_kind = 'spark' AND l.advanced_at IS NOT NULL)
+         AND NOT EXISTS (
+            SELECT FROM {schema}.ledger l
+            WHERE l.group_id = t.group_id AND l.topic = 'query:' || %(query_id)s::text AND l.next_offset > 0) THEN 'offsets'
+        WHEN EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id AND q.fingerprint IS NOT NULL)
+         AND NOT EXISTS (SELECT FROM {schema}.ledger l WHERE l.group_id = t.group_id AND l.topic NOT LIKE 'query:%%')
+        THEN 'batch-id' END
 
 -- name: spark_others
 -- Find the other queries of a group whose batch ids are owned, or have been counted.

@@ -2,13 +2,19 @@
 
 -- name: find_table
 -- Find a table by its name as SQL would, and what COPY and INSERT need to know of it. ON CONFLICT minds rules for INSERT
--- (3) that fire, and those for UPDATE (2) though they be disabled.
-SELECT c.oid, n.nspname, c.relname, c.relkind::text, row_security_active(c.oid),
+-- (3) that fire, and those for UPDATE (2) though they be disabled. A delete takes rows of inheriting tables, too.
+SELECT c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, c.relname AS name,
+       c.relkind = 'f' AS is_foreign,
+       EXISTS (SELECT FROM pg_class p WHERE p.relpersistence = 'u'
+                 AND (p.oid = c.oid OR p.oid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS is_unlogged,
+       row_security_active(c.oid) AS has_row_security,
        EXISTS (SELECT FROM pg_rewrite
                WHERE ev_class = c.oid AND (ev_type = '2' OR ev_type = '3' AND ev_enabled IN (
-                   'A', CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END))),
+                   'A', CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END)))
+         AS has_rules,
        EXISTS (SELECT FROM pg_trigger t WHERE t.tgtype & 8 <> 0
                  AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))))
+         OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid AND c.relkind <> 'p') AS notices_deletes
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%(name)s)
 
@@ -23,11 +29,12 @@ ORDER BY 1 LIMIT 3
 -- Read the columns in order, each with the type below its domains, that type's element and its attributes.
 SELECT a.attname AS name, format_type(a.atttypid, a.atttypmod) AS type_name, format_type(base.oid, -1) AS base_name,
        base.oid AS type_oid, base.typmod,
-       t.typtype::text AS kind, a.attnotnull AS is_not_null, a.atthasdef OR a.attidentity = 'd' AS has_default,
+       t.typtype::text AS kind, a.attnotnull AS is_not_null,
+       a.atthasdef OR a.attidentity = 'd' OR own.typdefault IS NOT NULL AS has_default,
        a.attgenerated <> '' AS is_generated, a.attidentity = 'a' AS is_identity,
        a.attidentity <> '' OR coalesce(pg_get_expr(v.adbin, v.adrelid) LIKE 'nextval(%%', false) AS is_numbered,
-       CASE WHEN t.typcategory = 'A' THEN t.typelem END AS element_oid, e.typtype::text AS element_kind,
-       b.oid AS element_base_oid, b.typtype::text AS element_base_kind, part.typmod AS element_typmod,
+       CASE WHEN t.typcategory = 'A' THEN t.typelem END AS element_oid,
+       b.oid AS element_base_oid, coalesce(b.typtype::text, 'b') AS element_kind, part.typmod AS element_typmod,
        coalesce(l.collisdeterministic, true) AS is_deterministic,
        (SELECT s.nspname
         FROM pg_opclass c JOIN pg_am m ON m.oid = c.opcmethod JOIN pg_amop w ON w.amopfamily = c.opcfamily
@@ -44,6 +51,7 @@ CROSS JOIN LATERAL (
         FROM chain JOIN pg_type d ON d.oid = chain.oid WHERE d.typtype = 'd')
     SELECT oid, typmod FROM chain ORDER BY depth DESC LIMIT 1) AS base
 JOIN pg_type t ON t.oid = base.oid
+JOIN pg_type own ON own.oid = a.atttypid
 LEFT JOIN pg_type e ON e.oid = t.typelem AND t.typcategory = 'A'
 LEFT JOIN LATERAL (
     WITH RECURSIVE chain(oid, typmod, depth) AS (
@@ -80,9 +88,15 @@ SELECT concat_ws(', ', (
     SELECT string_agg(concat_ws(' ', a.attrelid, a.attname, a.atttypid, a.atttypmod, a.attcollation, a.attnotnull,
                                 a.attidentity, a.attgenerated,
                                 CASE WHEN a.atthasdef THEN (SELECT d.oid FROM pg_attrdef d
-                                                            WHERE d.adrelid = a.attrelid AND d.adnum = a.attnum) END),
+                                                            WHERE d.adrelid = a.attrelid AND d.adnum = a.attnum) END,
+                                -- A domain's; what comes with Postgres has a lower number, and needs no look.
+                                CASE WHEN a.atttypid >= 16384 THEN (SELECT t.typdefault FROM pg_type t
+                                                                    WHERE t.oid = a.atttypid) END),
                       ', ' ORDER BY a.attnum)
     FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
+    c.relpersistence, c.relhassubclass,
+    CASE c.relkind WHEN 'p' THEN (SELECT count(*) FROM pg_partition_tree(c.oid) JOIN pg_class p ON p.oid = relid
+                                  WHERE p.relpersistence = 'u') END,
     row_security_active(c.oid),
     CASE WHEN c.relhasrules THEN ARRAY(SELECT concat(ev_type, ev_enabled) FROM pg_rewrite
                                        WHERE ev_class = c.oid ORDER BY oid) END,

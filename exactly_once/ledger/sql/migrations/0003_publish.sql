@@ -22,6 +22,21 @@ CREATE TABLE {schema}.publish_scope (
     name             text        NOT NULL UNIQUE
 );
 
+-- Returns the number of a scope, made at its first use. No process keeps it: after a failover that has lost the row, the
+-- number may be another scope's, and its new keys would be taken for seen ones.
+CREATE FUNCTION {schema}.publish_scope_number(my_name text) RETURNS int LANGUAGE plpgsql AS $scope$
+DECLARE
+    number int;
+BEGIN
+    LOOP
+        SELECT s.id INTO number FROM {schema}.publish_scope s WHERE s.name = my_name;
+        EXIT WHEN FOUND;
+        INSERT INTO {schema}.publish_scope (name) VALUES (my_name) ON CONFLICT (name) DO NOTHING;
+    END LOOP;
+    RETURN number;
+END
+$scope$;
+
 -- One row. Everybody who touches keys reads it first, and so waits while it is turned.
 CREATE TABLE {schema}.publish_window (
     only_row         boolean     PRIMARY KEY DEFAULT true CHECK (only_row),
