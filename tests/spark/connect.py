@@ -8,6 +8,8 @@ The query reads the topic in two batches or more, is started again, and has its 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 from pathlib import Path
@@ -17,11 +19,14 @@ from pyspark.sql import SparkSession
 
 from exactly_once.embedded import spark
 from tests.spark.scene import Scene
+from tests.support.waiting import SPARK_SECONDS
 
-# A server gives the Python that it starts for a query ten seconds, whatever else the machine does.
+# A server gives the Python that it starts for a query ten seconds, whatever else the machine does: it goes before the
+# tests beside it where that is allowed (Unix: the lower the number, the more of the processor), and is asked again.
+PRIORITY = -15
 patiently = tenacity.retry(
     retry=tenacity.retry_if_exception_message(match=r"(?s).*Python worker failed to connect back"),
-    stop=tenacity.stop_after_attempt(5),
+    stop=tenacity.stop_after_delay(SPARK_SECONDS / 2),
     reraise=True,
 )
 SETTINGS = {
@@ -32,6 +37,8 @@ SETTINGS = {
 
 def serve(port: str) -> None:
     """Be a server until killed."""
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)  # what it starts has it, too
     with spark.session("server", settings=SETTINGS | {"spark.connect.grpc.binding.port": port}):
         print("serving")
         threading.Event().wait()
