@@ -711,10 +711,9 @@ class ExactlyOnceConsumer:
         told = "%s; joining again until it works; repetitions are logged at DEBUG"
         logger.log(level, told, self._must_reopen, extra=self._about("joining_again"))
         self._reopened_for = self._must_reopen
+        self._maintenance.take_events()
+        self._assignment.lose(self._ownership.states)
         self._close_client()
-        self._ownership.revoked(list(self._ownership.states))
-        self._buffer.discard()
-        self._kafka_offsets.drop_check()
         time.sleep(_REOPEN_SECONDS)
         self._client = self._open_client()
         self._assignment.join(self._client)

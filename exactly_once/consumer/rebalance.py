@@ -69,15 +69,27 @@ class Assignment:
         self.failures: deque[BaseException] = deque()
         # What is not fetched now, because enough of it waits. An interruption may leave more in it, never less.
         self.paused: set[Partition] = set()
+        # Drawn by each join, and by the loss of all: callbacks of an earlier one are answered, and tell nothing.
+        self._joined = object()
 
     def join(self, client: Consumer) -> None:
         """Subscribe the client with callbacks that record and return."""
+        self._joined = object()
         client.subscribe(
             self.topics,
             on_assign=self._callback(Change.ASSIGNED, self._hold_back),
             on_revoke=self._callback(Change.REVOKED, self._let_go),
             on_lost=self._callback(Change.LOST, self._let_go),
         )
+
+    def lose(self, partitions: Iterable[Partition]) -> None:
+        """Record that all partitions are lost, with their client: what that still calls is about another member.
+
+        A client that was left behind may give them up at any time later, when the next one has them.
+        """
+        self._joined = object()
+        if lost := tuple(sorted(partitions)):
+            self.events.append(Event(Change.LOST, lost))
 
     def contain(self, callback: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a callback of the user: what it raises is raised by the loop instead."""
@@ -183,18 +195,21 @@ class Assignment:
     def _callback(
         self, change: Change, act: Callable[[Consumer, list[Partition]], None]
     ) -> Callable[[Consumer, list[TopicPartition]], None]:
+        joined = self._joined
+
         def callback(client: Consumer, assigned: list[TopicPartition]) -> None:
             is_recorded = False
             # A signal handler may raise here, too, and nobody would ever read what was assigned then: once more.
             for _ in range(_TRIES):
                 try:
                     partitions = [Partition(tp.topic, tp.partition) for tp in assigned]
-                    if not is_recorded:
+                    if not is_recorded and joined is self._joined:
                         self.events.append(Event(change, tuple(partitions)))
                         is_recorded = True
                     return act(client, partitions)
                 except BaseException as error:  # noqa: BLE001 - out of a callback it would lose messages
-                    self.failures.append(error)
+                    if joined is self._joined or not isinstance(error, KafkaException):
+                        self.failures.append(error)
                     if isinstance(error, KafkaException):
                         return None
             return None

@@ -112,7 +112,7 @@ class Ledger:
         """Ask which database this is. Behind a pooler it may be another server from one question to the next."""
         name = "origin" if self._can_identify else "ledger_id"
         try:
-            cursor = execute(self.session.connection, self.session.schema, name)
+            _, cursor = self.session.after_a_pause(lambda connection: execute(connection, self.session.schema, name))
         except _REFUSALS as error:
             self._can_identify = False
             logger.warning(

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from uuid import UUID, uuid4
 from zlib import crc32
 
@@ -40,6 +40,7 @@ from .sql import query
 logger = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[Any]
+T = TypeVar("T")
 
 _DEFAULTS = {
     # A half-open connection is covered by no server time-out. In sum these stay far below the
@@ -312,10 +313,22 @@ class Session:
                 dispose(self._connection)
         self._connection = None
 
+    def after_a_pause(self, execute: Callable[[Connection], T]) -> tuple[Connection, T]:
+        """Execute what begins something, and return the connection too: another one where ours was ended for idling.
+
+        A role's ``idle_session_timeout`` may be shorter than the pauses of a group that has nothing to do.
+        """
+        connection = self.connection
+        try:
+            return connection, execute(connection)
+        except psycopg.errors.IdleSessionTimeout:  # the server has executed nothing
+            self.discard()
+            connection = self.connection
+            return connection, execute(connection)
+
     def begin(self, isolation: str, *, may_take: float = math.inf) -> Begun:
         """Open a transaction in one round trip and learn its id; peers leave it alone for ``may_take`` seconds."""
         self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
-        connection = self.connection
         if (isolation, may_take) not in self._begin:  # composed once for each kind of unit
             tag = tag_of(self.instance, self.schema, may_take if self._owns_rows else None)
             self._begin[isolation, may_take] = query(
@@ -324,8 +337,10 @@ class Session:
                 tag=sql.Literal(tag),
                 isolation=sql.SQL(isolation),
                 incarnation=self._incarnation,
-            ).as_bytes(cursor_on(connection))
-        xid, pid, incarnation = texts(send(connection, self._begin[isolation, may_take])[-1])
+            ).as_bytes(cursor_on(self.connection))
+        statements = self._begin[isolation, may_take]
+        connection, results = self.after_a_pause(lambda connection: send(connection, statements))
+        xid, pid, incarnation = texts(results[-1])
         # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
         # way to say so inside a transaction.
         connection._autocommit = False  # noqa: SLF001
@@ -378,11 +393,11 @@ class Session:
         Without ``is_durable`` nothing waits for the disk: for what may be lost, and for what only looks.
         """
         self.roll_back()  # an interruption may have left a transaction
-        connection = self.connection
         timeout, durable = sql.Literal(f"{int(lock_timeout_seconds * 1000)}ms"), sql.Literal(is_durable)
+        values = {"tag": self._tag, "lock_timeout": timeout, "is_durable": durable}
         try:
-            opening = execute(
-                connection, self.schema, "begin_ledger", tag=self._tag, lock_timeout=timeout, is_durable=durable
+            connection, opening = self.after_a_pause(
+                lambda connection: execute(connection, self.schema, "begin_ledger", **values)
             )
             pid, is_read_only = last_row(opening)
             if is_read_only:  # said at once, because what only looks would never be refused

@@ -14,7 +14,7 @@ from exactly_once import Unit, UnitTooSlow
 from exactly_once.consumer import maintenance
 from exactly_once.ledger.session import Session, connector
 from tests.integration.conftest import MakeScene
-from tests.integration.scene import Scene, apply, text
+from tests.integration.scene import Scene, actions, apply, backend_of, text
 from tests.support.topics import produce
 from tests.support.waiting import until
 from tests.support.worker import record
@@ -73,6 +73,32 @@ def test_a_wait_for_our_own_row_is_not_the_handlers_fault(scene: Scene) -> None:
         threading.Timer(1.2, blocker.rollback).start()
     assert scene.applied() == [0]
     assert consumer.counters.redelivered == 0
+
+
+def test_a_session_that_is_ended_for_idling_is_opened_anew_without_a_word(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The looks at rows and at Kafka's offsets come after longer pauses than the role allows."""
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.7)
+    monkeypatch.setattr(maintenance, "COMPARE_SECONDS", 0.4)
+    consumer = scene.consumer(conninfo=make_conninfo(scene.proxy.conninfo, options="-c idle_session_timeout=100ms"))
+
+    def wait_for_the_end() -> None:
+        backend = f"SELECT FROM pg_stat_activity WHERE pid = {backend_of(consumer)}"
+        until(lambda: not scene.query(backend), 30, "the end of the session")
+
+    units = iter(consumer)
+    apply(next(units))
+    unit = next(units)
+    wait_for_the_end()
+    apply(unit)
+    assert consumer.run(lambda unit: record(unit, "test"), idle_seconds=2.0)
+    wait_for_the_end()
+    consumer.close()
+    assert scene.ledger("owner_token") == [None]
+    assert consumer.counters.redelivered == 0
+    assert "waiting" not in actions(caplog)
+    scene.assert_exact()
 
 
 def test_the_handlers_statements_keep_the_limit(scene: Scene) -> None:

@@ -14,7 +14,9 @@ import pytest
 
 from exactly_once.consumer import consumer as consuming
 from exactly_once.consumer import kafka_offsets
-from tests.integration.scene import Scene
+from tests.conftest import PROTOCOLS
+from tests.integration.scene import Scene, apply
+from tests.support.topics import produce
 from tests.support.worker import record
 
 
@@ -42,16 +44,23 @@ def moves_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+    wait_for_the_end()
+
+
+def wait_for_the_end() -> None:
+    """Let a client that was left behind come to its end."""
     for thread in threading.enumerate():
         if thread.name == "exactly_once-close":
             thread.join(30)
 
 
+@pytest.mark.parametrize("protocol", ["eager", "cooperative"])
 def test_a_client_that_answers_nothing_is_replaced(
-    scene: Scene, moves_on: threading.Event, caplog: pytest.LogCaptureFixture
+    scene: Scene, moves_on: threading.Event, caplog: pytest.LogCaptureFixture, protocol: str
 ) -> None:
+    """When it ends after all, it gives up partitions that are its successor's by then."""
     # The stand-in is a member until it is missed at a poll; where the real thread stands still, no heartbeat is sent.
-    consumer = scene.consumer({"session.timeout.ms": 6000, "max.poll.interval.ms": 6000})
+    consumer = scene.consumer({**PROTOCOLS[protocol], "session.timeout.ms": 6000, "max.poll.interval.ms": 6000})
     with next(iter(consumer)) as unit:
         record(unit, "test")
     scene.query(
@@ -64,6 +73,13 @@ def test_a_client_that_answers_nothing_is_replaced(
     told = [r.getMessage() for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
     assert any("left 3 commits without an answer, and brokers answer; joining again" in text for text in told)
     assert any("has not ended within" in text for text in told)
+    moves_on.set()
+    wait_for_the_end()
+    produce(scene.bootstrap_servers, scene.topic, 10, 1, start=20)
+    for unit in consumer.units(idle_seconds=2):
+        apply(unit)
+    assert consumer.health().owned == ((scene.topic, 0),)
+    scene.assert_exact()
 
 
 def test_close_does_not_wait_for_a_client_that_does_not_end(
