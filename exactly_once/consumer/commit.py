@@ -451,9 +451,8 @@ class CommitProtocol:
 
     def _halt(self, unit: Unit, decision: Decision, cause: BaseException | None) -> NoReturn:
         """Fail for good, here and in whatever process acquires the partitions next."""
-        first = unit.advances[0].partition
         kind: type[HandlerCommitted | TransactionOutcomeUnknown]
-        mend = f"or each partition: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
+        mend = f"or each partition: {unit.advances[0].partition.reset}"
         if decision is Decision.HALT_UNKNOWN:
             kind, wrong, mend = TransactionOutcomeUnknown, str(cause), f"F{mend}"
         else:

@@ -383,8 +383,7 @@ def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
     """Describe a row that should be there."""
     return LedgerRowMissing(
         f"the ledger has no row of {partition} for group {group_id!r}, and has had one or has others of the topic: "
-        "somebody deleted it. Restore it, or give it an offset with: "
-        f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset N"
+        f"somebody deleted it. Restore it, or give it an offset with: {partition.reset}"
     )
 
 
