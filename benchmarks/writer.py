@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 import psycopg
-from common import PAYMENT_COLUMNS, Connection, payment, show
+from common import PAYMENT_COLUMNS, Connection, payment, show, timed
 from confluent_kafka import Message
 
 from exactly_once import embedded
@@ -145,10 +145,7 @@ def rate(connection: Connection, program: Callable[[], object], size: int, round
     for _ in range(rounds * (20 if size < 500 else 2)):  # small batches scatter more
         connection.execute("TRUNCATE way")
         connection.commit()
-        began = time.perf_counter()
-        program()
-        connection.commit()
-        took.append(time.perf_counter() - began)
+        took.append(timed(lambda: (program(), connection.commit())))
     return size / statistics.median(took)
 
 
