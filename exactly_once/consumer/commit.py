@@ -132,7 +132,7 @@ class CommitProtocol:
         self.timing: tuple[float, float | None] = (0.0, None)
         # When that was, on the monotonic clock.
         self.committed_at: float | None = None
-        self.failed: ExactlyOnceError | None = None
+        self.failed: ExactlyOnceError | None = None  # why nothing is handed out any more: a unit was halted
 
     @property
     def awaits_joined(self) -> bool:

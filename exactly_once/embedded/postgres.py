@@ -20,7 +20,7 @@ from .process import ServerProcess, freeze
 
 _START_SECONDS = 180.0  # less than a second on an idle machine, longer where it recovers
 _STOP_SECONDS = 30.0  # for a checkpoint; after it the server is killed
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.01  # each look reads one file
 _RESERVED = frozenset({"data_directory", "listen_addresses", "port", "unix_socket_directories"})
 _MODES = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 _CONFIGURATION = "embedded.conf"

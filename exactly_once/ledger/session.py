@@ -260,8 +260,8 @@ class Session:
         self._closed = False
         # Whether a statement without a BEGIN sees what others have committed while it waited; the role may differ.
         self.is_read_committed = True
-        self._refused: set[str] = set()
-        self._begin: dict[tuple[str, float], bytes] = {}
+        self._refused: set[str] = set()  # transactions that this role may not end, which was logged
+        self._begin: dict[tuple[str, float], bytes] = {}  # composed statements, by isolation and time
         # Where connections have led that were joined: to our own ledger.
         self._same_ledger: set[str] = set()
 

@@ -69,7 +69,7 @@ class StartOffsets:
         self._group_id = ledger.group_id
         self._start = start
         self._on_out_of_range = on_out_of_range
-        self._topics: dict[str, Topic] = {}
+        self._topics: dict[str, Topic] = {}  # by name, as they were described or checked last
         # The topics that ``start`` is about, or None for all; others were found later, and are read from the start.
         self.first_topics: frozenset[str] | None = None
         # Programs that were told of as applying messages of this group, too.

@@ -12,6 +12,7 @@ from importlib.resources import files
 
 from psycopg import sql
 
+# The name, and the comments behind it, which are not sent.
 _NAME = re.compile(r"^-- name: (\w+)\n((?:--.*\n)*)", re.MULTILINE)
 
 
