@@ -14,6 +14,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import ExactlyOnceConsumer
+from exactly_once.demo.payments import send
 from exactly_once.ledger.migrate import migrate
 
 T = TypeVar("T")
@@ -76,12 +77,7 @@ def filled_topic(bootstrap_servers: str, partitions: int, values: Iterable[str |
         {"bootstrap.servers": bootstrap_servers, "linger.ms": 50, "queue.buffering.max.messages": 1_000_000}
     )
     for number, value in enumerate(values):
-        while True:
-            try:
-                producer.produce(topic, value, partition=number % partitions)
-                break
-            except BufferError:
-                producer.poll(0.1)
+        send(producer, topic, value, partition=number % partitions)
     assert producer.flush(120) == 0
     return topic
 

@@ -168,12 +168,11 @@ def by_library(servers: Servers, size: int, laps: Laps, *, defers: bool = False)
                 break
 
 
-def by_library_deferring(servers: Servers, size: int, laps: Laps) -> None:
-    """The same, with deferred statements."""
-    by_library(servers, size, laps, defers=True)
-
-
-PROGRAMS = {program.__name__: program for program in (by_hand, by_library, by_library_deferring)}
+PROGRAMS: dict[str, Callable[[Servers, int, Laps], None]] = {
+    "by_hand": by_hand,
+    "by_library": by_library,
+    "by_library_deferring": partial(by_library, defers=True),
+}
 
 
 def small(servers: Servers, rounds: int, against: str | None) -> Iterator[str]:

@@ -41,7 +41,7 @@ class Partition(NamedTuple):
         return f"{self.topic}[{self.number}]"
 
     @property
-    def reset(self) -> str:
+    def reset_command(self) -> str:
         """The command by which an operator chooses where to go on."""
         return f"exactly-once reset --topic {self.topic} --partition {self.number} --to-offset N"
 

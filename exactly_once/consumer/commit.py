@@ -452,7 +452,7 @@ class CommitProtocol:
     def _halt(self, unit: Unit, decision: Decision, cause: BaseException | None) -> NoReturn:
         """Fail for good, here and in whatever process acquires the partitions next."""
         kind: type[HandlerCommitted | TransactionOutcomeUnknown]
-        mend = f"or each partition: {unit.advances[0].partition.reset}"
+        mend = f"or each partition: {unit.advances[0].partition.reset_command}"
         if decision is Decision.HALT_UNKNOWN:
             kind, wrong, mend = TransactionOutcomeUnknown, str(cause), f"F{mend}"
         else:

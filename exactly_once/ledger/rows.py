@@ -383,7 +383,7 @@ def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
     """Describe a row that should be there."""
     return LedgerRowMissing(
         f"the ledger has no row of {partition} for group {group_id!r}, and has had one or has others of the topic: "
-        f"somebody deleted it. Restore it, or give it an offset with: {partition.reset}"
+        f"somebody deleted it. Restore it, or give it an offset with: {partition.reset_command}"
     )
 
 

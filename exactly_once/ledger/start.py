@@ -196,7 +196,7 @@ class StartOffsets:
         offset, (low, high) = row.next_offset, log
         assert offset is not None
         place = f"{row.partition} of group {self._group_id!r}: the ledger stands at offset {offset}"
-        mend = f"Choose where to go on: {row.partition.reset}, or set on_out_of_range="
+        mend = f"Choose where to go on: {row.partition.reset_command}, or set on_out_of_range="
         error: OffsetOutOfRange
         if offset < low:
             error = OffsetBelowLogStart(
@@ -337,7 +337,7 @@ class StartOffsets:
                 if partition not in found and low < high:
                     raise NoCommittedOffset(
                         f'start="committed", but Kafka holds no offset of group {self._group_id!r} for {partition}, '
-                        f"whose log has offsets {low} to {high}. Choose one with: {partition.reset}"
+                        f"whose log has offsets {low} to {high}. Choose one with: {partition.reset_command}"
                     )
             chosen |= {p: found[p] for p in partitions if p in found}
         started = [
@@ -355,7 +355,7 @@ def refuse_halted(group_id: str, row: Row) -> None:
     if row.halted is not None:
         raise PartitionHalted(
             f"{row.partition} of group {group_id!r} is halted at offset {row.next_offset}: {row.halted}. "
-            f"Decide which offset is right, then: {row.partition.reset}"
+            f"Decide which offset is right, then: {row.partition.reset_command}"
         )
 
 
