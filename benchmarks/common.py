@@ -21,6 +21,7 @@ T = TypeVar("T")
 Connection = psycopg.Connection[Any]
 Effect = Callable[[Connection, Sequence[Message]], object]
 
+PARTITIONS = 6
 PAYMENT_COLUMNS = "id bigint, name text, amount double precision, ts timestamptz"
 
 
@@ -78,7 +79,7 @@ def filled_topic(bootstrap_servers: str, partitions: int, values: Iterable[str |
     )
     for number, value in enumerate(values):
         send(producer, topic, value, partition=number % partitions)
-    assert producer.flush(120) == 0
+    assert producer.flush(120) == 0  # a million messages take some seconds
     return topic
 
 
@@ -102,7 +103,7 @@ def plain(servers: Servers, size: int, limit: int, effect: Effect, *, commits: b
     client = Consumer(plain_settings(servers.bootstrap_servers))
     client.subscribe([servers.topic])
     done = units = 0
-    with psycopg.connect(servers.conninfo, prepare_threshold=None) as connection:
+    with psycopg.connect(servers.conninfo, prepare_threshold=None) as connection:  # as the library has it
         batch = client.consume(1, 30)  # what joining a group takes is in no rate
         began = time.perf_counter()
         while done < limit:

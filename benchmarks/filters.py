@@ -141,7 +141,7 @@ def postgres(batches: int, rounds: int) -> Iterator[str]:
     ):
         make_tables(server.conninfo, "CREATE TABLE bare (key bytea PRIMARY KEY)")
         with PublishOwner(server.conninfo) as owner:
-            made = PostgresWindow(owner, scope="bench", seconds=3600)
+            made = PostgresWindow(owner, scope="bench", seconds=3600)  # longer than the run: no key expires
             for size in (100, 1000, 10_000):
                 bare, own = [], []
                 for _ in range(rounds):
@@ -191,7 +191,7 @@ def settings(bootstrap_servers: str) -> dict[str, Any]:
         "bootstrap.servers": bootstrap_servers,
         "enable.idempotence": True,
         "acks": "all",
-        "linger.ms": 20,
+        "linger.ms": 20,  # large batches for all: what the client itself costs is not the question
         "queue.buffering.max.messages": 1_000_000,  # all of a run: no program waits for the broker
     }
 

