@@ -318,13 +318,8 @@ class Session:
         connection = self.connection
         if (isolation, may_take) not in self._begin:  # composed once for each kind of unit
             tag = tag_of(self.instance, self.schema, may_take if self._owns_rows else None)
-            self._begin[isolation, may_take] = query(
-                "begin",
-                self.schema,
-                tag=sql.Literal(tag),
-                isolation=sql.SQL(isolation),
-                incarnation=self._incarnation,
-            ).as_bytes(cursor_on(connection))
+            begin = query("begin", self.schema, tag=sql.Literal(tag), isolation=sql.SQL(isolation))
+            self._begin[isolation, may_take] = begin.as_bytes(cursor_on(connection))
         xid, pid, incarnation = texts(send(connection, self._begin[isolation, may_take])[-1])
         # What a handler executes after a ROLLBACK of its own must not become durable by itself. There is no public
         # way to say so inside a transaction.
@@ -340,7 +335,6 @@ class Session:
             tag=sql.Literal(f"{tag_of(self.instance, self.schema)}:"),
             owns_rows=sql.Literal(self._owns_rows),
             may_take=sql.Literal(may_take),
-            incarnation=self._incarnation,
         )
         return Begun(*last_row(cursor))
 
@@ -529,16 +523,12 @@ class Session:
         self.discard()
 
     def _ask(self, begun: Begun, connection: Connection) -> str | None:
-        own = {"xid": begun.xid, "begun_in": begun.incarnation, "incarnation": self._incarnation}
-        status: str | None = last_row(execute(connection, self.schema, "xact_status", **own))[0]
+        cursor = execute(connection, self.schema, "xact_status", xid=begun.xid, begun_in=begun.incarnation)
+        status: str | None = last_row(cursor)[0]
         return status
 
-    @property
-    def _incarnation(self) -> sql.Composed:
-        return query("incarnation", self.schema)
-
     def _end_on(self, connection: Connection, begun: Begun) -> None:
-        own = {"xid": begun.xid, "pid": begun.pid, "begun_in": begun.incarnation, "incarnation": self._incarnation}
+        own = {"xid": begun.xid, "pid": begun.pid, "begun_in": begun.incarnation}
         execute(connection, self.schema, "end_transaction", **own)
 
 
