@@ -6,23 +6,21 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import LiteralString
 from uuid import uuid4
 
+import psutil
 import psycopg
+from common import Connection, make_tables
 
 from exactly_once import embedded
 from exactly_once.ledger.claims import Key, claim
-from exactly_once.ledger.migrate import migrate
-
-Connection = psycopg.Connection[tuple[object, ...]]
 
 
 def server_seconds(pid: int) -> float:
-    """Read the processor time of a backend on this machine; a tick is ten milliseconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100  # user and system; the name, which may hold blanks, is cut off
+    """Return the processor time of a backend on this machine; a tick is ten milliseconds."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def measure(connection: Connection, batches: int, size: int, draw: Callable[[], Key]) -> str:
@@ -56,7 +54,7 @@ def main() -> None:
     )
     for kind, draw in (("random UUIDs", uuid4), ("rising numbers", lambda: next(numbers))):
         with embedded.Postgres() as postgres, psycopg.connect(postgres.conninfo, autocommit=True) as connection:
-            migrate(connection)
+            make_tables(postgres.conninfo)
             print(f"{kind}, older empty:", measure(connection, args.batches, args.size, draw))
             # The window is over at once, and one turn makes the keys of before the older generation.
             connection.execute("SELECT exactly_once.claim_keep('benchmark', 1e-9)")

@@ -13,18 +13,18 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
-from common import make_topic, ratio, show, spread
+from common import Connection, by_turns, make_tables, make_topic, ratio, show, spread, timed
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from exactly_once import embedded
-from exactly_once.ledger.migrate import migrate
 from exactly_once.publish import (
     ChainFilter,
     DedupProducer,
@@ -55,10 +55,10 @@ def one_by_one(made: Filter[Any], keys: Sequence[Any]) -> None:
         confirm(key)
 
 
-def in_batches(made: Filter[Any], keys: Sequence[Any]) -> None:
-    """Reserve and confirm a thousand at a time."""
-    for start in range(0, len(keys), BATCH):
-        batch = keys[start : start + BATCH]
+def in_batches(made: Filter[Any], keys: Iterable[Any], size: int = BATCH) -> None:
+    """Reserve and confirm a thousand at a time, or another number."""
+    left = iter(keys)
+    while batch := list(islice(left, size)):
         made.reserve_many(batch)
         made.confirm_many(batch)
 
@@ -121,26 +121,14 @@ def growth(limit: int) -> Iterator[str]:
         cells = []
         for made in (window, slots):
             before, began = seen[id(made)], time.process_time()
-            feed(made, before, count)
+            in_batches(made, (b"%016d" % n for n in range(before, count)))
             passed = time.process_time() - began
             seen[id(made)] = count
-            cells.append(f"{resident_mb():,.0f}, {passed / max(1, count - before) * 1e9:,.0f}")
+            cells.append(
+                f"{psutil.Process().memory_info().rss / 1e6:,.0f}, {passed / max(1, count - before) * 1e9:,.0f}"
+            )
         yield f"| {count:,} | {' | '.join(cells)} |"
         count *= 10
-
-
-def feed(made: Filter[Any], start: int, end: int) -> None:
-    """Send keys from start to end in batches."""
-    numbers = iter(range(start, end))
-    while batch := [b"%016d" % n for n in islice(numbers, BATCH)]:
-        made.reserve_many(batch)
-        made.confirm_many(batch)
-
-
-def resident_mb() -> float:
-    """Memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def postgres(batches: int, rounds: int) -> Iterator[str]:
@@ -151,37 +139,24 @@ def postgres(batches: int, rounds: int) -> Iterator[str]:
         embedded.Postgres(settings={"max_wal_size": "8GB"}) as server,
         psycopg.connect(server.conninfo, autocommit=True) as connection,
     ):
-        migrate(connection)
-        connection.execute("CREATE TABLE bare (key bytea PRIMARY KEY)")
+        make_tables(server.conninfo, "CREATE TABLE bare (key bytea PRIMARY KEY)")
         with PublishOwner(server.conninfo) as owner:
-            made = PostgresWindow(owner, scope="bench", seconds=3600)
+            made = PostgresWindow(owner, scope="bench", seconds=3600)  # longer than the run: no key expires
             for size in (100, 1000, 10_000):
-                ratios, rates = [], []
+                bare, own = [], []
                 for _ in range(rounds):
-                    keys = [[os.urandom(16) for _ in range(size)] for _ in range(max(5, batches * 1000 // size))]
-                    bare, own = bare_insert(connection, keys), reserve_and_confirm(made, keys)
-                    ratios.append(own / bare)
-                    rates.append((bare, own))
+                    keys = [os.urandom(16) for _ in range(size * max(5, batches * 1000 // size))]
+                    bare.append(len(keys) / timed(partial(bare_insert, connection, keys, size)))
+                    own.append(len(keys) / timed(partial(in_batches, made, keys, size)))
                     connection.execute("CHECKPOINT")  # else the next one pays for it
-                bare, own = (statistics.median(column) for column in zip(*rates, strict=True))
-                yield f"| {size:,} | {bare:,.0f} | {own:,.0f} | {spread(ratios)} |"
+                rates = " | ".join(f"{statistics.median(found):,.0f}" for found in (bare, own))
+                yield f"| {size:,} | {rates} | {ratio(own, bare)} |"
 
 
-def bare_insert(connection: psycopg.Connection[Any], batches: list[list[bytes]]) -> float:
-    """Return keys a second."""
-    began = time.perf_counter()
-    for keys in batches:
-        connection.execute("INSERT INTO bare SELECT * FROM unnest(%s::bytea[]) ON CONFLICT DO NOTHING", [keys])
-    return sum(map(len, batches)) / (time.perf_counter() - began)
-
-
-def reserve_and_confirm(made: Filter[Any], batches: list[list[bytes]]) -> float:
-    """Return keys a second."""
-    began = time.perf_counter()
-    for keys in batches:
-        made.reserve_many(keys)
-        made.confirm_many(keys)
-    return sum(map(len, batches)) / (time.perf_counter() - began)
+def bare_insert(connection: Connection, keys: Sequence[bytes], size: int) -> None:
+    for start in range(0, len(keys), size):
+        batch = [keys[start : start + size]]
+        connection.execute("INSERT INTO bare SELECT * FROM unnest(%s::bytea[]) ON CONFLICT DO NOTHING", batch)
 
 
 def producer(messages: int, rounds: int) -> Iterator[str]:
@@ -204,12 +179,8 @@ def producer(messages: int, rounds: int) -> Iterator[str]:
                 number_rate, send=numbered_payloads
             ),
         }
-        rates: dict[str, list[float]] = {name: [] for name in runs}
-        for number in range(rounds + 1):
-            for name, run in runs.items():
-                measured = run(kafka.bootstrap_servers, messages)
-                if number:  # the first round warms up
-                    rates[name].append(measured)
+        measured = {name: partial(run, kafka.bootstrap_servers, messages) for name, run in runs.items()}
+        rates = by_turns(measured, rounds, warms_up=True)
         for name, found in rates.items():
             yield f"| {name} | {statistics.median(found):,.0f} | {ratio(found, next(iter(rates.values())))} |"
 
@@ -220,7 +191,7 @@ def settings(bootstrap_servers: str) -> dict[str, Any]:
         "bootstrap.servers": bootstrap_servers,
         "enable.idempotence": True,
         "acks": "all",
-        "linger.ms": 20,
+        "linger.ms": 20,  # large batches for all: what the client itself costs is not the question
         "queue.buffering.max.messages": 1_000_000,  # all of a run: no program waits for the broker
     }
 
@@ -325,7 +296,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--messages", type=int, default=500_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["filters", "growth", "postgres", "producer"])
+    parser.add_argument("--only", choices=("filters", "growth", "postgres", "producer"))
     args = parser.parse_args()
     parts: dict[str, Callable[[], Iterator[str]]] = {
         "filters": lambda: filters(args.keys, args.rounds),
@@ -333,8 +304,7 @@ def main() -> None:
         "postgres": lambda: postgres(args.batches, args.rounds),
         "producer": lambda: producer(args.messages, args.rounds),
     }
-    for name in [args.only] if args.only else parts:
-        show(parts[name]())
+    show(parts, args.only)
 
 
 if __name__ == "__main__":

@@ -19,89 +19,43 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import NamedTuple
 
 import psycopg
-from common import consumer_settings, filled_topic, make_topic, plain_settings, show, spread
+from common import (
+    PARTITIONS,
+    Connection,
+    Effect,
+    Servers,
+    by_turns,
+    consumer_settings,
+    empty,
+    filled_topic,
+    ignore,
+    library,
+    make_tables,
+    make_topic,
+    plain,
+    plain_settings,
+    show,
+    spread,
+)
 from confluent_kafka import Consumer, Message, Producer
 
 from exactly_once import ExactlyOnceConsumer, embedded
-from exactly_once.ledger.migrate import migrate
 
-PARTITIONS = 6
 COPY = "COPY sink (p, o, v) FROM STDIN (FORMAT BINARY)"
 TYPES = ["int4", "int8", "bytea"]
 
 
-class Run(NamedTuple):
-    """One pass over messages: how many, in how many units, in what time."""
-
-    messages: int
-    units: int
-    seconds: float
-
-
-class Servers(NamedTuple):
-    """Where the servers are, and the topic that is read again and again."""
-
-    bootstrap_servers: str
-    conninfo: str
-    topic: str
-
-
-def write(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
+def write(connection: Connection, messages: Sequence[Message]) -> None:
     """Binary COPY of one batch."""
     with connection.cursor() as cursor, cursor.copy(COPY) as copy:
         copy.set_types(TYPES)
         for message in messages:
             copy.write_row((message.partition(), message.offset(), message.value()))
-
-
-def ignore(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
-    """Consume only."""
-
-
-def plain(servers: Servers, size: int, limit: int, effect: Callable[..., None], *, commits: bool = True) -> Run:
-    """Batches of the plain client, each with its effect and a COMMIT, and no offset anywhere."""
-    client = Consumer(plain_settings(servers.bootstrap_servers))
-    client.subscribe([servers.topic])
-    done = units = 0
-    with psycopg.connect(servers.conninfo) as connection:
-        batch = client.consume(1, 30)  # what joining a group takes is in no rate
-        began = time.perf_counter()
-        while done < limit:
-            batch += client.consume(size - len(batch), 0.05)
-            if not batch:
-                continue
-            effect(connection, batch)
-            if commits:
-                connection.commit()
-            done, units = done + len(batch), units + 1
-            batch = []
-        seconds = time.perf_counter() - began
-    client.close()
-    return Run(done, units, seconds)
-
-
-def library(servers: Servers, size: int, limit: int, effect: Callable[..., None]) -> Run:
-    """The same through the library."""
-    done = units = 0
-    with ExactlyOnceConsumer(
-        consumer_settings(servers.bootstrap_servers), conninfo=servers.conninfo, max_messages=size
-    ) as consumer:
-        consumer.subscribe([servers.topic])
-        began = 0.0
-        for unit in consumer:
-            began = began or time.perf_counter()
-            with unit:
-                effect(unit.connection, unit.messages)
-            done, units = done + len(unit.messages), units + 1
-            if done >= limit:
-                break
-        seconds = time.perf_counter() - began
-    return Run(done, units, seconds)
 
 
 def throughput(servers: Servers, messages: int, rounds: int) -> Iterator[str]:
@@ -110,33 +64,31 @@ def throughput(servers: Servers, messages: int, rounds: int) -> Iterator[str]:
     yield "|---|---|---|---|"
     # Small units take longer for a message: fewer of them do.
     for size, share in ((10_000, 1.0), (1_000, 0.5), (100, 0.1), (1, 0.003)):
-        limit = int(messages * share)
-        pairs = []
-        for _ in range(rounds):
-            truncate(servers)
-            without = plain(servers, size, limit, write)
-            truncate(servers)
-            pairs.append((without, library(servers, size, limit, write)))
-        yield f"| {size:,} | {row(pairs)}"
+        yield compared(servers, size, int(messages * share), write, rounds)
 
 
 def consuming(servers: Servers, messages: int, rounds: int) -> Iterator[str]:
     """Compare rates with a handler that does nothing; the library still commits its offsets."""
-    pairs = []
-    for _ in range(rounds):
-        without = plain(servers, 10_000, messages, ignore, commits=False)
-        pairs.append((without, library(servers, 10_000, messages, ignore)))
     yield "| consuming alone | plain, units/s | added a unit | ratio of rates, median [min-max] |"
     yield "|---|---|---|---|"
-    yield f"| 10,000 | {row(pairs)}"
+    yield compared(servers, 10_000, messages, ignore, rounds)
 
 
-def row(pairs: list[tuple[Run, Run]]) -> str:
-    """Sum up the pairs of one size."""
+def compared(servers: Servers, size: int, limit: int, effect: Effect, rounds: int) -> str:
+    """Alternate both programs, and sum up the pairs of one size."""
+    runs = by_turns(
+        {
+            "plain": lambda: plain(servers, size, limit, effect, commits=effect is not ignore),
+            "library": lambda: library(servers, size, limit, effect),
+        },
+        rounds,
+        before=lambda: empty(servers.conninfo),
+    )
+    pairs = list(zip(*runs.values(), strict=True))
     ratios = [(b.messages / b.seconds) / (a.messages / a.seconds) for a, b in pairs]
     added = [b.seconds / b.units - a.seconds / a.units for a, b in pairs]
     rate = statistics.median(a.units / a.seconds for a, _ in pairs)
-    return f"{rate:,.0f} | {statistics.median(added) * 1000:.2f} ms | {spread(ratios)} |"
+    return f"| {size:,} | {rate:,.0f} | {statistics.median(added) * 1000:.2f} ms | {spread(ratios)} |"
 
 
 INSERT = "INSERT INTO sink (p, o, v) VALUES (%s, %s, %s)"
@@ -147,7 +99,7 @@ def values(message: Message) -> tuple[object, ...]:
     return message.partition(), message.offset(), message.value()
 
 
-def insert_all(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
+def insert_all(connection: Connection, messages: Sequence[Message]) -> None:
     """A row for each message by the usual means: COPY where they are many."""
     if len(messages) == 1:
         connection.execute(INSERT, values(messages[0]))
@@ -189,7 +141,7 @@ def by_hand(servers: Servers, size: int, laps: Laps) -> None:
     client.subscribe([servers.topic])
     with psycopg.connect(servers.conninfo) as connection:
         while True:
-            batch = client.consume(size, 30)
+            batch = client.consume(size, 30)  # a whole one: the topic was filled before
             insert_all(connection, batch)
             connection.commit()
             if laps.is_over_after_one_more():
@@ -216,12 +168,11 @@ def by_library(servers: Servers, size: int, laps: Laps, *, defers: bool = False)
                 break
 
 
-def by_library_deferring(servers: Servers, size: int, laps: Laps) -> None:
-    """The same, with deferred statements."""
-    by_library(servers, size, laps, defers=True)
-
-
-PROGRAMS = {program.__name__: program for program in (by_hand, by_library, by_library_deferring)}
+PROGRAMS: dict[str, Callable[[Servers, int, Laps], None]] = {
+    "by_hand": by_hand,
+    "by_library": by_library,
+    "by_library_deferring": partial(by_library, defers=True),
+}
 
 
 def small(servers: Servers, rounds: int, against: str | None) -> Iterator[str]:
@@ -233,11 +184,8 @@ def small(servers: Servers, rounds: int, against: str | None) -> Iterator[str]:
         programs = [("by hand", "by_hand", here), ("the library", "by_library", here)]
         programs += [("the library, of before", "by_library", against)] if against else []
         programs += [("the library, unit.defer", "by_library_deferring", here)] if size < 1000 else []
-        found: dict[str, list[list[float]]] = {name: [] for name, _, _ in programs}
-        for _ in range(rounds):
-            for name, program, path in programs:
-                truncate(servers)
-                found[name].append(in_child(servers, program, size, units, path))
+        runs = {name: partial(in_child, servers, program, size, units, path) for name, program, path in programs}
+        found = by_turns(runs, rounds, before=lambda: empty(servers.conninfo))
         for name, figures in found.items():
             p10, median, cpu = (statistics.median(each) * 1000 for each in zip(*figures, strict=True))
             added = [(f[0] - h[0]) * 1000 for f, h in zip(figures, found["by hand"], strict=True)]
@@ -267,37 +215,35 @@ def child(order: str) -> None:
 
 def latency(servers: Servers, seconds: float, rounds: int) -> Iterator[str]:
     """Compare the time from produce() to the visible row at 1,000 messages a second."""
-    figures: dict[str, list[tuple[float, float]]] = {"ordinary loop": [], "library": []}
-    for _ in range(rounds):
-        for name, program in (("ordinary loop", ordinary_for), ("library", library_for)):
-            figures[name].append(measure(servers, seconds, program))
+    programs = {"ordinary loop": ordinary_for, "library": library_for}
+    runs = {name: partial(measure, servers, seconds, program) for name, program in programs.items()}
+    figures = by_turns(runs, rounds, before=lambda: empty(servers.conninfo))
     yield "| produce to visible row | median of the medians | median of the p99s |"
     yield "|---|---|---|"
-    for name, runs in figures.items():
-        medians, p99s = zip(*runs, strict=True)
+    for name, found in figures.items():
+        medians, p99s = zip(*found, strict=True)
         yield f"| {name} | {statistics.median(medians):.2f} ms | {statistics.median(p99s):.2f} ms |"
 
 
 def measure(servers: Servers, seconds: float, program: Callable[[Servers, Event, Event], None]) -> tuple[float, float]:
     """Run one program beside a steady producer; return median and p99 in milliseconds."""
     servers = servers._replace(topic=make_topic(servers.bootstrap_servers, PARTITIONS))
-    truncate(servers)
     # A process of its own: beside the producer, two loops would wait for one interpreter lock.
     context = multiprocessing.get_context("spawn")
     # Set by the program: it has written, so nothing is met for the first time; and by us: it may end.
     ready, stop = context.Event(), context.Event()
     process = context.Process(target=program, args=(servers, ready, stop))
     process.start()
-    assert ready.wait(60)
+    assert ready.wait(60)  # a process is to start and to join a group
     producer = Producer({"bootstrap.servers": servers.bootstrap_servers, "linger.ms": 0})
     began = time.perf_counter()
     for number in range(int(seconds * 1000)):
         while time.perf_counter() - began < number / 1000:
-            producer.poll(0.0005)
+            producer.poll(0.0005)  # half of the time until the next
         producer.produce(servers.topic, str(time.time_ns()).encode(), partition=number % PARTITIONS)
     producer.flush()
     with psycopg.connect(servers.conninfo, autocommit=True) as connection:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 30  # for what is under way
         while time.monotonic() < deadline:
             found = connection.execute("SELECT count(*) FROM sink").fetchone()
             if found and found[0] >= int(seconds * 1000):
@@ -347,7 +293,7 @@ def stop_later(consumer: ExactlyOnceConsumer, stop: Event) -> None:
     consumer.stop()
 
 
-def insert(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
+def insert(connection: Connection, messages: Sequence[Message]) -> None:
     """Write a few rows as a handler would, in one round trip."""
     connection.execute(
         "INSERT INTO sink SELECT * FROM unnest(%s::int4[], %s::int8[], %s::bytea[])",
@@ -373,13 +319,6 @@ def payments(count: int) -> Iterator[str]:
         yield json.dumps({"payment": number, "account": number % 1000, "amount": "12.50", "currency": "EUR"})
 
 
-def truncate(servers: Servers) -> None:
-    """Start each run with an empty table and a checkpoint behind it."""
-    with psycopg.connect(servers.conninfo, autocommit=True) as connection:
-        connection.execute("TRUNCATE sink")
-        connection.execute("CHECKPOINT")
-
-
 def main() -> None:
     """Start servers, run the parts that were asked for, print tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -397,9 +336,7 @@ def main() -> None:
         embedded.Kafka() as kafka,
         embedded.Postgres(settings={"track_commit_timestamp": "on", "max_wal_size": "8GB"}) as postgres,
     ):
-        with psycopg.connect(postgres.conninfo, autocommit=True) as connection:
-            migrate(connection)
-            connection.execute("CREATE TABLE sink (p int4, o int8, v bytea)")
+        make_tables(postgres.conninfo, "CREATE TABLE sink (p int4, o int8, v bytea)")
         messages = payments(0 if args.only == "latency" else args.messages)  # latency has topics of its own
         topic = filled_topic(kafka.bootstrap_servers, PARTITIONS, messages)
         servers = Servers(kafka.bootstrap_servers, postgres.conninfo, topic)
@@ -409,8 +346,7 @@ def main() -> None:
             "small": lambda: small(servers, args.rounds, args.against),
             "latency": lambda: latency(servers, args.latency_seconds, args.rounds),
         }
-        for name in [args.only] if args.only else parts:
-            show(parts[name]())
+        show(parts, args.only)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psycopg
-from common import make_topic, show
+from common import empty, make_tables, make_topic, show
 from confluent_kafka import Producer
 
 from exactly_once import ExactlyOnceConsumer, Unit, embedded
-from exactly_once.ledger.migrate import migrate
 
 PARTITIONS = 6
 WORKERS = 3
@@ -151,8 +150,7 @@ def wait_ready(worker: subprocess.Popen[str]) -> None:
 @contextlib.contextmanager
 def fleet(kafka: embedded.Kafka, conninfo: str, settings: Mapping[str, Any], *, is_static: bool) -> Iterator[Fleet]:
     """Start the workers and the load."""
-    with psycopg.connect(conninfo, autocommit=True) as connection:
-        connection.execute("TRUNCATE sink")
+    empty(conninfo)
     made = Fleet(kafka.bootstrap_servers, conninfo, settings, is_static=is_static)
     stop = threading.Event()
     load = threading.Thread(target=produce, args=(kafka.bootstrap_servers, made.topic, stop))
@@ -224,14 +222,13 @@ def main() -> None:
         work(json.loads(args.worker))
         return
     with embedded.Postgres(settings={"track_commit_timestamp": "on"}) as postgres:
-        with psycopg.connect(postgres.conninfo, autocommit=True) as connection:
-            migrate(connection)
-            connection.execute("CREATE TABLE sink (p int4, o int8, worker text)")
+        make_tables(postgres.conninfo, "CREATE TABLE sink (p int4, o int8, worker text)")
         print(f"{os.cpu_count()} cores; {WORKERS} workers, {PARTITIONS} partitions, {RATE} messages/s", flush=True)
-        if args.only != "kill":
-            show(rolling(postgres.conninfo, args.rounds, args.only))
-        if args.only in (None, "kill"):
-            show(killing(postgres.conninfo, args.kills))
+        parts = {
+            "rolling": lambda: rolling(postgres.conninfo, args.rounds, args.only),
+            "kill": lambda: killing(postgres.conninfo, args.kills),
+        }
+        show(parts, args.only and ("kill" if args.only == "kill" else "rolling"))
 
 
 if __name__ == "__main__":

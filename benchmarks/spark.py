@@ -1,6 +1,6 @@
 """The Spark sink beside what it competes with: counting, JDBC, COPY without a ledger, psql.
 
-    python benchmarks/spark.py [--rows N] [--written N] [--batches N] [--rounds N] [--only PART]
+    python benchmarks/spark.py [--rows N] [--written N] [--rounds N] [--only PART]
 
 Programs alternate on the same servers and the same Spark; every figure is a ratio or a difference of two of them,
 the median over the rounds, because absolute rates say more about the machine than about the sink.
@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
-from common import filled_topic, ratio, show
+from common import by_turns, empty, filled_topic, make_tables, ratio, show, timed
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from exactly_once import embedded
 from exactly_once.demo.spark_driver import jdbc
 from exactly_once.embedded import spark
-from exactly_once.ledger.migrate import migrate
 from exactly_once.writer import TableWriter
 from exactly_once.writer.arrow import write_arrow
 from spark_sink import PostgresSink
@@ -70,16 +68,12 @@ def from_kafka(bench: Bench, rounds: int) -> Iterator[str]:
     programs: dict[str, Callable[[str], Program]] = {
         "count()": lambda _: lambda frame, _: frame.count(),
         "sink, batch": bench.sink,
-        "sink, partition": lambda checkpoint: bench.sink(checkpoint, transaction="partition"),
+        "sink, partition": partial(bench.sink, transaction="partition"),
         "the same COPY without a ledger": lambda _: lambda frame, _: copied(bench, frame.repartition(1)),
         "JDBC, tuned": lambda _: lambda frame, _: by_jdbc(bench, frame, is_tuned=True),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(1 + rounds):
-        for name, make in programs.items():
-            empty(bench)
-            seconds[name].append(sum(run(bench, make)[0]))
-    seconds = without_first(seconds)
+    runs = {name: partial(run, bench, make) for name, make in programs.items()}
+    seconds = by_turns(runs, rounds, before=lambda: empty(bench.conninfo), warms_up=True)
     yield "| one micro-batch from Kafka | s | time over count() | time over tuned JDBC | rate over the same COPY |"
     yield "|---|---|---|---|---|"
     copy = "the same COPY without a ledger"
@@ -88,44 +82,18 @@ def from_kafka(bench: Bench, rounds: int) -> Iterator[str]:
         yield f"| {name} | {statistics.median(found):.2f} | {counted} | {jdbc} | {ratio(seconds[copy], found)} |"
 
 
-def small_batches(bench: Bench, batches: int) -> Iterator[str]:
-    """Micro-batches of 1,000 rows, against a function that does nothing."""
-    programs: dict[str, Callable[[str], Program]] = {
-        "nothing": lambda _: lambda _frame, _: None,
-        "count()": lambda _: lambda frame, _: frame.count(),
-        "toArrow()": lambda _: lambda frame, _: frame.toArrow(),
-        "sink, batch": bench.sink,
-        "sink, partition": lambda checkpoint: bench.sink(checkpoint, transaction="partition"),
-        "sink, by a task": lambda checkpoint: bench.sink(checkpoint, small_batch=0),
-    }
-    bench = bench._replace(topic=fill(bench.bootstrap_servers, 1000 * batches))
-    yield "| micro-batch of 1,000 rows | median ms | added to nothing | added to toArrow() | p90 ms |"
-    yield "|---|---|---|---|---|"
-    medians: dict[str, float] = {}
-    for name, make in programs.items():
-        empty(bench)
-        # The first ones meet everything for the first time.
-        found = sorted(run(bench, make, maxOffsetsPerTrigger="1000")[1][5:])
-        medians[name] = statistics.median(found)
-        added = [f"{medians[name] - medians.get(other, medians[name]):+.0f} ms" for other in ("nothing", "toArrow()")]
-        yield f"| {name} | {medians[name]:.0f} | {' | '.join(added)} | {found[int(len(found) * 0.9)]:.0f} |"
-
-
-def run(bench: Bench, make: Callable[[str], Program], **options: str) -> tuple[list[float], list[float]]:
-    """Run a query over the topic; return the seconds in the function, and those of whole triggers, batch by batch."""
+def run(bench: Bench, make: Callable[[str], Program]) -> float:
+    """Run a query over the topic, which is one micro-batch; return the seconds in the function."""
     checkpoint = str(bench.directory / uuid4().hex)
-    program, seconds = make(checkpoint), []
+    program, seconds = make(checkpoint), 0.0
 
     def measured(frame: DataFrame, batch_id: int) -> None:
-        began = time.perf_counter()
-        program(frame, batch_id)
-        seconds.append(time.perf_counter() - began)
+        nonlocal seconds
+        seconds += timed(lambda: program(frame, batch_id))
 
-    writer = orders(bench, **options).writeStream.foreachBatch(measured).option("checkpointLocation", checkpoint)
-    query = writer.trigger(availableNow=True).start()
-    query.awaitTermination()
-    triggers = [p["durationMs"]["triggerExecution"] for p in query.recentProgress if "addBatch" in p["durationMs"]]
-    return seconds, triggers
+    writer = orders(bench).writeStream.foreachBatch(measured).option("checkpointLocation", checkpoint)
+    writer.trigger(availableNow=True).start().awaitTermination()
+    return seconds
 
 
 def orders(bench: Bench, **options: str) -> DataFrame:
@@ -185,7 +153,7 @@ def in_memory(bench: Bench, written: int) -> tuple[DataFrame, str]:
 def write_path(bench: Bench, written: int, rounds: int) -> Iterator[str]:
     """Rows that lie in memory already, written by each way."""
     frame, checkpoint = in_memory(bench, written)
-    empty(bench)
+    empty(bench.conninfo)
     copied(bench, frame)
     file = bench.directory / "rows.csv"
     with (
@@ -203,13 +171,8 @@ def write_path(bench: Bench, written: int, rounds: int) -> Iterator[str]:
         "JDBC, tuned": lambda: by_jdbc(bench, frame, is_tuned=True),
         "JDBC, as it comes": lambda: by_jdbc(bench, frame, is_tuned=False),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _, (name, program) in itertools.product(range(1 + rounds), programs.items()):
-        empty(bench)
-        began = time.perf_counter()
-        program()
-        seconds[name].append(time.perf_counter() - began)
-    seconds = without_first(seconds)
+    runs = {name: partial(timed, program) for name, program in programs.items()}
+    seconds = by_turns(runs, rounds, before=lambda: empty(bench.conninfo), warms_up=True)
     frame.unpersist()
     yield "| rows from memory | s | rate over psql | over tuned JDBC | over JDBC as it comes |"
     yield "|---|---|---|---|---|"
@@ -233,18 +196,6 @@ def checkpoint_of(bench: Bench, ends: dict[str, dict[str, int]]) -> str:
 
 
 # What it takes.
-
-
-def without_first(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Leave out the round in which Java compiles."""
-    return {name: found[1:] for name, found in seconds.items()}
-
-
-def empty(bench: Bench) -> None:
-    """Start each program with an empty table and a checkpoint behind it."""
-    with psycopg.connect(bench.conninfo, autocommit=True) as connection:
-        connection.execute("TRUNCATE sink")
-        connection.execute("CHECKPOINT")
 
 
 def fill(bootstrap_servers: str, rows: int) -> str:
@@ -279,47 +230,37 @@ def curve(servers: embedded.Servers, topic: str, rounds: int) -> Iterator[str]:
     yield "|---|---|---|---|"
     for cores in (1, 2, 4):
         with open_bench(servers, topic, cores=cores) as bench:
-            cells = []
-            makes: tuple[Callable[[str], Program], ...] = (
-                lambda _: lambda frame, _: frame.count(),
-                lambda checkpoint: bench.sink(checkpoint, transaction="partition"),
-                bench.sink,
-            )
-            for make in makes:
-                found = []
-                for _ in range(1 + rounds):
-                    empty(bench)
-                    found += run(bench, make)[0]
-                cells.append(f"{statistics.median(found[1:]):.2f}")
-            yield f"| {cores} | {' | '.join(cells)} |"
+            makes: dict[str, Callable[[str], Program]] = {
+                "count()": lambda _: lambda frame, _: frame.count(),
+                "partition": partial(bench.sink, transaction="partition"),
+                "batch": bench.sink,
+            }
+            runs = {name: partial(run, bench, make) for name, make in makes.items()}
+            seconds = by_turns(runs, rounds, before=lambda: empty(bench.conninfo), warms_up=True)
+            yield f"| {cores} | {' | '.join(f'{statistics.median(found):.2f}' for found in seconds.values())} |"
 
 
 def main() -> None:
     """Start servers, run the parts that were asked for, print tables."""
-    parts = ("kafka", "memory", "small", "curve")
+    parts = ("kafka", "memory", "curve")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=2_000_000, help="messages in the topic")
     parser.add_argument("--written", type=int, default=1_000_000, help="rows written from memory")
-    parser.add_argument("--batches", type=int, default=60, help="micro-batches of 1,000 rows")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=parts)
     args = parser.parse_args()
     wanted = [args.only] if args.only else parts
     with embedded.start(settings={"max_wal_size": "8GB"}) as servers:
-        with psycopg.connect(servers.conninfo, autocommit=True) as connection:
-            migrate(connection)
-            connection.execute(TABLE)
+        make_tables(servers.conninfo, TABLE)
         topic = fill(servers.bootstrap_servers, args.rows if {"kafka", "curve"} & set(wanted) else 0)
         with open_bench(servers, topic, cores=2) as bench:
-            made: dict[str, Iterator[str]] = {
-                "kafka": from_kafka(bench, args.rounds),
-                "memory": write_path(bench, args.written, args.rounds),
-                "small": small_batches(bench, args.batches),
+            made = {
+                "kafka": lambda: from_kafka(bench, args.rounds),
+                "memory": lambda: write_path(bench, args.written, args.rounds),
             }
-            for name in (n for n in wanted if n in made):
-                show(made[name])
+            show({name: made[name] for name in wanted if name in made})
         if "curve" in wanted:
-            show(curve(servers, topic, args.rounds))
+            show({"curve": lambda: curve(servers, topic, args.rounds)})
 
 
 if __name__ == "__main__":

@@ -10,20 +10,18 @@ beside the seconds is a ratio or a difference of two programs of one round, the 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import psycopg
-from common import ratio, show
+from common import T, by_turns, empty, make_tables, ratio, show, timed
 from pyspark.sql import DataFrame
-from spark import TABLE, Bench, by_jdbc, empty, fill, in_memory, open_bench, orders, without_first
+from spark import TABLE, Bench, by_jdbc, fill, in_memory, open_bench, orders
 
 from exactly_once import embedded
-from exactly_once.ledger.migrate import migrate
 from spark_sink import ExactlyOncePostgres
 
 WARM_UP = 5
@@ -75,16 +73,18 @@ def from_kafka(bench: Bench, rows: int, rounds: int) -> Iterator[str]:
         "JDBC, tuned": by_jdbc_in_batches(bench),
     }
     bench = bench._replace(topic=fill(bench.bootstrap_servers, rows))
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _, (name, program) in itertools.product(range(1 + rounds), programs.items()):
-        seconds[name].append(sum(triggers(bench, program)) / 1000)
+
+    def run(name: str) -> float:
+        seconds = sum(triggers(bench, programs[name])) / 1000
         check(bench, 0 if name in ("count()", "noop") else rows)
+        return seconds
+
+    seconds = alternated(bench, programs, run, rounds)
     yield from compared(f"one micro-batch of {rows:,} from Kafka", seconds, ("count()", "sink, batch", "JDBC, tuned"))
 
 
 def triggers(bench: Bench, program: Program, **options: str) -> list[int]:
-    """Run a query over the topic into an empty table; return the milliseconds of its triggers."""
-    empty(bench)
+    """Run a query over the topic; return the milliseconds of its triggers."""
     checkpoint = str(bench.directory / uuid4().hex)
     writer = program(orders(bench, **options).writeStream, checkpoint).option("checkpointLocation", checkpoint)
     query = writer.trigger(availableNow=True).start()
@@ -105,13 +105,13 @@ def from_memory(bench: Bench, written: int, rounds: int) -> Iterator[str]:
         "sink, partition": lambda frame: bench.sink(checkpoint, transaction="partition")(frame, 0),
         "JDBC, tuned": lambda frame: by_jdbc(bench, frame, is_tuned=True),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _, (name, program) in itertools.product(range(1 + rounds), programs.items()):
-        empty(bench)
-        began = time.perf_counter()
-        program(frame)
-        seconds[name].append(time.perf_counter() - began)
+
+    def run(name: str) -> float:
+        seconds = timed(lambda: programs[name](frame))
         check(bench, 0 if name == "noop" else written)
+        return seconds
+
+    seconds = alternated(bench, programs, run, rounds)
     frame.unpersist()
     yield from compared(f"a job of {written:,} cached rows", seconds, ("sink, batch", "sink, partition", "JDBC, tuned"))
 
@@ -123,36 +123,44 @@ def small_batches(bench: Bench, batches: int, rounds: int) -> Iterator[str]:
     """Micro-batches of 1,000 rows, against Spark's sink that drops them."""
     programs: dict[str, Program] = {
         "noop": noop,
+        "toArrow()": lambda writer, _: writer.foreachBatch(
+            lambda frame, _: frame.toArrow()
+        ),  # what the sink begins with
         "data source": lambda writer, _: source(bench, writer),
         "sink, batch": by_sink(bench),
         "sink, partition": by_sink(bench, transaction="partition"),
         "sink, by a task": by_sink(bench, small_batch=0),
     }
     bench = bench._replace(topic=fill(bench.bootstrap_servers, 1000 * batches))
-    medians: dict[str, list[float]] = {name: [] for name in programs}
-    tails: dict[str, list[float]] = {name: [] for name in programs}
-    for _, (name, program) in itertools.product(range(1 + rounds), programs.items()):
-        found = triggers(bench, program, maxOffsetsPerTrigger="1000")
-        check(bench, 0 if name == "noop" else 1000 * batches)
+
+    def run(name: str) -> tuple[float, float]:
+        found = triggers(bench, programs[name], maxOffsetsPerTrigger="1000")
+        check(bench, 0 if name in ("noop", "toArrow()") else 1000 * batches)
         assert len(found) == batches, f"{name}: {len(found)} batches"
-        medians[name].append(statistics.median(found[WARM_UP:]))
-        tails[name].append(statistics.quantiles(found[WARM_UP:], n=10, method="inclusive")[-1])
-    medians, tails = without_first(medians), without_first(tails)
+        tail = statistics.quantiles(found[WARM_UP:], n=10, method="inclusive")[-1]
+        return statistics.median(found[WARM_UP:]), tail
+
+    kinds: dict[str, list[tuple[float, ...]]] = {
+        name: list(zip(*found, strict=True)) for name, found in alternated(bench, programs, run, rounds).items()
+    }
     yield "| micro-batch of 1,000 rows | median ms | added to noop | p90 ms | added to noop |"
     yield "|---|---|---|---|---|"
-    for name in programs:
-        cells = [
-            f"{statistics.median(kind[name]):.0f} | {added(kind[name], kind['noop'])}" for kind in (medians, tails)
-        ]
+    for name, found in kinds.items():
+        cells = [f"{statistics.median(a):.0f} | {added(a, b)}" for a, b in zip(found, kinds["noop"], strict=True)]
         yield f"| {name} | {' | '.join(cells)} |"
 
 
 # What it takes.
 
 
-def compared(title: str, seconds: dict[str, list[float]], others: Iterable[str]) -> Iterator[str]:
+def alternated(bench: Bench, programs: Iterable[str], run: Callable[[str], T], rounds: int) -> dict[str, list[T]]:
+    """Run each program by its name into an empty table, round by round, the first of which is left out."""
+    runs = {name: partial(run, name) for name in programs}
+    return by_turns(runs, rounds, before=lambda: empty(bench.conninfo), warms_up=True)
+
+
+def compared(title: str, seconds: dict[str, list[float]], others: tuple[str, ...]) -> Iterator[str]:
     """Make a table of programs, each over some of the others."""
-    seconds, others = without_first(seconds), tuple(others)
     yield f"| {title} | s | {' | '.join(f'time over {other}' for other in others)} |"
     yield f"|---|---|{'---|' * len(others)}"
     for name, found in seconds.items():
@@ -160,7 +168,7 @@ def compared(title: str, seconds: dict[str, list[float]], others: Iterable[str])
         yield f"| {name} | {statistics.median(found):.2f} | {' | '.join(cells)} |"
 
 
-def added(left: list[float], right: list[float]) -> str:
+def added(left: Sequence[float], right: Sequence[float]) -> str:
     """Tell the median of the differences of one round each, and their range."""
     found = [a - b for a, b in zip(left, right, strict=True)]
     return f"{statistics.median(found):+.0f} [{min(found):+.0f} to {max(found):+.0f}]"
@@ -175,29 +183,25 @@ def check(bench: Bench, rows: int) -> None:
 
 def main() -> None:
     """Start servers, run the parts that were asked for, print tables."""
-    parts = ("kafka", "memory", "small")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000, help="messages in the topic")
     parser.add_argument("--written", type=int, default=1_000_000, help="rows written from memory; an even number")
     parser.add_argument("--batches", type=int, default=60, help="micro-batches of 1,000 rows")
     parser.add_argument("--rounds", type=int, default=5, help="rounds behind the first, which is left out")
-    parser.add_argument("--only", choices=parts)
+    parser.add_argument("--only", choices=("kafka", "memory", "small"))
     args = parser.parse_args()
     if args.batches < WARM_UP + 2:
         parser.error(f"--batches must be {WARM_UP + 2} at least: the first {WARM_UP} are left out")
     with embedded.start(settings={"max_wal_size": "8GB"}) as servers:
-        with psycopg.connect(servers.conninfo, autocommit=True) as connection:
-            migrate(connection)
-            connection.execute(TABLE)
+        make_tables(servers.conninfo, TABLE)
         with open_bench(servers, "", cores=2) as bench:
             bench.session.dataSource.register(ExactlyOncePostgres)
-            made: dict[str, Iterator[str]] = {
-                "kafka": from_kafka(bench, args.rows, args.rounds),
-                "memory": from_memory(bench, args.written, args.rounds),
-                "small": small_batches(bench, args.batches, args.rounds),
+            made = {
+                "kafka": lambda: from_kafka(bench, args.rows, args.rounds),
+                "memory": lambda: from_memory(bench, args.written, args.rounds),
+                "small": lambda: small_batches(bench, args.batches, args.rounds),
             }
-            for name in [args.only] if args.only else parts:
-                show(made[name])
+            show(made, args.only)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
 import psycopg
-from common import show
+from common import PAYMENT_COLUMNS, Connection, payment, show, timed
 from confluent_kafka import Message
 
 from exactly_once import embedded
@@ -28,17 +29,13 @@ from exactly_once.writer.formats import FormatDecoder, FormatName, format_of
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.plan import Plan
 
-PARTITIONS = 6
-COLUMNS = "id bigint, name text, amount double precision, ts timestamptz"
 UNIT = 10_000  # so many that what is done once for a unit does not show
 NOW = datetime.now(UTC)
-Connection = psycopg.Connection[Any]
 
 
 def value(number: int) -> bytes:
     """Make a payment of about 80 bytes."""
-    document = {"id": number, "name": f"customer-{number % 1000}", "amount": number * 0.25}
-    return json.dumps({**document, "ts": "2026-01-01T10:00:00.123456Z"}).encode()
+    return json.dumps(payment(number)).encode()
 
 
 def best(program: Callable[[], object], rounds: int) -> float:
@@ -54,7 +51,7 @@ def best(program: Callable[[], object], rounds: int) -> float:
 def steps(connection: Connection, rounds: int) -> Iterator[str]:
     """Say where a message's time goes in the main thread, without consuming and without the server."""
     messages = [Message(topic="t", partition=0, offset=i, value=value(i)) for i in range(UNIT)]
-    connection.execute(f"CREATE TEMP TABLE stepped ({COLUMNS})")
+    connection.execute(f"CREATE TEMP TABLE stepped ({PAYMENT_COLUMNS})")
     decoder = JsonDecoder()
     table = TableWriter("stepped").table(connection)
     decoder.prepare(table, mode="append", key=())
@@ -97,7 +94,7 @@ def formats(connection: Connection, rounds: int) -> Iterator[str]:
         "csv": lambda i: ",".join(texts[i].values()).encode(),
         "msgpack": lambda i: msgspec.msgpack.encode(rows[i]),
     }
-    connection.execute(f"CREATE TEMP TABLE formed ({COLUMNS})")
+    connection.execute(f"CREATE TEMP TABLE formed ({PAYMENT_COLUMNS})")
     table = TableWriter("formed").table(connection)
     json_ns = 0.0
     yield "| format | bytes a message | ns a message | times JSON |"
@@ -119,7 +116,7 @@ def formats(connection: Connection, rounds: int) -> Iterator[str]:
 
 def ways(connection: Connection, rounds: int) -> Iterator[str]:
     """Compare the ways into a table with a primary key, by rows a batch: where is the switch?"""
-    connection.execute(f"CREATE TABLE IF NOT EXISTS way ({COLUMNS}, PRIMARY KEY (id))")
+    connection.execute(f"CREATE TABLE IF NOT EXISTS way ({PAYMENT_COLUMNS}, PRIMARY KEY (id))")
     connection.commit()
     writers = {
         "upsert from arrays": TableWriter("way", mode="upsert", small_batch=10**9),
@@ -147,10 +144,7 @@ def rate(connection: Connection, program: Callable[[], object], size: int, round
     for _ in range(rounds * (20 if size < 500 else 2)):  # small batches scatter more
         connection.execute("TRUNCATE way")
         connection.commit()
-        began = time.perf_counter()
-        program()
-        connection.commit()
-        took.append(time.perf_counter() - began)
+        took.append(timed(lambda: (program(), connection.commit())))
     return size / statistics.median(took)
 
 
@@ -165,20 +159,16 @@ def executemany(connection: Connection, rows: list[tuple[Any, ...]]) -> None:
 
 def main() -> None:
     """Start a server, run the parts that were asked for, print tables."""
+    parts = {"steps": steps, "formats": formats, "ways": ways}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["steps", "formats", "ways"])
+    parser.add_argument("--only", choices=parts)
     args = parser.parse_args()
     with (
         embedded.Postgres(settings={"max_wal_size": "8GB"}) as postgres,
         psycopg.connect(postgres.conninfo, prepare_threshold=None) as connection,
     ):
-        if args.only in (None, "steps"):
-            show(steps(connection, args.rounds))
-        if args.only in (None, "formats"):
-            show(formats(connection, args.rounds))
-        if args.only in (None, "ways"):
-            show(ways(connection, args.rounds))
+        show({name: partial(part, connection, args.rounds) for name, part in parts.items()}, args.only)
 
 
 if __name__ == "__main__":

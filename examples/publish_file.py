@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from confluent_kafka import KafkaError, Message, Producer
 
@@ -71,6 +72,17 @@ def whole_lines(path: Path, name: str) -> int:
     return end
 
 
+def send(producer: Producer | DedupProducer, topic: str, line: bytes, **options: Any) -> None:
+    """Hand over a line, and wait for room where too many are on their way."""
+    while True:
+        try:
+            producer.produce(topic, line, **options)
+            break
+        except BufferError:
+            producer.poll(0.1)
+    producer.poll(0)
+
+
 def publish(path: Path, topic: str, *, name: str | None, is_new: bool) -> None:
     """Publish every line once, whatever happened before.
 
@@ -85,13 +97,7 @@ def publish(path: Path, topic: str, *, name: str | None, is_new: bool) -> None:
         if last >= whole:
             raise SystemExit(f"{topic} has line {last} of {name}, but {path} has none there: it is another file")
         for offset, line in lines(path, max(last, 0), whole):
-            while True:
-                try:
-                    producer.produce(topic, line, sequence=offset)
-                    break
-                except BufferError:
-                    producer.poll(0.1)
-            producer.poll(0)
+            send(producer, topic, line, sequence=offset)
             end = offset
         failure = ""
         try:
@@ -116,13 +122,7 @@ def publish_plain(path: Path, topic: str) -> None:
     for offset, line in lines(path, max(last, 0)):
         if offset == last:
             continue
-        while True:
-            try:
-                producer.produce(topic, line, on_delivery=delivered)
-                break
-            except BufferError:
-                producer.poll(0.1)
-        producer.poll(0)
+        send(producer, topic, line, on_delivery=delivered)
     producer.flush()
 
 

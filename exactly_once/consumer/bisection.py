@@ -14,13 +14,13 @@ class Bisection:
     """Halves what is under suspicion until one message is left; a message that was named is tried alone at once."""
 
     def __init__(self) -> None:
-        self._suspects = 0
+        self._suspects = 0  # so many of the next messages have the one at fault among them; 0: none is sought
         # How many messages come before the one that an error named, and are tried without it.
         self._before = 0
         # How many messages a unit may have after one was named. Where one is bad more are, and a large unit would
         # be handed out again and again for each; so it doubles with each commit, up to the size at which it failed.
         self._cautious: int | None = None
-        self._full = 0
+        self._full = 0  # that size; it counts while ``_cautious`` is set
 
     @property
     def max_messages(self) -> int | None:

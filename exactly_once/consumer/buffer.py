@@ -147,12 +147,12 @@ class FetchBuffer:
         self._waiting: list[Message] = []
         # What came while no unit could be made, and since then until it is empty. The first has the next turn.
         self._kept: dict[Partition, list[Message]] = {}
-        self._kept_bytes = 0
+        self._kept_bytes = 0  # what they weigh, see _weight()
         # What comes again, and how often each message was handed out so far.
         self._again: list[tuple[Message, int]] = []
         # The same counts of the batch that was handed out last, if any of it came again.
         self._tried: list[int] = []
-        self._spans: Spans | None = None
+        self._spans: Spans | None = None  # those of what is waiting, or None: then the next batch is looked through
         self._queue_bytes = queue_bytes
         # Up to which size batches are weighed; 0 weighs all.
         self._weighs_from = 0 if can_outgrow else queue_bytes
@@ -160,7 +160,7 @@ class FetchBuffer:
         self.only_topic: str | None = None
         # How often messages of the batch that was handed out last were handed out by now.
         self.attempt = 0
-        self.gaps = 0
+        self.gaps = 0  # offsets behind which the log went on elsewhere, counted for metrics as what follows is
         self.dropped = 0
         # How many of the dropped messages were of partitions that were not ours then.
         self.not_owned = 0

@@ -132,7 +132,7 @@ class CommitProtocol:
         self.timing: tuple[float, float | None] = (0.0, None)
         # When that was, on the monotonic clock.
         self.committed_at: float | None = None
-        self.failed: ExactlyOnceError | None = None
+        self.failed: ExactlyOnceError | None = None  # why nothing is handed out any more: a unit was halted
 
     @property
     def awaits_joined(self) -> bool:
@@ -451,9 +451,8 @@ class CommitProtocol:
 
     def _halt(self, unit: Unit, decision: Decision, cause: BaseException | None) -> NoReturn:
         """Fail for good, here and in whatever process acquires the partitions next."""
-        first = unit.advances[0].partition
         kind: type[HandlerCommitted | TransactionOutcomeUnknown]
-        mend = f"or each partition: exactly-once reset --topic {first.topic} --partition {first.number} --to-offset N"
+        mend = f"or each partition: {unit.advances[0].partition.reset_command}"
         if decision is Decision.HALT_UNKNOWN:
             kind, wrong, mend = TransactionOutcomeUnknown, str(cause), f"F{mend}"
         else:

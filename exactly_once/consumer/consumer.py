@@ -205,7 +205,7 @@ class ExactlyOnceConsumer:
         self._about = partial(about, group=self._options.group_id)
         self._kafka = {"logger": kafka_logger(), "client.id": client_id(name), **kafka}
         self._process = os.getpid()
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the one that used it first, and owns it
         # What was handed out last, whatever became of it.
         self._unit: Unit | None = None
         self._stopping = Stop()
@@ -253,7 +253,7 @@ class ExactlyOnceConsumer:
         self._buffer = FetchBuffer(
             ownership,
             on_error=self._on_error,
-            queue_bytes=int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024,
+            queue_bytes=int(self._kafka.get("queued.max.messages.kbytes", 65536)) * 1024,  # librdkafka's default
             can_outgrow=options.linger_seconds > 0,
         )
         self._commits = CommitProtocol(ledger, self._buffer, self._terminator, max_messages=options.max_messages)

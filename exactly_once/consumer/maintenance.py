@@ -402,8 +402,7 @@ class Maintenance:
             partition: BatchUnreadable(
                 f"{partition} of group {self._ledger.group_id!r}: the client cannot read on at offset "
                 f"{state.next_offset} ({state.unreadable}). If the log is damaged, restore it from a replica, or skip "
-                f"what cannot be read with: exactly-once reset --topic {partition.topic} "
-                f"--partition {partition.number} --to-offset N"
+                f"what cannot be read with: {partition.reset_command}"
             )
             for partition, state in self.ownership.states.items()
             if state.positioned and state.unreadable is not None and state.next_offset == state.position

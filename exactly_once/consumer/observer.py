@@ -45,7 +45,7 @@ class Observer:
         self._maintenance = maintenance
         self._commits = maintenance.commits
         self._made_at = self._polled_at = time.monotonic()
-        self._has_failed = False
+        self._has_failed = False  # whether metrics have failed once, which was logged then
         # What the loop waits for to go away.
         self.trouble: BaseException | None = None
         # What of each counter was published. None before the first time, which has all there before anything happens.

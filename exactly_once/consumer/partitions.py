@@ -160,7 +160,8 @@ class Ownership:
     """The partitions of one member, what it keeps of each, and what must be done next."""
 
     def __init__(self) -> None:
-        self.states: dict[Partition, PartitionState] = {}
+        self.states: dict[Partition, PartitionState] = {}  # what Kafka has assigned to us, and not taken away
+        # Rows to be given back, by the token that they were ours under.
         self.releases: list[tuple[Partition, UUID]] = []
         # Moves to the end of the log of partitions that are to be released; to be made before that.
         self.last_ends: list[Advance] = []

@@ -23,7 +23,7 @@ from .unit import EndsUnits, Unit, apply
 
 logger = logging.getLogger(__name__)
 
-_NOBODY = UUID(int=0)
+_NOBODY = UUID(int=0)  # the token of an advance that moves no row
 
 
 class AlreadySettled(Exception):

@@ -198,7 +198,9 @@ class Service:
         told = f"{suspect.place}: {named(error)}"
         if suspect.failures < self.attempts:
             raise Redelivered(f"{told} (attempt {suspect.failures} of {self.attempts})") from error
-        why = _SWALLOWED if _is_consequence(error) else _HOW_ON if self.on_poison == "stop" else None
+        # Such an error only says that an earlier one was swallowed.
+        is_consequence = isinstance(error, TransactionAborted) or sqlstate_of(error) == IN_FAILED_TRANSACTION
+        why = _SWALLOWED if is_consequence else _HOW_ON if self.on_poison == "stop" else None
         if why is not None:
             before = "Everything before it is committed"
             if self._doubts:
@@ -355,8 +357,3 @@ def _place_of(unit: Unit, index: int = 0) -> tuple[Partition, int]:
     """Name the first message of a unit, or another, as the broker sent it: a handler may have changed its topic."""
     message = unit.sent.of(unit.sent.messages[index])
     return Partition.of(message), message.offset() or 0
-
-
-def _is_consequence(error: Exception) -> bool:
-    """Tell whether an error only says that an earlier one was swallowed."""
-    return isinstance(error, TransactionAborted) or sqlstate_of(error) == IN_FAILED_TRANSACTION

@@ -107,7 +107,7 @@ class Unit:
         # How often its only message was tried alone, where somebody counts.
         self.tries_alone: int | None = None
         self._commits = commits
-        self._process = 0
+        self._process = 0  # that has entered it; a child of it must not end the transaction
         # Whether somebody else holds the connection too, so that the order of statements is not ours to keep.
         self._is_lent = False
 

@@ -31,7 +31,7 @@ class Worker:
     """One process. It waits until it gets an order."""
 
     def __init__(self, events: queue.Queue[tuple[Worker, Event]], module: str) -> None:
-        self.number = 0
+        self.number = 0  # its place, once it has an order
         # Those that it has by its reports, and since when.
         self.partitions: dict[int, float] = {}
         # The names of its reports, in order.
@@ -126,7 +126,7 @@ class Crew:
         self._processes: list[Worker] = []  # all that were started and not dismissed
         self._spares: list[Worker] = []  # those of them that wait for an order
         self.events: queue.Queue[tuple[Worker, Event]] = queue.Queue()
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, Worker] = {}  # by place
 
     def __enter__(self) -> Self:
         return self

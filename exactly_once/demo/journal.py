@@ -144,7 +144,7 @@ def log_ends(bootstrap_servers: str, topic: str, timeout_seconds: float) -> dict
     # While a broker comes back, the client says of a partition without a leader that it is unknown.
     until_led = tenacity.Retrying(
         retry=tenacity.retry_if_exception(lambda e: isinstance(e, KafkaException) and e.args[0].code() in _NO_LEADER),
-        wait=tenacity.wait_fixed(0.1),
+        wait=tenacity.wait_fixed(0.1),  # a broker takes seconds to be back
         stop=tenacity.stop_after_delay(timeout_seconds),
         reraise=True,
     )

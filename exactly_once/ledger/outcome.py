@@ -111,9 +111,9 @@ class Patience:
         self.tries = 0
         # How often of these by what may be a statement's own doing.
         self.by_statement = 0
-        self._batch: Hashable = None
-        self._seconds = 0.0
-        self._last: float | None = None
+        self._batch: Hashable = None  # what failed last
+        self._seconds = 0.0  # spent on failures since something was committed
+        self._last: float | None = None  # when the last failure was, on the monotonic clock
 
     @property
     def is_out(self) -> bool:

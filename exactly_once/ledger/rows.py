@@ -67,8 +67,8 @@ class Ledger:
         self._take_over = take_over
         # Which program applies the messages: written into each row that is acquired.
         self.application = application
-        self._can_identify = True
-        self._inside: Connection | None = None
+        self._can_identify = True  # False once the server has refused to tell which one it is
+        self._inside: Connection | None = None  # see inside(): whose transaction the changes are part of
         self._watch = watch or (lambda pid, partitions: contextlib.nullcontext())
         # The statement of an advance and the group's name in it, by the encoding of the connection that they are for.
         self._advance: dict[str, tuple[bytes, bytes]] = {}
@@ -383,8 +383,7 @@ def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
     """Describe a row that should be there."""
     return LedgerRowMissing(
         f"the ledger has no row of {partition} for group {group_id!r}, and has had one or has others of the topic: "
-        "somebody deleted it. Restore it, or give it an offset with: "
-        f"exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset N"
+        f"somebody deleted it. Restore it, or give it an offset with: {partition.reset_command}"
     )
 
 

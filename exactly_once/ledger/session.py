@@ -261,8 +261,8 @@ class Session:
         self._closed = False
         # Whether a statement without a BEGIN sees what others have committed while it waited; the role may differ.
         self.is_read_committed = True
-        self._refused: set[str] = set()
-        self._begin: dict[tuple[str, float], bytes] = {}
+        self._refused: set[str] = set()  # transactions that this role may not end, which was logged
+        self._begin: dict[tuple[str, float], bytes] = {}  # composed statements, by isolation and time
         # Where connections have led that were joined: to our own ledger.
         self._same_ledger: set[str] = set()
 
@@ -331,13 +331,8 @@ class Session:
         self.roll_back()  # an interruption may have left a transaction: nothing of it may get into this one
         if (isolation, may_take) not in self._begin:  # composed once for each kind of unit
             tag = tag_of(self.instance, self.schema, may_take if self._owns_rows else None)
-            self._begin[isolation, may_take] = query(
-                "begin",
-                self.schema,
-                tag=sql.Literal(tag),
-                isolation=sql.SQL(isolation),
-                incarnation=self._incarnation,
-            ).as_bytes(cursor_on(self.connection))
+            begin = query("begin", self.schema, tag=sql.Literal(tag), isolation=sql.SQL(isolation))
+            self._begin[isolation, may_take] = begin.as_bytes(cursor_on(self.connection))
         statements = self._begin[isolation, may_take]
         connection, results = self.after_a_pause(lambda connection: send(connection, statements))
         xid, pid, incarnation = texts(results[-1])
@@ -355,7 +350,6 @@ class Session:
             tag=sql.Literal(f"{tag_of(self.instance, self.schema)}:"),
             owns_rows=sql.Literal(self._owns_rows),
             may_take=sql.Literal(may_take),
-            incarnation=self._incarnation,
         )
         return Begun(*last_row(cursor))
 
@@ -544,16 +538,12 @@ class Session:
         self.discard()
 
     def _ask(self, begun: Begun, connection: Connection) -> str | None:
-        own = {"xid": begun.xid, "begun_in": begun.incarnation, "incarnation": self._incarnation}
-        status: str | None = last_row(execute(connection, self.schema, "xact_status", **own))[0]
+        cursor = execute(connection, self.schema, "xact_status", xid=begun.xid, begun_in=begun.incarnation)
+        status: str | None = last_row(cursor)[0]
         return status
 
-    @property
-    def _incarnation(self) -> sql.Composed:
-        return query("incarnation", self.schema)
-
     def _end_on(self, connection: Connection, begun: Begun) -> None:
-        own = {"xid": begun.xid, "pid": begun.pid, "begun_in": begun.incarnation, "incarnation": self._incarnation}
+        own = {"xid": begun.xid, "pid": begun.pid, "begun_in": begun.incarnation}
         execute(connection, self.schema, "end_transaction", **own)
 
 

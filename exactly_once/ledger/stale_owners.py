@@ -100,9 +100,9 @@ class StaleBackendTerminator:
         # The thread's own.
         self._connection: Connection | None = None
         self._shown: _Watched | None = None  # whose sign of life is the open transaction
-        self._used_at = 0.0
-        self._has_failed = False
-        self.ended = 0
+        self._used_at = 0.0  # when the connection was, on the monotonic clock
+        self._has_failed = False  # whether that was logged; until it works again
+        self.ended = 0  # how many backends
 
     @contextlib.contextmanager
     def acquiring(self, pid: int, partitions: Sequence[Partition]) -> Iterator[None]:

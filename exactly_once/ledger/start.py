@@ -69,7 +69,7 @@ class StartOffsets:
         self._group_id = ledger.group_id
         self._start = start
         self._on_out_of_range = on_out_of_range
-        self._topics: dict[str, Topic] = {}
+        self._topics: dict[str, Topic] = {}  # by name, as they were described or checked last
         # The topics that ``start`` is about, or None for all; others were found later, and are read from the start.
         self.first_topics: frozenset[str] | None = None
         # Programs that were told of as applying messages of this group, too.
@@ -196,7 +196,7 @@ class StartOffsets:
         offset, (low, high) = row.next_offset, log
         assert offset is not None
         place = f"{row.partition} of group {self._group_id!r}: the ledger stands at offset {offset}"
-        mend = f"Choose where to go on: {_reset(row.partition)} --to-offset N, or set on_out_of_range="
+        mend = f"Choose where to go on: {row.partition.reset_command}, or set on_out_of_range="
         error: OffsetOutOfRange
         if offset < low:
             error = OffsetBelowLogStart(
@@ -337,7 +337,7 @@ class StartOffsets:
                 if partition not in found and low < high:
                     raise NoCommittedOffset(
                         f'start="committed", but Kafka holds no offset of group {self._group_id!r} for {partition}, '
-                        f"whose log has offsets {low} to {high}. Choose one with: {_reset(partition)} --to-offset N"
+                        f"whose log has offsets {low} to {high}. Choose one with: {partition.reset_command}"
                     )
             chosen |= {p: found[p] for p in partitions if p in found}
         started = [
@@ -355,7 +355,7 @@ def refuse_halted(group_id: str, row: Row) -> None:
     if row.halted is not None:
         raise PartitionHalted(
             f"{row.partition} of group {group_id!r} is halted at offset {row.next_offset}: {row.halted}. "
-            f"Decide which offset is right, then: {_reset(row.partition)} --to-offset N"
+            f"Decide which offset is right, then: {row.partition.reset_command}"
         )
 
 
@@ -364,10 +364,6 @@ def _recreated(group_id: str, partition: Partition, stored: str | None, found: s
         f"{partition} of group {group_id!r}: the ledger belongs to topic id {stored}, the topic of that name now has "
         f"id {found}: it was deleted and made again. To read the new one: {_adopt(partition)}"
     )
-
-
-def _reset(partition: Partition) -> str:
-    return f"exactly-once reset --topic {partition.topic} --partition {partition.number}"
 
 
 def _adopt(partition: Partition) -> str:

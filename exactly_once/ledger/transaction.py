@@ -39,7 +39,7 @@ class UnitOfWork:
         # How long the unit may take before the next one is halved, and before peers doubt that it is alive.
         self.max_unit_seconds = max_unit_seconds
         self._connection: Connection | None = None
-        self.begun: Begun | None = None
+        self.begun: Begun | None = None  # none before begin() or join(), as with the connection
         # How many blocks of psycopg's transaction() were open when the unit began: around it, in a joined transaction.
         self._blocks = 0
         # Written by :meth:`join`, :meth:`advance` and :meth:`commit`, for what each sends.

@@ -148,7 +148,7 @@ class Observer(threading.Thread):
         self._stopping = threading.Event()
         # These three are written by this thread and read by the soak's.
         self.views = {(group, place): View() for group in groups for place in tail.places}
-        self.snapshots = 0
+        self.snapshots = 0  # each compared all partitions of all groups
         self.anomalies: set[Anomaly] = set()
 
     def run(self) -> None:

@@ -200,7 +200,7 @@ class Source:
     def __init__(self, plan: Plan) -> None:
         self.published = 0
         self._plan = plan
-        self._refused: list[str] = []
+        self._refused: list[str] = []  # what the broker did not take, written by the callback of delivery
         self._producer = Producer(
             {"bootstrap.servers": plan.bootstrap_servers, "linger.ms": 5, "enable.idempotence": True, "log_level": 2}
         )

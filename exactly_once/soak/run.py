@@ -76,7 +76,7 @@ class Nemesis:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(f"faults {seed}")  # noqa: S311  (to be repeated, not to be secret)
-        self._left: list[str] = []
+        self._left: list[str] = []  # of the deck, in the order in which they will be drawn from its end
 
     def next_kind(self) -> str:
         if not self._left:
@@ -86,7 +86,7 @@ class Nemesis:
 
     def pause(self) -> float:
         """Draw for how many seconds nothing new goes wrong."""
-        return self.chance.uniform(0.2, 2.5)
+        return self.chance.uniform(0.2, 2.5)  # so that some faults meet the recovery from the one before
 
 
 class Wedged(Exception):
@@ -114,7 +114,7 @@ class Soak:
         # What the verdict counts.
         self._faults: Counter[str] = Counter()
         self._reports: Counter[str] = Counter()
-        self._workers = 0
+        self._workers = 0  # processes that were started, all in all
         self._anomalies: list[Anomaly] = []
         self._wanted: set[int] = set()  # the places that are to be taken: a worker that ends there is replaced
         self._killed: set[Worker] = set()  # those whose end is no anomaly
@@ -253,6 +253,7 @@ class Soak:
             self._armed.remove((kind, fault))
             self._count(kind)
             if fault.holds:
+                # Up to a session time-out: others take over meanwhile, or do not.
                 self._later(self._chance.uniform(0.2, 6), fault.release)
         if now - self._looked_at > _LOOK_SECONDS:
             self._look()

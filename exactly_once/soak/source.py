@@ -33,7 +33,7 @@ class Source(threading.Thread):
         self.paused = False
         # How many were sent by transactions that were committed, or one by one.
         self.published = 0
-        self.aborted = 0
+        self.aborted = 0  # transactions, as those below
         self.left_open = 0
         self._topic = topic
         self._partitions = partitions

@@ -1,7 +1,8 @@
 """SQL: the named queries and the migrations, as files beside this one.
 
 A query is written with ``{schema}`` where the schema's name belongs and, in the few places where
-Postgres takes no parameters (BEGIN, SET), with other names in braces that the caller fills in.
+Postgres takes no parameters (BEGIN, SET), with other names in braces that the caller fills in. The name of a query
+in braces stands for its text.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from importlib.resources import files
 
 from psycopg import sql
 
+_BRACES = re.compile(r"\{(\w+)\}")
+# The name, and the comments behind it, which are not sent.
 _NAME = re.compile(r"^-- name: (\w+)\n((?:--.*\n)*)", re.MULTILINE)
 
 
@@ -42,9 +45,9 @@ def grants(schema: str, role: str) -> sql.Composed:
 
 @cache
 def _queries() -> dict[str, str]:
-    """Split the files at their name lines."""
+    """Split the files at their name lines, and put queries into those that name them."""
     found: dict[str, str] = {}
     for file in sorted((f for f in files(__name__).iterdir() if f.name.endswith(".sql")), key=lambda f: f.name):
         _, *parts = _NAME.split(file.read_text("utf-8"))
         found |= {name: body.strip() for name, _, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
-    return found
+    return {name: _BRACES.sub(lambda part: found.get(part[1], part[0]), body) for name, body in found.items()}

@@ -59,14 +59,22 @@ SELECT current_setting('default_transaction_isolation')
 -- Learn the id of a transaction that is going to write.
 SELECT pg_current_xact_id()::text
 
+-- name: newest
+-- Find the one row of the partition w, inside other statements: that of the newest generation.
+SELECT * FROM {schema}.ledger l
+WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
+ORDER BY l.generation DESC LIMIT 1
+
+-- name: row
+-- Name the columns of a row l of the ledger, inside other statements; Row has the same fields.
+l.topic, l.partition, l.generation, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
+l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted
+
 -- name: existing
 -- Which of these partitions have rows.
 SELECT w.topic, w.partition
 FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-CROSS JOIN LATERAL (
-    SELECT FROM {schema}.ledger l
-    WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-    ORDER BY l.generation DESC LIMIT 1) AS newest
+CROSS JOIN LATERAL ({newest}) AS l
 
 -- name: topic_ids
 -- Under which ids topics have rows. Two for one topic say that it was made again.
@@ -139,23 +147,17 @@ SET owner_epoch = l.owner_epoch + 1, owner_token = %(token)s, owner_kind = %(own
     application = coalesce(%(application)s, l.application)
 FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(generations)s::bigint[]) AS w(topic, partition, generation)
 WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition AND l.generation = w.generation
-RETURNING l.topic, l.partition, l.generation, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
-          l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted, l.application
+RETURNING {row}, l.application
 
 -- name: look
 -- Read rows as the last transactions have left them. It only raises a suspicion; offsets are learnt under lock.
-SELECT l.topic, l.partition, l.generation, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
-       l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted
+SELECT {row}
 FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-CROSS JOIN LATERAL (
-    SELECT * FROM {schema}.ledger l
-    WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-    ORDER BY l.generation DESC LIMIT 1) AS l
+CROSS JOIN LATERAL ({newest}) AS l
 
 -- name: read_locked
 -- Lock rows and read them, as they are after every transaction that still may change them.
-SELECT l.topic, l.partition, l.generation, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
-       l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted, l.application,
+SELECT {row}, l.application,
        extract(epoch FROM clock_timestamp() - l.acquired_at)::float8 AS acquired_seconds_ago,
        extract(epoch FROM clock_timestamp() - l.advanced_at)::float8 AS advanced_seconds_ago
 FROM (SELECT * FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
@@ -219,8 +221,7 @@ UPDATE {schema}.ledger l SET owner_token = %(token)s
 FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(generations)s::bigint[]) AS w(topic, partition, generation)
 WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition AND l.generation = w.generation
   AND l.owner_token = ANY(%(tokens)s::uuid[])
-RETURNING l.topic, l.partition, l.generation, l.next_offset, l.leader_epoch, l.cluster_id, l.topic_id,
-          l.owner_epoch, l.owner_token, l.owner_kind, l.owner_instance, l.owner_name, l.halted
+RETURNING {row}
 
 -- name: release
 -- Give rows back. A row that somebody has locked is being decided about elsewhere: leave it.
@@ -228,11 +229,7 @@ WITH held AS (
     SELECT l.topic, l.partition, l.generation
     FROM (SELECT * FROM unnest(%(topics)s::text[], %(partitions)s::int[], %(tokens)s::uuid[]) AS w(topic, partition, token)
           ORDER BY w.topic, w.partition) AS w
-    CROSS JOIN LATERAL (
-        SELECT * FROM {schema}.ledger l
-        WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-        ORDER BY l.generation DESC LIMIT 1
-        FOR UPDATE SKIP LOCKED) AS l
+    CROSS JOIN LATERAL ({newest} FOR UPDATE SKIP LOCKED) AS l
     WHERE l.owner_token = w.token)
 UPDATE {schema}.ledger l SET owner_token = NULL
 FROM held
@@ -287,18 +284,12 @@ WHERE b.instance = %(instance)s
           WHERE l.group_id = %(group_id)s AND l.topic LIKE 'query:%%' AND l.owner_instance::text = b.instance)
    OR (NOT b.lives OR b.age > b.bound) AND b.age > %(young)s AND EXISTS (
           SELECT FROM unnest(%(topics)s::text[], %(partitions)s::int[]) AS w(topic, partition)
-          CROSS JOIN LATERAL (
-              SELECT * FROM {schema}.ledger l
-              WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-              ORDER BY l.generation DESC LIMIT 1) AS l
+          CROSS JOIN LATERAL ({newest}) AS l
           WHERE l.owner_token IS NOT NULL AND l.owner_instance::text = b.instance)
    OR NOT b.lives AND b.age > %(young)s AND EXISTS (
           SELECT FROM unnest(%(taken_topics)s::text[], %(taken_partitions)s::int[], %(taken_from)s::text[])
                AS w(topic, partition, instance)
-          CROSS JOIN LATERAL (
-              SELECT * FROM {schema}.ledger l
-              WHERE l.group_id = %(group_id)s AND l.topic = w.topic AND l.partition = w.partition
-              ORDER BY l.generation DESC LIMIT 1) AS l
+          CROSS JOIN LATERAL ({newest}) AS l
           WHERE w.instance = b.instance AND l.owner_instance::text = %(instance)s AND b.xact_start < l.acquired_at)
    OR NOT b.lives AND b.wait_event = 'ClientRead'
       AND b.state_change < clock_timestamp() - %(still)s * interval '1 second'
