@@ -200,7 +200,6 @@ class Source:
     def __init__(self, plan: Plan) -> None:
         self.published = 0
         self._plan = plan
-        self._refused: list[str] = []  # what the broker did not take, written by the callback of delivery
         self._producer = Producer(
             {"bootstrap.servers": plan.bootstrap_servers, "linger.ms": 5, "enable.idempotence": True, "log_level": 2}
         )
@@ -210,19 +209,20 @@ class Source:
 
         :raises NothingShown: when Kafka does not take them.
         """
-        plan = self._plan
+        plan, refused = self._plan, list[str]()
+
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                refused.append(f"message {(message.key() or b'').decode()}: {error.str()}")
+
         while self.published < until * plan.messages:
             number = str(self.published)
-            send(self._producer, plan.topic, plan.value.replace("{n}", number), number, on_delivery=self._delivered)
+            send(self._producer, plan.topic, plan.value.replace("{n}", number), number, on_delivery=delivered)
             self.published += 1
         left = self._producer.flush(_FLUSH_SECONDS)
-        if left or self._refused:
-            what = self._refused[0] if self._refused else f"{left} messages within {_FLUSH_SECONDS:g} s"
+        if left or refused:
+            what = refused[0] if refused else f"{left} messages within {_FLUSH_SECONDS:g} s"
             raise NothingShown(f"Kafka did not take {what}")
-
-    def _delivered(self, error: KafkaError | None, message: Message) -> None:
-        if error is not None:
-            self._refused.append(f"message {(message.key() or b'').decode()}: {error.str()}")
 
 
 def wait_for_an_effect(plan: Plan, pipeline: Pipeline) -> None:

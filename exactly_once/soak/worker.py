@@ -78,10 +78,6 @@ class Order(demo_worker.Order):
     def __str__(self) -> str:
         return f"{self.name}, {self.mode}, {self.write}, {self.options}"
 
-    @property
-    def topics(self) -> Sequence[str]:
-        return list(TOPICS)
-
 
 def draw(number: int, bootstrap_servers: str, conninfo: str, chance: random.Random) -> Order:
     """Draw how the next worker in a place goes about its work."""
@@ -146,7 +142,7 @@ def apply(order: Order) -> None:
     """Apply messages as the order says, until this process is asked to end."""
     if order.mode == "sink":
         flow = Flow(
-            topics=tuple(order.topics),
+            topics=tuple(TOPICS),
             table=f"{SCHEMA}.{order.group}",
             fields={"number": "number"},
             metadata={name: name for name in ("topic", "partition", "offset")},
@@ -168,7 +164,7 @@ def apply(order: Order) -> None:
         handler = _handler(order)
         if order.mode == "loop":  # `run` has handlers of its own
             signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
-        consumer.subscribe(list(order.topics))
+        consumer.subscribe(list(TOPICS))
         if order.mode != "loop":
             consumer.run(handler, in_thread=order.mode == "thread")
         else:
