@@ -171,16 +171,14 @@ class Batch:
 
     def match(self) -> list[int]:
         """Find the places of the reports that have arrived, and return them. Under the lock of the topic."""
-        reports = self.arrived[:]
-        found = {self.by_payload[m.value()]: m for m in reports}  # type: ignore[index]
+        found = {self.by_payload[m.value()]: m for m in self.arrived[:]}  # type: ignore[index]
         self.messages.update(found)
-        del self.arrived[: len(reports)]  # others may have arrived meanwhile
         return list(found)
 
     def match_if_settled(self) -> None:
-        """Do so unless their number is still needed to see that all are there. Under the lock of the topic."""
+        """Be done with them unless they are still needed to see that all are there. Under the lock of the topic."""
         if self.arrived and (self.told is None or self.topic.is_transactional):
-            self.match()
+            del self.arrived[: len(self.match())]  # others may have arrived meanwhile
 
     def acknowledged(self, places: Sequence[int]) -> Iterable[Message]:
         """Return the messages of these reports, in any order. Under the lock of the topic."""

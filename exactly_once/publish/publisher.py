@@ -225,7 +225,7 @@ class Publisher:
         if self._closed:
             return 0
         self.hurry(only_if_due=True)
-        served = self._client.poll(timeout_seconds)
+        served = self._serve(self._client.poll, timeout_seconds)
         self._settle()
         return served
 
@@ -244,7 +244,7 @@ class Publisher:
         if self._closed:
             return 0
         self.hurry()
-        left = self._client.flush(timeout_seconds)
+        left = self._serve(self._client.flush, timeout_seconds)
         self._settle()
         if (failed := self._failures(all_of_them=False)) is not None:
             raise failed
@@ -442,6 +442,15 @@ class Publisher:
             except BufferError:
                 if time.monotonic() > deadline:
                     raise
+
+    def _serve(self, serve: Callable[[float], int], seconds: float) -> int:
+        """Have the client report what it has."""
+        try:
+            return serve(seconds)
+        except BaseException:
+            for topic in self._topics.values():
+                topic.serving_failed()
+            raise
 
     def _settle(self) -> None:
         for topic in self._topics.values():

@@ -377,9 +377,9 @@ def test_shared_slots_lose_nothing_and_double_nothing_unsaid(memcached: Memcache
 
     world = World(*seeds([], new=1), make, lambda n: n)
     if kind == "alone":
-        drive(world, STEPS // 100, crash=hold, crashes=0.02)
+        drive(world, STEPS // 200, crash=hold, crashes=0.02)
     else:
-        publish(world, STEPS // 100)
+        publish(world, STEPS // 200)
     for each in made:
         each.close()
 
@@ -388,9 +388,9 @@ def test_shared_slots_lose_nothing_and_double_nothing_unsaid(memcached: Memcache
 def test_chains_in_postgres_lose_nothing_and_double_nothing_unsaid(store: Store, name: str, kind: str) -> None:
     world = World(*seeds([], new=1), lambda: PostgresChain(store), lambda n: Link(name, n))
     if kind == "alone":
-        drive(world, STEPS // 100, crash=die, crashes=0.02)
+        drive(world, STEPS // 200, crash=die, crashes=0.02)
     else:
-        publish(world, STEPS // 100)
+        publish(world, STEPS // 200)
 
 
 @pytest.mark.parametrize("kind", ["window", "window in transactions", "shards", "shards in transactions"])
@@ -434,6 +434,6 @@ def test_a_successor_takes_over_what_is_in_the_log(
 
     world = World(*seeds([], new=1), make, lambda n: n, turn=turn if "window" in kind else None)
     if "transactions" in kind:
-        publish(world, STEPS // 100)
+        publish(world, STEPS // 200)
     else:
-        drive(world, STEPS // 80, crash=crash, crashes=0.02)
+        drive(world, STEPS // 300, crash=crash, crashes=0.02)
