@@ -288,6 +288,7 @@ class Delivery:
         :raises OutcomeUnknown: when it may be.
         :raises HeldElsewhere: when another process is sending it.
         :raises TimeoutError: when nothing is known after so long; nothing changes by that.
+        :raises ConfigurationError: in a callback that ``close`` calls, where nothing more would become known.
         """
         producer = self._batch.topic.producer
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -297,7 +298,7 @@ class Delivery:
             left = 0.1 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no delivery report for {self.identity!r} within {timeout_seconds:g} s")
-            producer.poll(min(left, 0.1))
+            producer.wait(min(left, 0.1))
             if producer.is_ended and not self.done():  # made by another thread while it was being closed
                 self._batch.outcomes[self._place] = Outcome.UNKNOWN
         error = self.exception()

@@ -375,7 +375,7 @@ def test_shared_slots_lose_nothing_and_double_nothing_unsaid(memcached: Memcache
         made.append(SharedSlotFilter(memcached.address, prefix=name, slots=1 << 32))
         return made[-1]
 
-    world = World(*seeds([], new=1), make, lambda n: n)
+    world = World(seeds([], new=1)[0], make, lambda n: n)
     if kind == "alone":
         drive(world, STEPS // 200, crash=hold, crashes=0.02)
     else:
@@ -386,7 +386,7 @@ def test_shared_slots_lose_nothing_and_double_nothing_unsaid(memcached: Memcache
 
 @pytest.mark.parametrize("kind", ["in transactions", "alone"])
 def test_chains_in_postgres_lose_nothing_and_double_nothing_unsaid(store: Store, name: str, kind: str) -> None:
-    world = World(*seeds([], new=1), lambda: PostgresChain(store), lambda n: Link(name, n))
+    world = World(seeds([], new=1)[0], lambda: PostgresChain(store), lambda n: Link(name, n))
     if kind == "alone":
         drive(world, STEPS // 200, crash=die, crashes=0.02)
     else:
@@ -432,7 +432,7 @@ def test_a_successor_takes_over_what_is_in_the_log(
         pass_window(db, own_schema)
         owners[-1]._keep()
 
-    world = World(*seeds([], new=1), make, lambda n: n, turn=turn if "window" in kind else None)
+    world = World(seeds([], new=1)[0], make, lambda n: n, turn=turn if "window" in kind else None)
     if "transactions" in kind:
         publish(world, STEPS // 200)
     else:
