@@ -182,9 +182,9 @@ def test_a_reservation_under_way_is_seen_by_who_brings_a_new_map(shard: MakeShar
     moved = next(key for key in KEYS if shard_of(encoded(key), new) == "c")
     window = old["a"]
     number = f'"{name}_a".publish_scope_number(%s)'
-    reserve = f'SELECT * FROM "{name}_a".publish_reserve({number}, %s, %s, %s, 1)'.encode()
+    reserve = f'SELECT * FROM "{name}_a".publish_reserve({number}, %s, %s, 1)'.encode()
     with psycopg.connect(conninfo) as connection, ThreadPoolExecutor(1) as pool:
-        connection.execute(reserve, [window.scope, [encoded(moved)], window.owner.id, window.owner.token])
+        connection.execute(reserve, [window.scope, [encoded(moved)], window.owner.id])
         starting = pool.submit(ShardedWindow, new, version=2, previous={"a": shard("a")})
         with pytest.raises(TimeoutError):
             starting.result(0.3)
