@@ -180,7 +180,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         self._on_full = on_full
         self._chains: dict[str, Intervals] = {}
         self._links: dict[str, Links] = {}
-        # Of chains with messages that were seen or are open: whether their numbers are ints.
+        # Of chains with messages that were seen or are open: whether their numbers are ints. Of dense ones they all are.
         self._has_ints: dict[str, bool] = {}
         self._failed_open = 0
 
@@ -195,9 +195,10 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         with self._lock:
             has_ints: dict[str, bool] = {}
             for chain, number, previous in wanted if not self._dense or self._on_full == "raise" else ():
-                is_int = isinstance(number, int)
-                if has_ints.setdefault(chain, self._has_ints.get(chain, is_int)) is not is_int:
-                    raise _mixed(chain, number)  # now: what is sent must be confirmed then
+                if not self._dense:
+                    is_int = isinstance(number, int)
+                    if has_ints.setdefault(chain, self._has_ints.get(chain, is_int)) is not is_int:
+                        raise _mixed(chain, number)  # now: what is sent must be confirmed then
                 intervals = self._chains.get(chain)
                 if intervals is None or (chain, number) in self._open:
                     continue
@@ -248,8 +249,16 @@ class ChainFilter(MemoryFilter[Link, Pair]):
             return [(lower + 1 if found.is_int() else lower, upper) for lower, upper in found.pairs()]
 
     def drop(self, chain: str) -> None:
-        """Forget a chain that has ended."""
+        """Forget a chain that has ended.
+
+        :raises ConfigurationError: while messages of it are in flight: their confirmation would begin it anew.
+        """
         with self._lock:
+            for pair, state in self._open.items():
+                if pair[0] == chain and state in (KeyState.IN_FLIGHT, KeyState.RESENT):
+                    raise ConfigurationError(
+                        f"chain {chain!r} has messages in flight, such as Link{pair!r}: drop it when they are settled"
+                    )
             self._chains.pop(chain, None)
             self._links.pop(chain, None)
             self._has_ints.pop(chain, None)
@@ -319,7 +328,8 @@ class ChainFilter(MemoryFilter[Link, Pair]):
                 if named is None:  # nothing below its first message is expected
                     lower = just_below(number)
             intervals = self._chains[chain] = Intervals((lower, upper))
-            self._has_ints[chain] = intervals.is_int()
+            if not self._dense:
+                self._has_ints[chain] = intervals.is_int()
         place = intervals.find(number)
         if place < 0:
             return

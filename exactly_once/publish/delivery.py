@@ -171,16 +171,14 @@ class Batch:
 
     def match(self) -> list[int]:
         """Find the places of the reports that have arrived, and return them. Under the lock of the topic."""
-        reports = self.arrived[:]
-        found = {self.by_payload[m.value()]: m for m in reports}  # type: ignore[index]
+        found = {self.by_payload[m.value()]: m for m in self.arrived[:]}  # type: ignore[index]
         self.messages.update(found)
-        del self.arrived[: len(reports)]  # others may have arrived meanwhile
         return list(found)
 
     def match_if_settled(self) -> None:
-        """Do so unless their number is still needed to see that all are there. Under the lock of the topic."""
+        """Be done with them unless they are still needed to see that all are there. Under the lock of the topic."""
         if self.arrived and (self.told is None or self.topic.is_transactional):
-            self.match()
+            del self.arrived[: len(self.match())]  # others may have arrived meanwhile
 
     def acknowledged(self, places: Sequence[int]) -> Iterable[Message]:
         """Return the messages of these reports, in any order. Under the lock of the topic."""
@@ -290,6 +288,7 @@ class Delivery:
         :raises OutcomeUnknown: when it may be.
         :raises HeldElsewhere: when another process is sending it.
         :raises TimeoutError: when nothing is known after so long; nothing changes by that.
+        :raises ConfigurationError: in a callback that ``close`` calls, where nothing more would become known.
         """
         producer = self._batch.topic.producer
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -299,7 +298,7 @@ class Delivery:
             left = 0.1 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no delivery report for {self.identity!r} within {timeout_seconds:g} s")
-            producer.poll(min(left, 0.1))
+            producer.wait(min(left, 0.1))
             if producer.is_ended and not self.done():  # made by another thread while it was being closed
                 self._batch.outcomes[self._place] = Outcome.UNKNOWN
         error = self.exception()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 from exactly_once._log import about, named
 from exactly_once.errors import ConfigurationError
@@ -22,6 +23,8 @@ from .store import Store
 logger = logging.getLogger(__name__)
 
 _LEASE_SECONDS = 60.0
+# As many as every reader of JSON keeps.
+_ID_BITS = 53
 # Between two looks at a name that is taken.
 _WAIT_SECONDS = 0.5
 # Beside the partitions of a topic in ``Positions``.
@@ -87,7 +90,6 @@ class PublishOwner:
         self.store = Store(conninfo, connect=connect, schema=schema, migrate=migrate)
         self.name = name or f"publisher-{uuid4()}"
         self.is_named = bool(name)
-        self.token: UUID = uuid4()
         self.lease_seconds = lease_seconds
         self.transactional_id = transactional_id
         self._given = positions
@@ -99,8 +101,9 @@ class PublishOwner:
         self._closing = threading.Event()
         self._guard = Guard(f"the owner {self.name!r}")
         self._holdings: dict[str, Holding] = {}
-        self.id = 0
-        self.id = self._start_within(wait_seconds, exclusive=exclusive)
+        # Drawn, so that no other owner ever has it, even if a failover loses that there was this one.
+        self.id = secrets.randbits(_ID_BITS)
+        self._start_within(wait_seconds, exclusive=exclusive)
         repeated = [(self._keep, "the lease", "cannot be renewed:", self._about("lease_not_renewed"))]
         if callable(positions):  # apart from the lease, which must not wait for brokers
             repeated.append((self._advance, "the positions", "stay where they are:", self._about("positions_stay")))
@@ -137,9 +140,7 @@ class PublishOwner:
     def renew(self) -> None:
         """Extend the lease; raises as :meth:`check`."""
         asked_at = time.monotonic()
-        if self._fenced or not self.store.run(
-            "publish_renew", owner=self.id, token=self.token, seconds=self.lease_seconds
-        ):
+        if self._fenced or not self.store.run("publish_renew", owner=self.id, seconds=self.lease_seconds):
             self._fenced = True
             raise ProducerFenced(f"{self.name!r} ({self.id}) was fenced; stop, or start anew")
         self._renewed_at = asked_at
@@ -162,11 +163,10 @@ class PublishOwner:
             logger.warning("the lease of %r ends by itself: %s", self.name, error, extra=self._about("lease_left"))
         self.store.close()
 
-    def _start(self, connection: Connection, *, exclusive: bool) -> int:
+    def _start(self, connection: Connection, *, exclusive: bool) -> None:
         with connection.transaction():
-            own = self.store.on(connection, "publish_find_owner", token=self.token)
-            if own:  # the answer to the first attempt was lost
-                return int(own[0][0])
+            if self.store.on(connection, "publish_find_owner", owner=self.id):
+                return  # the answer to the first attempt was lost
             if exclusive:
                 self.store.on(connection, "publish_lock_name", name=self.name)
                 living = self.store.on(connection, "publish_living", name=self.name)
@@ -177,24 +177,23 @@ class PublishOwner:
                             "Stop it, or wait if it has crashed"
                         )
                 self.store.on(connection, "publish_fence", owners=[other for other, _ in living])
-            rows = self.store.on(
+            self.store.on(
                 connection,
                 "publish_start_owner",
+                owner=self.id,
                 name=self.name,
-                token=self.token,
                 transactional_id=self.transactional_id,
                 positions=self._positions,
                 seconds=self.lease_seconds,
             )
-        started: Any = rows[0][0]
-        return int(started)
 
-    def _start_within(self, seconds: float, *, exclusive: bool) -> int:
+    def _start_within(self, seconds: float, *, exclusive: bool) -> None:
         deadline = time.monotonic() + seconds
         is_told = False
         while True:
             try:
-                return self.store.each(lambda connection: self._start(connection, exclusive=exclusive))
+                self.store.each(lambda connection: self._start(connection, exclusive=exclusive))
+                return
             except NameTaken as error:
                 if time.monotonic() >= deadline:
                     self.store.close()

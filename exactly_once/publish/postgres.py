@@ -185,7 +185,6 @@ class PostgresWindow(Filter[GivenKey]):
             scope=self.scope,
             keys=wanted,
             owner=self.owner.id,
-            token=self.owner.token,
             map_version=map_version,
         )
         for place, state, holder in rows:

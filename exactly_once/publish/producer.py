@@ -215,7 +215,9 @@ class Committer:
     timeout: float
     """In seconds: for so long a message is tried."""
     _collected: list[tuple[Batch, list[int]]] = field(init=False, default_factory=list)
-    # How many are collected or being published.
+    # What is being published, or was by somebody who was interrupted; cleared when all of it is concluded.
+    _publishing: list[tuple[Batch, list[int]]] = field(init=False, default_factory=list)
+    # How many messages are in the two.
     _count: int = field(init=False, default=0)
     # When the first of ``_collected`` came.
     _since: float = field(init=False, default=0.0)
@@ -245,22 +247,36 @@ class Committer:
 
         :raises ProducerFenced: when another producer has taken over; none of it was sent.
         """
-        if only_if_due and not (self._collected and time.monotonic() - self._since >= self.seconds):
+        is_interrupted = bool(self._publishing) and not self._lock.locked()
+        is_due = self._collected and time.monotonic() - self._since >= self.seconds
+        if only_if_due and not is_due and not is_interrupted:
             return
         with self._lock:
+            self._end()
             with self._adding:
-                to_send, self._collected = self._collected, []
+                self._publishing, self._collected = self._collected, []
             deadline = time.monotonic() + self.timeout
-            left: Sequence[ToSend] = to_send
+            left: Sequence[ToSend] = self._publishing
             try:
                 while left:
                     left = self._send(left, deadline)
                     if left:
                         time.sleep(_PAUSE_SECONDS)
             finally:
-                with self._adding:
-                    self._count -= sum(len(places) for _, places in to_send)
-                conclude(to_send, Outcome.UNKNOWN, None)  # those that an interruption has left
+                self._end()
+
+    def _end(self) -> None:
+        """Be done with what was published; what an interruption has left is unknown."""
+        problem: Exception | None = None
+        try:
+            conclude(self._publishing, Outcome.UNKNOWN, None)
+        except Exception as error:  # noqa: BLE001 - of a mark, which is made with the next ones
+            problem = error
+        with self._adding:
+            self._count = sum(len(places) for _, places in self._collected)
+            self._publishing = []
+        if problem is not None:
+            raise problem
 
     def _send(self, to_send: Sequence[ToSend], deadline: float) -> list[ToSend]:
         """Publish messages and conclude what is decided; return what is to be sent again."""

@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 from uuid import uuid4
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _STATES = ("confirmed", "in_flight", "unknown", "evicted", "evicted_young", "failed_open")
 CLOSE_SECONDS = 30.0
 _ROOM_SECONDS = 0.1
+_CLOSED = "the producer is closed: make a new one"
 # So many failed messages are named in an error; the others are counted.
 _NAMED = 3
 
@@ -77,6 +78,21 @@ class _Errors(list[BaseException]):
         return True
 
 
+class _Ended:
+    """In the place of the client when that is gone: another thread may have been about to use it."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def poll(self, _: float = 0.0) -> int:
+        return 0
+
+    flush = poll
+
+    def produce(self, *_: object, **__: object) -> None:
+        raise ConfigurationError(_CLOSED)
+
+
 # A batch, and the places of what the filter has let through.
 ToSend = tuple[Batch, Sequence[int]]
 # The identities of a message, in the order of a record's fields, and what a filter that takes one of them knows.
@@ -110,9 +126,11 @@ class Publisher:
         # Callbacks that are to be called, with what they are told.
         self.calls: deque[Call] = deque()
         self._closed = False
+        # The thread that closes it.
+        self._closes: int | None = None
+        # Set when it is closed and nothing more is reported.
+        self._ended = threading.Event()
         self._guard = Guard("the producer")
-        # Whether it is closed and nothing more is reported.
-        self.is_ended = False
         self._client = self._connect()
         leave_in_children(self)
 
@@ -146,6 +164,23 @@ class Publisher:
     def __bool__(self) -> bool:
         """Be true also with nothing to wait for."""
         return True
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it is closed and nothing more is reported."""
+        return self._ended.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Serve delivery reports, or wait for the thread that closes the producer and serves them.
+
+        :raises ConfigurationError: in a callback of ``close``: no more of them come before it returns.
+        """
+        if not self._closed:
+            self.poll(seconds)
+        elif self._closes != threading.get_ident():
+            self._ended.wait(seconds)
+        elif not self.is_ended:
+            raise ConfigurationError("a callback that close() calls waits for another message: it would wait for ever")
 
     def last_sequence_id(self, topic: str) -> int:
         """Return the number up to which everything pushed is in the log, -1 if there is none; recovered at the start.
@@ -225,7 +260,7 @@ class Publisher:
         if self._closed:
             return 0
         self.hurry(only_if_due=True)
-        served = self._client.poll(timeout_seconds)
+        served = self._serve(self._client.poll, timeout_seconds)
         self._settle()
         return served
 
@@ -244,7 +279,7 @@ class Publisher:
         if self._closed:
             return 0
         self.hurry()
-        left = self._client.flush(timeout_seconds)
+        left = self._serve(self._client.flush, timeout_seconds)
         self._settle()
         if (failed := self._failures(all_of_them=False)) is not None:
             raise failed
@@ -260,7 +295,7 @@ class Publisher:
         """
         if self._closed or not self._guard.is_ours():  # a child has none of its parent's messages
             return
-        self._closed = True
+        self._closed, self._closes = True, threading.get_ident()
         errors = _Errors()
         with errors:
             self.hurry()
@@ -269,6 +304,9 @@ class Publisher:
             with errors:
                 self._client.purge()
             self._drain(CLOSE_SECONDS, errors)
+        # Before the topics are finished: what another thread hands over meanwhile is refused, or is among theirs. The
+        # client's callbacks refer to us: nothing but the garbage collector would end its threads and connections.
+        self._client = cast("Producer", _Ended())
         for topic in self._topics.values():
             with errors:
                 left += topic.finish(timeout_seconds)
@@ -279,9 +317,7 @@ class Publisher:
         while self.calls:
             with errors:
                 self._call_back()
-        # Its callbacks refer to us: nothing but the garbage collector would end its threads and connections.
-        del self._client
-        self.is_ended = True
+        self._ended.set()
         if left:
             errors.append(Undelivered(f"{left} messages had no acknowledgement after {timeout_seconds:g} s"))
         if (failed := self._failures(all_of_them=True)) is not None:
@@ -352,7 +388,7 @@ class Publisher:
     def _check_open(self) -> None:
         self._guard.check()
         if self._closed:
-            raise ConfigurationError("the producer is closed: make a new one")
+            raise ConfigurationError(_CLOSED)
 
     def _columns(self, topic: TopicPublisher, records: Sequence[ProducerRecord]) -> Columns:
         """Return messages by column, with their identities checked."""
@@ -443,6 +479,15 @@ class Publisher:
                 if time.monotonic() > deadline:
                     raise
 
+    def _serve(self, serve: Callable[[float], int], seconds: float) -> int:
+        """Have the client report what it has."""
+        try:
+            return serve(seconds)
+        except BaseException:
+            for topic in self._topics.values():
+                topic.serving_failed()
+            raise
+
     def _settle(self) -> None:
         for topic in self._topics.values():
             self._settle_topic(topic)
@@ -501,6 +546,10 @@ class Publisher:
                         log = self._recovered(name, made, is_fenced=is_transactional)
             topic = TopicPublisher(self, name, made, log, is_transactional=is_transactional)
             self._topics = {**self._topics, name: topic}
+            if self._closed:  # meanwhile, and it may not have seen this topic
+                made.close()
+                self._close_others()
+                raise ConfigurationError(_CLOSED)
             return topic
 
     def _recovered(self, topic: str, made: SequenceFilter, *, is_fenced: bool) -> SequenceLog:

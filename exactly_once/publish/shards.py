@@ -112,26 +112,26 @@ class ShardedWindow(Filter[GivenKey]):
         return Resolved(*map(sum, zip(*parts, strict=True)))
 
     def _ask_previous(self, wanted: list[Key], answers: list[State]) -> None:
-        """Look up new keys where the map before had them; what is there settles the new reservation."""
+        """Look up keys where the maps before had them; what is there settles the reservation that was made here.
+
+        Also unknown ones: a map between may have had them elsewhere, and there they may have been confirmed since.
+        """
         if not self._previous:
             return
-        fresh = [key for key, state in zip(wanted, answers, strict=True) if state is NEW]
+        reserved = [key for key, state in zip(wanted, answers, strict=True) if state in (NEW, UNKNOWN)]
         found: dict[Key, State] = {}
         # In each of them: where the map has changed twice, a key may be where the first one had it.
         for name, previous in self._previous.items():
-            moved = [key for key in fresh if shard_of(encoded(key), self._windows) != name]
+            moved = [key for key in reserved if shard_of(encoded(key), self._windows) != name]
             there = previous.peek(moved)
             states = {key: ANSWERS[KeyState(there[form])] for key in moved if (form := previous.form_of(key)) in there}
             held = [key for key, state in states.items() if state is IN_FLIGHT]  # perhaps by somebody who died
-            for key, state in zip(held, previous.reserve_many(held, map_version=self.version), strict=True):
-                states[key] = state
-                if state is NEW:
-                    previous.release(key)
-                elif state is UNKNOWN:
-                    previous.mark_unknown(key)
+            states.update(zip(held, previous.reserve_many(held, map_version=self.version), strict=True))
+            # Not by a release, which leaves them here for good where the database is away by now.
+            previous.undo_many([key for key in held if states[key] in (NEW, UNKNOWN)])
             found |= {key: max(state, found.get(key, NEW), key=_SURER.index) for key, state in states.items()}
         for place, key in enumerate(wanted):
-            if answers[place] is NEW and found.get(key, NEW) is not NEW:
+            if answers[place] in (NEW, UNKNOWN) and found.get(key, NEW) is not NEW:
                 window = self._windows[shard_of(encoded(key), self._windows)]
                 answers[place] = found[key]
                 if found[key] is DUPLICATE:

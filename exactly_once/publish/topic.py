@@ -65,8 +65,8 @@ class TopicPublisher:
         self.in_flight: dict[Hashable, Batch] = {}
         # Batches in which there is something to settle.
         self.reported: list[Batch] = []
-        # Messages of which an interrupt has hidden whether the client took them: their reports tell, if there are any.
-        self.doubts: list[tuple[Batch, int]] = []
+        # Messages of which an interrupt may have hidden whether the client took them, or what it reported.
+        self.doubts: list[tuple[Batch, Sequence[int]]] = []
         # By identity: failures that nobody has looked at, and that no later call has made good.
         self.failed: dict[Hashable, Delivery] = {}
         # The one that takes messages that are given one by one.
@@ -89,7 +89,7 @@ class TopicPublisher:
             _DELIVERED: [],
         }
         # What the callers are to be told.
-        self._to_tell: list[tuple[Outcome, Batch, Sequence[int]]] = []
+        self._to_tell: deque[tuple[Outcome, Batch, Sequence[int]]] = deque()
         self._marking: threading.Thread | None = None
         self._mark_error: BaseException | None = None
         # Whether it was told that outcomes wait.
@@ -152,11 +152,15 @@ class TopicPublisher:
     def hand_over_failed(self, batch: Batch, places: Sequence[int], error: BaseException) -> None:
         """Undo the reservations of messages behind an error of ``produce``; the first one may be in the queue."""
         if places and not isinstance(error, _REFUSALS):
-            batch.is_watched = True
-            self.doubts.append((batch, places[0]))
+            self._doubt(batch, places[:1])
             places = places[1:]
         if places:
             self.undo(batch, places)
+
+    def serving_failed(self) -> None:
+        """Doubt all that is in flight, where a callback of the client was interrupted: it is called once only."""
+        for batch in () if self.is_transactional else set(self.in_flight.values()):
+            self._doubt(batch, range(len(batch.identities)))
 
     def undo(self, batch: Batch, places: Sequence[int]) -> None:
         """Undo the reservations of messages that the client did not take."""
@@ -175,12 +179,12 @@ class TopicPublisher:
             self.in_flight.pop(batch.identities[place], None)
         self._tell(outcome, batch, places, is_raised=outcome is Outcome.NOT_PERSISTED)
 
-    def settle(self, unreported: Sequence[tuple[Batch, int]] = ()) -> None:
+    def settle(self, unreported: Sequence[tuple[Batch, Sequence[int]]] = ()) -> None:
         """Mark in the filter what was reported, then make it known; a filter's server is waited for, not for long.
 
         ``unreported`` are doubts from before the client had nothing more to report.
         """
-        if not self.reported and not any(self._due.values()) and self._mark_error is None and not unreported:
+        if not (self.reported or self._to_tell or any(self._due.values()) or self._mark_error or unreported):
             return
         with self._settling:
             count = len(self.reported)
@@ -190,20 +194,24 @@ class TopicPublisher:
             # Only now: whoever is interrupted between two lines does this twice, which is harmless, and never not.
             del self.reported[:count]
             self._mark_and_tell(MARK_SECONDS)
-            for batch, place in unreported:
-                self._give_up(batch, (place,))
+            for batch, places in unreported:
+                self._give_up(batch, places)
                 self._mark_and_tell(MARK_SECONDS)
-                if (batch, place) in self.doubts:  # another thread may have done the same
-                    self.doubts.remove((batch, place))
+                if (batch, places) in self.doubts:  # another thread may have done the same
+                    self.doubts.remove((batch, places))
 
     def conclude(self, batch: Batch, places: Sequence[int], verdict: Outcome, error: KafkaError | None) -> None:
-        """Settle messages alike, whatever was reported: the transaction that they belong to is over."""
-        for place in places if batch.errors or error is not None else ():
-            if verdict is _DELIVERED:
-                batch.errors.pop(place, None)
-            elif error is not None:
-                batch.errors.setdefault(place, error)
+        """Settle those without an outcome alike, whatever was reported: the transaction that they belong to is over."""
         with self._settling:
+            self._tell_all()  # an interruption may have left some
+            places = [place for place in places if batch.outcome(place) is _PENDING]
+            if not places:
+                return
+            for place in places if batch.errors or error is not None else ():
+                if verdict is _DELIVERED:
+                    batch.errors.pop(place, None)
+                elif error is not None:
+                    batch.errors.setdefault(place, error)
             self._take(verdict, batch, places)
             self._mark_and_tell(MARK_SECONDS)
 
@@ -240,17 +248,25 @@ class TopicPublisher:
                 count = len(batch.identities)
                 settled = batch.outcomes.keys() | set(places) if batch.outcomes or places else ()
                 if len(batch.arrived) + len(settled) == count:
-                    batch.told = None
                     if batch is self._batch:
-                        self._batch = None
+                        self._batch = None  # first: whoever is interrupted here counts once more
                     rest = [place for place in range(count) if place not in settled] if settled else range(count)
                     self._take(_DELIVERED, batch, rest)
+                    batch.told = None
                 elif batch.is_watched or batch.errors:
-                    self._take(_DELIVERED, batch, batch.match())
+                    found = batch.match()
+                    self._take(_DELIVERED, batch, found)
+                    del batch.arrived[: len(found)]  # only now, as with ``reported``
         for place in places:
             error = batch.errors.get(place)
             self._take(_DELIVERED if error is None else outcome_of(error), batch, (place,))
         del batch.reported[: len(places)]
+
+    def _doubt(self, batch: Batch, places: Sequence[int]) -> None:
+        """Take messages for unknown that have no outcome once the client has nothing more to report."""
+        batch.is_watched = True
+        self.reported.append(batch)
+        self.doubts.append((batch, places))
 
     def _give_up(self, batch: Batch, places: Sequence[int]) -> int:
         """Take those of the messages for unknown that have no outcome; return how many they are."""
@@ -331,9 +347,7 @@ class TopicPublisher:
             if error is not None:
                 raise error
         finally:
-            for outcome, batch, places in self._to_tell:
-                self._tell(outcome, batch, places)
-            self._to_tell.clear()
+            self._tell_all()
 
     def _mark(self) -> None:
         """Bring what is due into the filter; what a store refuses now is tried again with the next reports."""
@@ -361,6 +375,11 @@ class TopicPublisher:
                     self.log.confirmed([m for batch, places in entries for m in batch.acknowledged(places)])
             del due[: len(entries)]
             self._is_waiting = False
+
+    def _tell_all(self) -> None:
+        while self._to_tell:  # it stays until it is done: an interruption leaves it to who settles next
+            self._tell(*self._to_tell[0])
+            self._to_tell.popleft()
 
     def _tell(self, outcome: Outcome, batch: Batch, places: Sequence[int], *, is_raised: bool = False) -> None:
         """Make an outcome known to all whose call waits for it."""

@@ -372,10 +372,8 @@ def conclude(to_send: Sequence[ToSend], verdict: Outcome, error: KafkaError | No
     """Settle the messages of a transaction that are not settled yet."""
     problems = []
     for batch, places in to_send:
-        left = [place for place in places if batch.outcome(place) is Outcome.PENDING]
         try:
-            if left:
-                batch.topic.conclude(batch, left, verdict, error)
+            batch.topic.conclude(batch, places, verdict, error)
         except Exception as problem:  # noqa: BLE001 - the other topics must be told, too
             problems.append(problem)
     if problems:

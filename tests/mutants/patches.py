@@ -273,7 +273,7 @@ MUTANTS = (
         "reserve-fenced",
         "a fenced owner reserves keys",
         PUBLISH,
-        "PERFORM FROM {schema}.publish_owner o WHERE o.id = me AND o.token = my_token AND o.ended_at IS NULL;",
+        "PERFORM FROM {schema}.publish_owner o WHERE o.id = me AND o.ended_at IS NULL;",
         "PERFORM FROM {schema}.publish_owner o WHERE o.id = me;",
         ("tests/publish/test_postgres_window.py",),
     ),
@@ -575,8 +575,8 @@ MUTANTS = (
         (
             "renew-dead",
             "a sender that was fenced lives on",
-            "WHERE id = %(owner)s AND token = %(token)s AND ended_at IS NULL\nRETURNING id",
-            "WHERE id = %(owner)s AND token = %(token)s\nRETURNING id",
+            "WHERE id = %(owner)s AND ended_at IS NULL\nRETURNING id",
+            "WHERE id = %(owner)s\nRETURNING id",
         ),
         (
             "fence-living",

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exactly_once import ConfigurationError
 from exactly_once.publish import (
     ChainFilter,
     InconsistentChain,
@@ -21,7 +22,7 @@ from exactly_once.publish import (
 from exactly_once.publish.chain import GapPolicy
 from exactly_once.publish.snapshot import pack
 
-NEW, DUPLICATE, UNKNOWN = State.NEW, State.DUPLICATE, State.UNKNOWN
+NEW, IN_FLIGHT, UNKNOWN, DUPLICATE = State.NEW, State.IN_FLIGHT, State.UNKNOWN, State.DUPLICATE
 
 
 def send(made: ChainFilter, number: int | tuple[int, int], previous: int | tuple[int, int] | None = None) -> State:
@@ -355,3 +356,28 @@ def test_a_message_that_fails_behind_a_higher_one_is_new() -> None:
     links.confirm(Link("c", 9))
     links.release(slow)
     assert links.reserve(slow) is State.NEW
+
+
+def test_a_chain_with_messages_in_flight_is_not_dropped() -> None:
+    """Their confirmation would begin it anew, and a chain of the same name with other numbers could not be confirmed."""
+    made = ChainFilter()
+    made.reserve(Link("c", 5, 4))
+    with pytest.raises(ConfigurationError, match=r"chain 'c' has messages in flight.* Link\('c', 5\)"):
+        made.drop("c")
+    assert made.reserve(Link("c", 5, 4)) is IN_FLIGHT
+    made.mark_unknown(Link("c", 5, 4))
+    with pytest.raises(KeyRefused, match="do not mix"):
+        made.reserve(Link("c", (5, 0)))
+    made.drop("c")
+    assert made.reserve(Link("c", (5, 0))) is NEW
+    made.confirm(Link("c", (5, 0)))
+    assert made.reserve(Link("c", (5, 0))) is DUPLICATE
+
+
+def test_messages_that_were_released_leave_nothing_of_their_chains() -> None:
+    made = ChainFilter(dense=True, on_full="raise")
+    for n in range(100):
+        made.reserve(Link(f"c{n}", 0))
+        made.release(Link(f"c{n}", 0))
+    sizes = {name: len(found) for name, found in vars(made).items() if isinstance(found, dict)}
+    assert set(sizes.values()) == {0}, sizes

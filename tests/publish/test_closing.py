@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from confluent_kafka import KafkaError, Message
 from exactly_once.errors import ConfigurationError
 from exactly_once.publish import (
     DedupProducer,
+    OutcomeUnknown,
     ProducerRecord,
     SequenceFilter,
     State,
@@ -61,15 +65,71 @@ def test_a_topic_that_is_opened_meanwhile_keeps_no_other_one_from_being_closed()
 
     class Opening(WindowFilter):
         def close(self) -> None:
-            producer.filter_of("new")
+            with pytest.raises(ConfigurationError, match="closed"):
+                producer.filter_of("new")
 
-    last = Closable(keys=10)
-    filters = {"first": Opening(keys=10), "last": last, "new": WindowFilter(keys=10)}
+    last, new = Closable(keys=10), Closable(keys=10)
+    filters = {"first": Opening(keys=10), "last": last, "new": new}
     producer = DedupProducer(NOWHERE, dedup=filters.__getitem__)
     for topic in ("first", "last"):
         producer.filter_of(topic)
     producer.close()
-    assert (last.is_closed, producer.is_ended) == (True, True)
+    assert (last.is_closed, new.is_closed, producer.is_ended) == (True, True, True)
+
+
+def test_what_another_thread_publishes_while_the_producer_is_closed_is_refused() -> None:
+    """It has passed the check when the other one closes; here it closes in between itself."""
+
+    class Late(Closable):
+        def reserve(self, key: Any) -> State:
+            with pytest.raises(Undelivered, match="1 messages"):
+                producer.close()
+            return super().reserve(key)
+
+    opened, late = Closable(keys=10), Late(keys=10)
+
+    def open_late(_: str) -> Closable:
+        producer.close()
+        return opened
+
+    producer = DedupProducer(NOWHERE, dedup=open_late)
+    with pytest.raises(ConfigurationError, match="the producer is closed"):
+        producer.produce("t", b"x", dedup_key=0)
+    assert opened.is_closed
+    producer = DedupProducer(NOWHERE, dedup=late)
+    with pytest.raises(ConfigurationError, match="the producer is closed"):
+        producer.produce("t", b"x", dedup_key=0)
+    assert WindowFilter.reserve(late, 0) is State.NEW
+
+
+def test_who_waits_while_another_thread_closes_does_not_spin() -> None:
+    producer = DedupProducer({**NOWHERE, "message.timeout.ms": 60_000}, dedup=WindowFilter(keys=10))
+    delivery = producer.produce("t", b"x", dedup_key=0)
+
+    def wait() -> float:
+        until(lambda: producer._closed, 30, "the other thread")
+        before = time.thread_time()
+        with pytest.raises(OutcomeUnknown):
+            delivery.result()
+        return time.thread_time() - before
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        with contextlib.suppress(Undelivered):
+            producer.close(2)
+        assert waiting.result(30) < 0.5
+
+
+def test_a_callback_that_close_calls_waits_for_no_other_message() -> None:
+    """Nothing would be reported before it returns."""
+    made = WindowFilter(keys=10)
+    made.confirm(0)
+    producer = DedupProducer({**NOWHERE, "message.timeout.ms": 60_000}, dedup=made)
+    pending = producer.produce("t", b"x", dedup_key=1)
+    producer.produce("t", b"x", dedup_key=0, on_delivery=lambda *_: pending.result(10))
+    with pytest.raises(Undelivered) as caught:
+        producer.close(0)
+    assert "ConfigurationError: a callback that close() calls" in notes_of(caught.value)
 
 
 def test_a_callback_of_the_client_that_raises_ends_no_flush(bootstrap_servers: str) -> None:

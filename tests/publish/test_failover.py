@@ -17,7 +17,7 @@ import pytest
 from exactly_once import embedded
 from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.session import Connection, connector
-from exactly_once.publish import FilterUnavailable, PostgresWindow, PublishOwner, State
+from exactly_once.publish import FilterUnavailable, PostgresWindow, ProducerFenced, PublishOwner, State
 from tests.support.waiting import until
 
 NEW, IN_FLIGHT, DUPLICATE = State.NEW, State.IN_FLIGHT, State.DUPLICATE
@@ -162,3 +162,24 @@ def test_a_scope_that_a_failover_has_lost_shares_no_keys_with_the_next_one(pair:
     assert other.reserve_many(["a", "b"]) == [NEW, NEW]
     assert made.reserve_many(["a", "b"]) == [DUPLICATE, DUPLICATE]
     owner.close()
+
+
+@pytest.mark.fault("E4", more=True)
+def test_an_owner_that_a_failover_has_lost_settles_nothing_of_the_next_one(pair: Pair) -> None:
+    """A number of a sequence would be given to both."""
+    pair.stop_replication()
+    lost, theirs = window(pair)
+    theirs.reserve_many(["released", "unknown"])
+    pair.fail_over()
+    heir, ours = retry(partial(window, pair), threading.Event())
+    assert ours.reserve_many(["released", "unknown"]) == [NEW, NEW]
+    retry(partial(theirs.release, "released"), threading.Event())
+    theirs.mark_unknown("unknown")
+    with pytest.raises(ProducerFenced):
+        theirs.reserve("more")
+    lost.close()
+    third, other = window(pair)
+    assert other.reserve_many(["released", "unknown"]) == [IN_FLIGHT, IN_FLIGHT]
+    assert ours.reserve("more") is NEW
+    heir.close()
+    third.close()

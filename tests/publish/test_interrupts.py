@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import linecache
 import signal
+from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 from confluent_kafka import Producer
 
-from exactly_once.publish import DedupProducer, Outcome, State, Undelivered, WindowFilter
+from exactly_once.publish import DedupProducer, Delivery, Outcome, SequenceFilter, State, Undelivered, WindowFilter
 from tests.publish.test_producer import NOWHERE, values
+from tests.publish.test_random_failures import REFUSED, TIMED_OUT, Report
+from tests.support.interrupts import Interrupt, Interrupter
 from tests.support.topics import create_topic
 
 
@@ -118,3 +125,106 @@ def test_close_fails_what_an_interrupt_left_in_the_queue() -> None:
     with pytest.raises(Undelivered, match="2 messages"):
         producer.close(0)
     assert [made.reserve(n) for n in range(3)] == [State.UNKNOWN, State.UNKNOWN, State.NEW]
+
+
+class Between(Interrupter):
+    """Not where a lock is taken or given back, or a try begins: the interpreter calls no signal handler there."""
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        if linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith(("with ", "try:")):
+            return self._line
+        return super()._line(frame, event, argument)
+
+
+class Telling:
+    """Stands in for a client that has everything to tell at once, each of it one time; or keeps so many back."""
+
+    keeps = 0
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[bytes, Callable[..., None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self.queue)
+
+    def produce(self, topic: str, value: bytes, key: None, partition: int, callback: Any, **_: Any) -> None:
+        self.queue.append((value, callback))
+
+    def poll(self, seconds: float = 0) -> int:
+        while len(self.queue) > self.keeps:
+            value, callback = self.queue.popleft()
+            callback(ERRORS.get(value), Report(int(value)))
+        return 0
+
+    def flush(self, seconds: float = 0) -> int:
+        return self.poll()
+
+
+ERRORS = {b"2": REFUSED, b"4": TIMED_OUT}
+OUTCOMES = [Outcome.DELIVERED, Outcome.DELIVERED, Outcome.NOT_PERSISTED, Outcome.DELIVERED, Outcome.UNKNOWN]
+STATES = [State.DUPLICATE, State.DUPLICATE, State.NEW, State.DUPLICATE, State.UNKNOWN]
+
+
+@pytest.mark.parametrize("keeps", [0, 1])
+@pytest.mark.parametrize("is_watched", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_poll_that_is_interrupted_at_any_line_leaves_nothing_pending(
+    monkeypatch: pytest.MonkeyPatch, *, is_watched: bool, fails: bool, keeps: int
+) -> None:
+    monkeypatch.setattr(DedupProducer, "_connect", lambda _: Telling())
+    numbers = range(5) if fails else (0, 1, 3)
+    interrupter = Between()
+    for line in itertools.count(1):
+        made = WindowFilter(keys=10)
+        producer = DedupProducer(NOWHERE, dedup=made)
+        deliveries = [producer.produce("t", b"%d" % n, dedup_key=n) for n in numbers]
+        if is_watched:
+            assert deliveries[0].outcome is Outcome.PENDING
+        monkeypatch.setattr(Telling, "keeps", keeps)
+        with contextlib.suppress(Interrupt), interrupter.after(line):
+            producer.poll(0)
+        if interrupter.left:
+            break
+        assert deliveries[0].message is None or deliveries[0].message.value() == b"0"
+        monkeypatch.setattr(Telling, "keeps", 0)
+        producer.poll(0)
+        for delivery, n in zip(deliveries, numbers, strict=True):
+            # A report may be lost in its callback.
+            outcomes = {OUTCOMES[n], Outcome.UNKNOWN} if "delivery.py" in interrupter.where[-1] else {OUTCOMES[n]}
+            assert delivery.outcome in outcomes, interrupter.where[-1]
+            states = {STATES[n], State.UNKNOWN} if "delivery.py" in interrupter.where[-1] else {STATES[n]}
+            assert made.reserve(n) in states, interrupter.where[-1]
+        producer._topics["t"].failed.clear()
+        producer.close()
+    assert line > 50
+
+
+def test_a_commit_that_is_interrupted_at_any_line_leaves_nothing_pending(bootstrap_servers: str, name: str) -> None:
+    topic = create_topic(bootstrap_servers, 1, name=name)
+    interrupter, sent = Between(), dict[int, Delivery]()
+    with DedupProducer(
+        {"bootstrap.servers": bootstrap_servers},
+        dedup=lambda _: SequenceFilter(),
+        producer_name=name,
+        commit_seconds=0,
+    ) as producer:
+        for line in itertools.count(1):
+            numbers = range(3 * line, 3 * line + 3)
+            producer.produce_many(topic, [b"%d" % n for n in numbers], sequences=numbers)
+            deliveries = [producer.produce(topic, b"", sequence=n) for n in numbers]  # they attach
+            with contextlib.suppress(Interrupt), interrupter.after(line, "producer.py", "topic.py"):
+                producer.poll(0)
+            if interrupter.left:
+                break
+            producer.poll(0)
+            assert Outcome.PENDING not in {each.outcome for each in deliveries}, interrupter.where[-1]
+            assert not len(producer), interrupter.where[-1]
+            sent |= zip(numbers, deliveries, strict=True)
+        producer._topics[topic].failed.clear()
+    assert line > 50
+    found = values(bootstrap_servers, topic)
+    assert set(found.values()) == {1}
+    for number, delivery in sent.items():
+        assert (b"%d" % number in found) is (delivery.outcome is Outcome.DELIVERED) or (
+            delivery.outcome is Outcome.UNKNOWN
+        )

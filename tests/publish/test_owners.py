@@ -244,8 +244,8 @@ def test_an_exclusive_name_is_exclusive_whatever_the_roles_isolation(
         waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
         until(lambda: starting.done() or db.execute(waits).fetchone() == (1,), 30, "the second to wait, or its refusal")
         first.execute(
-            "INSERT INTO exactly_once.publish_owner (name, token, lease_until) "
-            "VALUES (%s, gen_random_uuid(), clock_timestamp() + interval '1 minute')",
+            "INSERT INTO exactly_once.publish_owner (id, name, lease_until) "
+            "VALUES ((random() * 1e15)::int8, %s, clock_timestamp() + interval '1 minute')",
             [name],
         )
         first.commit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -98,6 +99,45 @@ def test_after_two_changes_of_the_map_within_a_window_keys_are_still_known(shard
     assert third.reserve_many(KEYS[:61]) == known
 
 
+def test_a_key_that_was_confirmed_elsewhere_meanwhile_is_not_sent_again(shard: MakeShard) -> None:
+    """It has moved away and back: where it is looked for first, nobody has heard of that."""
+    a, b = {"a": shard("a")}, {"b": shard("b")}
+    keys = ["confirmed", "given up", "never sent again"]
+    first = ShardedWindow(a, version=1)
+    first.reserve_many(keys)
+    first.mark_unknown_many(keys)
+    second = ShardedWindow(b, version=2, previous=a)
+    assert second.reserve_many(keys[:2]) == [UNKNOWN] * 2
+    second.confirm("confirmed")
+    second.release("given up")
+    third = ShardedWindow(a, version=3, previous=b)
+    assert third.reserve_many(keys) == [DUPLICATE, UNKNOWN, UNKNOWN]
+    assert a["a"].reserve("confirmed") is DUPLICATE
+
+
+def test_a_look_where_the_map_before_had_a_key_leaves_nothing_reserved_there(
+    shard: MakeShard, db: psycopg.Connection[object], conninfo: str
+) -> None:
+    """The database goes away between the take-over there and the end of the look."""
+    key = next(key for key in KEYS if shard_of(encoded(key), "ab") == "b")
+    dead = shard("a")
+    ShardedWindow({"a": dead}, version=1).reserve(key)
+    end_lease(db, dead.owner)
+    with PostgresProxy(conninfo) as proxy:
+        old = {"a": shard("a", proxy.conninfo)}
+        made = ShardedWindow({**old, "b": shard("b")}, version=2, previous=old)
+        fault = proxy.hold("publish_(release|mark_unknown)", close_client=False)
+        with ThreadPoolExecutor(1) as pool:
+            reserving = pool.submit(made.reserve, key)
+            fault.wait()
+            proxy.refuse()
+            with contextlib.suppress(FilterUnavailable):
+                reserving.result(60)
+                made.release(key)
+        proxy.heal()
+        assert made.reserve(key) is UNKNOWN
+
+
 def test_what_is_found_in_the_topic_is_settled_in_a_shard_that_the_map_has_no_more(shard: MakeShard) -> None:
     a, b, c = (shard(which) for which in "abc")
     keys = [key for key in KEYS if shard_of(encoded(key), "ab") == "a"][:20]
@@ -142,9 +182,9 @@ def test_a_reservation_under_way_is_seen_by_who_brings_a_new_map(shard: MakeShar
     moved = next(key for key in KEYS if shard_of(encoded(key), new) == "c")
     window = old["a"]
     number = f'"{name}_a".publish_scope_number(%s)'
-    reserve = f'SELECT * FROM "{name}_a".publish_reserve({number}, %s, %s, %s, 1)'.encode()
+    reserve = f'SELECT * FROM "{name}_a".publish_reserve({number}, %s, %s, 1)'.encode()
     with psycopg.connect(conninfo) as connection, ThreadPoolExecutor(1) as pool:
-        connection.execute(reserve, [window.scope, [encoded(moved)], window.owner.id, window.owner.token])
+        connection.execute(reserve, [window.scope, [encoded(moved)], window.owner.id])
         starting = pool.submit(ShardedWindow, new, version=2, previous={"a": shard("a")})
         with pytest.raises(TimeoutError):
             starting.result(0.3)

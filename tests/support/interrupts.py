@@ -23,12 +23,13 @@ class Interrupter:
 
     def __init__(self) -> None:
         self.left = 0
+        self.files: tuple[str, ...] = ()
         self.where: list[str] = []
 
     @contextmanager
-    def after(self, lines: int) -> Iterator[None]:
-        """Interrupt the block after so many lines of the library, once."""
-        self.left = lines
+    def after(self, lines: int, *files: str) -> Iterator[None]:
+        """Interrupt the block after so many lines of the library, or of these files of it, once."""
+        self.left, self.files = lines, files
         sys.settrace(self._enter)
         try:
             yield
@@ -36,7 +37,8 @@ class Interrupter:
             sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, _: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(LIBRARY) else None
+        name = frame.f_code.co_filename
+        return self._line if name.startswith(LIBRARY) and name.endswith(self.files or "") else None
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line" and self.left > 0:

@@ -22,7 +22,7 @@ SELECT {schema}.publish_rotate()
 -- Reserve sorted, different keys; return only those that are not new.
 SELECT place, found_state::text, holder
 FROM {schema}.publish_reserve(
-    {schema}.publish_scope_number(%(scope)s), %(keys)s::bytea[], %(owner)s, %(token)s, %(map_version)s)
+    {schema}.publish_scope_number(%(scope)s), %(keys)s::bytea[], %(owner)s, %(map_version)s)
 
 -- name: publish_confirm
 -- Confirm keys.
@@ -60,14 +60,13 @@ WHERE slot IN (0, 1) AND scope = (SELECT id FROM {schema}.publish_scope WHERE na
 
 -- name: publish_start_owner
 -- Begin the life of a sending process.
-INSERT INTO {schema}.publish_owner (name, token, transactional_id, positions, lease_until)
-VALUES (%(name)s, %(token)s, %(transactional_id)s, %(positions)s::jsonb,
+INSERT INTO {schema}.publish_owner (id, name, transactional_id, positions, lease_until)
+VALUES (%(owner)s, %(name)s, %(transactional_id)s, %(positions)s::jsonb,
         clock_timestamp() + %(seconds)s * interval '1 second')
-RETURNING id
 
 -- name: publish_find_owner
 -- Find the own life, if it was begun by an attempt whose answer was lost.
-SELECT id FROM {schema}.publish_owner WHERE token = %(token)s
+SELECT id FROM {schema}.publish_owner WHERE id = %(owner)s
 
 -- name: publish_lock_name
 -- Let one process at a time decide about a name; the lock ends with its transaction.
@@ -81,7 +80,7 @@ WHERE name = %(name)s AND ended_at IS NULL
 -- name: publish_renew
 -- Extend the lease of an owner that was not fenced; return nothing if it was.
 UPDATE {schema}.publish_owner SET lease_until = clock_timestamp() + %(seconds)s * interval '1 second'
-WHERE id = %(owner)s AND token = %(token)s AND ended_at IS NULL
+WHERE id = %(owner)s AND ended_at IS NULL
 RETURNING id
 
 -- name: publish_advance
@@ -140,7 +139,7 @@ FROM {schema}.publish_owner o
 LEFT JOIN {schema}.publish_key k ON k.slot IN (0, 1) AND k.owner = o.id AND k.state <> 'c'
 GROUP BY o.id
 HAVING o.ended_at IS NULL OR count(k.key) FILTER (WHERE k.state IN ('f', 't')) > 0
-ORDER BY o.id
+ORDER BY o.started_at
 
 -- name: publish_show_scopes
 -- Show how many keys of each scope are in which state: a scan.

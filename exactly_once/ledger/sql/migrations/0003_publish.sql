@@ -1,10 +1,10 @@
 -- The publish side: who sends, the keys that were sent, chains.
 
--- A life of a sending process. Its id is its epoch: of two owners of one name the higher one is the later.
+-- A life of a sending process. The process draws its id: after a failover that has lost the row, the next number of a
+-- sequence would be another owner's, whose keys this one would settle.
 CREATE TABLE {schema}.publish_owner (
-    id               bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    id               bigint      PRIMARY KEY,
     name             text        NOT NULL,
-    token            uuid        NOT NULL UNIQUE,
     transactional_id text,
     positions        jsonb       NOT NULL DEFAULT '{{}}',
     lease_until      timestamptz NOT NULL,
@@ -64,7 +64,7 @@ CREATE TABLE {schema}.publish_key_1 PARTITION OF {schema}.publish_key FOR VALUES
 
 -- Reserves keys, which must be sorted and all different; returns those that are not new: their place, what they are,
 -- and who holds them. A key that is unknown is handed to the caller. One with a map of shards says its version.
-CREATE FUNCTION {schema}.publish_reserve(my_scope int, keys bytea[], me bigint, my_token uuid, my_map int)
+CREATE FUNCTION {schema}.publish_reserve(my_scope int, keys bytea[], me bigint, my_map int)
 RETURNS TABLE (place bigint, found_state "char", holder bigint) LANGUAGE plpgsql AS $reserve$
 #variable_conflict use_variable
 DECLARE
@@ -77,7 +77,7 @@ BEGIN
         RAISE EXCEPTION 'the map of shards has version % by now; this process has %', latest, my_map
             USING ERRCODE = 'EO005';
     END IF;
-    PERFORM FROM {schema}.publish_owner o WHERE o.id = me AND o.token = my_token AND o.ended_at IS NULL;
+    PERFORM FROM {schema}.publish_owner o WHERE o.id = me AND o.ended_at IS NULL;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'owner % was fenced', me USING ERRCODE = 'EO003';
     END IF;
