@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from datetime import UTC, datetime
 from typing import Any
 
 from psycopg.rows import dict_row
@@ -57,9 +58,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     window = found.pop("window")
     seconds = "not agreed yet" if window["seconds"] is None else f"{window['seconds']:g} s"
-    print(f"window: {seconds}; the younger generation is {window['generation_seconds']:.0f} s old")
+    output.print_lines(f"window: {seconds}; the younger generation is {window['generation_seconds']:.0f} s old")
     for part, rows in found.items():
         print(f"\n{part}: {'' if rows else 'none'}".rstrip())
         if rows:
-            output.print_table([column.upper() for column in rows[0]], [list(row.values()) for row in rows])
+            cells = [[_shown(value) for value in row.values()] for row in rows]
+            texts = [n for n, value in enumerate(rows[0].values()) if isinstance(value, str)]
+            output.print_table([column.upper() for column in rows[0]], cells, give=texts)
     return 0
+
+
+def _shown(value: object) -> object:
+    return output.ago((datetime.now(UTC) - value).total_seconds()) if isinstance(value, datetime) else value

@@ -252,5 +252,5 @@ def test_a_schema_that_is_not_there_is_named_in_the_remedy(
     odd = f"{schema} Led-ger"
     refused = command("status", "--conninfo", postgres_conninfo, "--schema", odd)
     assert refused.code == 1
-    assert f"exactly-once migrate --conninfo ... --schema '{odd}'" in refused.err
+    assert f"exactly-once migrate --schema '{odd}' --conninfo ..." in refused.err
     assert "if the ledger is in another schema" in refused.err
