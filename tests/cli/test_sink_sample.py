@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 from confluent_kafka import Producer
@@ -211,3 +212,32 @@ def test_a_topic_that_is_empty_is_waited_for(
         finally:
             process.terminate()
             process.communicate(timeout=120)
+
+
+def test_insert_ignore_makes_no_table_without_a_key(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    """Nothing is the same as anything else there: the table was made, and took every message."""
+    send(bootstrap_servers, source, [("0", {"id": 1}), ("0", {"id": 1})], 3)
+    refused = operate(*created(source, "--mode", "insert-ignore"))
+    assert refused.code == 1
+    assert "--mode insert-ignore needs a key in the table that is made: say --key COLUMN" in refused.err
+    assert db.execute("SELECT to_regclass(%s)", (source,)).fetchone() == (None,)
+    assert operate(*created(source, "--mode", "insert-ignore", "--key", "id")).code == 0
+    assert db.execute(f"SELECT count(*) FROM {source}").fetchone() == (1,)
+
+
+def test_numbers_that_json_does_not_have_are_texts_in_a_dry_run(
+    operate: Command, bootstrap_servers: str, source: str
+) -> None:
+    """They were printed as NaN and Infinity, which no other reader of JSON takes."""
+    rows = [{"x": float(text), "y": 1.5} for text in ("nan", "inf", "-inf")]
+    send(bootstrap_servers, source, [("0", msgspec.msgpack.encode(row)) for row in rows], 3)
+    options = ("--format", "msgpack", "--type", "x=float8", "--dry-run", "--json")
+    shown = operate("sink", "--topic", source, "--table", source, *options)
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    (one,) = json.loads(shown.out, parse_constant=refuse)["sinks"]
+    assert [row[0] for row in one["rows"]] == ["NaN", "Infinity", "-Infinity"]
