@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import pytest
 
 import exactly_once
 from exactly_once import cli
+from exactly_once.cli.output import print_json
 from exactly_once.cli.problems import EXIT_CODES, CommandParser
 from tests.cli.conftest import Command
 from tests.support.require import skip_unless
@@ -270,3 +272,14 @@ def _named_in(path: Path) -> set[str]:
             re.findall(r"exactly-once ((?:migrate|reset|adopt|status|hand-over)(?: --[a-z-]+(?: [\w.]+)?)*)", text)
         )
     return found
+
+
+def test_numbers_that_json_does_not_have_are_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    """They were printed as NaN and Infinity, which no other reader of JSON takes. A row of a dry run stands for it."""
+    print_json({"rows": [(1.5, float("nan")), [{"x": float("-inf")}]], "deletes": float("inf")})
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found == {"rows": [[1.5, "NaN"], [{"x": "-Infinity"}]], "deletes": "Infinity"}

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from typing import Any
 
-import msgspec
 import psycopg
 import pytest
 from confluent_kafka import Producer
@@ -227,17 +226,21 @@ def test_insert_ignore_makes_no_table_without_a_key(
     assert db.execute(f"SELECT count(*) FROM {source}").fetchone() == (1,)
 
 
-def test_numbers_that_json_does_not_have_are_texts_in_a_dry_run(
-    operate: Command, bootstrap_servers: str, source: str
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [([], 2), (["--where", "kind=a"], 3), (["--format", "maxwell"], 3), (["--format", "maxwell", "--flatten"], 3)],
+)
+def test_messages_that_are_skipped_as_asked_for_are_counted(
+    options: list[str], count: int, operate: Command, bootstrap_servers: str, source: str
 ) -> None:
-    """They were printed as NaN and Infinity, which no other reader of JSON takes."""
-    rows = [{"x": float(text), "y": 1.5} for text in ("nan", "inf", "-inf")]
-    send(bootstrap_servers, source, [("0", msgspec.msgpack.encode(row)) for row in rows], 3)
-    options = ("--format", "msgpack", "--type", "x=float8", "--dry-run", "--json")
-    shown = operate("sink", "--topic", source, "--table", source, *options)
-
-    def refuse(text: str) -> None:
-        raise AssertionError(text)
-
-    (one,) = json.loads(shown.out, parse_constant=refuse)["sinks"]
-    assert [row[0] for row in one["rows"]] == ["NaN", "Infinity", "-Infinity"]
+    """Tombstones, deletes and truncates went without a word."""
+    row = {"id": 1, "kind": "a"}
+    changes: list[Any] = [row, row | {"kind": "b"}, None, None]
+    if "maxwell" in options:
+        told = {"database": "d", "table": "t", "ts": 1, "data": row}
+        changes = [told | {"type": "insert"}, told | {"type": "delete"}, None, None]
+    send(bootstrap_servers, source, [("0", change) for change in changes], 3)
+    result = operate(*created(source, "--on-tombstone", "skip", *options))
+    assert result.code == 0
+    said = "messages that where, where_not, on_tombstone and on_truncate leave out"
+    assert f"table {source}: {said}: {count}" in result.err
