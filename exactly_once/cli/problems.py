@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 EXIT_CODES = """\
 exit codes:
   0    done (a dry run too)
-  1    not done: stderr has one line about why and what mends it; status --check: something needs an operator
+  1    not done, or done and the result could not be written: stderr has one line about why and what mends it; status \
+--check: something needs an operator
   2    the command line, an environment variable or the configuration file is wrong
   130  interrupted
   141  whoever read the output has left
@@ -29,8 +30,8 @@ _LEAST = 11  # characters of a line of help, which argparse has at least, too
 _HINTS = {
     "InsufficientPrivilege": (
         "`exactly-once migrate --sql --role NAME`, with the same --schema, prints the grants on the ledger; tables of "
-        "your own need GRANT INSERT, those that are changed by key SELECT, UPDATE and DELETE, too, and TEMPORARY ON DATABASE, and "
-        "making one USAGE and CREATE ON SCHEMA; with row-level security a policy must allow each row"
+        "your own need GRANT INSERT, those that are changed by key SELECT, UPDATE and DELETE, too, and TEMPORARY ON "
+        "DATABASE, and making one USAGE and CREATE ON SCHEMA; with row-level security a policy must allow each row"
     ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
     "InvalidSchemaName": "run `exactly-once migrate`, or pass --schema",
