@@ -34,6 +34,10 @@ _HINTS = {
         "DATABASE, and making one USAGE and CREATE ON SCHEMA; with row-level security a policy must allow each row"
     ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
+    "ReadOnlySqlTransaction": (
+        "the server is a standby, or default_transaction_read_only is on: name the primary, or add "
+        "target_session_attrs=read-write to the connection string, which finds it among several"
+    ),
     "InvalidSchemaName": "run `exactly-once migrate`, or pass --schema",
 }
 # What the library's errors say in Python, and how the command line and the file say it.

@@ -360,7 +360,7 @@ def create_table(flow: Flow, columns: Columns) -> list[sql.Composed]:
     key = flow.key or (columns.key if flow.mode != "append" else ())
     # In a table without a key nothing is ever the same, so insert-ignore would append.
     if flow.mode != "append" and not key:
-        raise CommandError(f"--mode {flow.mode} needs a key in the table that is made: say --key COLUMN")
+        raise CommandError(f"{flow.table}: --mode {flow.mode} needs a key in the table that is made: say --key COLUMN")
     if unknown := [name for name in key if name not in columns.types]:
         raise CommandError(
             f"no message of the sample has {', '.join(unknown)}, which --key names; "

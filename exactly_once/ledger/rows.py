@@ -160,23 +160,23 @@ class Ledger:
         :raises OwnedByConsumer: when this is a Spark job, and
         :raises LedgerRowMissing: when there is no row.
         """
+        schema = self.session.schema
         with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
             before = {row.partition: row for row in self._rows(cursor, "read_locked", _keys(partitions))}
             for partition in sorted(partitions):
                 row = before.get(partition)
                 if row is None:
-                    raise row_missing(self.group_id, self.session.schema, partition)
+                    raise row_missing(self.group_id, schema, partition)
                 if row.owner_token is None or row.owner_kind == self._owner_kind or self._take_over:
                     continue
                 owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
                 since = ago(row.acquired_seconds_ago), ago(row.advanced_seconds_ago) or "never"
-                to = ("--to", self._owner_kind)
                 error = OwnedBySpark if row.owner_kind == "spark" else OwnedByConsumer
                 raise error(
                     f"{partition} of group {self.group_id!r} is owned by {row.owner_kind} ({owner}; acquired "
                     f"{since[0]}, last advanced {since[1]}) and was not released. If that owner has stopped for good, "
                     "start with take_over=True, or release its rows with: "
-                    + command("hand-over", self.group_id, self.session.schema, *to, "--topic", partition.topic)
+                    + command("hand-over", self.group_id, schema, "--to", self._owner_kind, "--topic", partition.topic)
                 )
             rows = self._rows(
                 cursor,
